@@ -1,0 +1,312 @@
+"""stable-baselines3 PPO on MiniGrid at the settings of prpo_minigrid.py: the yardstick for speed and sample efficiency.
+
+python benchmark/sb3_ppo.py --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
+python prpo_minigrid.py --communicator identity --communication-coef 0      # what it is compared with: no KL penalty
+
+Network, initialisation, optimizer, minibatches, advantages, losses' coefficients and annealing are the same. What
+stable-baselines3 does its own way and cannot be told otherwise:
+- its clipped value loss is the error of the clipped value; ours is the larger of the clipped and the unclipped error,
+  which keeps its gradient (--no-clip-vloss on both sides makes the value losses equal);
+- it resets an environment in the step that ends the episode; ours spends one step on the reset and masks it out, so
+  the same number of timesteps holds slightly fewer transitions;
+- its environments are the official Python ones, one after another, where ours are envpool's if that is installed.
+"""
+
+import csv
+import dataclasses
+import importlib.metadata
+import json
+import sys
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium as gym
+import minigrid.wrappers
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+PACKAGES = ("stable-baselines3", "torch", "numpy", "gymnasium", "minigrid")  # their versions go into summary.json
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment, part of the run's folder name"""
+    seed: int = 1
+    """seed of everything random"""
+    device: str = "cpu"
+    """cpu or cuda"""
+    threads: int = 0
+    """threads of torch (0: its own choice)"""
+    run_dir: str = "runs"
+    """folder that holds one folder per run"""
+    eval_episodes: int = 100
+    """episodes at the end, with sampled actions (0: no evaluation)"""
+    env_id: str = "MiniGrid-FourRooms-v0"
+    """the task"""
+    num_envs: int = 4
+    """parallel environments"""
+
+    # PPO
+    total_timesteps: int = 5_000_000
+    """environment steps"""
+    learning_rate: float = 2.5e-4
+    """learning rate of Adam"""
+    num_steps: int = 512
+    """steps per environment and rollout"""
+    anneal_lr: bool = True
+    """anneal the learning rate linearly to 0"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 4
+    """minibatches per epoch"""
+    update_epochs: int = 4
+    """epochs per rollout"""
+    norm_adv: bool = True
+    """normalise advantages in each minibatch"""
+    clip_coef: float = 0.1
+    """clip range of the surrogate objective"""
+    clip_vloss: bool = True
+    """clip the value with the same range"""
+    ent_coef: float = 0.01
+    """coefficient of the entropy bonus"""
+    vf_coef: float = 0.5
+    """coefficient of the value loss 0.5 * (value - return)^2"""
+    max_grad_norm: float = 0.5
+    """maximum norm of the gradient"""
+
+
+def check_args(args: Args) -> None:
+    """End with one line that names the flag, its value and what would be valid, before anything expensive starts."""
+    batch_size = args.num_envs * args.num_steps
+    if min(args.num_envs, args.num_steps, args.num_minibatches) < 1 or batch_size % args.num_minibatches:
+        sys.exit(f"--num-minibatches {args.num_minibatches}: must divide num_envs * num_steps = {batch_size}")
+    if args.total_timesteps < batch_size:
+        sys.exit(f"--total-timesteps {args.total_timesteps}: must be at least one rollout, {batch_size} steps")
+    if args.env_id not in gym.registry or not args.env_id.startswith(("MiniGrid-", "BabyAI-")):
+        sys.exit(f"--env-id {args.env_id}: unknown environment; for example MiniGrid-FourRooms-v0")
+
+
+class MiniGridTrunk(BaseFeaturesExtractor):
+    """The trunk of prpo_minigrid.py's Agent; stable-baselines3 itself makes it orthogonal with gain sqrt(2)."""
+
+    def __init__(self, observation_space: gym.spaces.Box):
+        super().__init__(observation_space, features_dim=128)
+        if observation_space.shape != (3, 7, 7):
+            raise ValueError(f"expected channels x 7 x 7, got {observation_space.shape}")
+        self.network = nn.Sequential(
+            nn.Conv2d(3, 16, 2), nn.Tanh(),
+            nn.Conv2d(16, 32, 2), nn.Tanh(),
+            nn.Conv2d(32, 64, 2), nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(64 * 4 * 4, 128), nn.Tanh(),
+        )  # fmt: skip
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        """obs: [batch, 3, 7, 7], the codes as float32. Returns [batch, 128]."""
+        return self.network(obs)
+
+
+class Recorder(BaseCallback):
+    """Times the training without its start-up and writes one row per iteration, as prpo_minigrid.py does."""
+
+    def __init__(self, args: Args, metrics_file):
+        super().__init__()
+        self.args, self.file, self.writer = args, metrics_file, None
+        self.clock, self.iteration = Counter(), 0
+        self.episodes, self.last_returns = [], deque(maxlen=100)
+        self.last_tick = self.last_line = 0.0
+
+    def tick(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.clock[phase] += now - self.last_tick
+        self.last_tick = now
+
+    def _on_training_start(self) -> None:
+        self.last_tick = time.perf_counter()
+
+    def _on_step(self) -> bool:
+        for info in self.locals["infos"]:
+            if "episode" in info:
+                self.episodes.append((info["episode"]["r"], info["episode"]["l"]))
+                self.last_returns.append(info["episode"]["r"])
+        return True
+
+    def _on_rollout_end(self) -> None:
+        self.tick("rollout")
+
+    def _on_rollout_start(self) -> None:
+        if self.clock:
+            self.end_iteration()
+
+    def _on_training_end(self) -> None:
+        self.end_iteration()
+
+    def end_iteration(self) -> None:
+        self.tick("update")
+        self.iteration += 1
+        episodic_return, episodic_length = np.mean(self.episodes, axis=0) if self.episodes else (np.nan, np.nan)
+        steps_per_second = self.num_timesteps / self.clock.total()
+        row = {
+            "iteration": self.iteration,
+            "agent": 0,
+            "env_id": self.args.env_id,
+            "timesteps": self.num_timesteps,
+            "episodic_return": f"{episodic_return:.6g}",
+            "episodic_length": f"{episodic_length:.6g}",
+            "episodes": len(self.episodes),
+            "return_last_100": f"{self.training_return():.6g}",
+            "agent_steps_per_second": round(steps_per_second),
+        }
+        if self.writer is None:
+            self.writer = csv.DictWriter(self.file, row.keys())
+            self.writer.writeheader()
+        self.writer.writerow(row)
+        self.file.flush()
+        self.episodes = []
+        if time.time() - self.last_line > 10:
+            progress = f"{self.num_timesteps:,} of {self.args.total_timesteps:,} timesteps"
+            print(f"{progress}  {steps_per_second:,.0f} agent-steps/s  return {self.training_return():.2f}", flush=True)
+            self.last_line = time.time()
+
+    def training_return(self) -> float:
+        """Mean return of the last 100 episodes."""
+        return float(np.mean(self.last_returns)) if self.last_returns else np.nan
+
+
+def make_env(env_id: str) -> gym.Env:
+    """One environment of the official package, showing its image only: [7, 7, 3] uint8 codes."""
+    return Monitor(minigrid.wrappers.ImgObsWrapper(gym.make(env_id, disable_env_checker=True)))
+
+
+def make_model(args: Args) -> PPO:
+    """PPO at our settings. It wraps the environments itself so that channels come first."""
+    num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
+
+    def learning_rate(progress_remaining: float) -> float:
+        # it asks after the rollout, when 1/num_iterations of the progress is gone; we anneal from the full rate
+        return args.learning_rate * (progress_remaining + 1 / num_iterations if args.anneal_lr else 1.0)
+
+    return PPO(
+        "CnnPolicy",
+        DummyVecEnv([lambda: make_env(args.env_id)] * args.num_envs),
+        learning_rate=learning_rate,
+        n_steps=args.num_steps,
+        batch_size=args.num_envs * args.num_steps // args.num_minibatches,
+        n_epochs=args.update_epochs,
+        gamma=args.gamma,
+        gae_lambda=args.gae_lambda,
+        clip_range=args.clip_coef,
+        clip_range_vf=args.clip_coef if args.clip_vloss else None,
+        normalize_advantage=args.norm_adv,
+        ent_coef=args.ent_coef,
+        vf_coef=args.vf_coef / 2,  # its value loss lacks the factor 0.5
+        max_grad_norm=args.max_grad_norm,
+        seed=args.seed,
+        device=args.device,
+        policy_kwargs={
+            "features_extractor_class": MiniGridTrunk,
+            "net_arch": [],
+            "normalize_images": False,
+            "ortho_init": True,
+            "optimizer_kwargs": {"eps": 1e-5},
+        },
+    )
+
+
+def evaluate(model: PPO, env_id: str, seeds: list[int]) -> np.ndarray:
+    """One episode with sampled actions on each level of `seeds`. Returns their returns [levels]."""
+    envs = [make_env(env_id) for _ in seeds]
+    obs = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
+    returns, running = np.zeros(len(envs)), list(range(len(envs)))
+    while running:
+        actions, _ = model.predict(np.stack([obs[k] for k in running]), deterministic=False)
+        for k, action in zip(list(running), actions, strict=True):
+            obs[k], reward, terminated, truncated, _ = envs[k].step(action)
+            returns[k] += reward
+            if terminated or truncated:
+                running.remove(k)
+                envs[k].close()
+    return returns
+
+
+def make_run_folder(args: Args) -> Path:
+    """A new folder, named as prpo_minigrid.py names it."""
+    stamp = int(time.time())
+    while True:
+        folder = Path(args.run_dir, f"{args.env_id}__{args.exp_name}__{args.seed}__{stamp}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # another run of the same second
+            stamp += 1
+
+
+def main(args: Args) -> dict:
+    """Train, evaluate, and return what summary.json holds."""
+    started = time.time()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    run_folder = make_run_folder(args)
+    model = make_model(args)
+    batch_size = args.num_envs * args.num_steps
+    with open(run_folder / "metrics.csv", "w", newline="") as metrics_file:
+        recorder = Recorder(args, metrics_file)
+        model.learn(args.total_timesteps // batch_size * batch_size, callback=recorder)
+
+    # The same levels as prpo_minigrid.py's evaluation
+    levels = [
+        int(np.random.SeedSequence((args.seed, k, 3)).generate_state(1)[0] >> 1) for k in range(args.eval_episodes)
+    ]
+    returns = evaluate(model, args.env_id, levels) if levels else np.full(1, np.nan)
+    mean, half = returns.mean(), 1.96 * returns.std(ddof=len(returns) > 1) / np.sqrt(len(returns))
+    train_seconds = recorder.clock.total()
+    summary = {
+        "script": Path(__file__).stem,
+        "run": run_folder.name,
+        "completed": True,
+        "settings": dataclasses.asdict(args),
+        "seed": args.seed,
+        "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "env_backend": "gymnasium",
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "iterations": recorder.iteration,
+        "timesteps_per_agent": model.num_timesteps,
+        "agent_steps_per_second": model.num_timesteps / train_seconds,
+        "train_seconds": train_seconds,
+        "seconds": dict(recorder.clock),
+        "wall_seconds": time.time() - started,
+        "training_return": {
+            "episodes": 100,
+            "group": recorder.training_return(),
+            "agents": [recorder.training_return()],
+        },
+        "evaluation": {
+            "episodes": args.eval_episodes,
+            "group": mean,
+            "agents": [{args.env_id: {"mean": mean, "ci95": half}}],
+        },
+    }
+    summary = json.loads(json.dumps(summary), parse_constant=lambda _: None)  # JSON has no NaN
+    (run_folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    print(f"last 100 episodes {recorder.training_return():.3f}  evaluation {mean:.3f} ± {half:.3f}")
+    print(f"{summary['agent_steps_per_second']:,.0f} agent-steps/s; all in {run_folder}")
+    return summary
+
+
+if __name__ == "__main__":
+    arguments = tyro.cli(Args, description=__doc__)
+    check_args(arguments)
+    main(arguments)

@@ -1,0 +1,240 @@
+"""Speed and memory of whole training runs, side by side: prpo_minigrid.py against stable-baselines3 PPO.
+
+python benchmark/throughput.py                                             # the comparison, and where the time goes
+python benchmark/throughput.py --scaling                                   # and the cost per agent as agents are added
+python benchmark/throughput.py --csv benchmark/results/throughput.csv
+
+Every run is a process of its own; the contenders take turns, so that a slow minute of the machine hits them all.
+Agent-steps/s are all agents' environment steps over the training time, start-up and evaluation excluded.
+"""
+
+import csv
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import tyro  # and nothing heavy: on Linux a child's peak memory starts at what its parent held
+
+ROOT = Path(__file__).resolve().parent.parent
+BASELINE = "stable-baselines3"
+
+
+@dataclass
+class Args:
+    repeats: int = 5
+    """runs of every contender; the table shows medians (0: leave the comparison out)"""
+    timesteps: int = 65_536
+    """environment steps per agent of a compared run; 65,536 are 32 iterations, with one communication round"""
+    env_id: str = "MiniGrid-FourRooms-v0"
+    """the task"""
+    sb3_threads: int = 0
+    """threads of stable-baselines3 (0: torch's own choice); a row with one thread is always there"""
+    scaling: bool = False
+    """also measure how the cost per agent-step grows with the number of agents"""
+    scaling_agents: tuple[int, ...] = (1, 3, 8, 16, 32)
+    """numbers of agents"""
+    scaling_timesteps: int = 6_144
+    """environment steps per agent of a scaling run, in iterations of 2,048"""
+    csv: str = ""
+    """also write every single run into this file"""
+
+
+def measure(command: list[str]) -> dict:
+    """Run `command` alone, in a temporary folder. Returns its summary.json with `peak_memory_mb`."""
+    with tempfile.TemporaryDirectory() as folder:
+        with open(Path(folder, "log"), "w+") as log:
+            arguments = [sys.executable, *command, "--run-dir", folder]
+            process = subprocess.Popen(arguments, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                _, status, usage = os.wait4(process.pid, 0)  # of this child alone, unlike RUSAGE_CHILDREN
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode:
+                log.seek(0)
+                sys.exit(f"{shlex.join(command)} failed:\n{log.read()[-2000:]}")
+        summary = json.loads(next(Path(folder).glob("*/summary.json")).read_text())
+    peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return summary | {"peak_memory_mb": peak_bytes / 2**20}
+
+
+def contenders(args: Args) -> dict[str, list[str]]:
+    """What is compared: name -> command."""
+    common = ["--env-id", args.env_id, "--total-timesteps", str(args.timesteps), "--eval-episodes", "0"]
+    prpo, sb3 = ["prpo_minigrid.py", *common], ["benchmark/sb3_ppo.py", *common]
+    dense = [*prpo, "--num-agents", "3", "--communicator", "uniform"]
+    alone = [*prpo, "--num-agents", "1", "--communicator", "identity"]
+    return {
+        BASELINE: [*sb3, "--threads", str(args.sb3_threads)],
+        BASELINE + ", 1 thread": [*sb3, "--threads", "1"],
+        "1 agent, float32": [*alone, "--precision", "float32"],
+        "3 agents dense, float32": [*dense, "--precision", "float32"],
+        "3 agents dense, bfloat16": [*dense, "--precision", "bfloat16"],
+    }
+
+
+def scaling_contenders(args: Args) -> dict[str, list[str]]:
+    """One agent, then dense and ring communicators of more and more agents: name -> command."""
+    common = ["--env-id", args.env_id, "--total-timesteps", str(args.scaling_timesteps), "--eval-episodes", "0"]
+    # A round after every iteration, 32 times as often as by default, so that the exchange cannot hide
+    commands = {}
+    for num_agents in args.scaling_agents:
+        for name, topology in (("dense", "full"), ("ring", "ring")):
+            command = ["prpo_minigrid.py", *common, "--num-agents", str(num_agents), "--communicator", "uniform"]
+            commands[f"{num_agents} {name}"] = [*command, "--topology", topology, "--local-updates", "1"]
+    return commands
+
+
+def phases_us(run: dict) -> dict[str, float]:
+    """Where the time of `run` goes: phase -> microseconds per agent-step; what no phase covers is `other`."""
+    agent_steps = run["agent_steps_per_second"] * run["train_seconds"]
+    other = run["train_seconds"] - sum(run["seconds"].values())
+    return {phase: 1e6 * seconds / agent_steps for phase, seconds in {**run["seconds"], "other": other}.items()}
+
+
+def median_phases(runs: list[dict]) -> dict[str, float]:
+    """The median over `runs` of every phase, in microseconds per agent-step."""
+    each = [phases_us(run) for run in runs]
+    return {phase: median(phases[phase] for phases in each) for phase in each[0]}
+
+
+def print_table(header: Iterable[str], rows: list[Iterable[str]]) -> None:
+    """Columns as wide as their widest cell, the first one flush left."""
+    table = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for first, *cells in table:
+        numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        print("  ".join((f"{first:<{widths[0]}}", *numbers)))
+
+
+def compare(args: Args) -> dict[str, list[dict]]:
+    """Run the contenders in turns and print how they compare. Returns name -> runs."""
+    commands = contenders(args)
+    runs = {name: [] for name in commands}
+    for repeat in range(args.repeats):
+        for name in list(commands)[:: 1 if repeat % 2 == 0 else -1]:
+            runs[name].append(measure([*commands[name], "--seed", str(repeat + 1)]))
+            speed = f"{runs[name][-1]['agent_steps_per_second']:,.0f} agent-steps/s"
+            print(f"repeat {repeat + 1}/{args.repeats}  {name}: {speed}", file=sys.stderr, flush=True)
+
+    rows = []
+    for name, own in runs.items():
+        ratios = ratios_to_baseline(own, runs[BASELINE])
+        rows.append(
+            (
+                name,
+                own[0]["env_backend"],
+                f"{median(run['agent_steps_per_second'] for run in own):,.0f}",
+                f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+                f"{median(run['peak_memory_mb'] for run in own):,.0f}",
+                f"{median(run['wall_seconds'] for run in own):.1f}",
+            )
+        )
+    print(f"\n{args.env_id}, {args.timesteps:,} timesteps per agent, medians of {args.repeats} (ratios: least-most)")
+    print_table(("", "environments", "agent-steps/s", "ratio", "peak memory MB", "whole run s"), rows)
+
+    phases = {name: median_phases(own) for name, own in runs.items()}
+    names = list(dict.fromkeys(phase for own in phases.values() for phase in own))
+    rows = []
+    for name in names:
+        cells = [(own[name], own[name] / sum(own.values())) if name in own else None for own in phases.values()]
+        rows.append((name, *(f"{cell[0]:.1f} {cell[1]:4.0%}" if cell else "" for cell in cells)))
+    rows.append(("sum", *(f"{sum(own.values()):.1f} 100%" for own in phases.values())))
+    print("\nwhere the time goes: microseconds per agent-step, and share")
+    print_table(("", *phases), rows)
+    return runs
+
+
+def ratios_to_baseline(runs: list[dict], baseline: list[dict]) -> list[float]:
+    """Speed against the baseline's run of the same repeat."""
+    pairs = zip(runs, baseline, strict=True)
+    return [run["agent_steps_per_second"] / other["agent_steps_per_second"] for run, other in pairs]
+
+
+def scale(args: Args) -> dict[str, list[dict]]:
+    """Run and print the cost per agent-step for more and more agents. Returns name -> runs."""
+    runs = {}
+    for name, command in scaling_contenders(args).items():
+        runs[name] = [measure(command)]
+        speed = f"{runs[name][0]['agent_steps_per_second']:,.0f} agent-steps/s"
+        print(f"scaling  {name}: {speed}", file=sys.stderr, flush=True)
+    rows = []
+    for name, (run,) in runs.items():
+        phases = phases_us(run)
+        shown = (sum(phases.values()), phases.get("reference", 0.0), phases.get("exchange", 0.0))
+        rows.append((name, *(f"{value:.1f}" for value in shown), f"{run['peak_memory_mb']:,.0f}"))
+    print(f"\ncost of more agents: microseconds per agent-step, a round after each of {run['iterations']} iterations")
+    print_table(("agents", "all", "of it reference", "of it exchange", "peak memory MB"), rows)
+    return runs
+
+
+def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) -> None:
+    """One row per run; comments on top tell what was run, with which versions and on how many cores."""
+    rows = []
+    for table, contender_runs in tables.items():
+        for name, runs in contender_runs.items():
+            for repeat, run in enumerate(runs):
+                rows.append(
+                    {
+                        "table": table,
+                        "contender": name,
+                        "agents": len(run["training_return"]["agents"]),
+                        "seed": run["seed"],
+                        "env_backend": run["env_backend"],
+                        "timesteps_per_agent": run["timesteps_per_agent"],
+                        "agent_steps_per_second": f"{run['agent_steps_per_second']:.1f}",
+                        "peak_memory_mb": f"{run['peak_memory_mb']:.1f}",
+                        "whole_run_seconds": f"{run['wall_seconds']:.2f}",
+                    }
+                )
+                if table == "comparison":
+                    ratio = ratios_to_baseline([run], [contender_runs[BASELINE][repeat]])[0]
+                    rows[-1]["ratio_to_sb3"] = f"{ratio:.3f}"
+                rows[-1] |= {f"{phase}_us": f"{value:.2f}" for phase, value in phases_us(run).items()}
+    versions = {}
+    for runs in tables.values():
+        for own in runs.values():
+            versions |= own[0]["versions"]
+    script = Path(__file__).resolve().relative_to(ROOT)
+    commands = {"comparison": contenders, "scaling": scaling_contenders}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        file.write(f"# {shlex.join(['python', str(script), *sys.argv[1:]])}\n")
+        file.write(f"# {', '.join(f'{name} {version}' for name, version in versions.items())}\n")
+        file.write(f"# {num_cores()} cores, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}\n")
+        for table in tables:
+            for name, command in commands[table](args).items():
+                file.write(f"# {table}, {name}: python {shlex.join(command)}\n")
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"\nwrote {path}")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main(args: Args) -> None:
+    tables = {}
+    if args.repeats:
+        tables["comparison"] = compare(args)
+    if args.scaling:
+        tables["scaling"] = scale(args)
+    print(f"{num_cores()} cores")
+    if args.csv:
+        write_csv(Path(args.csv), args, tables)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

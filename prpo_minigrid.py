@@ -1,0 +1,895 @@
+"""PR-PPO on MiniGrid: agents that share no data learn together through their KL penalty (PRPO paper, eq. 4).
+
+python prpo_minigrid.py --env-id MiniGrid-DoorKey-6x6-v0                   # three agents in one process
+python prpo_minigrid.py --communicator identity                            # the same agents, isolated
+torchrun --nproc-per-node 3 prpo_minigrid.py --num-agents 3                # one agent per process, same training
+python prpo_minigrid.py --resume runs/<name>                               # go on where a run was cut off
+"""
+
+import copy
+import csv
+import difflib
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import gymnasium as gym
+import minigrid.wrappers
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from safetensors.torch import save_file
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.tensorboard import SummaryWriter
+
+import communicators
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment, part of the run's folder name"""
+    seed: int = 1
+    """seed of everything random, keyed with the agent's number"""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto: cuda where there is one"""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """precision of the convolutions (autocast); heads and losses are always float32"""
+    run_dir: str = "runs"
+    """folder that holds one folder per run"""
+    resume: str = ""
+    """folder of a run that was cut off: go on in it, with its settings"""
+    save_every: int = 32
+    """iterations between checkpoints; the environments start anew at each, so that a resumed run is the same run"""
+    track: bool = False
+    """also log to Weights & Biases"""
+    wandb_project_name: str = "prpo"
+    """the W&B project"""
+    wandb_entity: str | None = None
+    """the W&B team or user"""
+    capture_video: bool = False
+    """record one episode per agent in the official environment at the end"""
+    eval_episodes: int = 100
+    """episodes per agent and task in the official environment at the end (0: no evaluation)"""
+
+    # The environments
+    env_id: str = "MiniGrid-FourRooms-v0"
+    """the task of all agents"""
+    env_ids: tuple[str, ...] = ()
+    """one task per agent, instead of --env-id"""
+    levels_per_agent: int = 0
+    """agent i trains on K private levels only (0: unlimited levels); needs the gymnasium backend"""
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
+    """envpool is several times faster; auto takes it where it is installed and knows the task"""
+    num_envs: int = 4
+    """parallel environments per agent"""
+
+    # The agents and their communication
+    num_agents: int = 3
+    """number of agents"""
+    communicator: str = "uniform"
+    """identity (isolated PPO), uniform, self-preferred, similarity, reward, softmax-reward or rank-reward"""
+    self_preference: float = 0.6
+    """c_ii of the self-preferred communicator"""
+    communicator_temperature: float = 0.1
+    """temperature of the softmax-reward communicator, in units of return"""
+    topology: Literal["full", "ring"] = "full"
+    """who may hear whom: everybody, or the two neighbours on a ring"""
+    top_k: int = 0
+    """keep only the k heaviest peers of each agent (0: all)"""
+    local_updates: int = 32
+    """iterations between communication rounds"""
+    communication_coef: Annotated[float, tyro.conf.arg(aliases=["--kl-coef"])] = 1.0
+    """coefficient of the KL penalty towards the reference policy"""
+    kl_direction: Literal["forward", "reverse"] = "forward"
+    """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
+    mixture: Literal["arithmetic", "geometric"] = "arithmetic"
+    """how the reference mixes the agents' distributions"""
+    self_reference: Literal["behaviour", "snapshot"] = "behaviour"
+    """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
+
+    # PPO
+    total_timesteps: int = 5_000_000
+    """environment steps of each agent"""
+    learning_rate: float = 2.5e-4
+    """learning rate of Adam"""
+    num_steps: int = 512
+    """steps per environment and rollout"""
+    anneal_lr: bool = True
+    """anneal the learning rate linearly to 0"""
+    gamma: float = 0.99
+    """discount factor"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation"""
+    num_minibatches: int = 4
+    """minibatches per epoch"""
+    update_epochs: int = 4
+    """epochs per rollout"""
+    norm_adv: bool = True
+    """normalise advantages in each minibatch"""
+    clip_coef: float = 0.1
+    """clip range of the surrogate objective (0: no clipping)"""
+    clip_vloss: bool = True
+    """clip the value loss with the same range"""
+    ent_coef: float = 0.01
+    """coefficient of the entropy bonus"""
+    vf_coef: float = 0.5
+    """coefficient of the value loss"""
+    max_grad_norm: float = 0.5
+    """maximum norm of each agent's gradient"""
+    target_kl: float | None = None
+    """skip an agent's further epochs once its approximate KL exceeds this"""
+
+
+# What may differ between a run and its resumption; everything else makes another run
+RESUMABLE = (
+    "resume",
+    "run_dir",
+    "device",
+    "track",
+    "wandb_project_name",
+    "wandb_entity",
+    "capture_video",
+    "eval_episodes",
+)
+# Column of metrics.csv -> key in TensorBoard; under torchrun these scalars are what the ranks tell each other
+METRICS = {
+    "episodic_return": "charts/episodic_return",
+    "episodic_length": "charts/episodic_length",
+    "episodes": "charts/episodes",
+    "return_last_100": "charts/return_last_100",
+    "explained_variance": "losses/explained_variance",
+    "value_loss": "losses/value_loss",
+    "policy_loss": "losses/policy_loss",
+    "entropy": "losses/entropy",
+    "old_approx_kl": "losses/old_approx_kl",
+    "approx_kl": "losses/approx_kl",
+    "clipfrac": "losses/clipfrac",
+    "kl_reference": "losses/kl_reference",
+}
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The arguments of the command line, checked; --resume takes those of the run's folder."""
+    args = tyro.cli(Args, args=argv, description=__doc__)
+    if args.resume:
+        config = Path(args.resume, "config.json")
+        if not config.is_file():
+            sys.exit(f"--resume {args.resume}: must be the folder of a run, with its config.json")
+        stored = json.loads(config.read_text())
+        if stored.pop("script") != Path(__file__).stem or stored.keys() != vars(args).keys():
+            sys.exit(f"--resume {args.resume}: must be a run of this version of {Path(__file__).name}")
+        stored = Args(**stored | {"env_ids": tuple(stored["env_ids"]), "resume": args.resume})
+        args = tyro.cli(Args, args=argv, default=stored)
+        for name, value in vars(args).items():
+            if name not in RESUMABLE and value != getattr(stored, name):
+                flag = name.replace("_", "-")
+                sys.exit(f"--{flag} {value}: must be {getattr(stored, name)} as in {args.resume}, or left out")
+    check_args(args)
+    return args
+
+
+def check_args(args: Args) -> None:
+    """End with one line that names the flag, its value and what would be valid, before anything expensive starts."""
+
+    def check(flags: str, valid: str, ok) -> None:
+        for flag in flags.split():
+            value = getattr(args, flag)
+            if not ok(value):  # one rank speaks for all
+                message = f"--{flag.replace('_', '-')} {value}: {valid}"
+                sys.exit(message if os.environ.get("RANK", "0") == "0" else 1)
+
+    check("num_envs num_steps num_agents local_updates save_every", "must be at least 1", lambda v: v >= 1)
+    check("num_minibatches update_epochs", "must be at least 1", lambda v: v >= 1)
+    check("seed levels_per_agent eval_episodes communication_coef", "must not be negative", lambda v: v >= 0)
+    check("clip_coef ent_coef vf_coef", "must not be negative", lambda v: v >= 0)
+    check("learning_rate max_grad_norm communicator_temperature", "must be positive", lambda v: v > 0)
+    check("self_preference gamma gae_lambda", "must lie in [0, 1]", lambda v: 0 <= v <= 1)
+    names = communicators.COMMUNICATORS
+    check("communicator", f"choose from {', '.join(names)}", lambda v: v in names)
+    check("top_k", f"must lie in 0..{args.num_agents - 1}", lambda v: 0 <= v < args.num_agents)
+    world_size, batch_size = int(os.environ.get("WORLD_SIZE", 1)), args.num_envs * args.num_steps
+    check("num_agents", f"must be a multiple of the {world_size} processes", lambda v: v % world_size == 0)
+    check("num_minibatches", f"must divide num_envs * num_steps = {batch_size}", lambda v: batch_size % v == 0)
+    check("total_timesteps", f"must be at least one rollout, {batch_size} steps", lambda v: v >= batch_size)
+
+    envpool = importlib.util.find_spec("envpool")
+    check(
+        "env_ids", f"must name one task for each of {args.num_agents} agents", lambda v: len(v) in (0, args.num_agents)
+    )
+    known = [env_id for env_id in gym.registry if env_id.startswith(("MiniGrid-", "BabyAI-"))]
+    for env_id in task_ids(args):
+        close = difflib.get_close_matches(env_id, known, 3, 0.4) or known[:3]
+        flag = "env_ids" if args.env_ids else "env_id"
+        check(flag, f"{env_id} is unknown; did you mean {', '.join(close)}?", lambda v, env_id=env_id: env_id in known)
+    check("levels_per_agent", "needs --env-backend gymnasium", lambda v: not v or args.env_backend != "envpool")
+    check("env_backend", "envpool is not installed", lambda v: v != "envpool" or envpool)
+    check("track", "wandb is not installed", lambda v: not v or importlib.util.find_spec("wandb"))
+    check("capture_video", "moviepy is not installed", lambda v: not v or importlib.util.find_spec("moviepy"))
+    cuda = "cuda, cuda:N, " if torch.cuda.is_available() else ""
+    check("device", f"choose auto, {cuda}cpu", lambda v: v in ("auto", "cpu") or (cuda and v.startswith("cuda")))
+    run_dir = Path(args.run_dir).absolute()
+    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    check(
+        "run_dir", "must be a folder that can be written to", lambda v: folder.is_dir() and os.access(folder, os.W_OK)
+    )
+    needed = 64 + 8 * args.num_agents  # MB: two checkpoints per agent, weights and logs
+    check("run_dir", f"needs {needed} MB of free disk space", lambda v: shutil.disk_usage(folder).free > needed * 2**20)
+
+
+def task_ids(args: Args) -> list[str]:
+    """The environment id of every agent."""
+    return list(args.env_ids) or [args.env_id] * args.num_agents
+
+
+def derive_seed(*key: int) -> int:
+    """A 31-bit seed for a key such as (seed, agent, environment, checkpoint): never of a rank, never global."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
+
+
+class PrivateLevels(gym.Wrapper):
+    """Every episode is one of a fixed set of levels, drawn with the environment's own generator."""
+
+    def __init__(self, env: gym.Env, level_seeds: list[int]):
+        super().__init__(env)
+        self.level_seeds = level_seeds
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        if seed is not None:
+            self.generator = np.random.default_rng(seed)
+        return self.env.reset(seed=int(self.generator.choice(self.level_seeds)), options=options)
+
+
+def level_seeds(args: Args, agent: int) -> list[int]:
+    """The seeds of the private levels of `agent`."""
+    return [derive_seed(args.seed, agent, level, 2) for level in range(args.levels_per_agent)]
+
+
+def make_env(env_id: str, levels: list[int] | None = None, **kwargs) -> gym.Env:
+    """One environment of the official package, showing its image only: [7, 7, 3] uint8 codes."""
+    env = minigrid.wrappers.ImgObsWrapper(gym.make(env_id, disable_env_checker=True, **kwargs))
+    return PrivateLevels(env, levels) if levels else env
+
+
+def choose_backend(args: Args) -> str:
+    """The environment backend that this run uses."""
+    if args.env_backend == "auto" and not args.levels_per_agent and importlib.util.find_spec("envpool"):
+        import envpool
+
+        return "envpool" if set(task_ids(args)) <= set(envpool.list_all_envs()) else "gymnasium"
+    return "gymnasium" if args.env_backend == "auto" else args.env_backend
+
+
+def make_envs(args: Args, backend: str, agents: range, checkpoint: int) -> tuple[list, np.ndarray]:
+    """New environments for `agents`, from seeds keyed by (seed, agent, environment, checkpoint), and their first obs.
+
+    Agents with the same task share a pool: one pool of many environments is faster than many pools. Both backends
+    autoreset in the step after an episode's end. Returns (pools, obs [agents * envs, 7, 7, 3] uint8).
+    """
+    pools, obs = [], []
+    for env_id, group in itertools.groupby(agents, key=lambda agent: task_ids(args)[agent]):
+        owners = [agent for agent in group for _ in range(args.num_envs)]
+        seeds = [derive_seed(args.seed, i, k % args.num_envs, checkpoint, 1) for k, i in enumerate(owners)]
+        if backend == "envpool":
+            import envpool
+
+            pools.append(envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds))
+            obs.append(pools[-1].reset()[0]["image"])
+        else:
+            levels = [level_seeds(args, agent) if args.levels_per_agent else None for agent in owners]
+            thunks = [functools.partial(make_env, env_id, own) for own in levels]
+            pools.append(SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP))
+            obs.append(pools[-1].reset(seed=seeds)[0])
+    return pools, np.concatenate(obs)
+
+
+def step_envs(pools: list, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Step all environments. Returns (obs, rewards, terminations, truncations), each [agents * envs, ...]."""
+    results, start = [], 0
+    for envs in pools:
+        obs, *rest, _ = envs.step(actions[start : start + envs.num_envs])
+        results.append((obs["image"] if isinstance(obs, dict) else obs, *rest))
+        start += envs.num_envs
+    return results[0] if len(results) == 1 else tuple(map(np.concatenate, zip(*results, strict=True)))
+
+
+def public_states(env_ids: list[str], num_steps: int = 64, num_envs: int = 8) -> torch.Tensor:
+    """S_ref of Example 3: what a fixed-seed random policy sees in the official environments.
+
+    Every agent can regenerate these states alone, so using them tells nobody anything. Returns [states, 7, 7, 3] uint8.
+    """
+    states, generator = [], np.random.default_rng(0)
+    for env_id in sorted(set(env_ids)):
+        envs = SyncVectorEnv([functools.partial(make_env, env_id)] * num_envs)
+        obs, _ = envs.reset(seed=list(range(num_envs)))
+        for _ in range(num_steps):
+            states.append(obs.copy())
+            obs, *_ = envs.step(generator.integers(envs.single_action_space.n, size=num_envs))
+        envs.close()
+    return torch.as_tensor(np.concatenate(states))
+
+
+def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
+    """Orthogonal weights of gain `std`, zero bias."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Agent(nn.Module):
+    """Policy and value function on MiniGrid's 7x7x3 codes, with a common trunk."""
+
+    def __init__(self, num_actions: int = 7, bfloat16: bool = False):
+        super().__init__()
+        self.bfloat16 = bfloat16
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(3, 16, 2)), nn.Tanh(),
+            layer_init(nn.Conv2d(16, 32, 2)), nn.Tanh(),
+            layer_init(nn.Conv2d(32, 64, 2)), nn.Tanh(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 4 * 4, 128)), nn.Tanh(),
+        )  # fmt: skip
+        self.actor = layer_init(nn.Linear(128, num_actions), std=0.01)
+        self.critic = layer_init(nn.Linear(128, 1), std=1)
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """obs: [batch, 7, 7, 3] uint8. Returns (logits [batch, actions], value [batch]), float32."""
+        x = obs.permute(0, 3, 1, 2).float()  # channels last, which suits bfloat16; float32 is faster without
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
+            hidden = self.network(x if self.bfloat16 else x.contiguous())
+        hidden = hidden.float()
+        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+def stack_agents(agents: list[Agent]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The agents' weights for `stacked_forward`: per layer (weight [agents, in, out], bias [agents, 1, out])."""
+
+    def stack(*layers: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, bias = torch.stack([layer.weight for layer in layers]), torch.stack([layer.bias for layer in layers])
+        if weight.dim() == 5:  # a 2x2 convolution is a matrix product over patches: rows, columns, channels
+            weight = weight.permute(0, 1, 3, 4, 2)
+        elif weight.shape[2] == 64 * 4 * 4:  # here the channels come last
+            weight = weight.unflatten(2, (64, 4, 4)).permute(0, 1, 3, 4, 2)
+        return weight.flatten(2).mT.contiguous(), bias[:, None]
+
+    trunk = [stack(*(agent.network[index] for agent in agents)) for index in (0, 2, 4, 7)]
+    actor, critic = stack(*(agent.actor for agent in agents)), stack(*(agent.critic for agent in agents))
+    return [*trunk, tuple(torch.cat(pair, dim=2) for pair in zip(actor, critic, strict=True))]
+
+
+def stacked_forward(stacked: list, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Agent.forward` of all agents at once, each on its own observations: what makes small rollout batches fast.
+
+    obs: [agents, envs, 7, 7, 3] uint8. Returns (logits [agents, envs, actions], value [agents, envs]), float32.
+    """
+    *convolutions, linear, heads = stacked
+    x = obs.float()
+    for weight, bias in convolutions:
+        patches = torch.cat((x[:, :, :-1, :-1], x[:, :, :-1, 1:], x[:, :, 1:, :-1], x[:, :, 1:, 1:]), dim=-1)
+        x = torch.baddbmm(bias, patches.flatten(1, 3), weight).tanh_().view(*patches.shape[:4], -1)
+    hidden = torch.baddbmm(linear[1], x.flatten(2), linear[0]).tanh_()
+    output = torch.baddbmm(heads[1], hidden, heads[0])
+    return output[..., :-1], output[..., -1]
+
+
+def gae(rewards, values, next_values, terminations, dones, gamma: float, gae_lambda: float) -> torch.Tensor:
+    """Generalized advantage estimation that never leaks across episodes.
+
+    All [steps, ...]; next_values: V of the state that each step led to, the episode's *final* state where one ended.
+    A termination is worth nothing more; a truncation bootstraps; both cut the recursion. Returns advantages.
+    """
+    deltas = rewards + gamma * next_values * ~terminations - values
+    decay = gamma * gae_lambda * ~dones
+    advantages, last = torch.empty_like(deltas), torch.zeros_like(deltas[0])
+    for step in reversed(range(len(deltas))):
+        last = deltas[step] + decay[step] * last
+        advantages[step] = last
+    return advantages
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], args: Args) -> torch.Tensor:
+    """One minibatch step of PR-PPO (eq. 4). batch: tensors [minibatch, ...]. Returns METRICS from value_loss on."""
+    logits, newvalue = agent(batch["obs"])
+    logprobs = logits.log_softmax(-1)  # [minibatch, actions]
+    logratio = logprobs.gather(-1, batch["actions"][:, None]).squeeze(-1) - batch["logprobs"]
+    ratio = logratio.exp()
+
+    mb_advantages = batch["advantages"]
+    if args.norm_adv and len(mb_advantages) > 1:
+        mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+
+    # Policy loss
+    pg_loss = -mb_advantages * ratio
+    if args.clip_coef > 0:
+        clipped = -mb_advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        pg_loss = torch.max(pg_loss, clipped)
+    pg_loss = pg_loss.mean()
+
+    # Value loss
+    v_loss = (newvalue - batch["returns"]) ** 2
+    if args.clip_vloss and args.clip_coef > 0:
+        v_clipped = batch["values"] + (newvalue - batch["values"]).clamp(-args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (v_clipped - batch["returns"]) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy = -(logprobs.exp() * logprobs).sum(-1).mean()
+    # The peers' influence: the distance to the reference policy, exact over the action set
+    kl_reference = communicators.kl_to_reference(logprobs, batch["reference"], args.kl_direction).mean()
+    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss + args.communication_coef * kl_reference
+
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+    optimizer.step()
+
+    with torch.no_grad():
+        clipfrac = (
+            ((ratio - 1).abs() > args.clip_coef).float().mean() if args.clip_coef > 0 else torch.zeros_like(v_loss)
+        )
+        approx_kl = (ratio - 1 - logratio).mean()  # k3, http://joschu.net/blog/kl-approx.html
+        return torch.stack((v_loss, pg_loss, entropy, -logratio.mean(), approx_kl, clipfrac, kl_reference))
+
+
+@torch.no_grad()
+def evaluate(agent: Agent, envs: list[gym.Env], seeds: list[int], seed: int) -> np.ndarray:
+    """One episode of sampled actions in each of `envs`, reset with its own of `seeds`. Returns their returns [envs]."""
+    obs = [env.reset(seed=level)[0] for env, level in zip(envs, seeds, strict=True)]
+    returns, running = np.zeros(len(envs)), list(range(len(envs)))
+    generator, device = torch.Generator().manual_seed(seed), agent.actor.weight.device
+    while running:
+        logits, _ = agent(torch.as_tensor(np.stack([obs[k] for k in running])).to(device))
+        actions = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].tolist()
+        for k, action in zip(list(running), actions, strict=True):
+            obs[k], reward, terminated, truncated, _ = envs[k].step(action)
+            returns[k] += reward
+            if terminated or truncated:
+                running.remove(k)
+                envs[k].close()
+    return returns
+
+
+def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
+    """What every agent is evaluated on: name -> (environment id, seeds of its levels).
+
+    Unseen levels of every task and, with private levels, the levels of every agent: the agents x tasks matrix.
+    """
+    tests = {}
+    for env_id in dict.fromkeys(task_ids(args)):
+        tests[env_id] = env_id, [derive_seed(args.seed, episode, 3) for episode in range(args.eval_episodes)]
+        for i, task in enumerate(task_ids(args) if args.levels_per_agent else []):
+            if task == env_id:
+                levels = itertools.islice(itertools.cycle(level_seeds(args, i)), args.eval_episodes)
+                tests[f"{env_id} levels of agent {i}"] = env_id, list(levels)
+    return tests
+
+
+def write_atomically(path: Path, write) -> None:
+    """`write(file)` to a temporary file beside `path`, which then takes its place: a crash leaves the old one whole."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def save_checkpoint(folder: Path, iteration: int, state: dict) -> None:
+    """Save one agent's state, then point to it; the checkpoint before it is kept, older ones are deleted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    previous = latest_checkpoint(folder)
+    write_atomically(folder / f"{iteration}.pt", lambda file: torch.save(state, file))
+    write_atomically(folder / "latest", lambda file: file.write(str(iteration).encode()))
+    for old in folder.glob("*.pt"):
+        if old.stem not in (str(iteration), str(previous)):
+            old.unlink()
+
+
+def latest_checkpoint(folder: Path) -> int:
+    """The iteration of an agent's newest complete checkpoint, 0 if there is none."""
+    return int((folder / "latest").read_text()) if (folder / "latest").exists() else 0
+
+
+def open_run(args: Args, exchange: communicators.Exchange) -> Path:
+    """The run's folder: that of --resume, that of this torchrun's last attempt, or a new one named as CleanRL does."""
+    if args.resume:
+        return Path(args.resume)
+    prefix = f"{'+'.join(dict.fromkeys(task_ids(args)))}__{args.exp_name}__{args.seed}__"
+    config = json.dumps({"script": Path(__file__).stem} | vars(args), indent=2)
+    stamp = torch.zeros(1, dtype=torch.long)
+    if exchange.rank == 0:
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:  # torchrun --max-restarts goes on unattended
+            earlier = [
+                path.parent for path in Path(args.run_dir).glob(f"{prefix}*/config.json") if path.read_text() == config
+            ]
+            stamp += max((int(path.name.removeprefix(prefix)) for path in earlier), default=0)
+        now = int(time.time())
+        while not stamp:
+            try:
+                Path(args.run_dir, f"{prefix}{now}").mkdir(parents=True)
+                stamp += now
+            except FileExistsError:  # a run of the same second
+                now += 1
+        folder = Path(args.run_dir, f"{prefix}{stamp.item()}")
+        write_atomically(folder / "config.json", lambda file: file.write(config.encode()))
+    return Path(args.run_dir, f"{prefix}{exchange.broadcast(stamp).item()}")
+
+
+def main(args: Args) -> dict:
+    """Train, evaluate, and return what summary.json holds."""
+    started = time.time()
+    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda":
+        name = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
+    device = torch.device(name)
+    exchange = communicators.Exchange(args.num_agents, device)
+    held, chief = exchange.agents, exchange.rank == 0  # the agents that this process holds; who writes the common logs
+    run_folder, backend, tasks = open_run(args, exchange), choose_backend(args), task_ids(args)
+
+    # Many small networks on few cores: one core per agent is faster than all cores per small operation
+    threads = torch.get_num_threads()
+    workers = min(len(held), threads) if device.type == "cpu" else 1
+    executor = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads // workers,))
+
+    # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
+    torch.manual_seed(args.seed)
+    agents = {i: Agent(bfloat16=args.precision == "bfloat16").to(device) for i in held}
+    snapshots = [copy.deepcopy(agents[held[0]]).requires_grad_(False) for _ in range(args.num_agents)]
+    initial = exchange.broadcast(parameters_to_vector(agents[held[0]].parameters()).detach())
+    for agent in (*agents.values(), *snapshots):
+        vector_to_parameters(initial.clone(), agent.parameters())
+    optimizers = {i: torch.optim.Adam(agents[i].parameters(), args.learning_rate, eps=1e-5, fused=True) for i in held}
+    generators = {i: torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held}
+
+    # Communication
+    communicate = functools.partial(
+        communicators.make_communicator,
+        args.communicator,
+        args.num_agents,
+        self_preference=args.self_preference,
+        temperature=args.communicator_temperature,
+        topology=args.topology,
+    )
+    communicator, distances, rounds = communicate(num_peers=args.top_k), None, 0
+    reference_states = public_states(tasks).to(device)
+
+    # Statistics
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    last_returns = {i: deque(maxlen=100) for i in held}
+    round_returns = {i: [] for i in held}  # since the last communication round
+    train_seconds, wall_seconds, clock = 0.0, 0.0, Counter()
+
+    # Resume from the newest checkpoint that all agents completed
+    folders = {i: run_folder / "checkpoints" / f"agent_{i}" for i in held}
+    newest = exchange.all_gather(torch.tensor([[latest_checkpoint(folders[i])] for i in held]))
+    iteration = start_iteration = int(newest.min())
+    if start_iteration > 0:
+        for i in held:
+            state = torch.load(folders[i] / f"{start_iteration}.pt", map_location=device, weights_only=True)
+            agents[i].load_state_dict(state["agent"])
+            optimizers[i].load_state_dict(state["optimizer"])
+            generators[i].set_state(state["generator"].cpu())
+            last_returns[i].extend(state["last_returns"])
+            round_returns[i] = state["round_returns"]
+            vector_to_parameters(state["snapshot"], snapshots[i].parameters())
+        own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
+        for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
+            vector_to_parameters(parameters, snapshot.parameters())
+        communicator, rounds, exchange.bytes_sent = state["communicator"].cpu(), state["rounds"], state["bytes_sent"]
+        train_seconds, wall_seconds, clock = state["train_seconds"], state["wall_seconds"], Counter(state["clock"])
+
+    # Logs
+    if chief:
+        setting = f"{args.num_agents} agents, {args.communicator} communicator, {backend} environments, {device}"
+        print(f"{run_folder}: {setting}", flush=True)
+        if start_iteration:
+            print(f"resuming after iteration {start_iteration} of {num_iterations}", flush=True)
+        if args.track:
+            import wandb
+
+            settings = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": vars(args)}
+            wandb.init(**settings, name=run_folder.name, id=run_folder.name, resume="allow", sync_tensorboard=True)
+        writer = SummaryWriter(run_folder, purge_step=start_iteration * batch_size + 1 if start_iteration else None)
+        table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
+        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+        path, rows = run_folder / "metrics.csv", []
+        if start_iteration and path.exists():
+            with open(path, newline="") as file:
+                rows = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) <= start_iteration]
+        metrics_file = open(path, "w", newline="")  # noqa: SIM115, it stays open for the whole run
+        metrics_csv = csv.writer(metrics_file)
+        ids = ("iteration", "agent", "env_id", "timesteps")
+        metrics_csv.writerows([(*ids, *METRICS, "communication_bytes", "agent_steps_per_second"), *rows])
+    live, last_line = sys.stdout.isatty(), 0.0
+
+    # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends it at once
+    stop = []
+
+    def request_stop(signum, frame):
+        stop.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+
+    handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+    # Storage
+    shape = (args.num_steps, len(held), args.num_envs)  # [steps, agents, envs]
+    obs = torch.zeros((*shape, 7, 7, 3), dtype=torch.uint8, device=device)
+    actions = torch.zeros(shape, dtype=torch.long, device=device)
+    logits = torch.zeros((*shape, 7), device=device)
+    values = torch.zeros(shape, device=device)
+    rewards = np.zeros((args.num_steps, len(held) * args.num_envs), dtype=np.float32)
+    terminations, truncations, valid = (np.zeros(rewards.shape, dtype=bool) for _ in range(3))
+
+    envs, next_obs = make_envs(args, backend, held, start_iteration)
+    ended = np.zeros(len(next_obs), dtype=bool)  # the last step ended an episode, so the next one only resets
+    episodic_return, episodic_length = np.zeros(len(next_obs)), np.zeros(len(next_obs))
+
+    def to_torch(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device).view(*array.shape[:-1], *shape[1:])
+
+    def tick(phase: str) -> None:  # where the time goes
+        nonlocal tock
+        now = time.perf_counter()
+        clock[phase] += now - tock
+        tock = now
+
+    interrupted = False
+    while iteration < num_iterations and not interrupted:
+        iteration_start = tock = time.perf_counter()
+        iteration += 1
+        if args.anneal_lr:
+            for optimizer in optimizers.values():
+                optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
+
+        # Rollout: one forward for all agents and environments in each step
+        episodes = {i: [] for i in held}
+        noise = [torch.empty(args.num_steps, args.num_envs, 7).exponential_(generator=generators[i]) for i in held]
+        gumbel = -torch.stack(noise, dim=1).to(device).log()
+        with torch.inference_mode():
+            stacked = stack_agents([agents[i] for i in held])
+            for step in range(args.num_steps):
+                obs[step] = torch.from_numpy(next_obs).view(obs.shape[1:])
+                logits[step], values[step] = stacked_forward(stacked, obs[step])
+                actions[step] = (logits[step] + gumbel[step]).argmax(-1)  # a sample of softmax(logits)
+                action = actions[step].cpu().numpy().ravel()
+                tick("rollout_forward")
+
+                next_obs, rewards[step], terminations[step], truncations[step] = step_envs(envs, action)
+                tick("environments")
+                valid[step] = ~ended
+                ended = terminations[step] | truncations[step]
+                episodic_return += rewards[step]
+                episodic_length += valid[step]
+                for k in np.flatnonzero(ended):
+                    episodes[held[k // args.num_envs]].append((episodic_return[k], episodic_length[k]))
+                    episodic_return[k] = episodic_length[k] = 0.0
+            next_value = stacked_forward(stacked, torch.from_numpy(next_obs).to(device).view(obs.shape[1:]))[1]
+        if args.precision == "bfloat16":  # rounding must not look like a change of policy: as the update computes it
+            again = torch.no_grad()(lambda k: agents[held[k]](obs[:, k].flatten(0, 1)))
+            for k, (policy, value) in enumerate(executor.map(again, range(len(held)))):
+                logits[:, k], values[:, k] = policy.view(logits[:, k].shape), value.view(values[:, k].shape)
+        tick("rollout_forward")
+
+        # Advantages; after an episode's end the next stored observation is its final one, whose value bootstraps
+        with torch.no_grad():
+            next_values = torch.cat((values[1:], next_value[None]))
+            ends = to_torch(terminations), to_torch(terminations | truncations)
+            advantages = gae(to_torch(rewards), values, next_values, *ends, args.gamma, args.gae_lambda)
+            behaviour = logits.log_softmax(-1)  # [steps, agents, envs, actions]
+            logprobs = behaviour.gather(-1, actions[..., None]).squeeze(-1)
+
+        # Flatten, without the steps that only reset an environment
+        storage = {"obs": obs, "actions": actions, "logprobs": logprobs, "behaviour": behaviour, "values": values}
+        storage |= {"advantages": advantages, "returns": advantages + values}
+        keep = [to_torch(valid)[:, k].flatten().nonzero().squeeze(-1) for k in range(len(held))]
+        batches = {
+            i: {name: tensor[:, k].flatten(0, 1)[keep[k]] for name, tensor in storage.items()}
+            for k, i in enumerate(held)
+        }
+        tick("advantages")
+
+        # Reference policies, frozen for this update: row i of C applied to the policies, on agent i's own states
+        @torch.no_grad()
+        def log_probs_of(j: int, i: int, batches=batches) -> torch.Tensor:
+            if j == i and args.self_reference == "behaviour":
+                return batches[i]["behaviour"]
+            return torch.cat([snapshots[j](chunk)[0].log_softmax(-1) for chunk in batches[i]["obs"].split(1024)])
+
+        heard = [(j, i) for i in held for j in communicator[i].nonzero().flatten().tolist()]  # never a peer of weight 0
+        log_probs = dict(zip(heard, executor.map(log_probs_of, *zip(*heard, strict=True)), strict=True))
+        for i in held:
+            policies = torch.stack([log_probs[pair] for pair in heard if pair[1] == i])  # [policies, batch, actions]
+            weights = communicator[i][communicator[i] > 0].to(device)
+            batches[i]["reference"] = communicators.mix_log_probs(policies, weights, args.mixture)
+        tick("reference")
+
+        # Update: every agent takes its minibatches in order, and the agents take turns, so that all cores work
+        def step_agent(i: int, mb_inds: torch.Tensor, previous, batches=batches) -> list[torch.Tensor]:
+            stats = previous.result() if previous else []
+            new_epoch = len(stats) % args.num_minibatches == 0
+            if args.target_kl is not None and stats and new_epoch and stats[-1][4] > args.target_kl:
+                return stats
+            minibatch = {name: tensor[mb_inds] for name, tensor in batches[i].items() if name != "behaviour"}
+            return [*stats, update(agents[i], optimizers[i], minibatch, args)]
+
+        futures = dict.fromkeys(held)
+        for _ in range(args.update_epochs):
+            inds = {i: torch.randperm(len(batches[i]["obs"]), generator=generators[i]).to(device) for i in held}
+            mb_inds = {i: inds[i].tensor_split(args.num_minibatches) for i in held}
+            for k in range(args.num_minibatches):
+                futures = {i: executor.submit(step_agent, i, mb_inds[i][k], futures[i]) for i in held}
+        stats = {i: torch.stack(futures[i].result()).mean(0).tolist() for i in held}
+        tick("update")
+
+        # Communication round: exchange snapshots, refresh the communicator
+        for i in held:
+            last_returns[i].extend(float(total) for total, _ in episodes[i])
+            round_returns[i].extend(float(total) for total, _ in episodes[i])
+        if iteration % args.local_updates == 0:
+            own = torch.stack([parameters_to_vector(agents[i].parameters()).detach() for i in held])
+            if args.communicator == "identity":  # isolated: nothing leaves an agent
+                for k, i in enumerate(held):
+                    vector_to_parameters(own[k].clone(), snapshots[i].parameters())
+            else:
+                means = [[np.mean(round_returns[i]) if round_returns[i] else np.nan] for i in held]
+                returns = exchange.all_gather(torch.tensor(means, dtype=torch.float64)).flatten()
+                candidates = (
+                    0 if args.communicator == "similarity" else args.top_k
+                )  # all peers must be heard to compare
+                parameters, usable = exchange.snapshots(own, communicate(returns=returns, num_peers=candidates) > 0)
+                for snapshot, row in zip(snapshots, parameters, strict=True):
+                    vector_to_parameters(row, snapshot.parameters())
+                with torch.no_grad():
+                    public = torch.stack([s(reference_states)[0].log_softmax(-1).cpu() for s in snapshots])
+                communicator = communicate(returns=returns, log_probs=public, num_peers=args.top_k, valid=usable)
+                distances = communicators.total_variation(public)
+                if chief and not usable.all():
+                    print(
+                        f"\niteration {iteration}: dropped agents {(~usable).nonzero().flatten().tolist()}", flush=True
+                    )
+            round_returns = {i: [] for i in held}
+            rounds += 1
+        tick("exchange")
+
+        # Metrics: declared scalars, one row per agent
+        local = []
+        for i in held:
+            means = np.mean(episodes[i], axis=0) if episodes[i] else (np.nan, np.nan)
+            recent = np.mean(last_returns[i]) if last_returns[i] else np.nan
+            residuals = batches[i]["returns"] - batches[i]["values"]
+            explained_variance = (1 - residuals.var() / batches[i]["returns"].var()).item()
+            local.append([*means, len(episodes[i]), recent, explained_variance, *stats[i], len(stop)])
+        gathered = exchange.all_gather(torch.tensor(local, dtype=torch.float64)).numpy()  # [agents, metrics + 1]
+        interrupted = bool(gathered[:, -1].any())
+        train_seconds += time.perf_counter() - iteration_start
+        if chief:
+            timesteps, sps = iteration * batch_size, iteration * batch_size * args.num_agents / train_seconds
+            scalars = {"charts/learning_rate": optimizers[held[0]].param_groups[0]["lr"], "charts/SPS": sps}
+            scalars |= {"communication/rounds": rounds, "communication/bytes": exchange.bytes_sent}
+            scalars |= {"communication/non_expansion": communicators.non_expansion(communicator)}
+            for i, j in itertools.product(range(args.num_agents), repeat=2):
+                scalars[f"communicator/c_{i}_{j}"] = communicator[i, j].item()
+                if distances is not None and i < j:
+                    scalars[f"distances/agent_{i}_agent_{j}"] = distances[i, j].item()
+            for key, column in zip(METRICS.values(), gathered.T[:-1], strict=True):
+                scalars |= {f"{key}/agent_{i}": value for i, value in enumerate(column)}
+                scalars[key] = column[~np.isnan(column)].mean() if not np.isnan(column).all() else np.nan  # the group
+            for key, value in scalars.items():
+                if not np.isnan(value):
+                    writer.add_scalar(key, value, timesteps)
+            for i, row in enumerate(gathered[:, :-1]):
+                values_of = [f"{value:.6g}" for value in row]
+                metrics_csv.writerow([iteration, i, tasks[i], timesteps, *values_of, exchange.bytes_sent, round(sps)])
+            metrics_file.flush()
+            if live or time.time() - last_line > 10 or iteration == num_iterations:
+                left = time.strftime("%H:%M:%S", time.gmtime((num_iterations - iteration) * train_seconds / iteration))
+                recent = " ".join(f"{row[3]:.2f}" for row in gathered)
+                line = f"iteration {iteration}/{num_iterations}  {sps:,.0f} agent-steps/s  {left} left  return {recent}"
+                print(f"\r\033[K{line}" if live else line, end="" if live else "\n", flush=True)
+                last_line = time.time()
+
+        # Checkpoint; every run, interrupted or not, starts its environments anew here
+        if iteration % args.save_every == 0 or iteration == num_iterations or interrupted:
+            wall = wall_seconds + time.time() - started
+            common = {"communicator": communicator, "rounds": rounds, "bytes_sent": exchange.bytes_sent}
+            common |= {"train_seconds": train_seconds, "wall_seconds": wall, "clock": dict(clock)}
+            for i in held:
+                snapshot = parameters_to_vector(snapshots[i].parameters())
+                state = {"agent": agents[i].state_dict(), "optimizer": optimizers[i].state_dict(), "snapshot": snapshot}
+                state |= {"generator": generators[i].get_state(), "round_returns": round_returns[i]}
+                save_checkpoint(folders[i], iteration, common | state | {"last_returns": list(last_returns[i])})
+            exchange.barrier()
+            for vector_env in envs:
+                vector_env.close()
+            envs, next_obs = make_envs(args, backend, held, iteration)
+            ended[:], episodic_return[:], episodic_length[:] = False, 0.0, 0.0
+
+    executor.shutdown()
+    for vector_env in envs:
+        vector_env.close()
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    if chief and live:
+        print()
+
+    # Weights, videos, and the evaluation of every agent on every task in the official environments
+    tests = make_tests(args) if args.eval_episodes and not interrupted else {}
+    local = []
+    for i in held:
+        save_file(agents[i].state_dict(), run_folder / f"agent_{i}.safetensors")
+        local.append([np.mean(last_returns[i]) if last_returns[i] else np.nan])
+        for test, (env_id, levels) in enumerate(tests.values()):
+            key = derive_seed(args.seed, i, test, 4)
+            returns = evaluate(agents[i], [make_env(env_id) for _ in levels], levels, key)
+            local[-1] += [returns.mean(), 1.96 * returns.std(ddof=len(levels) > 1) / np.sqrt(len(levels))]
+        if args.capture_video and not interrupted:
+            env, folder = make_env(tasks[i], render_mode="rgb_array"), str(run_folder / "videos")
+            env = gym.wrappers.RecordVideo(env, folder, name_prefix=f"agent_{i}", disable_logger=True)
+            evaluate(agents[i], [env], [derive_seed(args.seed, i, 5)], derive_seed(args.seed, i, 6))
+    gathered = exchange.all_gather(torch.tensor(local, dtype=torch.float64))
+    recent, results = gathered[:, 0].tolist(), gathered[:, 1:].unflatten(1, (len(tests), 2)).tolist()
+
+    # Summary
+    packages = ["torch", "numpy", "gymnasium", "minigrid"] + ["envpool"] * (backend == "envpool")
+    matrix = [{name: {"mean": m, "ci95": half} for name, (m, half) in zip(tests, row, strict=True)} for row in results]
+    summary = {
+        "script": Path(__file__).stem,
+        "run": run_folder.name,
+        "completed": not interrupted,
+        "settings": vars(args),
+        "seed": args.seed,
+        "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in packages},
+        "env_backend": backend,
+        "device": str(device),
+        "world_size": exchange.world_size,
+        "timesteps_per_agent": iteration * batch_size,
+        "agent_steps_per_second": iteration * batch_size * args.num_agents / train_seconds,
+        "train_seconds": train_seconds,
+        "wall_seconds": wall_seconds + time.time() - started,
+        "seconds": dict(clock),
+        "communication_rounds": rounds,
+        "communication_bytes": exchange.bytes_sent,
+        "training_return": {"episodes": 100, "group": np.mean(recent), "agents": recent},
+        "evaluation": {"episodes": args.eval_episodes, "group": None, "agents": matrix},
+    }
+    if tests:  # every agent on its own task
+        summary["evaluation"]["group"] = np.mean([row[task]["mean"] for row, task in zip(matrix, tasks, strict=True)])
+    summary = json.loads(json.dumps(summary), parse_constant=lambda _: None)  # JSON knows no NaN
+    if chief:
+        write_atomically(run_folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=2).encode()))
+        metrics_file.close()
+        writer.close()
+        if args.track:
+            wandb.finish()
+        print("agent  last 100 episodes" + "".join(f"  {name:>17}" for name in tests))
+        for i, row in enumerate(results):
+            cells = [
+                f"{f'{m:.3f} ± {half:.3f}':>{max(17, len(name))}}" for name, (m, half) in zip(tests, row, strict=True)
+            ]
+            print(f"{i:>5}  {recent[i]:>17.3f}  {'  '.join(cells)}")
+        speed = f"{summary['agent_steps_per_second']:,.0f} agent-steps/s"
+        print(f"{speed}, {exchange.bytes_sent:,} bytes sent, everything in {run_folder}")
+        if interrupted:
+            print(f"interrupted after iteration {iteration} of {num_iterations}; go on with --resume {run_folder}")
+    exchange.close()
+    if interrupted:
+        sys.exit(128 + (stop or [signal.SIGTERM])[0])
+    return summary
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,748 @@
+"""The mathematics of communicators, mixtures, divergences and averaging, and the exchange between agents."""
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Categorical, kl_divergence
+
+import communicators
+from communicators import Exchange, average_parameters, categorical_kl, make_communicator, mix_log_probs
+
+INF, NAN = math.inf, math.nan
+REWARD_FAMILY = ("reward", "softmax-reward", "rank-reward")
+examples = settings(deadline=None, max_examples=60)
+ignore_negative_returns = pytest.mark.filterwarnings("ignore:the reward communicator counts negative")
+seeds = st.integers(0, 2**32)
+scales = st.sampled_from([0.0, 1e-3, 1.0, 10.0, 1e4])
+
+
+def policies(seed, *shape, scale=1.0):
+    """Log-probabilities of random policies; scale 0 makes them uniform and 1e4 all but deterministic."""
+    return torch.log_softmax(scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def simplex(seed, n, rows=1):
+    """Random weights [rows, n] on the simplex, some of them exactly 0."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(rows, n, generator=generator) * (torch.rand(rows, n, generator=generator) < 0.7)
+    weights[torch.arange(rows), torch.randint(n, (rows,), generator=generator)] = 1.0
+    return weights / weights.sum(1, keepdim=True)
+
+
+def mean_returns(n):
+    """Returns [n] as the reward family may meet them: huge, tiny, negative, equal, zero, or NaN (no episode ended)."""
+    number = st.floats(allow_infinity=False)
+    few = st.sampled_from([-1.0, 0.0, 0.5, 1.0, NAN])  # ties
+    values = st.lists(number, min_size=n, max_size=n) | st.lists(few, min_size=n, max_size=n)
+    return (values | number.map(lambda value: [value] * n)).map(lambda v: torch.tensor(v, dtype=torch.float64))
+
+
+def assert_communicator(matrix, n):
+    assert matrix.shape == (n, n) and matrix.dtype == torch.float32 and not matrix.requires_grad
+    assert matrix.isfinite().all() and (matrix >= 0).all()
+    torch.testing.assert_close(matrix.sum(1), torch.ones(n), rtol=0, atol=1e-6)
+    assert communicators.non_expansion(matrix) <= 1 + 1e-6
+
+
+def assert_rows(matrix, rows):
+    torch.testing.assert_close(matrix, torch.tensor(rows, dtype=torch.float32), rtol=0, atol=1e-6)
+
+
+# --- communicators ----------------------------------------------------------------------------------------------------
+
+
+@ignore_negative_returns
+@pytest.mark.parametrize("name", communicators.COMMUNICATORS)
+@examples
+@given(data=st.data())
+def test_rows_on_simplex_for_any_input(name, data):
+    """Also with the ring, top-k and invalid peers, and then exactly 0 where nobody may be heard."""
+    n, peers = data.draw(st.integers(1, 6), "n"), data.draw(st.integers(0, 6), "num_peers")
+    topology = data.draw(st.sampled_from(communicators.TOPOLOGIES), "topology")
+    valid = data.draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n).map(torch.tensor), "valid")
+    matrix = make_communicator(
+        name,
+        n,
+        self_preference=data.draw(st.floats(0, 1), "self_preference"),
+        returns=data.draw(st.none() | mean_returns(n), "returns"),
+        log_probs=data.draw(st.none() | st.builds(policies, seeds, st.just(n), st.just(3), st.just(4), scale=scales)),
+        temperature=data.draw(st.floats(min_value=1e-300, allow_infinity=False), "temperature"),
+        topology=topology,
+        num_peers=peers,
+        valid=valid,
+    )
+    assert_communicator(matrix, n)
+    if topology == "ring":
+        assert not matrix[~communicators.ring(n)].any()
+    if peers:
+        assert ((matrix > 0).sum(1) <= peers + 1).all()
+    if valid is not None:
+        others = matrix.clone().fill_diagonal_(0.0)
+        assert not others[:, ~valid].any()
+        assert not matrix.diagonal()[~valid & (others.sum(1) > 0)].any()  # oneself only where nobody is left
+
+
+@pytest.mark.parametrize(
+    ("constructor", "data"),
+    [
+        (communicators.similarity, policies(0, 4, 3, 5)),
+        *((make, torch.tensor([0.5, NAN, 2.0, 0.0])) for make in (communicators.reward, communicators.softmax_reward)),
+        (communicators.rank_reward, torch.tensor([0.5, NAN, 2.0, 0.0])),
+        (lambda matrix: communicators.sparsify(matrix, communicators.ring(4)), simplex(0, 4, 4)),
+        (lambda matrix: communicators.drop_invalid(matrix, torch.tensor([True, False, True, True])), simplex(0, 4, 4)),
+    ],
+)
+def test_communicator_is_detached_and_leaves_its_input_alone(constructor, data):
+    before = data.clone()
+    assert_communicator(constructor(data.requires_grad_()), 4)
+    torch.testing.assert_close(data.detach(), before, rtol=0, atol=0, equal_nan=True)
+
+
+@ignore_negative_returns
+@pytest.mark.parametrize("name", communicators.COMMUNICATORS)
+@examples
+@given(data=st.data())
+def test_permutation_equivariance(name, data):
+    n = data.draw(st.integers(2, 6))
+    order = data.draw(st.permutations(range(n)))
+    returns, log_probs = data.draw(mean_returns(n)), policies(data.draw(seeds), n, 3, 4, scale=data.draw(scales))
+    valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    matrix = make_communicator(name, n, returns=returns, log_probs=log_probs, valid=valid)
+    other = make_communicator(name, n, returns=returns[order], log_probs=log_probs[order], valid=valid[order])
+    torch.testing.assert_close(other, matrix[order][:, order], rtol=0, atol=1e-6)
+
+
+@examples
+@given(seeds, st.integers(2, 7), st.integers(1, 7), st.data())
+def test_top_k_is_permutation_equivariant_without_ties(seed, n, k, data):
+    weights = torch.randperm(n * n, generator=torch.Generator().manual_seed(seed)).view(n, n).float()
+    order = data.draw(st.permutations(range(n)))
+    mask = communicators.top_k(weights, k)
+    assert torch.equal(communicators.top_k(weights[order][:, order], k), mask[order][:, order])
+
+
+@ignore_negative_returns
+@pytest.mark.parametrize("name", ["uniform", "self-preferred", *REWARD_FAMILY])
+@examples
+@given(data=st.data())
+def test_rotation_equivariance_of_sparse_communicators(name, data):
+    """Ties and neighbourhoods go by the place on the ring, so only its rotations leave them as they are."""
+    n, k, shift = data.draw(st.integers(2, 7)), data.draw(st.integers(0, 3)), data.draw(st.integers(0, 6))
+    returns = torch.tensor(data.draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0, 2.0, NAN]), min_size=n, max_size=n)))
+    sparse = {"topology": data.draw(st.sampled_from(communicators.TOPOLOGIES)), "num_peers": k}
+    matrix = make_communicator(name, n, returns=returns, **sparse).roll((shift, shift), dims=(0, 1))
+    torch.testing.assert_close(make_communicator(name, n, returns=returns.roll(shift), **sparse), matrix)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "rows"),
+    [
+        (communicators.identity(2), [[1, 0], [0, 1]]),
+        (communicators.uniform(4), [[0.25] * 4] * 4),
+        (communicators.self_preferred(3, 0.6), [[0.6, 0.2, 0.2], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6]]),  # Example 2
+        (communicators.self_preferred(2, 0.0), [[0, 1], [1, 0]]),
+        (communicators.self_preferred(3, 1.0), torch.eye(3).tolist()),
+        (communicators.self_preferred(1, 0.2), [[1]]),
+        (communicators.reward(torch.tensor([1.0, 2.0, 5.0])), [[0.125, 0.25, 0.625]] * 3),  # Example 4
+        (communicators.reward(torch.tensor([1.0, NAN, 3.0])), [[0.25, 0, 0.75]] * 3),
+        (
+            communicators.reward(torch.tensor([1e308, 1e308, 0.0], dtype=torch.float64)),
+            [[0.5, 0.5, 0]] * 3,
+        ),  # the sum overflows
+        (communicators.reward(torch.tensor([5e-324, 5e-324, 0.0], dtype=torch.float64)), [[0.5, 0.5, 0]] * 3),
+        (communicators.reward(torch.zeros(4)), [[0.25] * 4] * 4),
+        (communicators.rank_reward(torch.tensor([3.0, 1.0, 3.0, 0.0])), [[0.35, 0.2, 0.35, 0.1]] * 4),
+        (communicators.rank_reward(torch.tensor([-3.0, NAN, -7.0])), [[2 / 3, 0, 1 / 3]] * 3),
+        (communicators.rank_reward(torch.full((3,), -2.0)), [[1 / 3] * 3] * 3),
+        (communicators.softmax_reward(torch.tensor([0.0, math.log(3), NAN])), [[0.25, 0.75, 0]] * 3),
+        (communicators.softmax_reward(torch.tensor([1e300, -1e300], dtype=torch.float64), 1e-300), [[1, 0]] * 2),
+    ],
+)
+def test_literal_communicators(matrix, rows):
+    assert_rows(matrix, rows)
+
+
+@examples
+@given(seeds, st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.0, 1.0, 10.0]))
+def test_similarity_is_example_3(seed, n, states, actions, scale):
+    """Against an explicit double loop over agents and the public states."""
+    log_probs = policies(seed, n, states, actions, scale=scale)
+    pi = log_probs.double().exp().tolist()
+    inner = [
+        [sum(pi[i][s][a] * pi[j][s][a] for s in range(states) for a in range(actions)) for j in range(n)]
+        for i in range(n)
+    ]
+    assert_rows(communicators.similarity(log_probs), [[value / sum(row) for value in row] for row in inner])
+
+
+@examples
+@given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=6), st.sampled_from([0.1, 1.0, 7.0]))
+def test_softmax_reward_is_softmax(values, temperature):
+    expected = torch.softmax(torch.tensor(values).double() / temperature, dim=0).float().expand(len(values), -1)
+    returns = torch.tensor(values)
+    matrix = make_communicator("softmax-reward", len(values), returns=returns, temperature=temperature)
+    torch.testing.assert_close(matrix, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "count"),
+    [
+        ("reward", [-5.0, -2.0, 1.0, 3.0], 1),
+        ("reward", [0.0, NAN, 1.0, 3.0], 0),
+        ("softmax-reward", [-5.0, -2.0, 1.0, 3.0], 0),
+        ("rank-reward", [-5.0, -2.0, 1.0, 3.0], 0),
+    ],
+)
+def test_negative_return_counts_as_zero_with_exactly_one_warning(name, values, count):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        matrix = make_communicator(name, 4, returns=torch.tensor(values))
+    assert len(caught) == count
+    if name == "reward":
+        assert_rows(matrix, [[0, 0, 0.25, 0.75]] * 4)
+    else:
+        assert (matrix > 0).all()
+
+
+@pytest.mark.parametrize("name", REWARD_FAMILY)
+@examples
+@given(st.lists(st.floats(0, 100) | st.just(NAN), min_size=1, max_size=6))
+def test_agents_without_data(name, values):
+    """They get weight 0, and if nobody has data every row is uniform."""
+    returns = torch.tensor(values, dtype=torch.float64)
+    matrix, unknown = make_communicator(name, len(values), returns=returns), returns.isnan()
+    if unknown.all() or (name == "reward" and not returns.nansum() > 0):
+        torch.testing.assert_close(matrix, communicators.uniform(len(values)))
+    else:
+        assert not matrix[:, unknown].any()
+
+
+@pytest.mark.parametrize("name", ["similarity", *REWARD_FAMILY])
+def test_communicator_before_the_first_round_is_uniform(name):
+    assert_rows(make_communicator(name, 4), [[0.25] * 4] * 4)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0001, 7.0, NAN, INF])
+def test_self_preference_outside_the_unit_interval_is_refused(p):
+    with pytest.raises(ValueError, match=f"{p}"):
+        communicators.self_preferred(3, p)
+    with pytest.raises(ValueError, match=f"{p}"):
+        make_communicator("self-preferred", 1, self_preference=p)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: make_communicator("unifrom", 3), "unifrom"),
+        (lambda: communicators.softmax_reward(torch.ones(2), 0.0), "0.0"),
+        (lambda: communicators.softmax_reward(torch.ones(2), -1.0), "-1.0"),
+        (lambda: communicators.softmax_reward(torch.ones(2), NAN), "nan"),
+        (lambda: communicators.top_k(torch.eye(3), 0), "0"),
+        (lambda: mix_log_probs(policies(0, 2, 3), torch.tensor([0.5, 0.5]), "harmonic"), "harmonic"),
+        (lambda: communicators.kl_to_reference(policies(0, 3), policies(1, 3), "sideways"), "sideways"),
+    ],
+)
+def test_bad_value_is_refused_by_name(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_ring_hears_oneself_and_two_neighbours(n):
+    heard = [set(row.nonzero().flatten().tolist()) for row in communicators.ring(n)]
+    assert heard == [{(i - 1) % n, i, (i + 1) % n} for i in range(n)]
+
+
+def test_sparse_rows_are_renormalised():
+    row = [0.5, 0.25, 0, 0.25]
+    assert_rows(
+        make_communicator("self-preferred", 4, self_preference=0.4, topology="ring"),
+        [row[-i:] + row[:-i] for i in range(4)],
+    )
+    third = 1 / 3  # agents 0, 3 and 4 hear no positive return on the ring: uniform over whom they hear
+    assert_rows(
+        make_communicator("reward", 5, returns=torch.tensor([0.0, 0.0, 4.0, 0.0, 0.0]), topology="ring"),
+        [[third, third, 0, 0, third], [0, 0, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 0, 0], [third, 0, 0, third, third]],
+    )
+
+
+@examples
+@given(seeds, st.integers(1, 8), st.integers(1, 9))
+def test_top_k_keeps_oneself_and_the_heaviest_peers(seed, n, k):
+    weights = simplex(seed, n, n)  # its zeros are ties
+    mask = communicators.top_k(weights, k)
+    assert mask.diagonal().all()
+    for i in range(n):
+        peers = sorted((-weights[i, j].item(), (j - i) % n, j) for j in range(n) if j != i)
+        assert set(mask[i].nonzero().flatten().tolist()) == {i, *(j for *_, j in peers[:k])}
+
+
+def test_top_k_ties_go_to_the_next_agents_on_the_ring():
+    heard = [set(row.nonzero().flatten().tolist()) for row in make_communicator("uniform", 5, num_peers=2)]
+    assert heard == [{i, (i + 1) % 5, (i + 2) % 5} for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("sparse", "per_agent"),
+    [({"topology": "ring"}, 3), ({"num_peers": 2}, 3), ({"topology": "ring", "num_peers": 1}, 2)],
+)
+@pytest.mark.parametrize("n", [16, 64])
+def test_cost_per_agent_of_a_sparse_communicator_does_not_grow_with_agents(n, sparse, per_agent):
+    for name in ("uniform", "similarity"):
+        matrix = make_communicator(name, n, log_probs=policies(n, n, 2, 3), **sparse)
+        assert matrix.count_nonzero() == n * per_agent
+    assert make_communicator("uniform", n).count_nonzero() == n * n
+
+
+def test_non_expansion_is_the_largest_absolute_row_sum():
+    assert communicators.non_expansion(torch.tensor([[0.5, -0.75], [0.5, 0.25]])) == pytest.approx(1.25)
+
+
+@examples
+@given(seeds, st.integers(1, 5), scales)
+def test_definition_1_non_expansion_in_total_variation(seed, n, scale):
+    """max_i ||C_i x - C_i y|| <= ||C|| max_j ||x_j - y_j||, with equality where all agents agree on x and on y."""
+    matrix = simplex(seed, n, n)
+    pairs = torch.stack([policies(seed + k, n, 3, 4, scale=scale) for k in (1, 2)])  # [x or y, agents, states, actions]
+
+    def distance(pair):
+        return communicators.total_variation(pair)[0, 1].item()
+
+    for both, tight in ((pairs, False), (pairs[:, :1].expand_as(pairs), True)):
+        bound = communicators.non_expansion(matrix) * max(distance(both[:, j]) for j in range(n))
+        mixed = max(distance(torch.stack([mix_log_probs(policy, row) for policy in both])) for row in matrix)
+        assert mixed <= bound + 1e-5
+        assert not tight or mixed == pytest.approx(bound, abs=1e-5)
+
+
+# --- mixtures and divergences -----------------------------------------------------------------------------------------
+
+
+@examples
+@given(seeds, st.integers(1, 5), st.sampled_from([0.0, 1.0, 10.0]))
+def test_mixtures_are_the_weighted_mean_and_the_normalised_product(seed, n, scale):
+    log_probs, weights = policies(seed, n, 2, 3, 4, scale=scale), simplex(seed, n)[0]
+    probs, column = log_probs.double().exp(), weights.double().view(n, 1, 1, 1)
+    arithmetic, product = (column * probs).sum(0), (probs**column).prod(0)
+    geometric = product / product.sum(-1, keepdim=True)
+    for mixture, expected in (("arithmetic", arithmetic), ("geometric", geometric)):
+        mixed = mix_log_probs(log_probs, weights, mixture)
+        torch.testing.assert_close(mixed, expected.log().float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(mix_log_probs(log_probs, weights), mix_log_probs(log_probs, weights, "arithmetic"))
+
+
+@pytest.mark.parametrize("mixture", communicators.MIXTURES)
+@examples
+@given(seeds, st.integers(1, 5), scales)
+def test_mixture_sums_to_one_at_extreme_logits(mixture, seed, n, scale):
+    logits = scale * (2.0 * torch.randint(2, (n, 3, 6), generator=torch.Generator().manual_seed(seed)) - 1)
+    for log_probs in (logits.log_softmax(-1), policies(seed, n, 3, 6, scale=scale)):
+        mixed = mix_log_probs(log_probs, simplex(seed, n)[0], mixture)
+        assert not mixed.isnan().any()
+        torch.testing.assert_close(mixed.exp().sum(-1), torch.ones(3), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mixture", communicators.MIXTURES)
+@pytest.mark.parametrize("garbage", [-INF, NAN, INF])
+@pytest.mark.parametrize("position", [0, 2])
+def test_policy_of_weight_zero_has_no_influence(mixture, garbage, position):
+    log_probs, weights = policies(0, 3, 4, 5), torch.tensor([0.2, 0.3, 0.5])
+    weights[position] = 0.0
+    weights /= weights.sum()
+    others = [j for j in range(3) if j != position]
+    log_probs[position] = garbage
+    mixed = mix_log_probs(log_probs, weights, mixture)
+    assert mixed.isfinite().all()
+    assert torch.equal(mixed, mix_log_probs(log_probs[others], weights[others], mixture))
+
+
+@pytest.mark.xfail(strict=True, reason="a weight is cast to the policies' dtype only after the test for 0")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_weight_that_vanishes_in_the_policies_dtype_has_no_influence(dtype):
+    log_probs = torch.tensor([[0.0, -INF], [-1.0, -0.5]]).log_softmax(-1).to(dtype)
+    mixed = mix_log_probs(log_probs, torch.tensor([1e-60, 1.0], dtype=torch.float64), "geometric")
+    torch.testing.assert_close(mixed, log_probs[1])
+
+
+def test_disjoint_policies_mix_arithmetically_and_are_refused_geometrically():
+    log_probs, weights = torch.eye(2).log(), torch.tensor([0.25, 0.75])
+    torch.testing.assert_close(mix_log_probs(log_probs, weights).exp(), weights)
+    with pytest.raises(ValueError, match="no action in common"):
+        mix_log_probs(log_probs, weights, "geometric")
+    one_bad_state = torch.stack([policies(0, 2, 2), log_probs], dim=1)  # [policies, states, actions]
+    with pytest.raises(ValueError, match="no action in common"):
+        mix_log_probs(one_bad_state, weights, "geometric")
+    partly = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]).log()
+    torch.testing.assert_close(mix_log_probs(partly, weights, "geometric").exp(), torch.tensor([0.0, 1.0, 0.0]))
+
+
+@pytest.mark.parametrize("mixture", communicators.MIXTURES)
+@examples
+@given(seeds, st.integers(0, 2), scales)
+def test_one_policy_of_weight_one_is_the_reference(mixture, seed, j, scale):
+    log_probs = policies(seed, 3, 4, 5, scale=scale)
+    mixed = mix_log_probs(log_probs, communicators.identity(3)[j], mixture)
+    torch.testing.assert_close(mixed, log_probs[j], rtol=1e-6, atol=1e-6)
+    if mixture == "arithmetic":  # isolated training must not differ even by rounding
+        assert torch.equal(mixed, log_probs[j])
+
+
+@examples
+@given(seeds, scales, scales)
+def test_categorical_kl_is_exact(seed, scale_p, scale_q):
+    log_p, log_q = policies(seed, 3, 4, 5, scale=scale_p), policies(seed + 1, 3, 4, 5, scale=scale_q)
+    kl = categorical_kl(log_p, log_q)
+    assert (kl >= -1e-5).all()
+    p, log_ratio = log_p.double().exp(), log_p.double() - log_q.double()
+    torch.testing.assert_close(kl, (p * log_ratio).sum(-1).float(), rtol=1e-5, atol=1e-5)
+    expected = kl_divergence(Categorical(logits=log_p), Categorical(logits=log_q))
+    known = expected.isfinite()  # torch has infinity where q underflows to 0
+    torch.testing.assert_close(kl[known], expected[known], rtol=1e-5, atol=1e-5)
+    variation = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    assert (kl >= 2 * variation**2 - 1e-5).all()  # Pinsker: no divergence only between equal policies
+    assert torch.equal(categorical_kl(log_p, log_p), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "expected"),
+    [
+        ([0.5, 0.5, 0.0], [0.25, 0.25, 0.5], math.log(2)),
+        ([0.5, 0.5, 0.0], [0.5, 0.5, 0.0], 0.0),
+        ([1.0, 0.0, 0.0], [0.5, 0.5, 0.0], math.log(2)),
+        ([0.5, 0.5, 0.0], [1.0, 0.0, 0.0], INF),
+    ],
+)
+def test_categorical_kl_with_impossible_actions(p, q, expected):
+    assert categorical_kl(torch.tensor(p).log(), torch.tensor(q).log()).item() == pytest.approx(expected)
+
+
+@pytest.mark.xfail(strict=True, reason="only log p = -inf is left out, not p that underflows to 0: 0 * inf is NaN")
+def test_categorical_kl_where_p_underflows_to_zero():
+    assert categorical_kl(torch.tensor([0.0, -200.0]), torch.tensor([0.0, -INF])).item() == 0.0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("direction", communicators.KL_DIRECTIONS)
+def test_kl_to_reference_value_and_gradient(direction, masked):
+    """Against the closed forms in the learner's logits z: forward p - r, reverse p (log p/r - KL)."""
+    logits = torch.tensor([[0.3, -1.0, 0.7]])
+    reference = torch.tensor([[0.5, 0.5, 0.0]] if masked else [[0.6, 0.3, 0.1]])
+    if masked and direction == "reverse":
+        logits[:, 2] = -INF  # where the reference is 0 the policy must be, or the divergence is infinite
+    logits.requires_grad_()
+    log_reference = reference.log().requires_grad_()
+    log_policy = logits.log_softmax(-1)
+    kl = communicators.kl_to_reference(log_policy, log_reference, direction)
+    kl.sum().backward()
+    p, r = log_policy.detach().double().exp(), reference.double()
+    first, second = (r, p) if direction == "forward" else (p, r)
+    expected = torch.where(first > 0, first * (first / second).log(), 0.0).sum(-1)
+    gradient = p - r
+    if direction == "reverse":
+        gradient = torch.where(p > 0, p * ((p / r).log() - expected[:, None]), 0.0)
+    torch.testing.assert_close(kl.detach().double(), expected, rtol=1e-5, atol=1e-6)
+    assert log_reference.grad is None
+    assert logits.grad.isfinite().all()
+    torch.testing.assert_close(logits.grad.double(), gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_forward_is_the_default_direction():
+    log_policy, log_reference = policies(0, 4, 3), policies(1, 4, 3)
+    forward = communicators.kl_to_reference(log_policy, log_reference, "forward")
+    assert torch.equal(communicators.kl_to_reference(log_policy, log_reference), forward)
+
+
+@pytest.mark.parametrize("mixture", communicators.MIXTURES)
+@pytest.mark.parametrize("direction", communicators.KL_DIRECTIONS)
+def test_gradient_reaches_only_the_learner(mixture, direction):
+    """Nor through its own part of the reference: its gradient is that of a constant reference."""
+    torch.manual_seed(0)
+    agents = [torch.nn.Linear(4, 3) for _ in range(3)]
+    public, states = torch.randn(5, 4), torch.randn(6, 4)
+
+    def learn(live):
+        for agent in agents:
+            agent.zero_grad()
+        with torch.set_grad_enabled(live):
+            matrix = communicators.similarity(torch.stack([agent(public).log_softmax(-1) for agent in agents]))
+            pi = torch.stack([agent(states).log_softmax(-1) for agent in agents])
+            reference = mix_log_probs(pi, matrix[1], mixture)
+        assert reference.requires_grad == live
+        log_policy = agents[1](states).log_softmax(-1)
+        communicators.kl_to_reference(log_policy, reference, direction).mean().backward()
+        return [[parameter.grad for parameter in agent.parameters()] for agent in agents]
+
+    (peer, learner, other), constant = learn(live=True), learn(live=False)[1]
+    assert peer == other == [None, None]
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in learner)
+    torch.testing.assert_close(learner, constant, rtol=0, atol=0)
+
+
+@examples
+@given(seeds, st.integers(1, 5), scales)
+def test_total_variation_is_a_distance(seed, n, scale):
+    log_probs = policies(seed, n, 3, 4, scale=scale)
+    distance = communicators.total_variation(log_probs)
+    pi = log_probs.double().exp().tolist()
+    byhand = [
+        [sum(abs(pi[i][s][a] - pi[j][s][a]) for s in range(3) for a in range(4)) / 2 / 3 for j in range(n)]
+        for i in range(n)
+    ]
+    assert_rows(distance, byhand)
+    assert torch.equal(distance, distance.T) and not distance.diagonal().any()
+    assert (distance >= 0).all() and (distance <= 1 + 1e-6).all()
+    assert (distance[:, None] <= distance[:, :, None] + distance[None] + 1e-6).all()  # d(i, k) <= d(i, j) + d(j, k)
+
+
+def test_total_variation_literal():
+    probs = torch.tensor([[[0.5, 0.5], [1.0, 0.0]], [[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]])
+    assert_rows(communicators.total_variation(probs.log()), [[0, 0.25, 0.75], [0.25, 0, 1], [0.75, 1, 0]])
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+@examples
+@given(seeds, st.integers(1, 6), st.sampled_from([torch.float32, torch.float64]))
+def test_averaged_parameters_are_the_matrix_product(seed, n, dtype):
+    matrix = simplex(seed, n, n)
+    parameters = torch.randn(n, 17, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    averaged = average_parameters(matrix, parameters)
+    assert averaged.dtype == dtype
+    torch.testing.assert_close(averaged, (matrix.double() @ parameters.double()).to(dtype), rtol=1e-5, atol=1e-6)
+    assert torch.equal(average_parameters(communicators.identity(n), parameters), parameters)
+    equal = parameters[:1].expand(n, -1)
+    torch.testing.assert_close(average_parameters(matrix, equal), equal, rtol=1e-6, atol=1e-6)
+
+
+def test_parameters_of_weight_zero_do_not_spread():
+    parameters = torch.tensor([[1.0, 2.0], [NAN, INF], [3.0, 6.0]])
+    matrix = communicators.drop_invalid(communicators.uniform(3), parameters.isfinite().all(1))
+    assert_rows(average_parameters(matrix, parameters), [[2, 4]] * 3)
+
+
+def test_agents_without_self_weight_swap_parameters():
+    parameters = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(average_parameters(communicators.self_preferred(2, 0.0), parameters), parameters.flip(0))
+
+
+@pytest.mark.xfail(strict=True, reason="a row of zeros silently sets the agent's parameters to zero")
+def test_averaging_with_a_row_that_sums_to_zero_is_refused():
+    with pytest.raises(ValueError, match="sum"):
+        average_parameters(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    "snapshot",
+    [
+        None,
+        torch.ones(5),
+        torch.ones(1),
+        torch.ones(2, 2),
+        torch.ones(4, dtype=torch.float64),
+        torch.ones(4, dtype=torch.int32),
+        torch.tensor([1, 1, NAN, 1]),
+        torch.tensor([INF, 1, 1, 1]),
+        torch.tensor([1, 1, 1, -INF]),
+    ],
+)
+def test_invalid_snapshot_is_dropped_and_rows_renormalised(snapshot):
+    first, last = torch.full((4,), 4.0), torch.full((4,), 8.0)
+    parameters, valid = communicators.check_snapshots([first, snapshot, last], first)
+    assert valid.tolist() == [True, False, True]
+    assert torch.equal(parameters, torch.stack([first, torch.zeros(4), last]))
+    matrix = communicators.drop_invalid(communicators.self_preferred(3, 0.6), valid)
+    assert_rows(matrix, [[0.75, 0, 0.25], [0.5, 0, 0.5], [0.25, 0, 0.75]])
+    assert_rows(average_parameters(matrix, parameters), [[5.0] * 4, [6.0] * 4, [7.0] * 4])
+
+
+def test_row_with_nobody_left_falls_back_on_the_agent_itself():
+    matrix = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [0.0, 0.5, 0.5]])
+    valid = torch.tensor([True, False, True])
+    assert_rows(communicators.drop_invalid(matrix, valid), [[1, 0, 0], [0.5, 0, 0.5], [0, 0, 1]])
+    assert_rows(communicators.drop_invalid(matrix, torch.zeros(3, dtype=torch.bool)), torch.eye(3).tolist())
+
+
+@pytest.mark.parametrize("name", communicators.COMMUNICATORS)
+def test_every_communicator_drops_invalid_peers(name):
+    """The others keep their proportions, whatever the invalid agent's policy or return would have been."""
+    log_probs, returns, valid = policies(0, 4, 3, 5), torch.tensor([1.0, 9.0, 2.0, 3.0]), torch.tensor([1, 0, 1, 1]) > 0
+    full = make_communicator(name, 4, log_probs=log_probs, returns=returns)
+    log_probs[1] = NAN
+    matrix = make_communicator(name, 4, log_probs=log_probs, returns=returns, valid=valid)
+    for i in (0, 2, 3):
+        kept = full[i] * valid
+        torch.testing.assert_close(matrix[i], kept / kept.sum())
+    assert_communicator(matrix, 4)
+    assert matrix[1, 1] == (name == "identity")
+    nobody = make_communicator(name, 4, log_probs=log_probs, returns=returns, valid=torch.zeros(4, dtype=torch.bool))
+    assert_rows(nobody, torch.eye(4).tolist())
+
+
+# --- exchange ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """One process, as if not started by torchrun."""
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    return lambda num_agents: Exchange(num_agents, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_one_process_holds_all_agents_and_moves_nothing(alone, n):
+    exchange, local = alone(n), torch.arange(4.0 * n).view(n, 4)
+    assert exchange.agents == range(n) and (exchange.rank, exchange.world_size) == (0, 1)
+    gathered = exchange.all_gather(local)
+    assert torch.equal(gathered, local)
+    gathered += 1.0
+    assert torch.equal(local, torch.arange(4.0 * n).view(n, 4))  # snapshots stay, while the agents go on learning
+    assert torch.equal(exchange.broadcast(local), local)
+    exchange.barrier()
+    exchange.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("heard", "listeners"),
+    [
+        (torch.ones(3, 3, dtype=torch.bool), 6),
+        (communicators.ring(8), 16),
+        (torch.eye(4, dtype=torch.bool), 0),
+        (~torch.eye(2, dtype=torch.bool), 2),
+    ],
+)
+def test_snapshots_count_the_bytes_that_agents_send_each_other(alone, heard, listeners, dtype):
+    exchange, local = alone(len(heard)), torch.ones(len(heard), 5, dtype=dtype)
+    local[-1, 2] = NAN
+    for rounds in (1, 2):
+        parameters, valid = exchange.snapshots(local, heard)
+        assert exchange.bytes_sent == rounds * listeners * 5 * local.element_size()
+        assert valid.tolist() == [True] * (len(heard) - 1) + [False]
+        assert torch.equal(parameters, local.nan_to_num(0.0) * valid[:, None])
+
+
+def test_agents_that_ranks_cannot_share_equally_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="3 agents .* 2 ranks"):
+        Exchange(3, torch.device("cpu"), timeout=1)
+
+
+@pytest.mark.xfail(strict=True, reason="WORLD_SIZE is read also where RANK is absent: agents are lost silently")
+def test_world_size_without_rank_is_one_process(alone, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert alone(4).agents == range(4)
+
+
+RANK_PROGRAM = """
+import json, os, sys, time
+import torch
+from communicators import Exchange, ring
+
+def connect(port, timeout):
+    os.environ["MASTER_PORT"] = port
+    return Exchange(4, torch.device("cpu"), timeout=timeout)
+
+def fail(exchange):
+    start = time.monotonic()
+    try:
+        exchange.all_gather(local)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+
+exchange = connect(sys.argv[1], 60)
+agents, parameters = list(exchange.agents), torch.arange(12.0).view(4, 3)
+local = parameters[agents].clone()
+gathered = exchange.all_gather(local)
+local += 100.0
+result = {"agents": agents, "gathered": gathered.tolist(), "dtype": str(gathered.dtype)}
+local[exchange.rank, 1] = float("nan")  # agents 0 and 3
+snapshots, valid = exchange.snapshots(local, ring(4))
+result |= {"snapshots": snapshots.tolist(), "valid": valid.tolist(), "bytes": exchange.bytes_sent}
+mine = torch.tensor([[7.0, 8.0], [9.0, 10.0]]).T if exchange.rank == 0 else torch.zeros(2, 2)
+result["broadcast"] = exchange.broadcast(mine).tolist()
+exchange.barrier()
+exchange.close()
+
+exchange = connect(sys.argv[2], 3)  # a rank that comes too late
+if exchange.rank == 0:
+    result["late"] = fail(exchange)
+else:
+    time.sleep(4)
+exchange.close()
+
+exchange = connect(sys.argv[3], 60)  # a rank that dies
+if exchange.rank == 0:
+    result["dead"] = fail(exchange)
+print(json.dumps(result), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """What two processes on this machine report of their collectives, rank by rank."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports = [str(server.getsockname()[1]) for server in sockets]
+    for server in sockets:
+        server.close()
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK_PROGRAM, *ports],
+            env={**os.environ, **common, "RANK": str(rank)},
+            cwd=Path(communicators.__file__).parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(output for output, _ in outputs), "\n".join(errors for _, errors in outputs)
+    return [json.loads(output) for output, _ in outputs]
+
+
+def test_two_ranks_gather_what_one_process_holds(ranks, alone):
+    parameters = torch.arange(12.0).view(4, 3)
+    assert [result["agents"] for result in ranks] == [[0, 1], [2, 3]]
+    for result in ranks:
+        assert result["gathered"] == alone(4).all_gather(parameters).tolist()
+        assert result["dtype"] == str(parameters.dtype)
+
+
+def test_two_ranks_exchange_the_snapshots_of_one_process(ranks, alone):
+    exchange, local = alone(4), torch.arange(12.0).view(4, 3) + 100.0
+    local[[0, 3], 1] = NAN
+    snapshots, valid = exchange.snapshots(local, communicators.ring(4))
+    for result in ranks:
+        assert result["snapshots"] == snapshots.tolist() and result["valid"] == valid.tolist()
+        assert result["bytes"] == exchange.bytes_sent == 4 * 2 * 3 * 4
+
+
+def test_broadcast_gives_every_rank_the_values_of_rank_0(ranks):
+    assert [result["broadcast"] for result in ranks] == [[[7.0, 9.0], [8.0, 10.0]]] * 2
+
+
+@pytest.mark.parametrize(("missing", "shortest", "longest"), [("late", 2.5, 20.0), ("dead", 0.0, 30.0)])
+def test_missing_rank_is_named_in_time(ranks, missing, shortest, longest):
+    message, waited = ranks[0][missing]
+    assert re.search(r"\branks? 1\b", message, re.IGNORECASE), message
+    assert shortest <= waited <= longest
