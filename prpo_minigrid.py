@@ -136,16 +136,7 @@ class Args:
 
 
 # What may differ between a run and its resumption; everything else makes another run
-RESUMABLE = (
-    "resume",
-    "run_dir",
-    "device",
-    "track",
-    "wandb_project_name",
-    "wandb_entity",
-    "capture_video",
-    "eval_episodes",
-)
+RESUMABLE = {"resume", "run_dir", "device", "track", "capture_video", "eval_episodes"}
 # Column of metrics.csv -> key in TensorBoard; under torchrun these scalars are what the ranks tell each other
 METRICS = {
     "episodic_return": "charts/episodic_return",
@@ -176,7 +167,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         stored = Args(**stored | {"env_ids": tuple(stored["env_ids"]), "resume": args.resume})
         args = tyro.cli(Args, args=argv, default=stored)
         for name, value in vars(args).items():
-            if name not in RESUMABLE and value != getattr(stored, name):
+            if name not in RESUMABLE and not name.startswith("wandb") and value != getattr(stored, name):
                 flag = name.replace("_", "-")
                 sys.exit(f"--{flag} {value}: must be {getattr(stored, name)} as in {args.resume}, or left out")
     check_args(args)
@@ -208,9 +199,8 @@ def check_args(args: Args) -> None:
     check("total_timesteps", f"must be at least one rollout, {batch_size} steps", lambda v: v >= batch_size)
 
     envpool = importlib.util.find_spec("envpool")
-    check(
-        "env_ids", f"must name one task for each of {args.num_agents} agents", lambda v: len(v) in (0, args.num_agents)
-    )
+    count = f"must name one task for each of {args.num_agents} agents"
+    check("env_ids", count, lambda v: len(v) in (0, args.num_agents))
     known = [env_id for env_id in gym.registry if env_id.startswith(("MiniGrid-", "BabyAI-"))]
     for env_id in task_ids(args):
         close = difflib.get_close_matches(env_id, known, 3, 0.4) or known[:3]
@@ -224,9 +214,8 @@ def check_args(args: Args) -> None:
     check("device", f"choose auto, {cuda}cpu", lambda v: v in ("auto", "cpu") or (cuda and v.startswith("cuda")))
     run_dir = Path(args.run_dir).absolute()
     folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    check(
-        "run_dir", "must be a folder that can be written to", lambda v: folder.is_dir() and os.access(folder, os.W_OK)
-    )
+    writable = folder.is_dir() and os.access(folder, os.W_OK)
+    check("run_dir", "must be a folder that can be written to", lambda v: writable)
     needed = 64 + 8 * args.num_agents  # MB: two checkpoints per agent, weights and logs
     check("run_dir", f"needs {needed} MB of free disk space", lambda v: shutil.disk_usage(folder).free > needed * 2**20)
 
@@ -856,6 +845,7 @@ def main(args: Args) -> dict:
         "env_backend": backend,
         "device": str(device),
         "world_size": exchange.world_size,
+        "iterations": iteration,
         "timesteps_per_agent": iteration * batch_size,
         "agent_steps_per_second": iteration * batch_size * args.num_agents / train_seconds,
         "train_seconds": train_seconds,

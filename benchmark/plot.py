@@ -1,7 +1,7 @@
 """Learning curves and a table from run folders: mean over seeds with its 95 % interval.
 
-python benchmark/plot.py --runs runs/minigrid-quick --out benchmark/results/minigrid
-python benchmark/plot.py --from-csv --out benchmark/results/minigrid       # only draw again
+    python benchmark/plot.py --runs runs/minigrid-quick --out benchmark/results/minigrid
+    python benchmark/plot.py --from-csv --out benchmark/results/minigrid       # only draw again
 
 Writes OUT.csv (the curves), OUT.png (drawn from OUT.csv) and OUT_table.csv. Runs are grouped by environment and
 --exp-name; a run without summary.json, or cut off, is left out. A curve is the training return, the mean of the last
@@ -144,15 +144,18 @@ def header(groups: dict[tuple[str, str], list[Run]]) -> list[str]:
     for runs in groups.values():
         seeds = " ".join(str(run.summary["seed"]) for run in runs)
         lines.append(f"# {command(runs[0])}  (--seed {seeds})\n")
-    versions = {json.dumps(run.summary["versions"]) for runs in groups.values() for run in runs}
+    versions = defaultdict(set)
+    for run in (run for runs in groups.values() for run in runs):
+        for name, version in run.summary["versions"].items():
+            versions[name].add(version)
     backends = {run.summary["env_backend"] for runs in groups.values() for run in runs}
-    for each in sorted(versions):
-        lines.append(f"# {', '.join(f'{name} {version}' for name, version in json.loads(each).items())}\n")
+    named = (f"{name} {' or '.join(sorted(each))}" for name, each in versions.items())
+    lines.append(f"# {', '.join(named)}\n")
     return [*lines, f"# environments: {', '.join(sorted(backends))}\n"]
 
 
 def write_curves(path: Path, groups: dict[tuple[str, str], list[Run]], points: int) -> None:
-    """OUT.csv: each environment's curves on a common grid of timesteps, as far as a method's shortest run goes."""
+    """OUT.csv: each environment's curves on a common grid of timesteps, where all runs of a method have data."""
     with open(path, "w", newline="") as file:
         file.writelines(header(groups))
         writer = csv.writer(file)
@@ -160,7 +163,8 @@ def write_curves(path: Path, groups: dict[tuple[str, str], list[Run]], points: i
         for (env, method), runs in groups.items():
             longest = max(run.timesteps[-1] for key, others in groups.items() if key[0] == env for run in others)
             grid = np.linspace(longest / points, longest, points).round()
-            grid = grid[grid <= min(run.timesteps[-1] for run in runs)]
+            first, last = max(run.timesteps[0] for run in runs), min(run.timesteps[-1] for run in runs)
+            grid = grid[(grid >= first) & (grid <= last)]
             curves = np.stack([np.interp(grid, run.timesteps, run.returns) for run in runs])
             for step, *row in zip(grid, *interval(curves), strict=True):
                 writer.writerow((env, method, int(step), *map(number, row), len(runs)))
@@ -209,18 +213,22 @@ def draw(csv_path: Path, png_path: Path) -> None:
             curves[row["env"]][row["method"]].append([float(value or "nan") for value in values])
     methods = list(dict.fromkeys(method for env in curves.values() for method in env))
     figure, axes = plt.subplots(1, len(curves), figsize=(4.6 * len(curves), 4.2), squeeze=False, layout="constrained")
-    handles = {}
+    handles, counts = {}, defaultdict(set)
     for axis, (env, by_method) in zip(axes[0], curves.items(), strict=True):
         for method, rows in by_method.items():
             timesteps, mean, low, high, seeds = np.array(rows).T
             k = methods.index(method)
             style = {"color": COLOURS[k % len(COLOURS)], "linestyle": DASHES[k // len(COLOURS) % len(DASHES)]}
-            label = f"{method} ({seeds[0]:.0f} seed{'s' if seeds[0] > 1 else ''})"
-            handles.setdefault(method, axis.plot(timesteps / 1e6, mean, label=label, **style)[0])
+            line = handles.setdefault(method, axis.plot(timesteps / 1e6, mean, **style)[0])
+            counts[method].add(f"{seeds[0]:.0f}")
+            line.set_label(f"{method} (seeds: {', '.join(sorted(counts[method]))})")
             axis.fill_between(timesteps / 1e6, low, high, color=style["color"], alpha=0.2, linewidth=0)
         axis.set_title(env)
         axis.set_xlabel("environment steps per agent (millions)")
         axis.set_xlim(left=0)
+        means = [mean for rows in by_method.values() for _, mean, *_ in rows]
+        low, high = min(0, *means), max(1, *means)  # not the intervals: those of two or three seeds can be huge
+        axis.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("training return\n(last 100 episodes, mean over agents)")
     figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(3, len(handles)), frameon=False)

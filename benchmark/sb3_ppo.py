@@ -1,8 +1,9 @@
 """stable-baselines3 PPO on MiniGrid at the settings of prpo_minigrid.py: the yardstick for speed and sample efficiency.
 
-python benchmark/sb3_ppo.py --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
-python prpo_minigrid.py --communicator identity --communication-coef 0      # what it is compared with: no KL penalty
+    python benchmark/sb3_ppo.py --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
+    python prpo_minigrid.py --num-agents 1 --communication-coef 0 --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
 
+The second command is what it is compared with: one agent alone, without the KL penalty, which this PPO does not have.
 Network, initialisation, optimizer, minibatches, advantages, losses' coefficients and annealing are the same. What
 stable-baselines3 does its own way and cannot be told otherwise:
 - its clipped value loss is the error of the clipped value; ours is the larger of the clipped and the unclipped error,
@@ -30,6 +31,7 @@ import torch.nn as nn
 import tyro
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv
@@ -260,6 +262,7 @@ def main(args: Args) -> dict:
         torch.set_num_threads(args.threads)
     run_folder = make_run_folder(args)
     model = make_model(args)
+    model.set_logger(Logger(folder=None, output_formats=[]))  # its default leaves an empty temporary folder behind
     batch_size = args.num_envs * args.num_steps
     with open(run_folder / "metrics.csv", "w", newline="") as metrics_file:
         recorder = Recorder(args, metrics_file)
@@ -282,7 +285,6 @@ def main(args: Args) -> dict:
         "env_backend": "gymnasium",
         "device": str(model.device),
         "threads": torch.get_num_threads(),
-        "iterations": recorder.iteration,
         "timesteps_per_agent": model.num_timesteps,
         "agent_steps_per_second": model.num_timesteps / train_seconds,
         "train_seconds": train_seconds,

@@ -146,31 +146,29 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
 
 
 @pytest.mark.parametrize(
-    ("matrix", "rows"),
+    ("constructor", "arguments", "rows"),
     [
-        (communicators.identity(2), [[1, 0], [0, 1]]),
-        (communicators.uniform(4), [[0.25] * 4] * 4),
-        (communicators.self_preferred(3, 0.6), [[0.6, 0.2, 0.2], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6]]),  # Example 2
-        (communicators.self_preferred(2, 0.0), [[0, 1], [1, 0]]),
-        (communicators.self_preferred(3, 1.0), torch.eye(3).tolist()),
-        (communicators.self_preferred(1, 0.2), [[1]]),
-        (communicators.reward(torch.tensor([1.0, 2.0, 5.0])), [[0.125, 0.25, 0.625]] * 3),  # Example 4
-        (communicators.reward(torch.tensor([1.0, NAN, 3.0])), [[0.25, 0, 0.75]] * 3),
-        (
-            communicators.reward(torch.tensor([1e308, 1e308, 0.0], dtype=torch.float64)),
-            [[0.5, 0.5, 0]] * 3,
-        ),  # the sum overflows
-        (communicators.reward(torch.tensor([5e-324, 5e-324, 0.0], dtype=torch.float64)), [[0.5, 0.5, 0]] * 3),
-        (communicators.reward(torch.zeros(4)), [[0.25] * 4] * 4),
-        (communicators.rank_reward(torch.tensor([3.0, 1.0, 3.0, 0.0])), [[0.35, 0.2, 0.35, 0.1]] * 4),
-        (communicators.rank_reward(torch.tensor([-3.0, NAN, -7.0])), [[2 / 3, 0, 1 / 3]] * 3),
-        (communicators.rank_reward(torch.full((3,), -2.0)), [[1 / 3] * 3] * 3),
-        (communicators.softmax_reward(torch.tensor([0.0, math.log(3), NAN])), [[0.25, 0.75, 0]] * 3),
-        (communicators.softmax_reward(torch.tensor([1e300, -1e300], dtype=torch.float64), 1e-300), [[1, 0]] * 2),
+        (communicators.identity, [2], [[1, 0], [0, 1]]),
+        (communicators.uniform, [4], [[0.25] * 4] * 4),
+        (communicators.self_preferred, [3, 0.6], [[0.6, 0.2, 0.2], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6]]),  # Example 2
+        (communicators.self_preferred, [2, 0.0], [[0, 1], [1, 0]]),
+        (communicators.self_preferred, [3, 1.0], [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
+        (communicators.self_preferred, [1, 0.2], [[1]]),
+        (communicators.reward, [(1, 2, 5)], [[0.125, 0.25, 0.625]] * 3),  # Example 4
+        (communicators.reward, [(1, NAN, 3)], [[0.25, 0, 0.75]] * 3),
+        (communicators.reward, [(1e308, 1e308, 0)], [[0.5, 0.5, 0]] * 3),  # whose sum overflows
+        (communicators.reward, [(5e-324, 5e-324, 0)], [[0.5, 0.5, 0]] * 3),
+        (communicators.reward, [(0, 0, 0, NAN)], [[0.25] * 4] * 4),
+        (communicators.rank_reward, [(3, 1, 3, 0)], [[0.35, 0.2, 0.35, 0.1]] * 4),
+        (communicators.rank_reward, [(-3, NAN, -7)], [[2 / 3, 0, 1 / 3]] * 3),
+        (communicators.rank_reward, [(-2, -2, -2)], [[1 / 3] * 3] * 3),
+        (communicators.softmax_reward, [(0, math.log(3), NAN)], [[0.25, 0.75, 0]] * 3),
+        (communicators.softmax_reward, [(1e300, -1e300), 1e-300], [[1, 0]] * 2),
     ],
 )
-def test_literal_communicators(matrix, rows):
-    assert_rows(matrix, rows)
+def test_literal_communicators(constructor, arguments, rows):
+    arguments = [torch.tensor(a, dtype=torch.float64) if isinstance(a, tuple) else a for a in arguments]
+    assert_rows(constructor(*arguments), rows)
 
 
 @examples

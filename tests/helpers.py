@@ -1,0 +1,109 @@
+"""What the tests of the scripts share: tiny runs, and how to read and compare what they leave."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import fedavg_ppo
+import prpo_minigrid
+
+REPOSITORY = Path(prpo_minigrid.__file__).parent
+SCRIPTS = [prpo_minigrid, fedavg_ppo]
+every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+COEF = {prpo_minigrid: "communication_coef", fedavg_ppo: "kl_coef"}
+
+# Six iterations, rounds after the third and the last one, checkpoints after every second: not at the same time.
+# Rooms are small, starts are random, episodes end at the goal or after 100 steps, and returns matter to C.
+TINY = {
+    "env_id": "MiniGrid-Empty-Random-5x5-v0",
+    "device": "cpu",
+    "num_agents": 3,
+    "num_envs": 2,
+    "num_steps": 64,
+    "total_timesteps": 6 * 128,
+    "local_updates": 3,
+    "save_every": 2,
+    "communicator": "softmax-reward",
+    "update_epochs": 2,
+    "num_minibatches": 2,
+    "learning_rate": 1e-3,
+    "eval_episodes": 2,
+}
+
+
+def tiny(script, run_dir, **changes):
+    """The arguments of a tiny run."""
+    return script.Args(run_dir=str(run_dir), **TINY | changes)
+
+
+def flags(script, run_dir, **changes):
+    """The same arguments as a command line."""
+    settings = TINY | changes | {"run_dir": str(run_dir)}
+    return [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def environment(**changes):
+    """The environment of a child process: one thread, and the scripts importable from any folder."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | changes
+
+
+def call(*command, cwd, timeout=240, **env):
+    """Run a Python command in a child process. Returns it, with its output as text."""
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+
+
+def torchrun(nproc, *command, cwd, options=(), **env):
+    """Run a Python command in `nproc` processes."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, *options)
+    return call(*launcher, *command, cwd=cwd, **env)
+
+
+def only_run(run_dir):
+    """The one run folder in `run_dir`."""
+    (folder,) = Path(run_dir).iterdir()
+    return folder
+
+
+def rows_of(folder):
+    """metrics.csv as a list of dicts of strings, without the column that depends on the clock."""
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "agent_steps_per_second"} for row in csv.DictReader(file)]
+
+
+def weights_of(folder):
+    """agent number -> its parameters as one vector."""
+    files = {int(re.search(r"\d+", path.name)[0]): path for path in folder.glob("agent_*.safetensors")}
+    return {i: torch.cat([t.flatten() for t in load_file(path).values()]) for i, path in sorted(files.items())}
+
+
+def scalars_of(folder):
+    """TensorBoard: tag -> {step: value}; a step that was logged twice shows as a list of values."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    series = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    return {tag: [(event.step, event.value) for event in points] for tag, points in series.items()}
+
+
+def assert_same_run(folder, other, exactly=False):
+    """Equal weights and equal metrics, but for the clock: bit for bit, or up to rounding."""
+    weights, expected = weights_of(folder), weights_of(other)
+    assert weights.keys() == expected.keys() and len(weights) > 0
+    for i in weights:
+        torch.testing.assert_close(weights[i], expected[i], rtol=0, atol=0 if exactly else 1e-5)
+    rows, expected_rows = rows_of(folder), rows_of(other)
+    if exactly:
+        assert rows == expected_rows
+    assert [(row["iteration"], row["agent"]) for row in rows] == [(r["iteration"], r["agent"]) for r in expected_rows]
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        assert row.keys() == expected_row.keys() and row["env_id"] == expected_row["env_id"]
+        for column in row.keys() - {"env_id"}:
+            value, wanted = float(row[column]), float(expected_row[column])
+            assert value == pytest.approx(wanted, rel=1e-5, abs=1e-5, nan_ok=True), (column, row, expected_row)
