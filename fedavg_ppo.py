@@ -1,9 +1,11 @@
 """FedAvg-PPO on MiniGrid: agents that share no data learn together by averaging their parameters.
 
-python fedavg_ppo.py --env-id MiniGrid-DoorKey-6x6-v0                      # three agents in one process
-python fedavg_ppo.py --communicator similarity                             # weighted average (the paper's WeightedAvg)
-torchrun --nproc-per-node 3 fedavg_ppo.py --num-agents 3                   # one agent per process, same training
-python fedavg_ppo.py --resume runs/<name>                                  # go on where a run was cut off
+Each agent trains on its own environments; what travels between agents is parameters and a few scalars.
+
+    python fedavg_ppo.py --env-id MiniGrid-DoorKey-6x6-v0                     # three agents in one process
+    python fedavg_ppo.py --communicator similarity                            # weighted by similarity (WeightedAvg)
+    torchrun --nproc-per-node 3 fedavg_ppo.py --num-agents 3                  # one agent per process, same training
+    python fedavg_ppo.py --resume runs/<name>                                 # go on where a run was cut off
 """
 
 import copy
@@ -499,10 +501,9 @@ def open_run(args: Args, exchange: communicators.Exchange) -> Path:
     stamp = torch.zeros(1, dtype=torch.long)
     if exchange.rank == 0:
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:  # torchrun --max-restarts goes on unattended
-            earlier = [
-                path.parent for path in Path(args.run_dir).glob(f"{prefix}*/config.json") if path.read_text() == config
-            ]
-            stamp += max((int(path.name.removeprefix(prefix)) for path in earlier), default=0)
+            for path in Path(args.run_dir).glob(f"{prefix}*/config.json"):
+                if path.read_text() == config:
+                    stamp = stamp.clamp(min=int(path.parent.name.removeprefix(prefix)))
         now = int(time.time())
         while not stamp:
             try:
@@ -542,14 +543,9 @@ def main(args: Args) -> dict:
     generators = {i: torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held}
 
     # Communication
-    communicate = functools.partial(
-        communicators.make_communicator,
-        args.communicator,
-        args.num_agents,
-        self_preference=args.self_preference,
-        temperature=args.communicator_temperature,
-        topology=args.topology,
-    )
+    options = {"self_preference": args.self_preference, "temperature": args.communicator_temperature}
+    options |= {"name": args.communicator, "num_agents": args.num_agents, "topology": args.topology}
+    communicate = functools.partial(communicators.make_communicator, **options)
     communicator, distances, rounds = communicate(num_peers=args.top_k), None, 0
     reference_states = public_states(tasks).to(device)
 
@@ -712,9 +708,8 @@ def main(args: Args) -> dict:
             if args.communicator != "identity":  # isolated: nothing leaves an agent
                 means = [[np.mean(round_returns[i]) if round_returns[i] else np.nan] for i in held]
                 returns = exchange.all_gather(torch.tensor(means, dtype=torch.float64)).flatten()
-                candidates = (
-                    0 if args.communicator == "similarity" else args.top_k
-                )  # all peers must be heard to compare
+                # Similarity must hear all peers before it can choose
+                candidates = 0 if args.communicator == "similarity" else args.top_k
                 parameters, usable = exchange.snapshots(own, communicate(returns=returns, num_peers=candidates) > 0)
                 for snapshot, row in zip(snapshots, parameters, strict=True):
                     vector_to_parameters(row, snapshot.parameters())
@@ -726,9 +721,8 @@ def main(args: Args) -> dict:
                 for i in held:  # optimizer moments are kept
                     vector_to_parameters(averages[i].clone(), agents[i].parameters())
                 if chief and not usable.all():
-                    print(
-                        f"\niteration {iteration}: dropped agents {(~usable).nonzero().flatten().tolist()}", flush=True
-                    )
+                    dropped = (~usable).nonzero().flatten().tolist()
+                    print(f"\niteration {iteration}: dropped the invalid snapshots of agents {dropped}", flush=True)
             round_returns = {i: [] for i in held}
             rounds += 1
         tick("exchange")
@@ -848,7 +842,7 @@ def main(args: Args) -> dict:
             cells = [
                 f"{f'{m:.3f} ± {half:.3f}':>{max(17, len(name))}}" for name, (m, half) in zip(tests, row, strict=True)
             ]
-            print(f"{i:>5}  {recent[i]:>17.3f}  {'  '.join(cells)}")
+            print(f"{i:>5}  {recent[i]:>17.3f}  {'  '.join(cells)}".rstrip())
         speed = f"{summary['agent_steps_per_second']:,.0f} agent-steps/s"
         print(f"{speed}, {exchange.bytes_sent:,} bytes sent, everything in {run_folder}")
         if interrupted:

@@ -1,0 +1,334 @@
+"""Advantages that never leak across episodes, in every autoreset mode; and environments that are what they say."""
+
+import copy
+import importlib.util
+from dataclasses import replace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers import every_script, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import prpo_minigrid
+
+GAMMA, LAMBDA = 0.97, 0.9
+BACKENDS = ["gymnasium"] + ["envpool"] * (importlib.util.find_spec("envpool") is not None)
+needs_envpool = pytest.mark.skipif("envpool" not in BACKENDS, reason="envpool is not installed")
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+RUNNING, TERMINATED, TRUNCATED = range(3)
+
+
+def oracle(rewards, values, terminated, gamma=GAMMA, gae_lambda=LAMBDA):
+    """Advantages of one episode, or of its part in one rollout, straight from the definition in O(T^2).
+
+    rewards: [T]; values: [T + 1], the last one of the state where the data end; terminated: whether that is the end.
+    """
+    bootstrap = [*values[1:-1], 0.0 if terminated else values[-1]]
+    deltas = [r + gamma * after - before for r, after, before in zip(rewards, bootstrap, values[:-1], strict=True)]
+    return [sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+
+
+def random_episodes(seed, kinds):
+    """Rewards, values, values of the next states and kinds [steps, envs] as tensors, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.tensor(kinds)
+    rewards, values, finals = (torch.randn(kinds.shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    following = torch.cat((values[1:], finals[-1:]))
+    return rewards, values, torch.where(kinds == RUNNING, following, finals), kinds
+
+
+def advantages_of(script, rewards, values, next_values, kinds):
+    return script.gae(rewards, values, next_values, kinds == TERMINATED, kinds != RUNNING, GAMMA, LAMBDA)
+
+
+some_kinds = st.integers(1, 3).flatmap(
+    lambda envs: st.lists(
+        st.lists(st.sampled_from([RUNNING, RUNNING, RUNNING, TERMINATED, TRUNCATED]), min_size=envs, max_size=envs),
+        min_size=1,
+        max_size=25,
+    )
+)
+
+
+@every_script
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32), kinds=some_kinds)
+def test_gae_equals_the_definition_episode_by_episode(script, seed, kinds):
+    """Running, terminated and truncated steps in any mixture; a terminal value is never used, a truncated one is."""
+    rewards, values, next_values, kinds = random_episodes(seed, kinds)
+    advantages = advantages_of(script, rewards, values, next_values, kinds)
+    for env in range(kinds.shape[1]):
+        ends = [t for t in range(len(kinds)) if kinds[t, env] != RUNNING or t == len(kinds) - 1]
+        start = 0
+        for end in ends:
+            episode = slice(start, end + 1)
+            states = [*values[episode, env].tolist(), next_values[end, env].item()]
+            expected = oracle(rewards[episode, env].tolist(), states, kinds[end, env] == TERMINATED)
+            expected = torch.tensor(expected, dtype=torch.float64)
+            torch.testing.assert_close(advantages[episode, env], expected, rtol=0, atol=1e-5)
+            start = end + 1
+
+
+@every_script
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 2**32), end=st.integers(0, 11), kind=st.sampled_from([TERMINATED, TRUNCATED]))
+def test_nothing_leaks_from_later_episodes(script, seed, end, kind):
+    """Another future after an episode's end changes no advantage before it, and changes those after it."""
+    kinds = [[kind if step == end else RUNNING] for step in range(13)]
+    rewards, values, next_values, kinds = random_episodes(seed, kinds)
+    before = advantages_of(script, rewards, values, next_values, kinds)
+    for tensor in (rewards, values, next_values):
+        tensor[end + 1 :] += 7.0
+    after = advantages_of(script, rewards, values, next_values, kinds)
+    assert torch.equal(before[: end + 1], after[: end + 1])
+    assert (before[end + 1 :] != after[end + 1 :]).all()
+
+
+class Corridor(gym.Env):
+    """Deterministic episodes of lengths 1, 2, ... that end by turns at the goal and at a time limit.
+
+    The observation tells apart every state of every episode; the reward depends on the state and the action.
+    """
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = gym.spaces.Discrete(5)
+
+    def __init__(self, number):
+        self.number, self.episode = number, -1
+
+    def state(self):
+        return np.array([self.number, self.episode, self.time], dtype=np.float64)
+
+    def reset(self, *, seed=None, options=None):
+        self.episode, self.time = self.episode + 1, 0
+        return self.state(), {}
+
+    def step(self, action):
+        reward = float(np.cos(self.state().sum() + 2 * action))
+        self.time += 1
+        over = self.time == 1 + (self.number + self.episode) % 6
+        terminated = bool(over and self.episode % 2)
+        return self.state(), reward, terminated, over and not terminated, {}
+
+
+def value_of(state):
+    """A value function that gives every state of every corridor another value."""
+    return np.sin(np.asarray(state) @ [1.7, 0.9, 0.4])
+
+
+@every_script
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_gae_through_gymnasium_vector_environments(script, mode):
+    """In both autoreset modes the advantages of real steps are those of the corridors walked one by one."""
+    number, steps = 4, 50
+    envs = SyncVectorEnv([lambda k=k: Corridor(k) for k in range(number)], autoreset_mode=mode)
+    actions = np.random.default_rng(0).integers(5, size=(steps, number))
+    obs, _ = envs.reset()
+    values, next_values, rewards, kinds, valid, seen = [], [], [], [], [], []
+    ended = np.zeros(number, dtype=bool)
+    for action in actions:
+        seen.append(obs.copy())
+        values.append(value_of(obs))
+        valid.append(~ended)
+        obs, reward, terminations, truncations, infos = envs.step(action)
+        after = obs.copy()  # with NEXT_STEP this is an ended episode's final observation, with SAME_STEP the next first
+        if mode is AutoresetMode.SAME_STEP:
+            for k in np.flatnonzero(terminations | truncations):
+                after[k] = infos["final_obs"][k]
+        else:
+            ended = terminations | truncations
+        next_values.append(value_of(after))
+        rewards.append(reward)
+        kinds.append(np.where(terminations, TERMINATED, np.where(truncations, TRUNCATED, RUNNING)))
+    arrays = (torch.tensor(np.array(array)) for array in (rewards, values, next_values, kinds))
+    advantages, valid = advantages_of(script, *arrays).numpy(), np.array(valid)
+    assert valid.all() == (mode is AutoresetMode.SAME_STEP)
+
+    for k in range(number):
+        env, own = Corridor(k), iter(actions[valid[:, k], k])  # the action of a step that only resets is ignored
+        found = dict(zip(map(tuple, np.array(seen)[valid[:, k], k]), advantages[valid[:, k], k], strict=True))
+        expected, remaining = {}, int(valid[:, k].sum())
+        while remaining:
+            state, _ = env.reset()
+            states, gains, over = [state], [], False
+            while not over and remaining:
+                state, reward, terminated, truncated, _ = env.step(next(own))
+                states.append(state)
+                gains.append(reward)
+                over, remaining = terminated or truncated, remaining - 1
+            of_episode = oracle(gains, [value_of(state) for state in states], terminated)
+            expected |= zip(map(tuple, states[:-1]), of_episode, strict=True)
+        assert found.keys() == expected.keys() and len(found) > 30
+        for state in found:
+            assert found[state] == pytest.approx(expected[state], abs=1e-5)
+
+
+@every_script
+@every_backend
+def test_training_advantages_equal_those_of_separate_episodes(script, backend, tmp_path, monkeypatch):
+    """What reaches the update, over several rollouts, is what a plain loop over one official environment gives.
+
+    The room is always the same, so the recorded actions can be replayed; the values are those of the agent that acted.
+    """
+    acted, batches, policies = [], {}, {}
+    step_envs, update = script.step_envs, script.update
+
+    def record_actions(pools, actions):
+        acted.append(actions.copy())
+        return step_envs(pools, actions)
+
+    def record_batch(agent, optimizer, batch, args):
+        batches.setdefault(id(agent), []).append({name: tensor.clone() for name, tensor in batch.items()})
+        policies.setdefault(id(agent), []).append(copy.deepcopy(agent))
+        return update(agent, optimizer, batch, args)
+
+    monkeypatch.setattr(script, "step_envs", record_actions)
+    monkeypatch.setattr(script, "update", record_batch)
+    monkeypatch.setattr(torch, "randperm", lambda number, generator=None: torch.arange(number))
+    shape = {"num_agents": 2, "num_envs": 3, "num_steps": 70, "update_epochs": 1, "num_minibatches": 1}
+    changes = {"env_id": "MiniGrid-Empty-5x5-v0", "total_timesteps": 3 * 3 * 70, "save_every": 9, "eval_episodes": 0}
+    args = tiny(script, tmp_path, env_backend=backend, gamma=GAMMA, gae_lambda=LAMBDA, **shape | changes)
+    script.main(args)
+    actions = np.array(acted).reshape(3, args.num_steps, args.num_agents, args.num_envs)
+
+    ends = {"terminated": 0, "truncated": 0}
+    for i, (own, agents) in enumerate(zip(batches.values(), policies.values(), strict=True)):
+        envs = [script.make_env(args.env_id) for _ in range(args.num_envs)]
+        states, overs = [env.reset()[0] for env in envs], [False] * args.num_envs
+        for iteration, (batch, agent) in enumerate(zip(own, agents, strict=True)):
+            expected = {}  # (step, env) -> observation, action, advantage, value
+            for k, env in enumerate(envs):
+                episodes = [[]]
+                for step in range(args.num_steps):
+                    if overs[k]:
+                        (states[k], _), overs[k] = env.reset(), False
+                        episodes.append([])
+                        continue
+                    action = actions[iteration, step, i, k]
+                    after, reward, terminated, truncated, _ = env.step(action)
+                    episodes[-1].append((step, states[k], action, reward, after, terminated))
+                    states[k], overs[k] = after, terminated or truncated
+                    ends["terminated"] += terminated
+                    ends["truncated"] += truncated
+                for episode in filter(None, episodes):
+                    path = np.stack([obs for _, obs, *_ in episode] + [episode[-1][4]])
+                    with torch.no_grad():
+                        values = agent(torch.from_numpy(path))[1].double().tolist()
+                    advantages = oracle([reward for *_, reward, _, _ in episode], values, episode[-1][5])
+                    for (step, obs, action, *_), advantage, value in zip(episode, advantages, values[:-1], strict=True):
+                        expected[step, k] = obs, action, advantage, value
+            obs, action, advantages, values = zip(*(expected[key] for key in sorted(expected)), strict=True)
+            assert np.array_equal(batch["obs"].numpy(), np.stack(obs))
+            assert np.array_equal(batch["actions"].numpy(), np.stack(action))
+            torch.testing.assert_close(batch["values"], torch.tensor(values), rtol=0, atol=1e-5)
+            torch.testing.assert_close(batch["advantages"], torch.tensor(advantages), rtol=0, atol=1e-5)
+            torch.testing.assert_close(batch["returns"], batch["advantages"] + batch["values"])
+    assert ends["terminated"] > 3 and ends["truncated"] > 3
+
+
+def first_episodes(env_id, backend, number):
+    """One episode of a random policy in each of `number` environments: lengths, returns, truncated [number], codes."""
+    args = prpo_minigrid.Args(env_id=env_id, num_envs=number, env_backend=backend, seed=7)
+    pools, obs = prpo_minigrid.make_envs(args, backend, range(1), 0)
+    generator = np.random.default_rng(7)
+    lengths, returns, truncated = np.zeros(number), np.zeros(number), np.zeros(number, dtype=bool)
+    running, codes = np.ones(number, dtype=bool), [set(), set(), set()]
+    while running.any():
+        for channel, seen in enumerate(codes):
+            seen.update(np.unique(obs[running][..., channel]).tolist())
+        obs, rewards, terminations, truncations = prpo_minigrid.step_envs(pools, generator.integers(7, size=number))
+        lengths += running
+        returns += rewards * running
+        truncated |= truncations & running
+        running &= ~(terminations | truncations)
+    assert obs.dtype == np.uint8 and obs.shape == (number, 7, 7, 3)
+    pools[0].close()
+    return lengths, returns, truncated, codes
+
+
+@needs_envpool
+@pytest.mark.parametrize("env_id", ["MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-6x6-v0", "MiniGrid-DistShift2-v0"])
+def test_envpool_and_official_environments_agree_statistically(env_id):
+    """Lengths, returns and truncations of a random policy within four standard errors, and the same codes."""
+    *official, official_codes = first_episodes(env_id, "gymnasium", 100)
+    *pooled, pooled_codes = first_episodes(env_id, "envpool", 400)
+    for ours, theirs in zip(pooled, official, strict=True):
+        spread = np.concatenate((ours, theirs)).std() + 1e-9
+        standard_error = spread * np.sqrt(1 / len(ours) + 1 / len(theirs))
+        assert abs(ours.mean() - theirs.mean()) <= 4 * standard_error
+    assert pooled_codes == official_codes
+    assert pooled[0].max() == official[0].max()  # the time limit
+
+
+@needs_envpool
+@every_script
+def test_envpool_and_official_environments_agree_step_by_step(script):
+    """DistShift2 is always the same level: the same actions give the same observations, rewards and ends."""
+    args = script.Args(env_id="MiniGrid-DistShift2-v0", num_agents=2, num_envs=4)
+    (official, first), (pooled, pooled_first) = (script.make_envs(args, name, range(2), 0) for name in BACKENDS)
+    assert np.array_equal(first, pooled_first)
+    generator, totals = np.random.default_rng(3), np.zeros(3)
+    for _ in range(600):
+        actions = generator.choice(7, p=[0.2, 0.2, 0.5, 0.02, 0.02, 0.03, 0.03], size=8)
+        actions[:2] %= 2  # who only turns meets the time limit
+        expected = script.step_envs(official, actions)
+        for ours, theirs in zip(script.step_envs(pooled, actions), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+        totals += [array.sum() for array in expected[1:]]
+    assert (totals > 0).all()  # goals, ends and time limits were all among them
+
+
+def walk(script, args, backend, agents, checkpoint=0, steps=250):
+    """What one fixed sequence of actions shows in every environment of `agents`: [agents, envs, steps + 1, ...]."""
+    pools, obs = script.make_envs(args, backend, agents, checkpoint)
+    frames = [obs.copy()]
+    for action in np.random.default_rng(0).choice(7, p=[0.2, 0.2, 0.4, 0.05, 0.05, 0.05, 0.05], size=steps):
+        obs, *_ = script.step_envs(pools, np.full(len(obs), action))
+        frames.append(obs.copy())
+    return np.stack(frames, axis=1).reshape(len(agents), args.num_envs, len(frames), -1)
+
+
+@every_script
+@every_backend
+def test_an_agents_environments_depend_on_its_own_seeds_only(script, backend):
+    """The same levels, resets included, whatever pool they sit in; others for another agent, seed or checkpoint."""
+    tasks = ("MiniGrid-FourRooms-v0", "MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-6x6-v0")
+    args = script.Args(env_ids=tasks, num_envs=2)
+    together = walk(script, args, backend, range(3))
+    for i in range(3):
+        assert np.array_equal(together[i], walk(script, args, backend, range(i, i + 1))[0])
+    others = walk(script, replace(args, seed=2), backend, range(3)), walk(script, args, backend, range(3), checkpoint=5)
+    histories = [env.tobytes() for run in (together, *others) for agent in run[:2] for env in agent]
+    assert len(set(histories)) == len(histories) == 12
+
+
+@every_script
+def test_private_levels_are_few_and_private(script, tmp_path, monkeypatch):
+    """Training shows each agent its K levels, no others, never another agent's, and the same in an equal run."""
+
+    def train(name, **changes):
+        seen = {}
+
+        class Spy(script.PrivateLevels):
+            def reset(self, **kwargs):
+                result = super().reset(**kwargs)
+                seen.setdefault(tuple(self.level_seeds), set()).add(self.unwrapped.hash())
+                return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(script, "PrivateLevels", Spy)
+            shape = {"num_agents": 2, "num_envs": 4, "num_steps": 110, "update_epochs": 1, "num_minibatches": 1}
+            shape |= {"total_timesteps": 3 * 440, "env_id": "MiniGrid-FourRooms-v0", "eval_episodes": 0}
+            summary = script.main(tiny(script, tmp_path / name, levels_per_agent=3, **shape | changes))
+        assert summary["env_backend"] == "gymnasium"
+        return [seen[tuple(script.level_seeds(script.Args(**summary["settings"]), i))] for i in range(2)]
+
+    first, second = train("run")
+    assert len(first) == len(second) == 3
+    assert not first & second
+    assert [first, second] == train("again")
+    assert not (first | second) & set.union(*train("other", seed=2))

@@ -1,0 +1,91 @@
+"""The README's commands run as they stand, on a small budget."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from helpers import REPOSITORY, call, environment, only_run, torchrun
+
+README = (REPOSITORY / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
+# Appended to a command: of a flag that is given twice, the last one counts
+SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "2", "--run-dir"]
+
+
+def words_of(command):
+    """The words of a command, without set-up and comment."""
+    return shlex.split(command.split("&&")[-1], comments=True)
+
+
+def test_both_set_up_everything_and_ci_runs_the_same_tests():
+    """Main job and tests: one command each for a fresh machine; .ci/run takes the same steps."""
+    set_up = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python "
+    main_job, tests = COMMANDS[:2]
+    assert main_job.startswith(set_up + "prpo_minigrid.py ") and tests == set_up + "-m pytest"
+    ci = (REPOSITORY / ".ci" / "run").read_text().replace("--quiet ", "")
+    assert all(step in ci for step in tests.split(" && "))
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"(prpo_minigrid|fedavg_ppo)\.py", c)])
+def test_training_commands_run(command, tmp_path):
+    """Every training command ends with a summary; only its budget is cut."""
+    words = words_of(command)
+    if words[0] == "torchrun":
+        assert words[1] == "--nproc-per-node"
+        process = torchrun(words[2], *words[3:], *SMALL, tmp_path, cwd=REPOSITORY)
+    else:
+        process = call(*words[1:], *SMALL, tmp_path, cwd=REPOSITORY)
+    assert process.returncode == 0, process.stderr
+    folder = only_run(tmp_path)
+    assert (folder / "summary.json").exists()
+    assert len(list(folder.glob("videos/*.mp4"))) == (3 if "--capture-video" in words else 0)
+
+
+def test_sweep_commands_run_and_are_plotted(tmp_path):
+    """The sweep prints commands that run as they stand, and the plot reads what they leave."""
+    (sweep,) = [c for c in COMMANDS if c.startswith("bash benchmark/minigrid.sh")]
+    (plot,) = [c for c in COMMANDS if c.startswith("python benchmark/plot.py")]
+    generator, runner = sweep.split(" | ")
+    assert runner == "xargs -P 2 -I{} sh -c '{}'"
+    lines = subprocess.run(shlex.split(generator), cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
+    assert len(lines) == len(set(lines)) == 60
+    one_of_each = [next(line for line in lines if name in line) for name in ("pr-similarity", "fedavg-uniform")]
+    small = ["--env-id", "MiniGrid-Empty-5x5-v0", *SMALL, str(tmp_path / "runs")]  # where episodes end soon
+    shortened = "\n".join(shlex.join([*shlex.split(line), *small]) for line in one_of_each)
+    env = environment(PATH=f"{sys.exec_prefix}/bin:{os.environ['PATH']}")
+    xargs = subprocess.run(shlex.split(runner), cwd=REPOSITORY, input=shortened, text=True, env=env)
+    assert xargs.returncode == 0 and len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
+    words = words_of(plot)
+    out = words.index("--out") + 1
+    process = call(words[1], "--runs", tmp_path / "runs", "--out", tmp_path / words[out], cwd=REPOSITORY)
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / f"{words[out]}.png").stat().st_size > 10_000
+    table = (tmp_path / f"{words[out]}_table.csv").read_text()
+    assert "fedavg-uniform" in table and "pr-similarity" in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "throughput.py" in c])
+def test_throughput_runs(command, tmp_path):
+    """The speed comparison runs, and writes what it printed; its figures are not judged here."""
+    small = ["--timesteps", "2048", "--scaling-timesteps", "2048", "--scaling-agents", "1", "3"]
+    repeats = [] if "--repeats" in command else ["--repeats", 1]
+    process = call(*words_of(command)[1:], *repeats, *small, "--csv", tmp_path / "speed.csv", cwd=REPOSITORY)
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "speed.csv").exists()
+
+
+def test_everything_the_readme_names_is_there():
+    """Links, script names and flags of the README exist."""
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
+        assert (REPOSITORY / target).exists(), target
+    known = set(re.findall(r"--[a-z][a-z0-9-]+", call("prpo_minigrid.py", "--help", cwd=REPOSITORY).stdout))
+    known |= {"--nproc-per-node", "--max-restarts", "--logdir", "--help"}
+    for command in re.findall(r"`(--[a-z-]+)", README):
+        assert command in known | {"--quick", "--results"}, command
+    requirements = re.findall(r"^[a-z0-9-]+", (REPOSITORY / "requirements.txt").read_text(), re.M)
+    table = README.split("## Packages")[1]
+    assert all(name in table for name in requirements if name != "numpy")
