@@ -153,6 +153,8 @@ def make_communicator(
     """
     if name not in COMMUNICATORS:
         raise ValueError(f"unknown communicator {name!r}; choose from {', '.join(COMMUNICATORS)}")
+    if topology not in TOPOLOGIES:
+        raise ValueError(f"unknown topology {topology!r}; choose from {', '.join(TOPOLOGIES)}")
     if name == "identity":
         return identity(num_agents)
     elif name == "self-preferred":
@@ -197,7 +199,8 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
     arithmetic: log sum_j c_j pi_j. geometric: sum_j c_j log pi_j, renormalised. A policy of weight 0 has no influence,
     whatever its log-probabilities are. Raises ValueError if a geometric mixture has no common support.
     """
-    log_probs, weights = log_probs[weights > 0], weights[weights > 0].to(log_probs)
+    weights = weights.to(log_probs)
+    log_probs, weights = log_probs[weights > 0], weights[weights > 0]
     weights = weights.view(-1, *[1] * (log_probs.dim() - 1))
     if mixture == "arithmetic":
         return torch.logsumexp(log_probs + weights.log(), dim=0)
@@ -214,8 +217,8 @@ def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
     log_p, log_q: [..., actions], normalised. Returns [...]. Actions with p = 0 add 0; p > 0 = q gives infinity.
     """
-    difference = (log_p - log_q).masked_fill(log_p.isneginf(), 0.0)
-    return (log_p.exp() * difference).sum(-1)
+    p = log_p.exp()
+    return (p * (log_p - log_q).masked_fill(p == 0, 0.0)).sum(-1)
 
 
 def kl_to_reference(log_policy: Tensor, log_reference: Tensor, direction: str = "forward") -> Tensor:
@@ -245,8 +248,10 @@ def total_variation(log_probs: Tensor) -> Tensor:
 def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
     """FedAvg with a communicator: row i is sum_j c_ij theta_j. parameters: [agents, numel]. Returns [agents, numel].
 
-    Parameters of weight 0 are not read, so a dropped peer's NaN cannot spread.
+    Parameters of weight 0 are not read, so a dropped peer's NaN cannot spread. Raises ValueError if a row sums to 0.
     """
+    if not (communicator.sum(1) > 0).all():
+        raise ValueError("a row of the communicator sums to 0: its agent would lose its parameters")
     weights = communicator.to(parameters)
     return torch.stack([row[row > 0] @ parameters[row > 0] for row in weights])
 
@@ -275,25 +280,26 @@ class Exchange:
     a reward, and nothing that arrives is unpickled. `bytes_sent` counts what the agents send each other, parameters
     times listeners, the same in both placements.
 
-    Raises ValueError if num_agents is not divisible by the world size, and RuntimeError, with the missing ranks, if a
-    peer does not arrive at a collective within `timeout` seconds.
+    Raises ValueError if num_agents is not divisible by the world size, and RuntimeError if a peer does not arrive at a
+    collective within `timeout` seconds (rank 0's says which ranks are missing).
     """
 
     def __init__(self, num_agents: int, device: torch.device, timeout: float = 600.0):
-        self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.distributed = "RANK" in os.environ  # torchrun sets it
+        self.rank = int(os.environ["RANK"]) if self.distributed else 0
+        self.world_size = int(os.environ["WORLD_SIZE"]) if self.distributed else 1
         if num_agents % self.world_size:
             raise ValueError(f"{num_agents} agents cannot be shared by {self.world_size} ranks; use a divisor")
         self.num_agents, self.device, self.bytes_sent = num_agents, device, 0
         held = num_agents // self.world_size
         self.agents = range(self.rank * held, (self.rank + 1) * held)  # the agents this process holds
         self.timeout = datetime.timedelta(seconds=timeout)
-        self.distributed = "RANK" in os.environ
         if self.distributed:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=self.timeout)
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def barrier(self) -> None:
-        """Wait until every rank is here; a RuntimeError names those that did not come in time."""
+        """Wait until every rank is here; on rank 0 a RuntimeError names those that did not come in time."""
         if self.distributed:
             dist.monitored_barrier(self._control, self.timeout, wait_all_ranks=True)
 
@@ -301,7 +307,7 @@ class Exchange:
         """Rank 0's `tensor`, on every rank."""
         if self.distributed:
             self.barrier()
-            tensor = tensor.to(self.device).contiguous()
+            tensor = tensor.to(self.device).clone(memory_format=torch.contiguous_format)
             dist.broadcast(tensor, src=0)
         return tensor
 
@@ -311,7 +317,7 @@ class Exchange:
             return local.clone()
         self.barrier()
         gathered = local.new_empty(self.num_agents * local.shape[1], device=self.device)
-        dist.all_gather_into_tensor(gathered, local.to(self.device).flatten())
+        dist.all_gather(list(gathered.chunk(self.world_size)), local.to(self.device).flatten())
         return gathered.view(self.num_agents, -1).to(local.device)
 
     def snapshots(self, local: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:

@@ -195,7 +195,8 @@ def check_args(args: Args) -> None:
     names = communicators.COMMUNICATORS
     check("communicator", f"choose from {', '.join(names)}", lambda v: v in names)
     check("top_k", f"must lie in 0..{args.num_agents - 1}", lambda v: 0 <= v < args.num_agents)
-    world_size, batch_size = int(os.environ.get("WORLD_SIZE", 1)), args.num_envs * args.num_steps
+    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    batch_size = args.num_envs * args.num_steps
     check("num_agents", f"must be a multiple of the {world_size} processes", lambda v: v % world_size == 0)
     check("num_minibatches", f"must divide num_envs * num_steps = {batch_size}", lambda v: batch_size % v == 0)
     check("total_timesteps", f"must be at least one rollout, {batch_size} steps", lambda v: v >= batch_size)

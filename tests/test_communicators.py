@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributions import Categorical, kl_divergence
 
@@ -21,7 +21,7 @@ from communicators import Exchange, average_parameters, categorical_kl, make_com
 
 INF, NAN = math.inf, math.nan
 REWARD_FAMILY = ("reward", "softmax-reward", "rank-reward")
-examples = settings(deadline=None, max_examples=50)
+examples = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 ignore_negative_returns = pytest.mark.filterwarnings("ignore:the reward communicator counts negative")
 seeds = st.integers(0, 2**32)
 scales = st.sampled_from([0.0, 1e-3, 1.0, 10.0, 1e4])
@@ -236,6 +236,23 @@ def test_communicator_before_the_first_round_is_uniform(name):
     assert_rows(make_communicator(name, 4), [[0.25] * 4] * 4)
 
 
+def test_every_name_makes_its_own_communicator():
+    log_probs, returns = policies(0, 3, 4, 5), torch.tensor([0.5, 3.0, 1.0])
+    expected = {
+        "identity": communicators.identity(3),
+        "uniform": communicators.uniform(3),
+        "self-preferred": communicators.self_preferred(3, 0.7),
+        "similarity": communicators.similarity(log_probs),
+        "reward": communicators.reward(returns),
+        "softmax-reward": communicators.softmax_reward(returns, 2.0),
+        "rank-reward": communicators.rank_reward(returns),
+    }
+    options = {"self_preference": 0.7, "temperature": 2.0, "returns": returns, "log_probs": log_probs}
+    assert set(expected) == set(communicators.COMMUNICATORS)
+    for name, matrix in expected.items():
+        assert torch.equal(make_communicator(name, 3, **options), matrix), name
+
+
 @pytest.mark.parametrize("p", [-0.1, 1.0001, 7.0, NAN, INF])
 def test_self_preference_outside_the_unit_interval_is_refused(p):
     with pytest.raises(ValueError, match=f"{p}"):
@@ -370,7 +387,6 @@ def test_policy_of_weight_zero_has_no_influence(mixture, garbage, position):
     assert torch.equal(mixed, mix_log_probs(log_probs[others], weights[others], mixture))
 
 
-@pytest.mark.xfail(strict=True, reason="a weight is cast to the policies' dtype only after the test for 0")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_weight_that_vanishes_in_the_policies_dtype_has_no_influence(dtype):
     log_probs = torch.tensor([[0.0, -INF], [-1.0, -0.5]]).log_softmax(-1).to(dtype)
@@ -430,7 +446,6 @@ def test_categorical_kl_with_impossible_actions(p, q, expected):
     assert categorical_kl(torch.tensor(p).log(), torch.tensor(q).log()).item() == pytest.approx(expected)
 
 
-@pytest.mark.xfail(strict=True, reason="only log p = -inf is left out, not p that underflows to 0: 0 * inf is NaN")
 def test_categorical_kl_where_p_underflows_to_zero():
     assert categorical_kl(torch.tensor([0.0, -200.0]), torch.tensor([0.0, -INF])).item() == 0.0
 
@@ -540,7 +555,6 @@ def test_agents_without_self_weight_swap_parameters():
     assert torch.equal(average_parameters(communicators.self_preferred(2, 0.0), parameters), parameters.flip(0))
 
 
-@pytest.mark.xfail(strict=True, reason="a row of zeros silently sets the agent's parameters to zero")
 def test_averaging_with_a_row_that_sums_to_zero_is_refused():
     with pytest.raises(ValueError, match="sum"):
         average_parameters(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.ones(2, 3))
@@ -644,7 +658,6 @@ def test_agents_that_ranks_cannot_share_equally_are_refused(monkeypatch):
         Exchange(3, torch.device("cpu"), timeout=1)
 
 
-@pytest.mark.xfail(strict=True, reason="WORLD_SIZE is read also where RANK is absent: agents are lost silently")
 def test_world_size_without_rank_is_one_process(alone, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert alone(4).agents == range(4)
@@ -666,7 +679,7 @@ def fail(exchange):
     except RuntimeError as error:
         return str(error), time.monotonic() - start
 
-exchange = connect(sys.argv[1], 60)
+exchange = connect(sys.argv[1], 30)
 agents, parameters = list(exchange.agents), torch.arange(12.0).view(4, 3)
 local = parameters[agents].clone()
 gathered = exchange.all_gather(local)
@@ -687,7 +700,7 @@ else:
     time.sleep(4)
 exchange.close()
 
-exchange = connect(sys.argv[3], 60)  # a rank that dies
+exchange = connect(sys.argv[3], 30)  # a rank that dies
 if exchange.rank == 0:
     result["dead"] = fail(exchange)
 print(json.dumps(result), flush=True)
@@ -715,7 +728,7 @@ def ranks():
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=60) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -744,7 +757,7 @@ def test_broadcast_gives_every_rank_the_values_of_rank_0(ranks):
     assert [result["broadcast"] for result in ranks] == [[[7.0, 9.0], [8.0, 10.0]]] * 2
 
 
-@pytest.mark.parametrize(("missing", "shortest", "longest"), [("late", 2.5, 20.0), ("dead", 0.0, 30.0)])
+@pytest.mark.parametrize(("missing", "shortest", "longest"), [("late", 2.5, 20.0), ("dead", 0.0, 20.0)])
 def test_missing_rank_is_named_in_time(ranks, missing, shortest, longest):
     message, waited = ranks[0][missing]
     assert re.search(r"\branks? 1\b", message, re.IGNORECASE), message
