@@ -205,12 +205,20 @@ def check_args(args: Args) -> None:
     count = f"must name one task for each of {args.num_agents} agents"
     check("env_ids", count, lambda v: len(v) in (0, args.num_agents))
     known = [env_id for env_id in gym.registry if env_id.startswith(("MiniGrid-", "BabyAI-"))]
-    for env_id in task_ids(args):
+    flag = "env_ids" if args.env_ids else "env_id"
+    for env_id in dict.fromkeys(task_ids(args)):
         close = difflib.get_close_matches(env_id, known, 3, 0.4) or known[:3]
-        flag = "env_ids" if args.env_ids else "env_id"
         check(flag, f"{env_id} is unknown; did you mean {', '.join(close)}?", lambda v, env_id=env_id: env_id in known)
+        try:
+            shape, problem = make_env(env_id).reset(seed=0)[0].shape, "shows no 7x7x3 codes"
+        except Exception as error:  # registered, but what it needs is not installed
+            shape, problem = None, f"cannot be made: {error}".splitlines()[0]
+        check(flag, f"{env_id} {problem}; for example {known[0]} is fine", lambda v, shape=shape: shape == (7, 7, 3))
     check("levels_per_agent", "needs --env-backend gymnasium", lambda v: not v or args.env_backend != "envpool")
     check("env_backend", "envpool is not installed", lambda v: v != "envpool" or envpool)
+    if args.env_backend == "envpool":
+        unknown = set(task_ids(args)) - set(importlib.import_module("envpool").list_all_envs())
+        check("env_backend", f"does not know {', '.join(unknown)}; choose auto or gymnasium", lambda v: not unknown)
     check("track", "wandb is not installed", lambda v: not v or importlib.util.find_spec("wandb"))
     check("capture_video", "moviepy is not installed", lambda v: not v or importlib.util.find_spec("moviepy"))
     cuda = "cuda, cuda:N, " if torch.cuda.is_available() else ""

@@ -38,7 +38,7 @@ case ${1:-} in
     ;;
 --results)
     ENVS=(MiniGrid-DoorKey-6x6-v0 MiniGrid-DistShift2-v0) SEEDS=(1 2 3) STEPS=200000
-    METHODS=(isolated fedavg-uniform pr-uniform pr-similarity pr-reward pr-uniform-forward)
+    METHODS=(isolated isolated-no-penalty fedavg-uniform pr-uniform pr-similarity pr-reward pr-uniform-forward)
     RATES=(1e-3) KL_COEFS=(0.5) COMMUNICATION_COEFS=(0.5) COMMON="--local-updates 4 --run-dir runs/results"
     ;;
 --help | -h)
@@ -59,6 +59,7 @@ for seed in "${SEEDS[@]}"; do # seeds outermost: a sweep that is cut off has who
             direction=$([[ ${1:-} == --results && $method != *-forward ]] && echo "--kl-direction reverse " || true)
             case $method in
             isolated) communicator=identity ;;
+            isolated-no-penalty) communicator=identity coefs=(0) ;;
             fedavg-*) script=fedavg_ppo.py communicator=${method#fedavg-} ;;
             pr-*) communicator=${method#pr-} communicator=${communicator%-forward} coefs=("${COMMUNICATION_COEFS[@]}") ;;
             esac
@@ -70,12 +71,14 @@ for seed in "${SEEDS[@]}"; do # seeds outermost: a sweep that is cut off has who
             done
         done
     done
-    if [[ ${1:-} == --results ]]; then # one agent without the KL penalty, against stable-baselines3
-        common="--env-id MiniGrid-DoorKey-6x6-v0 --seed $seed --total-timesteps $STEPS --learning-rate 1e-3 --run-dir runs/sb3"
-        lines+=("OMP_NUM_THREADS=1 python benchmark/sb3_ppo.py $common --exp-name sb3")
-        lines+=("OMP_NUM_THREADS=1 python prpo_minigrid.py --communicator identity --num-agents 1 --kl-coef 0 $common --exp-name isolated-no-kl")
-    fi
 done
+if [[ ${1:-} == --results ]]; then # one agent without penalty and value clipping, against stable-baselines3
+    for seed in 1 2 3 4 5 6 7 8; do
+        alone="--env-id MiniGrid-DoorKey-6x6-v0 --seed $seed --total-timesteps $STEPS --learning-rate 1e-3 --no-clip-vloss --eval-episodes 20 --run-dir runs/sb3"
+        lines+=("OMP_NUM_THREADS=1 python benchmark/sb3_ppo.py $alone --exp-name sb3")
+        lines+=("OMP_NUM_THREADS=1 python prpo_minigrid.py --communicator identity --num-agents 1 --kl-coef 0 $alone --exp-name isolated")
+    done
+fi
 
 minutes=$((${#lines[@]} * STEPS * 3 / 5000 / 2 / 60)) # three agents, 5000 agent-steps/s on each of two cores
 echo "${#lines[@]} runs, about $((minutes / 60)) h $((minutes % 60)) min on two cores" >&2

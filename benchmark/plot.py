@@ -221,8 +221,8 @@ def draw(csv_path: Path, png_path: Path) -> None:
             style = {"color": COLOURS[k % len(COLOURS)], "linestyle": DASHES[k // len(COLOURS) % len(DASHES)]}
             line = handles.setdefault(method, axis.plot(timesteps / 1e6, mean, **style)[0])
             counts[method].add(f"{seeds[0]:.0f}")
-            line.set_label(f"{method} (seeds: {', '.join(sorted(counts[method]))})")
-            axis.fill_between(timesteps / 1e6, low, high, color=style["color"], alpha=0.2, linewidth=0)
+            line.set_label(f"{method} ({', '.join(sorted(counts[method]))} seeds)")
+            axis.fill_between(timesteps / 1e6, low, high, color=style["color"], alpha=0.1, linewidth=0)
         axis.set_title(env)
         axis.set_xlabel("environment steps per agent (millions)")
         axis.set_xlim(left=0)

@@ -18,6 +18,7 @@ import prpo_minigrid
 REPOSITORY = Path(prpo_minigrid.__file__).parent
 SCRIPTS = [prpo_minigrid, fedavg_ppo]
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+PARAMETERS = sum(parameter.numel() for parameter in prpo_minigrid.Agent().parameters())
 COEF = {prpo_minigrid: "communication_coef", fedavg_ppo: "kl_coef"}
 
 # Six iterations, rounds after the third and the last one, checkpoints after every second: not at the same time.
@@ -56,9 +57,18 @@ def environment(**changes):
 
 
 def call(*command, cwd, timeout=240, **env):
-    """Run a Python command in a child process. Returns it, with its output as text."""
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout)
+    """Run a Python command in a child process. Returns what became of it, with its output as text."""
+    command, pipes = [sys.executable, *map(str, command)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=cwd, env=environment(**env), text=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its processes too, by force after 30 seconds
+            output, errors = process.communicate(timeout=60)
+            pytest.fail(f"{command} hangs\n{output}\n{errors}")
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def torchrun(nproc, *command, cwd, options=(), **env):
@@ -86,7 +96,7 @@ def weights_of(folder):
 
 
 def scalars_of(folder):
-    """TensorBoard: tag -> {step: value}; a step that was logged twice shows as a list of values."""
+    """TensorBoard: tag -> [(step, value), ...]."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     series = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     return {tag: [(event.step, event.value) for event in points] for tag, points in series.items()}

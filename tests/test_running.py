@@ -1,0 +1,362 @@
+"""Placements, crashes, signals and the wire: how a run is started, cut off, resumed and spread over processes."""
+
+import functools
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from crash import crash
+from helpers import (
+    PARAMETERS,
+    REPOSITORY,
+    SCRIPTS,
+    TINY,
+    assert_same_run,
+    call,
+    environment,
+    every_script,
+    flags,
+    only_run,
+    rows_of,
+    scalars_of,
+    tiny,
+    torchrun,
+    weights_of,
+)
+
+import fedavg_ppo
+import prpo_minigrid
+
+
+def script_file(script):
+    return REPOSITORY / f"{script.__name__}.py"
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def resume(script, folder, *options):
+    """Go on with a run in this process, by the command line's way."""
+    return script.main(script.parse_args(["--resume", str(folder), *options]))
+
+
+# --- placements ---
+
+
+@every_script
+def test_three_ranks_train_like_one_process(script, whole_run, tmp_path):
+    """torchrun with one agent per rank gives the metrics, weights, evaluation and bytes of one process."""
+    run = torchrun(3, script_file(script), *flags(script, tmp_path / "runs"), cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert_same_placement(only_run(tmp_path / "runs"), whole_run(script), ranks=3)
+
+
+@every_script
+def test_one_rank_trains_like_one_process(script, whole_run, tmp_path, monkeypatch):
+    """As torchrun starts a single process: it forms a group alone, holds all agents and sends nothing to anybody."""
+    for name, value in place_in_group(1, 0, free_port()).items():
+        monkeypatch.setenv(name, value)
+    script.main(tiny(script, tmp_path))
+    assert not torch.distributed.is_initialized()
+    assert_same_placement(only_run(tmp_path), whole_run(script), ranks=1)
+
+
+@every_script
+def test_two_ranks_with_two_agents_each_train_like_one_process(script, watched_runs, tmp_path):
+    """Ranks that hold several agents: nothing random and nothing exchanged depends on who holds whom."""
+    _, folder = watched_runs
+    script.main(tiny(script, tmp_path, **FOUR, communicator="uniform"))
+    assert_same_placement(only_run(folder / script.__name__ / "uniform"), only_run(tmp_path), ranks=2)
+
+
+def assert_same_placement(folder, expected, ranks):
+    assert_same_run(folder, expected)
+    spread, together = summary_of(folder), summary_of(expected)
+    assert (spread["world_size"], together["world_size"]) == (ranks, 1)
+    assert spread["communication_bytes"] == together["communication_bytes"] > 0
+    for ours, theirs in zip(spread["evaluation"]["agents"], together["evaluation"]["agents"], strict=True):
+        for task in ours.keys() | theirs.keys():
+            assert ours[task] == pytest.approx(theirs[task])
+
+
+# --- crashes ---
+
+MOMENTS = {
+    "half a file": ("half a file", 1, 4),
+    "before the pointer": ("before the pointer", 1, 4),
+    "between two agents": ("complete", 0, 4),
+    "after a checkpoint": ("complete", 2, 4),
+    "before the first checkpoint": ("half a file", 0, 2),
+}
+
+
+class Crash(BaseException):
+    """The run ends here, and nobody cleans up."""
+
+
+@pytest.fixture
+def crashing(monkeypatch):
+    """crashing(script, moment, run): `run()` in this process, up to that moment; signal handlers are put back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def die():
+        time.sleep(0.5)  # TensorBoard's own thread
+        raise Crash
+
+    def run_and_crash(script, moment, run):
+        with pytest.raises(Crash), crash(script, *MOMENTS[moment], die):
+            run()
+
+    yield run_and_crash
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def iterations_on_disk(folder):
+    """agent's folder -> the iterations of its checkpoints, the one it points to last."""
+    found = {}
+    for path in sorted(folder.glob("checkpoints/agent_*")):
+        newest = int((path / "latest").read_text()) if (path / "latest").exists() else 0
+        found[path.name] = sorted((int(file.stem) for file in path.glob("*.pt")), key=lambda k: (k == newest, k))
+    return found
+
+
+def assert_same_charts(folder, expected):
+    """TensorBoard shows the same points, none missing and none twice, but for the speed."""
+    found, wanted = scalars_of(folder), scalars_of(expected)
+    different = {tag for tag in found.keys() | wanted.keys() if found.get(tag) != wanted.get(tag)}
+    assert different <= {"charts/SPS"}
+    assert [step for step, _ in found["charts/SPS"]] == [step for step, _ in wanted["charts/SPS"]]
+
+
+@every_script
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_resume_after_a_crash_equals_a_whole_run(script, moment, whole_run, crashing, tmp_path, monkeypatch):
+    """Wherever the saving broke off, all agents go on from the newest checkpoint that all of them completed.
+
+    Weights bit for bit, every row and every point of a chart once, the last two checkpoints kept, litter ignored.
+    """
+    monkeypatch.setattr(script, "SummaryWriter", functools.partial(script.SummaryWriter, flush_secs=0.1))
+    crashing(script, moment, lambda: script.main(tiny(script, tmp_path)))
+    folder = only_run(tmp_path)
+    if moment == "after a checkpoint":
+        for path in folder.glob("checkpoints/*"):
+            (path / "6.pt.tmp").write_bytes(b"litter")
+            (path / "latest.tmp").write_bytes(b"litter")
+    resume(script, folder)
+    assert_same_run(folder, whole_run(script), exactly=True)
+    assert_same_charts(folder, whole_run(script))
+    assert iterations_on_disk(folder) == {f"agent_{i}": [4, 6] for i in range(3)}
+    assert summary_of(folder)["completed"]
+    assert summary_of(folder)["communication_bytes"] == summary_of(whole_run(script))["communication_bytes"]
+    assert summary_of(folder)["evaluation"] == summary_of(whole_run(script))["evaluation"]
+
+
+@every_script
+def test_two_crashes_in_the_same_place(script, whole_run, crashing, tmp_path):
+    """A resumed run that breaks off between the same two agents can still be resumed."""
+    crashing(script, "between two agents", lambda: script.main(tiny(script, tmp_path)))
+    folder = only_run(tmp_path)
+    crashing(script, "between two agents", lambda: resume(script, folder))
+    resume(script, folder)
+    assert_same_run(folder, whole_run(script), exactly=True)
+
+
+@every_script
+def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
+    """The same after a real SIGKILL, when nothing in memory reaches the disk any more; TensorBoard has no gap."""
+    command = REPOSITORY / "tests" / "crash.py", script.__name__, *map(str, MOMENTS["after a checkpoint"])
+    killed = call(*command, *flags(script, tmp_path), cwd=tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    folder = only_run(tmp_path)
+    assert iterations_on_disk(folder) == {f"agent_{i}": [2, 4] for i in range(3)}
+    assert not (folder / "summary.json").exists()
+    resume(script, folder)
+    assert_same_run(folder, whole_run(script), exactly=True)
+    assert_same_charts(folder, whole_run(script))
+
+
+@every_script
+def test_a_finished_run_can_be_resumed_for_its_evaluation(script, whole_run, tmp_path):
+    """Nothing is trained again; only what may differ between a run and its resumption does."""
+    folder = Path(shutil.copytree(whole_run(script), tmp_path / "copy"))
+    before = summary_of(folder)
+    summary = resume(script, folder, "--eval-episodes", "3")
+    assert_same_run(folder, whole_run(script), exactly=True)
+    assert (summary["evaluation"]["episodes"], before["evaluation"]["episodes"]) == (3, 2)
+    unchanged = ("timesteps_per_agent", "communication_bytes", "communication_rounds", "training_return", "completed")
+    assert {name: summary[name] for name in unchanged} == {name: before[name] for name in unchanged}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def place_in_group(number, rank, port):
+    """The environment variables by which torchrun tells a process its place in a group."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in place.items()}
+
+
+def start_ranks(number, *command, cwd):
+    """The same Python command in `number` processes that form a group, without torchrun to look after them."""
+    command, pipes = [sys.executable, *map(str, command)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    places = [place_in_group(number, rank, port) for port in [free_port()] for rank in range(number)]
+    return [subprocess.Popen(command, env=environment(**place), cwd=cwd, text=True, **pipes) for place in places]
+
+
+def outcomes(processes, timeout=120):
+    """(return code, stdout, stderr) of every process; none is left behind."""
+    try:
+        return [(process.communicate(timeout=timeout), process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_a_dead_rank_ends_the_others_and_the_run_goes_on_elsewhere(whole_run, tmp_path):
+    """One of three ranks dies while it saves: the others end with a message that names it, nobody hangs.
+
+    The run is then resumed in another placement, all agents in one process.
+    """
+    command = REPOSITORY / "tests" / "crash.py", "prpo_minigrid", *MOMENTS["half a file"]
+    processes = start_ranks(3, *command, *flags(prpo_minigrid, tmp_path), cwd=tmp_path)
+    results = outcomes(processes)
+    assert [code for _, code in results] == [1, -signal.SIGKILL, 1]
+    (_, message), _ = results[0]
+    assert "Ranks 1 failed" in message
+    folder = only_run(tmp_path)
+    assert iterations_on_disk(folder) == {"agent_0": [2, 4], "agent_1": [2], "agent_2": [2, 4]}
+    resume(prpo_minigrid, folder)
+    assert_same_run(folder, whole_run(prpo_minigrid))
+
+
+def test_torchrun_restarts_a_crashed_run_unattended(whole_run, tmp_path):
+    """With --max-restarts a run whose rank dies once goes on in the same folder and equals an uninterrupted one."""
+    command = REPOSITORY / "tests" / "crash.py", "fedavg_ppo", *MOMENTS["half a file"]
+    options = "--max-restarts", 1
+    run = torchrun(3, *command, *flags(fedavg_ppo, tmp_path / "runs"), options=options, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert "resuming after iteration 2 of 6" in run.stdout
+    assert_same_run(only_run(tmp_path / "runs"), whole_run(fedavg_ppo))
+
+
+# --- signals ---
+
+LONG = {"num_steps": 32, "total_timesteps": 40 * 64, "update_epochs": 1, "num_minibatches": 1, "save_every": 100}
+
+
+def wait_for_rows(run_dir, process):
+    """Return once the run has written its first rows."""
+    limit = time.monotonic() + 120
+    while not any(path.read_text().count("\n") > 1 for path in run_dir.glob("*/metrics.csv")):
+        assert process.poll() is None and time.monotonic() < limit, process.communicate()
+        time.sleep(0.01)
+
+
+def assert_interrupted(folder, agents):
+    """Checkpoint, logs and summary of a run that a signal ended agree. Returns the iteration."""
+    (iteration,) = {newest for *_, newest in iterations_on_disk(folder).values()}
+    rows, summary = rows_of(folder), summary_of(folder)
+    assert [(row["iteration"], row["agent"]) for row in rows] == [
+        (str(k), str(i)) for k in range(1, iteration + 1) for i in range(agents)
+    ]
+    assert all(value for row in rows for value in row.values())
+    assert 1 <= iteration < 40 and not summary["completed"]
+    assert summary["timesteps_per_agent"] == iteration * 64
+    assert len(weights_of(folder)) == agents
+    return iteration
+
+
+@every_script
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
+    """Ctrl-C and SIGTERM: the iteration is finished and saved, the message says how to go on, and that works."""
+    command = [sys.executable, script_file(script), *flags(script, tmp_path / "runs", **LONG)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), **pipes)
+    wait_for_rows(tmp_path / "runs", process)
+    process.send_signal(number)
+    [((output, errors), code)] = outcomes([process])
+    assert code == 128 + number, errors
+    folder = only_run(tmp_path / "runs")
+    iteration = assert_interrupted(folder, 3)
+    assert f"interrupted after iteration {iteration} of 40" in output and f"--resume {folder}" in output
+    rows = rows_of(folder)
+
+    summary = resume(script, folder)
+    assert summary["completed"] and summary["timesteps_per_agent"] == 40 * 64
+    whole = rows_of(folder)
+    assert whole[: len(rows)] == rows
+    assert Counter(row["iteration"] for row in whole) == {str(k): 3 for k in range(1, 41)}
+
+
+def test_a_signal_to_one_rank_ends_all_ranks_at_the_same_iteration(tmp_path):
+    """Ranks agree on the last iteration, so that all agents' checkpoints belong together."""
+    command = script_file(fedavg_ppo), *flags(fedavg_ppo, tmp_path / "runs", num_agents=2, **LONG)
+    processes = start_ranks(2, *command, cwd=tmp_path)
+    wait_for_rows(tmp_path / "runs", processes[0])
+    processes[1].send_signal(signal.SIGINT)
+    assert [code for _, code in outcomes(processes)] == [128 + signal.SIGTERM, 128 + signal.SIGINT]
+    assert_interrupted(only_run(tmp_path / "runs"), 2)
+
+
+# --- the wire ---
+
+FOUR = {"num_agents": 4, "num_envs": 1, "num_minibatches": 1, "total_timesteps": 6 * 64}
+
+
+@pytest.fixture(scope="session")
+def watched_runs(tmp_path_factory):
+    """Runs of four agents on two ranks while torch.distributed is watched: (a report for each rank, their folder).
+
+    A report says for each run which functions were called, with the dtype and size of every tensor in their arguments.
+    """
+    folder = tmp_path_factory.mktemp("watched")
+    runs = {
+        f"{script.__name__}/{name}": [
+            script.__name__,
+            *flags(script, folder / script.__name__ / name, communicator=name, **FOUR),
+        ]
+        for script in SCRIPTS
+        for name in ("uniform", "similarity", "identity")
+    }
+    command = REPOSITORY / "tests" / "wire.py", folder / "{rank}.json", json.dumps(runs)
+    results = outcomes(start_ranks(2, *command, cwd=folder), timeout=240)
+    assert [code for _, code in results] == [0, 0], results
+    reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    assert all(report.keys() == runs.keys() for report in reports)
+    return reports, folder
+
+
+@every_script
+@pytest.mark.parametrize(("name", "rounds"), [("uniform", 2), ("similarity", 2), ("identity", 0)])
+def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name, rounds, watched_runs):
+    """What moves is whole parameters, the run's stamp, and per agent fewer numbers than a rollout has steps.
+
+    Nothing is pickled; the parameters move at the common start and in every round, those of isolated agents never.
+    """
+    for calls in (report[f"{script.__name__}/{name}"] for report in watched_runs[0]):
+        assert not [function for function, _ in calls if "object" in function]
+        silent = {function for function, tensors in calls if not tensors}  # nothing of the agents' is in such a call
+        assert silent <= {"init_process_group", "new_group", "monitored_barrier", "destroy_process_group"}
+        for _, tensors in calls:
+            for dtype, numel in tensors:
+                if numel >= PARAMETERS:
+                    assert dtype == "float32" and numel in (PARAMETERS, 2 * PARAMETERS, 4 * PARAMETERS)
+                else:
+                    assert dtype in ("float64", "int64") and numel <= 4 * 32 < 4 * TINY["num_steps"]
+        moved = Counter(tensors[0][1] >= PARAMETERS for _, tensors in calls if tensors)
+        assert moved[True] == 1 + rounds
+        assert moved[False] >= 6  # the metrics of every iteration, so the watch is awake
