@@ -295,7 +295,13 @@ class Exchange:
         self.agents = range(self.rank * held, (self.rank + 1) * held)  # the agents this process holds
         self.timeout = datetime.timedelta(seconds=timeout)
         if self.distributed:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=self.timeout)
+            backend, rendezvous = "nccl" if device.type == "cuda" else "gloo", {}
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives a restart: drop dead addresses
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                store = dist.TCPStore(*address, self.world_size, is_master=False, timeout=self.timeout)
+                store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+                rendezvous = {"store": store, "rank": self.rank, "world_size": self.world_size}
+            dist.init_process_group(backend, timeout=self.timeout, **rendezvous)
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def barrier(self) -> None:

@@ -164,7 +164,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         if not config.is_file():
             sys.exit(f"--resume {args.resume}: must be the folder of a run, with its config.json")
         stored = json.loads(config.read_text())
-        if stored.pop("script") != Path(__file__).stem or stored.keys() != vars(args).keys():
+        if stored.pop("script", None) != Path(__file__).stem or stored.keys() != vars(args).keys():
             sys.exit(f"--resume {args.resume}: must be a run of this version of {Path(__file__).name}")
         stored = Args(**stored | {"env_ids": tuple(stored["env_ids"]), "resume": args.resume})
         args = tyro.cli(Args, args=argv, default=stored)
@@ -541,7 +541,8 @@ def main(args: Args) -> dict:
     # Many small networks on few cores: one core per agent is faster than all cores per small operation
     threads = torch.get_num_threads()
     workers = min(len(held), threads) if device.type == "cpu" else 1
-    executor = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads // workers,))
+    torch.set_num_threads(workers)  # for the rollout, in this thread
+    executor = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     torch.manual_seed(args.seed)
@@ -574,6 +575,8 @@ def main(args: Args) -> dict:
     if start_iteration > 0:
         for i in held:
             state = torch.load(folders[i] / f"{start_iteration}.pt", map_location=device, weights_only=True)
+            # An agent that was ahead steps back, or its next save would delete what the others may need again
+            write_atomically(folders[i] / "latest", lambda file: file.write(str(start_iteration).encode()))
             agents[i].load_state_dict(state["agent"])
             optimizers[i].load_state_dict(state["optimizer"])
             generators[i].set_state(state["generator"].cpu())
@@ -584,6 +587,7 @@ def main(args: Args) -> dict:
         for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
             vector_to_parameters(parameters, snapshot.parameters())
         communicator, rounds, exchange.bytes_sent = state["communicator"].cpu(), state["rounds"], state["bytes_sent"]
+        distances = state["distances"]
         train_seconds, wall_seconds, clock = state["train_seconds"], state["wall_seconds"], Counter(state["clock"])
 
     # Logs
@@ -597,7 +601,7 @@ def main(args: Args) -> dict:
 
             settings = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": vars(args)}
             wandb.init(**settings, name=run_folder.name, id=run_folder.name, resume="allow", sync_tensorboard=True)
-        writer = SummaryWriter(run_folder, purge_step=start_iteration * batch_size + 1 if start_iteration else None)
+        writer = SummaryWriter(run_folder, purge_step=start_iteration * batch_size + 1)
         table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
         path, rows = run_folder / "metrics.csv", []
@@ -798,7 +802,10 @@ def main(args: Args) -> dict:
         if iteration % args.save_every == 0 or iteration == num_iterations or interrupted:
             wall = wall_seconds + time.time() - started
             common = {"communicator": communicator, "rounds": rounds, "bytes_sent": exchange.bytes_sent}
-            common |= {"train_seconds": train_seconds, "wall_seconds": wall, "clock": dict(clock)}
+            common |= {"distances": distances, "clock": dict(clock)}
+            common |= {"train_seconds": train_seconds, "wall_seconds": wall}
+            if chief:
+                writer.flush()
             for i in held:
                 snapshot = parameters_to_vector(snapshots[i].parameters())
                 state = {"agent": agents[i].state_dict(), "optimizer": optimizers[i].state_dict(), "snapshot": snapshot}
@@ -879,6 +886,7 @@ def main(args: Args) -> dict:
         if interrupted:
             print(f"interrupted after iteration {iteration} of {num_iterations}; go on with --resume {run_folder}")
     exchange.close()
+    torch.set_num_threads(threads)
     if interrupted:
         sys.exit(128 + (stop or [signal.SIGTERM])[0])
     return summary
