@@ -109,7 +109,7 @@ def crashing(monkeypatch):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def die():
-        time.sleep(0.5)  # TensorBoard's own thread
+        time.sleep(1)  # TensorBoard writes in a thread of its own, and orders its files by the second
         raise Crash
 
     def run_and_crash(script, moment, run):
@@ -180,6 +180,7 @@ def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
     folder = only_run(tmp_path)
     assert iterations_on_disk(folder) == {f"agent_{i}": [2, 4] for i in range(3)}
     assert not (folder / "summary.json").exists()
+    time.sleep(1)  # TensorBoard orders its files by the second
     resume(script, folder)
     assert_same_run(folder, whole_run(script), exactly=True)
     assert_same_charts(folder, whole_run(script))
