@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -814,6 +815,7 @@ def main(args: Args) -> dict:
             returns = evaluate(agents[i], [make_env(env_id) for _ in levels], levels, key)
             local[-1] += [returns.mean(), 1.96 * returns.std(ddof=len(levels) > 1) / np.sqrt(len(levels))]
         if args.capture_video and not interrupted:
+            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # the agents share this folder
             env, folder = make_env(tasks[i], render_mode="rgb_array"), str(run_folder / "videos")
             env = gym.wrappers.RecordVideo(env, folder, name_prefix=f"agent_{i}", disable_logger=True)
             evaluate(agents[i], [env], [derive_seed(args.seed, i, 5)], derive_seed(args.seed, i, 6))
