@@ -14,6 +14,7 @@ import difflib
 import functools
 import importlib.metadata
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -26,7 +27,7 @@ from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TextIO
 
 import gymnasium as gym
 import minigrid.wrappers
@@ -52,6 +53,10 @@ class Args:
     """cpu, cuda, cuda:N, or auto: cuda where there is one"""
     precision: Literal["float32", "bfloat16"] = "float32"
     """precision of the convolutions (autocast); heads and losses are always float32"""
+    compile: bool = False
+    """compile the networks with torch.compile"""
+    cudagraphs: bool = False
+    """launch the forward pass of each rollout step as one CUDA graph"""
     run_dir: str = "runs"
     """folder that holds one folder per run"""
     resume: str = ""
@@ -68,6 +73,8 @@ class Args:
     """record one episode per agent in the official environment at the end"""
     eval_episodes: int = 100
     """episodes per agent and task in the official environment at the end (0: no evaluation)"""
+    eval_every: int = 0
+    """iterations between evaluations during training (0: only at the end)"""
 
     # The environments
     env_id: str = "MiniGrid-FourRooms-v0"
@@ -189,8 +196,8 @@ def check_args(args: Args) -> None:
 
     check("num_envs num_steps num_agents local_updates save_every", "must be at least 1", lambda v: v >= 1)
     check("num_minibatches update_epochs", "must be at least 1", lambda v: v >= 1)
-    check("seed levels_per_agent eval_episodes communication_coef", "must not be negative", lambda v: v >= 0)
-    check("clip_coef ent_coef vf_coef", "must not be negative", lambda v: v >= 0)
+    check("seed levels_per_agent communication_coef clip_coef", "must not be negative", lambda v: v >= 0)
+    check("eval_episodes eval_every ent_coef vf_coef", "must not be negative", lambda v: v >= 0)
     check("learning_rate max_grad_norm communicator_temperature", "must be positive", lambda v: v > 0)
     check("self_preference gamma gae_lambda", "must lie in [0, 1]", lambda v: 0 <= v <= 1)
     names = communicators.COMMUNICATORS
@@ -223,6 +230,7 @@ def check_args(args: Args) -> None:
     check("track", "wandb is not installed", lambda v: not v or importlib.util.find_spec("wandb"))
     check("capture_video", "moviepy is not installed", lambda v: not v or importlib.util.find_spec("moviepy"))
     cuda = "cuda, cuda:N, " if torch.cuda.is_available() else ""
+    check("cudagraphs", "needs a CUDA device", lambda v: not v or (cuda and args.device != "cpu"))
     check("device", f"choose auto, {cuda}cpu", lambda v: v in ("auto", "cpu") or (cuda and v.startswith("cuda")))
     run_dir = Path(args.run_dir).absolute()
     folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
@@ -256,7 +264,7 @@ class PrivateLevels(gym.Wrapper):
 
 
 def level_seeds(args: Args, agent: int) -> list[int]:
-    """The seeds of the private levels of `agent`."""
+    """The seeds of the private levels of `agent`, none if it has no such levels."""
     return [derive_seed(args.seed, agent, level, 2) for level in range(args.levels_per_agent)]
 
 
@@ -275,46 +283,63 @@ def choose_backend(args: Args) -> str:
     return "gymnasium" if args.env_backend == "auto" else args.env_backend
 
 
-def make_envs(args: Args, backend: str, agents: range, checkpoint: int) -> tuple[list, np.ndarray]:
-    """New environments for `agents`, from seeds keyed by (seed, agent, environment, checkpoint), and their first obs.
+class Pool:
+    """Environments of one task that are stepped together; each starts anew in the step after its episode's end."""
 
-    Agents with the same task share a pool: one pool of many environments is faster than many pools. Both backends
-    autoreset in the step after an episode's end. Returns (pools, obs [agents * envs, 7, 7, 3] uint8).
-    """
-    pools, obs = [], []
-    for env_id, group in itertools.groupby(agents, key=lambda agent: task_ids(args)[agent]):
-        owners = [agent for agent in group for _ in range(args.num_envs)]
-        seeds = [derive_seed(args.seed, i, k % args.num_envs, checkpoint, 1) for k, i in enumerate(owners)]
-        if backend == "envpool":
+    def __init__(self, args: Args, env_id: str, seeds: list[int], levels: list[list[int]]):
+        if choose_backend(args) == "envpool":
             import envpool
 
-            pools.append(envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds))
-            obs.append(pools[-1].reset()[0]["image"])
+            self.envs = envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds)
+            self.obs = self.envs.reset()[0]["image"]
         else:
-            levels = [level_seeds(args, agent) if args.levels_per_agent else None for agent in owners]
             thunks = [functools.partial(make_env, env_id, own) for own in levels]
-            pools.append(SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP))
-            obs.append(pools[-1].reset(seed=seeds)[0])
-    return pools, np.concatenate(obs)
+            self.envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
+            self.obs, _ = self.envs.reset(seed=seeds)
+        self.num_envs, self.ended, self.close = len(seeds), np.zeros(len(seeds), dtype=bool), self.envs.close
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What `step_envs` returns, of this pool."""
+        obs, rewards, terminations, truncations, _ = self.envs.step(actions)
+        valid, self.ended = ~self.ended, terminations | truncations
+        obs = obs["image"] if isinstance(obs, dict) else obs
+        return obs, rewards, terminations, truncations, rewards, self.ended, valid
 
 
-def step_envs(pools: list, actions: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Step all environments. Returns (obs, rewards, terminations, truncations), each [agents * envs, ...]."""
+def make_envs(args: Args, agents: range, numbers: range, checkpoint: int) -> tuple[list[Pool], np.ndarray]:
+    """New environments of `agents`, those of these numbers, from seeds keyed by (seed, agent, number, checkpoint).
+
+    Agents with the same task share a pool: one pool of many environments is faster than many pools.
+    Returns (pools, first obs [agents * numbers, ...] uint8).
+    """
+    pools = []
+    for env_id, group in itertools.groupby(agents, key=lambda agent: task_ids(args)[agent]):
+        owners = list(itertools.product(group, numbers))
+        seeds = [derive_seed(args.seed, agent, number, checkpoint, 1) for agent, number in owners]
+        pools.append(Pool(args, env_id, seeds, [level_seeds(args, agent) for agent, _ in owners]))
+    return pools, np.concatenate([pool.obs for pool in pools])
+
+
+def step_envs(pools: list[Pool], actions: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Step all environments.
+
+    Returns (obs, rewards, terminations, truncations, scores, finished, valid), each [agents * envs, ...]: what is
+    learned from, then what is reported (scores of whole games, and their ends), and which steps followed the action.
+    """
     results, start = [], 0
-    for envs in pools:
-        obs, *rest, _ = envs.step(actions[start : start + envs.num_envs])
-        results.append((obs["image"] if isinstance(obs, dict) else obs, *rest))
-        start += envs.num_envs
+    for pool in pools:
+        results.append(pool.step(actions[start : start + pool.num_envs]))
+        start += pool.num_envs
     return results[0] if len(results) == 1 else tuple(map(np.concatenate, zip(*results, strict=True)))
 
 
-def public_states(env_ids: list[str], num_steps: int = 64, num_envs: int = 8) -> torch.Tensor:
+def public_states(args: Args, num_steps: int = 64, num_envs: int = 8) -> torch.Tensor:
     """S_ref of Example 3: what a fixed-seed random policy sees in the official environments.
 
     Every agent can regenerate these states alone, so using them tells nobody anything. Returns [states, 7, 7, 3] uint8.
     """
     states, generator = [], np.random.default_rng(0)
-    for env_id in sorted(set(env_ids)):
+    for env_id in sorted(set(task_ids(args))):
         envs = SyncVectorEnv([functools.partial(make_env, env_id)] * num_envs)
         obs, _ = envs.reset(seed=list(range(num_envs)))
         for _ in range(num_steps):
@@ -334,7 +359,9 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
 class Agent(nn.Module):
     """Policy and value function on MiniGrid's 7x7x3 codes, with a common trunk."""
 
-    def __init__(self, num_actions: int = 7, bfloat16: bool = False):
+    chunk = 1024  # states per forward pass where no gradient is needed
+
+    def __init__(self, num_actions: int, bfloat16: bool = False):
         super().__init__()
         self.bfloat16 = bfloat16
         self.network = nn.Sequential(
@@ -355,36 +382,62 @@ class Agent(nn.Module):
         hidden = hidden.float()
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
+    @staticmethod
+    def stack(agents: list) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The agents' weights for `stacked_forward`: per layer (weight [agents, in, out], bias [agents, 1, out])."""
 
-def stack_agents(agents: list[Agent]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The agents' weights for `stacked_forward`: per layer (weight [agents, in, out], bias [agents, 1, out])."""
+        def stack(*layers: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+            weight, bias = (
+                torch.stack([layer.weight for layer in layers]),
+                torch.stack([layer.bias for layer in layers]),
+            )
+            if weight.dim() == 5:  # a 2x2 convolution is a matrix product over patches: rows, columns, channels
+                weight = weight.permute(0, 1, 3, 4, 2)
+            elif weight.shape[2] == 64 * 4 * 4:  # here the channels come last
+                weight = weight.unflatten(2, (64, 4, 4)).permute(0, 1, 3, 4, 2)
+            return weight.flatten(2).mT.contiguous(), bias[:, None]
 
-    def stack(*layers: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        weight, bias = torch.stack([layer.weight for layer in layers]), torch.stack([layer.bias for layer in layers])
-        if weight.dim() == 5:  # a 2x2 convolution is a matrix product over patches: rows, columns, channels
-            weight = weight.permute(0, 1, 3, 4, 2)
-        elif weight.shape[2] == 64 * 4 * 4:  # here the channels come last
-            weight = weight.unflatten(2, (64, 4, 4)).permute(0, 1, 3, 4, 2)
-        return weight.flatten(2).mT.contiguous(), bias[:, None]
+        trunk = [stack(*(agent.network[index] for agent in agents)) for index in (0, 2, 4, 7)]
+        actor, critic = stack(*(agent.actor for agent in agents)), stack(*(agent.critic for agent in agents))
+        return [*trunk, tuple(torch.cat(pair, dim=2) for pair in zip(actor, critic, strict=True))]
 
-    trunk = [stack(*(agent.network[index] for agent in agents)) for index in (0, 2, 4, 7)]
-    actor, critic = stack(*(agent.actor for agent in agents)), stack(*(agent.critic for agent in agents))
-    return [*trunk, tuple(torch.cat(pair, dim=2) for pair in zip(actor, critic, strict=True))]
+    @staticmethod
+    def stacked_forward(stacked: list, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward` of all agents at once, each on its own observations: what makes small rollout batches fast.
+
+        obs: [agents, envs, 7, 7, 3] uint8. Returns (logits [agents, envs, actions], value [agents, envs]), float32.
+        """
+        *convolutions, linear, heads = stacked
+        x = obs.float()
+        for weight, bias in convolutions:
+            patches = torch.cat((x[:, :, :-1, :-1], x[:, :, :-1, 1:], x[:, :, 1:, :-1], x[:, :, 1:, 1:]), dim=-1)
+            x = torch.baddbmm(bias, patches.flatten(1, 3), weight).tanh_().view(*patches.shape[:4], -1)
+        hidden = torch.baddbmm(linear[1], x.flatten(2), linear[0]).tanh_()
+        output = torch.baddbmm(heads[1], hidden, heads[0])
+        return output[..., :-1], output[..., -1]
 
 
-def stacked_forward(stacked: list, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Agent.forward` of all agents at once, each on its own observations: what makes small rollout batches fast.
+def capture(policy, stacked: list, obs: torch.Tensor):
+    """`policy(stacked, obs)` as a CUDA graph, which costs one launch. The weights are read where they are now.
 
-    obs: [agents, envs, 7, 7, 3] uint8. Returns (logits [agents, envs, actions], value [agents, envs]), float32.
+    Returns a function of (stacked, obs) whose results the next call overwrites.
     """
-    *convolutions, linear, heads = stacked
-    x = obs.float()
-    for weight, bias in convolutions:
-        patches = torch.cat((x[:, :, :-1, :-1], x[:, :, :-1, 1:], x[:, :, 1:, :-1], x[:, :, 1:, 1:]), dim=-1)
-        x = torch.baddbmm(bias, patches.flatten(1, 3), weight).tanh_().view(*patches.shape[:4], -1)
-    hidden = torch.baddbmm(linear[1], x.flatten(2), linear[0]).tanh_()
-    output = torch.baddbmm(heads[1], hidden, heads[0])
-    return output[..., :-1], output[..., -1]
+    static, side = obs.clone(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # whatever is set up at first use must not be captured
+            policy(stacked, static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = policy(stacked, static)
+
+    def replay(stacked: list, obs: torch.Tensor):
+        static.copy_(obs)
+        graph.replay()
+        return outputs
+
+    return replay
 
 
 def gae(rewards, values, next_values, terminations, dones, gamma: float, gae_lambda: float) -> torch.Tensor:
@@ -446,9 +499,17 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: dict[str, torc
 
 
 @torch.no_grad()
-def evaluate(agent: Agent, envs: list[gym.Env], seeds: list[int], seed: int) -> np.ndarray:
-    """One episode of sampled actions in each of `envs`, reset with its own of `seeds`. Returns their returns [envs]."""
-    obs = [env.reset(seed=level)[0] for env, level in zip(envs, seeds, strict=True)]
+def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, video: str = "") -> np.ndarray:
+    """One episode of sampled actions in the official environment for each level. Returns their returns [levels].
+
+    With `video`, a path without suffix, the first episode is filmed.
+    """
+    envs = [make_env(env_id, render_mode="rgb_array" if video else None) for _ in levels]
+    if video:
+        warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # the agents share this folder
+        path = Path(video)
+        envs[0] = gym.wrappers.RecordVideo(envs[0], str(path.parent), name_prefix=path.name, disable_logger=True)
+    obs = [env.reset(seed=level)[0] for env, level in zip(envs, levels, strict=True)]
     returns, running = np.zeros(len(envs)), list(range(len(envs)))
     generator, device = torch.Generator().manual_seed(seed), agent.actor.weight.device
     while running:
@@ -508,7 +569,7 @@ def open_run(args: Args, exchange: communicators.Exchange) -> Path:
     """The run's folder: that of --resume, that of this torchrun's last attempt, or a new one named as CleanRL does."""
     if args.resume:
         return Path(args.resume)
-    prefix = f"{'+'.join(dict.fromkeys(task_ids(args)))}__{args.exp_name}__{args.seed}__"
+    prefix = f"{'+'.join(dict.fromkeys(task_ids(args)))}__{args.exp_name}__{args.seed}__".replace("/", "-")
     config = json.dumps({"script": Path(__file__).stem} | vars(args), indent=2)
     stamp = torch.zeros(1, dtype=torch.long)
     if exchange.rank == 0:
@@ -528,6 +589,17 @@ def open_run(args: Args, exchange: communicators.Exchange) -> Path:
     return Path(args.run_dir, f"{prefix}{exchange.broadcast(stamp).item()}")
 
 
+def open_csv(path: Path, header: tuple[str, ...], iteration: int) -> TextIO:
+    """Open a log whose rows begin with the iteration, with its header and what it held up to `iteration`."""
+    rows, text = [], io.StringIO(newline="")
+    if iteration and path.exists():
+        with open(path, newline="") as file:
+            rows = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) <= iteration]
+    csv.writer(text).writerows([header, *rows])
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+    return open(path, "a", newline="")
+
+
 def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     started = time.time()
@@ -542,16 +614,24 @@ def main(args: Args) -> dict:
     # Many small networks on few cores: one core per agent is faster than all cores per small operation
     threads = torch.get_num_threads()
     workers = min(len(held), threads) if device.type == "cpu" else 1
-    torch.set_num_threads(workers)  # for the rollout, in this thread
+    torch.set_num_threads(workers)  # in this thread
     executor = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    parts = [range(args.num_envs)]  # of each agent's environments, each part played by a thread of its own
+    players = ThreadPoolExecutor(len(parts), initializer=torch.set_num_threads, initargs=(workers,))
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     torch.manual_seed(args.seed)
-    agents = {i: Agent(bfloat16=args.precision == "bfloat16").to(device) for i in held}
+    num_actions = 7
+    agents = {i: Agent(num_actions, bfloat16=args.precision == "bfloat16").to(device) for i in held}
     snapshots = [copy.deepcopy(agents[held[0]]).requires_grad_(False) for _ in range(args.num_agents)]
     initial = exchange.broadcast(parameters_to_vector(agents[held[0]].parameters()).detach())
     for agent in (*agents.values(), *snapshots):
         vector_to_parameters(initial.clone(), agent.parameters())
+    rollout_forward, stacked = Agent.stacked_forward, []
+    if args.compile:
+        rollout_forward = torch.compile(rollout_forward)
+        for agent in agents.values():
+            agent.compile()
     optimizers = {i: torch.optim.Adam(agents[i].parameters(), args.learning_rate, eps=1e-5, fused=True) for i in held}
     generators = {i: torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held}
 
@@ -560,7 +640,7 @@ def main(args: Args) -> dict:
     options |= {"name": args.communicator, "num_agents": args.num_agents, "topology": args.topology}
     communicate = functools.partial(communicators.make_communicator, **options)
     communicator, distances, rounds = communicate(num_peers=args.top_k), None, 0
-    reference_states = public_states(tasks).to(device)
+    reference_states = public_states(args).to(device)
 
     # Statistics
     batch_size = args.num_envs * args.num_steps
@@ -568,6 +648,7 @@ def main(args: Args) -> dict:
     last_returns = {i: deque(maxlen=100) for i in held}
     round_returns = {i: [] for i in held}  # since the last communication round
     train_seconds, wall_seconds, clock = 0.0, 0.0, Counter()
+    tests = make_tests(args) if args.eval_episodes else {}
 
     # Resume from the newest checkpoint that all agents completed
     folders = {i: run_folder / "checkpoints" / f"agent_{i}" for i in held}
@@ -605,14 +686,12 @@ def main(args: Args) -> dict:
         writer = SummaryWriter(run_folder, purge_step=start_iteration * batch_size + 1)
         table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
-        path, rows = run_folder / "metrics.csv", []
-        if start_iteration and path.exists():
-            with open(path, newline="") as file:
-                rows = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) <= start_iteration]
-        metrics_file = open(path, "w", newline="")  # noqa: SIM115, it stays open for the whole run
-        metrics_csv = csv.writer(metrics_file)
-        ids = ("iteration", "agent", "env_id", "timesteps")
-        metrics_csv.writerows([(*ids, *METRICS, "communication_bytes", "agent_steps_per_second"), *rows])
+        ids = "iteration", "agent", "env_id", "timesteps"
+        header = (*ids, *METRICS, "communication_bytes", "agent_steps_per_second")
+        metrics_file = open_csv(run_folder / "metrics.csv", header, start_iteration)
+        header = ("iteration", "agent", "task", "timesteps", "episodes", "mean_return", "ci95")
+        before_last = min(start_iteration, num_iterations - 1)  # the evaluation at the end is done again
+        evaluations_file = open_csv(run_folder / "evaluations.csv", header, before_last)
     live, last_line = sys.stdout.isatty(), 0.0
 
     # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends it at once
@@ -626,25 +705,43 @@ def main(args: Args) -> dict:
 
     # Storage
     shape = (args.num_steps, len(held), args.num_envs)  # [steps, agents, envs]
-    obs = torch.zeros((*shape, 7, 7, 3), dtype=torch.uint8, device=device)
+    episodic_return, episodic_length = np.zeros(shape[1:]), np.zeros(shape[1:])
+    envs = [make_envs(args, held, numbers, start_iteration) for numbers in parts]
+    obs = torch.zeros((len(held), shape[0], shape[2], *envs[0][1].shape[1:]), dtype=torch.uint8, device=device)
+    states = {i: obs[k].flatten(0, 1) for k, i in enumerate(held)}  # one agent's lie together
+    obs = obs.transpose(0, 1)  # [steps, agents, envs, ...]
+    staging = torch.zeros_like(obs[0], device="cpu", pin_memory=device.type == "cuda")  # one transfer per step
     actions = torch.zeros(shape, dtype=torch.long, device=device)
-    logits = torch.zeros((*shape, 7), device=device)
+    logits = torch.zeros((*shape, num_actions), device=device)
     values = torch.zeros(shape, device=device)
-    rewards = np.zeros((args.num_steps, len(held) * args.num_envs), dtype=np.float32)
-    terminations, truncations, valid = (np.zeros(rewards.shape, dtype=bool) for _ in range(3))
-
-    envs, next_obs = make_envs(args, backend, held, start_iteration)
-    ended = np.zeros(len(next_obs), dtype=bool)  # the last step ended an episode, so the next one only resets
-    episodic_return, episodic_length = np.zeros(len(next_obs)), np.zeros(len(next_obs))
+    next_value = torch.zeros(shape[1:], device=device)
+    rewards = np.zeros(shape, dtype=np.float32)
+    terminations, truncations, valid = (np.zeros(shape, dtype=bool) for _ in range(3))
 
     def to_torch(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device).view(*array.shape[:-1], *shape[1:])
+        return torch.from_numpy(array).to(device)
 
     def tick(phase: str) -> None:  # where the time goes
         nonlocal tock
         now = time.perf_counter()
         clock[phase] += now - tock
         tock = now
+
+    def run_tests() -> list[list[list[float]]]:
+        """Evaluate every agent on every task; log and return the means and half their 95 % intervals."""
+        local = []
+        for i in held:
+            local.append([])
+            for test, (env_id, levels) in enumerate(tests.values()):
+                returns = evaluate(args, agents[i], env_id, levels, derive_seed(args.seed, i, test, 4))
+                local[-1] += [returns.mean(), 1.96 * returns.std(ddof=len(levels) > 1) / np.sqrt(len(levels))]
+        results = exchange.all_gather(torch.tensor(local, dtype=torch.float64)).unflatten(1, (len(tests), 2)).tolist()
+        for i, name in itertools.product(range(args.num_agents), tests) if chief else ():
+            mean, half = results[i][list(tests).index(name)]
+            writer.add_scalar(f"eval/{name}/agent_{i}", mean, iteration * batch_size)
+            row = [iteration, i, name, iteration * batch_size, args.eval_episodes, f"{mean:.6g}", f"{half:.6g}"]
+            csv.writer(evaluations_file).writerow(row)
+        return results
 
     interrupted = False
     while iteration < num_iterations and not interrupted:
@@ -654,33 +751,63 @@ def main(args: Args) -> dict:
             for optimizer in optimizers.values():
                 optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
 
-        # Rollout: one forward for all agents and environments in each step
-        episodes = {i: [] for i in held}
-        noise = [torch.empty(args.num_steps, args.num_envs, 7).exponential_(generator=generators[i]) for i in held]
+        # Rollout: one forward for all agents in each step
+        noise = [torch.empty(*logits[:, 0].shape).exponential_(generator=generators[i]) for i in held]
         gumbel = -torch.stack(noise, dim=1).to(device).log()
-        with torch.inference_mode():
-            stacked = stack_agents([agents[i] for i in held])
-            for step in range(args.num_steps):
-                obs[step] = torch.from_numpy(next_obs).view(obs.shape[1:])
-                logits[step], values[step] = stacked_forward(stacked, obs[step])
-                actions[step] = (logits[step] + gumbel[step]).argmax(-1)  # a sample of softmax(logits)
-                action = actions[step].cpu().numpy().ravel()
-                tick("rollout_forward")
+        with torch.no_grad():
+            weights = Agent.stack([agents[i] for i in held])
+        if not stacked:
+            stacked = weights
+            if args.cudagraphs:
+                rollout_forward = capture(rollout_forward, stacked, obs[0])
+        for old, new in zip(itertools.chain(*stacked), itertools.chain(*weights), strict=True):
+            old.copy_(new)
 
-                next_obs, rewards[step], terminations[step], truncations[step] = step_envs(envs, action)
-                tick("environments")
-                valid[step] = ~ended
-                ended = terminations[step] | truncations[step]
-                episodic_return += rewards[step]
-                episodic_length += valid[step]
-                for k in np.flatnonzero(ended):
-                    episodes[held[k // args.num_envs]].append((episodic_return[k], episodic_length[k]))
-                    episodic_return[k] = episodic_length[k] = 0.0
-            next_value = stacked_forward(stacked, torch.from_numpy(next_obs).to(device).view(obs.shape[1:]))[1]
+        @torch.inference_mode()
+        def play(part: int, envs=envs, gumbel=gumbel, stacked=stacked, forward=rollout_forward) -> list[tuple]:
+            """Play a part of the environments for a rollout. Returns (step, agent, env, return, length) of each end."""
+            numbers, (pools, next_obs), ends = parts[part], envs[part], []
+            here = slice(None), slice(numbers.start, numbers.stop)
+            for step in range(args.num_steps + 1):
+                staging[here].copy_(torch.from_numpy(next_obs).view_as(staging[here]))
+                if step == args.num_steps:
+                    next_value[here] = forward(stacked, staging[here].to(device))[1]
+                    break
+                obs[step][here].copy_(staging[here], non_blocking=True)
+                logits[step][here], values[step][here] = forward(stacked, obs[step][here])
+                noisy = logits[step][here] + gumbel[step][here]
+                actions[step][here] = noisy.argmax(-1)  # a sample of softmax(logits)
+                action = actions[step][here].cpu().numpy().ravel()
+                if part == 0:
+                    tick("rollout_forward")
+
+                next_obs, *results = step_envs(pools, action)
+                results = [array.reshape(len(held), len(numbers)) for array in results]
+                rewards[step][here], terminations[step][here], truncations[step][here] = results[:3]
+                scores, finished, valid[step][here] = results[3:]
+                if part == 0:
+                    tick("environments")
+                episodic_return[here] += scores
+                episodic_length[here] += valid[step][here]
+                for k, number in np.argwhere(finished):
+                    own = k, numbers[number]
+                    ends.append((step, *own, episodic_return[own], episodic_length[own]))
+                    episodic_return[own] = episodic_length[own] = 0.0
+            envs[part] = pools, next_obs
+            return ends
+
+        episodes = {i: [] for i in held}
+        for _, k, _, *result in sorted(itertools.chain(*players.map(play, range(len(parts))))):
+            episodes[held[k]].append(tuple(result))
         if args.precision == "bfloat16":  # rounding must not look like a change of policy: as the update computes it
-            again = torch.no_grad()(lambda k: agents[held[k]](obs[:, k].flatten(0, 1)))
-            for k, (policy, value) in enumerate(executor.map(again, range(len(held)))):
-                logits[:, k], values[:, k] = policy.view(logits[:, k].shape), value.view(values[:, k].shape)
+
+            @torch.no_grad()
+            def again(k: int) -> None:
+                for steps in torch.arange(args.num_steps).split(max(1, Agent.chunk // args.num_envs)):
+                    policy, value = agents[held[k]](obs[steps, k].flatten(0, 1))
+                    logits[steps, k], values[steps, k] = (x.unflatten(0, (len(steps), -1)) for x in (policy, value))
+
+            list(executor.map(again, range(len(held))))
         tick("rollout_forward")
 
         # Advantages; after an episode's end the next stored observation is its final one, whose value bootstraps
@@ -692,21 +819,21 @@ def main(args: Args) -> dict:
             logprobs = behaviour.gather(-1, actions[..., None]).squeeze(-1)
 
         # Flatten, without the steps that only reset an environment
-        storage = {"obs": obs, "actions": actions, "logprobs": logprobs, "behaviour": behaviour, "values": values}
+        storage = {"actions": actions, "logprobs": logprobs, "behaviour": behaviour, "values": values}
         storage |= {"advantages": advantages, "returns": advantages + values}
-        keep = [to_torch(valid)[:, k].flatten().nonzero().squeeze(-1) for k in range(len(held))]
+        keep = {i: to_torch(valid)[:, k].flatten().nonzero().squeeze(-1) for k, i in enumerate(held)}
         batches = {
-            i: {name: tensor[:, k].flatten(0, 1)[keep[k]] for name, tensor in storage.items()}
+            i: {name: tensor[:, k].flatten(0, 1)[keep[i]] for name, tensor in storage.items()}
             for k, i in enumerate(held)
         }
         tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies, on agent i's own states
         @torch.no_grad()
-        def log_probs_of(j: int, i: int, batches=batches) -> torch.Tensor:
+        def log_probs_of(j: int, i: int, batches=batches, keep=keep) -> torch.Tensor:
             if j == i and args.self_reference == "behaviour":
                 return batches[i]["behaviour"]
-            return torch.cat([snapshots[j](chunk)[0].log_softmax(-1) for chunk in batches[i]["obs"].split(1024)])
+            return torch.cat([snapshots[j](states[i][inds])[0].log_softmax(-1) for inds in keep[i].split(Agent.chunk)])
 
         heard = [(j, i) for i in held for j in communicator[i].nonzero().flatten().tolist()]  # never a peer of weight 0
         log_probs = dict(zip(heard, executor.map(log_probs_of, *zip(*heard, strict=True)), strict=True))
@@ -717,17 +844,18 @@ def main(args: Args) -> dict:
         tick("reference")
 
         # Update: every agent takes its minibatches in order, and the agents take turns, so that all cores work
-        def step_agent(i: int, mb_inds: torch.Tensor, previous, batches=batches) -> list[torch.Tensor]:
+        def step_agent(i: int, mb_inds: torch.Tensor, previous, batches=batches, keep=keep) -> list[torch.Tensor]:
             stats = previous.result() if previous else []
             new_epoch = len(stats) % args.num_minibatches == 0
             if args.target_kl is not None and stats and new_epoch and stats[-1][4] > args.target_kl:
                 return stats
             minibatch = {name: tensor[mb_inds] for name, tensor in batches[i].items() if name != "behaviour"}
+            minibatch["obs"] = states[i][keep[i][mb_inds]]
             return [*stats, update(agents[i], optimizers[i], minibatch, args)]
 
         futures = dict.fromkeys(held)
         for _ in range(args.update_epochs):
-            inds = {i: torch.randperm(len(batches[i]["obs"]), generator=generators[i]).to(device) for i in held}
+            inds = {i: torch.randperm(len(keep[i]), generator=generators[i]).to(device) for i in held}
             mb_inds = {i: inds[i].tensor_split(args.num_minibatches) for i in held}
             for k in range(args.num_minibatches):
                 futures = {i: executor.submit(step_agent, i, mb_inds[i][k], futures[i]) for i in held}
@@ -790,7 +918,9 @@ def main(args: Args) -> dict:
                     writer.add_scalar(key, value, timesteps)
             for i, row in enumerate(gathered[:, :-1]):
                 values_of = [f"{value:.6g}" for value in row]
-                metrics_csv.writerow([iteration, i, tasks[i], timesteps, *values_of, exchange.bytes_sent, round(sps)])
+                csv.writer(metrics_file).writerow(
+                    [iteration, i, tasks[i], timesteps, *values_of, exchange.bytes_sent, round(sps)]
+                )
             metrics_file.flush()
             if live or time.time() - last_line > 10 or iteration == num_iterations:
                 left = time.strftime("%H:%M:%S", time.gmtime((num_iterations - iteration) * train_seconds / iteration))
@@ -798,6 +928,10 @@ def main(args: Args) -> dict:
                 line = f"iteration {iteration}/{num_iterations}  {sps:,.0f} agent-steps/s  {left} left  return {recent}"
                 print(f"\r\033[K{line}" if live else line, end="" if live else "\n", flush=True)
                 last_line = time.time()
+
+        # Evaluation
+        if tests and args.eval_every and iteration % args.eval_every == 0 and iteration < num_iterations:
+            run_tests()
 
         # Checkpoint; every run, interrupted or not, starts its environments anew here
         if iteration % args.save_every == 0 or iteration == num_iterations or interrupted:
@@ -807,46 +941,41 @@ def main(args: Args) -> dict:
             common |= {"train_seconds": train_seconds, "wall_seconds": wall}
             if chief:
                 writer.flush()
+                evaluations_file.flush()
             for i in held:
                 snapshot = parameters_to_vector(snapshots[i].parameters())
                 state = {"agent": agents[i].state_dict(), "optimizer": optimizers[i].state_dict(), "snapshot": snapshot}
                 state |= {"generator": generators[i].get_state(), "round_returns": round_returns[i]}
                 save_checkpoint(folders[i], iteration, common | state | {"last_returns": list(last_returns[i])})
             exchange.barrier()
-            for vector_env in envs:
-                vector_env.close()
-            envs, next_obs = make_envs(args, backend, held, iteration)
-            ended[:], episodic_return[:], episodic_length[:] = False, 0.0, 0.0
+            for pool in itertools.chain(*(pools for pools, _ in envs)):
+                pool.close()
+            envs = [make_envs(args, held, numbers, iteration) for numbers in parts]
+            episodic_return[:], episodic_length[:] = 0.0, 0.0
 
     executor.shutdown()
-    for vector_env in envs:
-        vector_env.close()
+    players.shutdown()
+    for pool in itertools.chain(*(pools for pools, _ in envs)):
+        pool.close()
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     if chief and live:
         print()
 
     # Weights, videos, and the evaluation of every agent on every task in the official environments
-    tests = make_tests(args) if args.eval_episodes and not interrupted else {}
+    results = run_tests() if tests and not interrupted else [[] for _ in range(args.num_agents)]
     local = []
     for i in held:
         save_file(agents[i].state_dict(), run_folder / f"agent_{i}.safetensors")
         local.append([np.mean(last_returns[i]) if last_returns[i] else np.nan])
-        for test, (env_id, levels) in enumerate(tests.values()):
-            key = derive_seed(args.seed, i, test, 4)
-            returns = evaluate(agents[i], [make_env(env_id) for _ in levels], levels, key)
-            local[-1] += [returns.mean(), 1.96 * returns.std(ddof=len(levels) > 1) / np.sqrt(len(levels))]
         if args.capture_video and not interrupted:
-            warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # the agents share this folder
-            env, folder = make_env(tasks[i], render_mode="rgb_array"), str(run_folder / "videos")
-            env = gym.wrappers.RecordVideo(env, folder, name_prefix=f"agent_{i}", disable_logger=True)
-            evaluate(agents[i], [env], [derive_seed(args.seed, i, 5)], derive_seed(args.seed, i, 6))
-    gathered = exchange.all_gather(torch.tensor(local, dtype=torch.float64))
-    recent, results = gathered[:, 0].tolist(), gathered[:, 1:].unflatten(1, (len(tests), 2)).tolist()
+            levels, seed = [derive_seed(args.seed, i, 5)], derive_seed(args.seed, i, 6)
+            evaluate(args, agents[i], tasks[i], levels, seed, str(run_folder / "videos" / f"agent_{i}"))
+    recent = exchange.all_gather(torch.tensor(local, dtype=torch.float64)).flatten().tolist()
 
     # Summary
     packages = ["torch", "numpy", "gymnasium", "minigrid"] + ["envpool"] * (backend == "envpool")
-    matrix = [{name: {"mean": m, "ci95": half} for name, (m, half) in zip(tests, row, strict=True)} for row in results]
+    matrix = [{name: {"mean": m, "ci95": half} for name, (m, half) in zip(tests, row, strict=False)} for row in results]
     summary = {
         "script": Path(__file__).stem,
         "run": run_folder.name,
@@ -868,19 +997,21 @@ def main(args: Args) -> dict:
         "training_return": {"episodes": 100, "group": np.mean(recent), "agents": recent},
         "evaluation": {"episodes": args.eval_episodes, "group": None, "agents": matrix},
     }
-    if tests:  # every agent on its own task
+    if matrix[0]:  # every agent on its own task
         summary["evaluation"]["group"] = np.mean([row[task]["mean"] for row, task in zip(matrix, tasks, strict=True)])
     summary = json.loads(json.dumps(summary), parse_constant=lambda _: None)  # JSON knows no NaN
     if chief:
         write_atomically(run_folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=2).encode()))
         metrics_file.close()
+        evaluations_file.close()
         writer.close()
         if args.track:
             wandb.finish()
-        print("agent  last 100 episodes" + "".join(f"  {name:>17}" for name in tests))
+        print("agent  last 100 episodes" + "".join(f"  {name:>17}" for name in matrix[0]))
         for i, row in enumerate(results):
             cells = [
-                f"{f'{m:.3f} ± {half:.3f}':>{max(17, len(name))}}" for name, (m, half) in zip(tests, row, strict=True)
+                f"{f'{m:.3f} ± {half:.3f}':>{max(17, len(name))}}"
+                for name, (m, half) in zip(matrix[0], row, strict=True)
             ]
             print(f"{i:>5}  {recent[i]:>17.3f}  {'  '.join(cells)}".rstrip())
         speed = f"{summary['agent_steps_per_second']:,.0f} agent-steps/s"

@@ -1,16 +1,17 @@
-"""stable-baselines3 PPO on MiniGrid at the settings of prpo_minigrid.py: the yardstick for speed and sample efficiency.
+"""stable-baselines3 PPO on MiniGrid and Atari at our scripts' settings: the yardstick for speed and sample efficiency.
 
     python benchmark/sb3_ppo.py --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
     python prpo_minigrid.py --num-agents 1 --communication-coef 0 --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
+    python benchmark/sb3_ppo.py --env-id BeamRiderNoFrameskip-v4 --eval-episodes 10
 
-The second command is what it is compared with: one agent alone, without the KL penalty, which this PPO does not have.
+The second command is what the first is compared with: one agent alone, without the KL penalty, which this PPO lacks.
 Network, initialisation, optimizer, minibatches, advantages, losses' coefficients and annealing are the same. What
 stable-baselines3 does its own way and cannot be told otherwise:
 - its clipped value loss is the error of the clipped value; ours is the larger of the clipped and the unclipped error,
   which keeps its gradient (--no-clip-vloss on both sides makes the value losses equal);
-- it resets an environment in the step that ends the episode; ours spends one step on the reset and masks it out, so
-  the same number of timesteps holds slightly fewer transitions;
-- its environments are the official Python ones, one after another, where ours are envpool's if that is installed.
+- it resets an environment in the step that ends the episode; ours spends one step on the reset (on Atari up to three
+  on the buttons that start play) and masks them out, so the same number of timesteps holds slightly fewer transitions;
+- its environments are Python ones, one after another, where ours are envpool's if that is installed, or ale-py's.
 """
 
 import csv
@@ -23,6 +24,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
+import ale_py  # noqa: F401, registers the games
 import gymnasium as gym
 import minigrid.wrappers
 import numpy as np
@@ -31,12 +33,21 @@ import torch.nn as nn
 import tyro
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-from stable_baselines3.common.vec_env import DummyVecEnv
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
 
-PACKAGES = ("stable-baselines3", "torch", "numpy", "gymnasium", "minigrid")  # their versions go into summary.json
+PACKAGES = (
+    "stable-baselines3",
+    "torch",
+    "numpy",
+    "gymnasium",
+    "minigrid",
+    "ale-py",
+)  # their versions go into summary.json
 
 
 @dataclass
@@ -96,8 +107,15 @@ def check_args(args: Args) -> None:
         sys.exit(f"--num-minibatches {args.num_minibatches}: must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
         sys.exit(f"--total-timesteps {args.total_timesteps}: must be at least one rollout, {batch_size} steps")
-    if args.env_id not in gym.registry or not args.env_id.startswith(("MiniGrid-", "BabyAI-")):
-        sys.exit(f"--env-id {args.env_id}: unknown environment; for example MiniGrid-FourRooms-v0")
+    if args.env_id not in gym.registry or not (
+        is_atari(args.env_id) or args.env_id.startswith(("MiniGrid-", "BabyAI-"))
+    ):
+        sys.exit(f"--env-id {args.env_id}: unknown; MiniGrid-FourRooms-v0 and BeamRiderNoFrameskip-v4 are fine")
+
+
+def is_atari(env_id: str) -> bool:
+    """Whether a task is a game of the Atari 2600."""
+    return env_id.endswith("NoFrameskip-v4")
 
 
 class MiniGridTrunk(BaseFeaturesExtractor):
@@ -192,6 +210,13 @@ def make_env(env_id: str) -> gym.Env:
     return Monitor(minigrid.wrappers.ImgObsWrapper(gym.make(env_id, disable_env_checker=True)))
 
 
+def make_envs(args: Args) -> VecEnv:
+    """The training environments; Atari with the library's own wrappers, which are the usual ones."""
+    if is_atari(args.env_id):
+        return VecFrameStack(make_atari_env(args.env_id, args.num_envs, args.seed), 4)
+    return DummyVecEnv([lambda: make_env(args.env_id)] * args.num_envs)
+
+
 def make_model(args: Args) -> PPO:
     """PPO at our settings. It wraps the environments itself so that channels come first."""
     num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
@@ -202,7 +227,7 @@ def make_model(args: Args) -> PPO:
 
     return PPO(
         "CnnPolicy",
-        DummyVecEnv([lambda: make_env(args.env_id)] * args.num_envs),
+        make_envs(args),
         learning_rate=learning_rate,
         n_steps=args.num_steps,
         batch_size=args.num_envs * args.num_steps // args.num_minibatches,
@@ -217,13 +242,8 @@ def make_model(args: Args) -> PPO:
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,
         device=args.device,
-        policy_kwargs={
-            "features_extractor_class": MiniGridTrunk,
-            "net_arch": [],
-            "normalize_images": False,
-            "ortho_init": True,
-            "optimizer_kwargs": {"eps": 1e-5},
-        },
+        policy_kwargs={"net_arch": [], "ortho_init": True, "optimizer_kwargs": {"eps": 1e-5}}
+        | ({} if is_atari(args.env_id) else {"features_extractor_class": MiniGridTrunk, "normalize_images": False}),
     )
 
 
@@ -272,7 +292,12 @@ def main(args: Args) -> dict:
     levels = [
         int(np.random.SeedSequence((args.seed, k, 3)).generate_state(1)[0] >> 1) for k in range(args.eval_episodes)
     ]
-    returns = evaluate(model, args.env_id, levels) if levels else np.full(1, np.nan)
+    if levels and is_atari(args.env_id):  # whole games, unclipped: the library counts them below its wrappers
+        games = VecFrameStack(make_atari_env(args.env_id, 1, args.seed + 1000), 4)
+        returns, _ = evaluate_policy(model, games, len(levels), deterministic=False, return_episode_rewards=True)
+        returns = np.array(returns)
+    else:
+        returns = evaluate(model, args.env_id, levels) if levels else np.full(1, np.nan)
     mean, half = returns.mean(), 1.96 * returns.std(ddof=len(returns) > 1) / np.sqrt(len(returns))
     train_seconds = recorder.clock.total()
     summary = {

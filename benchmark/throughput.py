@@ -1,6 +1,7 @@
-"""Speed and memory of whole training runs, side by side: prpo_minigrid.py against stable-baselines3 PPO.
+"""Speed and memory of whole training runs, side by side: our scripts against stable-baselines3 PPO.
 
     python benchmark/throughput.py  # the comparison, and where the time goes
+    python benchmark/throughput.py --env-id BeamRiderNoFrameskip-v4 --repeats 3  # the same on Atari
     python benchmark/throughput.py --scaling  # and the cost per agent as agents are added
     python benchmark/throughput.py --csv benchmark/results/throughput.csv
 
@@ -32,10 +33,10 @@ BASELINE = "stable-baselines3"
 class Args:
     repeats: int = 5
     """runs of every contender; the table shows medians (0: leave the comparison out)"""
-    timesteps: int = 65_536
-    """environment steps per agent of a compared run; 65,536 are 32 iterations, with one communication round"""
+    timesteps: int = 0
+    """environment steps per agent of a compared run (0: MiniGrid 65,536, Atari 32,768; one communication round)"""
     env_id: str = "MiniGrid-FourRooms-v0"
-    """the task"""
+    """the task, of MiniGrid or Atari"""
     sb3_threads: int = 0
     """threads of stable-baselines3 (0: torch's own choice); a row with one thread is always there"""
     scaling: bool = False
@@ -71,15 +72,36 @@ def measure(command: list[str]) -> dict:
     return summary | {"peak_memory_mb": peak_bytes / 2**20, "process_seconds": seconds}
 
 
+def is_atari(env_id: str) -> bool:
+    """Whether a task is a game of the Atari 2600."""
+    return env_id.endswith("NoFrameskip-v4")
+
+
+def script(env_id: str) -> str:
+    """The script that trains on a task."""
+    return "prpo_atari.py" if is_atari(env_id) else "prpo_minigrid.py"
+
+
 def contenders(args: Args) -> dict[str, list[str]]:
     """What is compared: name -> command."""
-    common = ["--env-id", args.env_id, "--total-timesteps", str(args.timesteps), "--eval-episodes", "0"]
-    prpo, sb3 = ["prpo_minigrid.py", *common], ["benchmark/sb3_ppo.py", *common]
+    timesteps = args.timesteps or (32_768 if is_atari(args.env_id) else 65_536)
+    common = ["--env-id", args.env_id, "--total-timesteps", str(timesteps), "--eval-episodes", "0"]
+    prpo, sb3 = [script(args.env_id), *common], ["benchmark/sb3_ppo.py", *common]
     dense = [*prpo, "--num-agents", "3", "--communicator", "uniform"]
     alone = [*prpo, "--num-agents", "1", "--communicator", "identity"]
-    return {
+    baselines = {
         BASELINE: [*sb3, "--threads", str(args.sb3_threads)],
         BASELINE + ", 1 thread": [*sb3, "--threads", "1"],
+    }
+    if is_atari(args.env_id):
+        three, reward = [*prpo, "--num-agents", "3"], ["--communicator", "reward"]
+        return baselines | {
+            "1 agent, bfloat16": alone,
+            "3 agents isolated, bfloat16": [*three, "--communicator", "identity"],
+            "3 agents reward, bfloat16": [*three, *reward],
+            "3 agents reward, float32": [*three, *reward, "--precision", "float32"],
+        }
+    return baselines | {
         "1 agent, float32": [*alone, "--precision", "float32"],
         "3 agents dense, float32, gymnasium": [*dense, "--precision", "float32", "--env-backend", "gymnasium"],
         "3 agents dense, float32": [*dense, "--precision", "float32"],
@@ -94,7 +116,7 @@ def scaling_contenders(args: Args) -> dict[str, list[str]]:
     commands = {}
     for num_agents in args.scaling_agents:
         for name, topology in (("dense", "full"), ("ring", "ring")):
-            command = ["prpo_minigrid.py", *common, "--num-agents", str(num_agents), "--communicator", "uniform"]
+            command = [script(args.env_id), *common, "--num-agents", str(num_agents), "--communicator", "uniform"]
             commands[f"{num_agents} {name}"] = [*command, "--topology", topology, "--local-updates", "1"]
     return commands
 
@@ -144,7 +166,8 @@ def compare(args: Args) -> dict[str, list[dict]]:
                 f"{median(run['process_seconds'] for run in own):.1f}",
             )
         )
-    print(f"\n{args.env_id}, {args.timesteps:,} timesteps per agent, medians of {args.repeats} (ratios: least-most)")
+    timesteps = runs[BASELINE][0]["timesteps_per_agent"]
+    print(f"\n{args.env_id}, {timesteps:,} timesteps per agent, medians of {args.repeats} (ratios: least-most)")
     print_table(("", "environments", "agent-steps/s", "ratio", "peak memory MB", "whole process s"), rows)
 
     phases = {name: median_phases(own) for name, own in runs.items()}
@@ -211,11 +234,11 @@ def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) 
     for runs in tables.values():
         for own in runs.values():
             versions |= own[0]["versions"]
-    script = Path(__file__).resolve().relative_to(ROOT)
+    this = Path(__file__).resolve().relative_to(ROOT)
     commands = {"comparison": contenders, "scaling": scaling_contenders}
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
-        file.write(f"# {shlex.join(['python', str(script), *sys.argv[1:]])}\n")
+        file.write(f"# {shlex.join(['python', str(this), *sys.argv[1:]])}\n")
         file.write(f"# {', '.join(f'{name} {version}' for name, version in versions.items())}\n")
         file.write(f"# {num_cores()} cores, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}\n")
         for table in tables:

@@ -18,7 +18,7 @@ def whole_run(tmp_path_factory):
 
     def run(script):
         if script not in folders:
-            run_dir = tmp_path_factory.mktemp(script.__name__)
+            run_dir = tmp_path_factory.mktemp(str(script))
             script.main(tiny(script, run_dir))
             (folders[script],) = run_dir.iterdir()
         return folders[script]

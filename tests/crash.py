@@ -1,7 +1,8 @@
 """Run a script that dies in the middle of things: python crash.py SCRIPT MOMENT AGENT ITERATION flags...
 
 MOMENT says where in the saving of that agent's checkpoint of that iteration: `half a file`, `before the pointer`
-(the file is whole, but nothing points to it) or `complete`. After a restart by torchrun nothing happens any more.
+(the file is whole, but nothing points to it) or `complete`; or `update`, the first gradient step, whose agent and
+iteration do not matter. After a restart by torchrun nothing happens any more.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import torch
 def crash(script, moment, agent, iteration, die):
     """Within this context `script` calls `die` at that moment."""
     save, save_checkpoint, replace = torch.save, script.save_checkpoint, os.replace
-    saving = None
+    update, saving = script.update, None
 
     def due(now):
         return moment == now and saving == (f"agent_{agent}", iteration)
@@ -46,7 +47,13 @@ def crash(script, moment, agent, iteration, die):
             die()
         saving = None
 
+    def die_in_update(*batch):
+        if moment == "update":
+            die()
+        return update(*batch)
+
     patches = (torch, "save", save_half), (os, "replace", replace_files_only), (script, "save_checkpoint", save_and_die)
+    patches += ((script, "update", die_in_update),)
     with contextlib.ExitStack() as stack:
         for owner, name, function in patches:
             stack.enter_context(mock.patch.object(owner, name, function))

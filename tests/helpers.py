@@ -13,23 +13,19 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fedavg_ppo
+import prpo_atari
 import prpo_minigrid
 
 REPOSITORY = Path(prpo_minigrid.__file__).parent
-SCRIPTS = [prpo_minigrid, fedavg_ppo]
-every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-PARAMETERS = sum(parameter.numel() for parameter in prpo_minigrid.Agent().parameters())
-COEF = {prpo_minigrid: "communication_coef", fedavg_ppo: "kl_coef"}
 
 # Six iterations, rounds after the third and the last one, checkpoints after every second: not at the same time.
-# Rooms are small, starts are random, episodes end at the goal or after 100 steps, and returns matter to C.
+# Returns matter to C.
 TINY = {
-    "env_id": "MiniGrid-Empty-Random-5x5-v0",
     "device": "cpu",
+    "precision": "float32",
     "num_agents": 3,
     "num_envs": 2,
-    "num_steps": 64,
-    "total_timesteps": 6 * 128,
+    "iterations": 6,
     "local_updates": 3,
     "save_every": 2,
     "communicator": "softmax-reward",
@@ -38,17 +34,91 @@ TINY = {
     "learning_rate": 1e-3,
     "eval_episodes": 2,
 }
+TINY_OF = {
+    # Rooms are small, starts are random, episodes end at the goal or after 100 steps
+    "MiniGrid": {"env_id": "MiniGrid-Empty-Random-5x5-v0", "num_steps": 64},
+    # Games end after 115 to 185 steps, before the environments start anew after 192. Adam multiplies rounding errors
+    # of gradients by up to learning_rate / 1e-5, and here the gradients are large
+    "Atari": {
+        "env_id": "BreakoutNoFrameskip-v4",
+        "num_steps": 96,
+        "communicator_temperature": 1.0,
+        "learning_rate": 1e-4,
+        "update_epochs": 1,
+    },
+}
+
+
+class Variant:
+    """A script on one family of environments: what its module holds, under the names of the PR-PPO scripts.
+
+    To replace something, replace it in `module`.
+    """
+
+    def __init__(self, module, family):
+        fedavg = module is fedavg_ppo
+        self.module, self.family, self.tiny = module, family, TINY | TINY_OF[family]
+        self.label = f"{module.__name__}-{family}" if fedavg else module.__name__
+        self.coef = "kl_coef" if fedavg else "communication_coef"
+        self.num_actions, self.shape, self.codes = (
+            (7, (7, 7, 3), 11) if family == "MiniGrid" else (4, (21, 21, 64), 256)
+        )
+        self.names = {name: f"{family}{name}" for name in ("Agent", "Pool")}
+        self.names |= {"evaluate": f"evaluate_{family.lower()}", "public_states": f"{family.lower()}_states"}
+        if not fedavg:
+            self.names = {}
+
+    def __getattr__(self, name):
+        return getattr(self.module, self.names.get(name, name))
+
+    def __repr__(self):
+        return self.label
+
+    def new_agent(self, **options):
+        """A network for the tiny runs."""
+        return self.Agent(self.num_actions, **options)
+
+    def random_obs(self, *shape):
+        """Random bytes in the shape of observations."""
+        return torch.randint(0, self.codes, (*shape, *self.shape), dtype=torch.uint8)
+
+    @property
+    def parameters(self):
+        """How many numbers such a network consists of."""
+        return sum(parameter.numel() for parameter in self.new_agent().parameters())
+
+
+PRPO_MINIGRID, FEDAVG_MINIGRID = Variant(prpo_minigrid, "MiniGrid"), Variant(fedavg_ppo, "MiniGrid")
+PRPO_ATARI, FEDAVG_ATARI = Variant(prpo_atari, "Atari"), Variant(fedavg_ppo, "Atari")
+MINIGRID, ATARI = [PRPO_MINIGRID, FEDAVG_MINIGRID], [PRPO_ATARI, FEDAVG_ATARI]
+SCRIPTS = [PRPO_MINIGRID, PRPO_ATARI, FEDAVG_MINIGRID]
+
+
+def on(variants):
+    """Run a test with each of these as `script`."""
+    return pytest.mark.parametrize("script", variants, ids=str)
+
+
+every_variant, every_script = on(MINIGRID + ATARI), on(SCRIPTS)
+on_minigrid, on_atari = on(MINIGRID), on(ATARI)
+
+
+def tiny_settings(script, run_dir, changes):
+    """The settings of a tiny run, whose length may be given in iterations."""
+    settings = script.tiny | changes | {"run_dir": str(run_dir)}
+    batch_size = settings["num_envs"] * settings["num_steps"]
+    return {"total_timesteps": settings.pop("iterations") * batch_size} | settings
 
 
 def tiny(script, run_dir, **changes):
     """The arguments of a tiny run."""
-    return script.Args(run_dir=str(run_dir), **TINY | changes)
+    return script.Args(**tiny_settings(script, run_dir, changes))
 
 
 def flags(script, run_dir, **changes):
     """The same arguments as a command line."""
-    settings = TINY | changes | {"run_dir": str(run_dir)}
-    return [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    settings = tiny_settings(script, run_dir, changes).items()
+    return [part for name, value in settings for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def environment(**changes):
@@ -87,6 +157,12 @@ def rows_of(folder):
     """metrics.csv as a list of dicts of strings, without the column that depends on the clock."""
     with open(folder / "metrics.csv", newline="") as file:
         return [{k: v for k, v in row.items() if k != "agent_steps_per_second"} for row in csv.DictReader(file)]
+
+
+def evaluations_of(folder):
+    """evaluations.csv as a list of dicts of strings."""
+    with open(folder / "evaluations.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def weights_of(folder):

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+from collections import Counter
 from dataclasses import replace
 
 import gymnasium as gym
@@ -9,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers import every_script, tiny
+from helpers import ATARI, MINIGRID, PRPO_MINIGRID, every_script, on_minigrid, only_run, rows_of, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import prpo_minigrid
 
 GAMMA, LAMBDA = 0.97, 0.9
 BACKENDS = ["gymnasium"] + ["envpool"] * (importlib.util.find_spec("envpool") is not None)
@@ -167,12 +166,13 @@ def test_gae_through_gymnasium_vector_environments(script, mode):
             assert found[state] == pytest.approx(expected[state], abs=1e-5)
 
 
-@every_script
+@on_minigrid
 @every_backend
 def test_training_advantages_equal_those_of_separate_episodes(script, backend, tmp_path, monkeypatch):
     """What reaches the update, over several rollouts, is what a plain loop over one official environment gives.
 
     The room is always the same, so the recorded actions can be replayed; the values are those of the agent that acted.
+    The logged episodes are those of the replay too: reset steps count in neither returns nor lengths.
     """
     acted, batches, policies = [], {}, {}
     step_envs, update = script.step_envs, script.update
@@ -186,21 +186,23 @@ def test_training_advantages_equal_those_of_separate_episodes(script, backend, t
         policies.setdefault(id(agent), []).append(copy.deepcopy(agent))
         return update(agent, optimizer, batch, args)
 
-    monkeypatch.setattr(script, "step_envs", record_actions)
-    monkeypatch.setattr(script, "update", record_batch)
+    monkeypatch.setattr(script.module, "step_envs", record_actions)
+    monkeypatch.setattr(script.module, "update", record_batch)
     monkeypatch.setattr(torch, "randperm", lambda number, generator=None: torch.arange(number))
-    shape = {"num_agents": 2, "num_envs": 3, "num_steps": 70, "update_epochs": 1, "num_minibatches": 1}
-    changes = {"env_id": "MiniGrid-Empty-5x5-v0", "total_timesteps": 3 * 3 * 70, "save_every": 9, "eval_episodes": 0}
+    shape = {"num_agents": 2, "num_envs": 4, "num_steps": 50, "update_epochs": 1, "num_minibatches": 1}
+    changes = {"env_id": "MiniGrid-Empty-5x5-v0", "total_timesteps": 5 * 4 * 50, "save_every": 9, "eval_episodes": 0}
     args = tiny(script, tmp_path, env_backend=backend, gamma=GAMMA, gae_lambda=LAMBDA, **shape | changes)
     script.main(args)
-    actions = np.array(acted).reshape(3, args.num_steps, args.num_agents, args.num_envs)
+    actions = np.array(acted).reshape(5, args.num_steps, args.num_agents, args.num_envs)
 
-    ends = {"terminated": 0, "truncated": 0}
+    ends, rows = Counter(), rows_of(only_run(tmp_path))
     for i, (own, agents) in enumerate(zip(batches.values(), policies.values(), strict=True)):
         envs = [script.make_env(args.env_id) for _ in range(args.num_envs)]
         states, overs = [env.reset()[0] for env in envs], [False] * args.num_envs
+        totals, lengths = [0.0] * args.num_envs, [0] * args.num_envs
         for iteration, (batch, agent) in enumerate(zip(own, agents, strict=True)):
             expected = {}  # (step, env) -> observation, action, advantage, value
+            ended = []  # (return, length)
             for k, env in enumerate(envs):
                 episodes = [[]]
                 for step in range(args.num_steps):
@@ -212,8 +214,12 @@ def test_training_advantages_equal_those_of_separate_episodes(script, backend, t
                     after, reward, terminated, truncated, _ = env.step(action)
                     episodes[-1].append((step, states[k], action, reward, after, terminated))
                     states[k], overs[k] = after, terminated or truncated
-                    ends["terminated"] += terminated
-                    ends["truncated"] += truncated
+                    ends.update(terminated=terminated, truncated=truncated)
+                    totals[k], lengths[k] = totals[k] + reward, lengths[k] + 1
+                    if overs[k]:
+                        ends["in the last step of a rollout"] += step == args.num_steps - 1
+                        ended.append((totals[k], lengths[k]))
+                        totals[k], lengths[k] = 0.0, 0
                 for episode in filter(None, episodes):
                     path = np.stack([obs for _, obs, *_ in episode] + [episode[-1][4]])
                     with torch.no_grad():
@@ -227,20 +233,24 @@ def test_training_advantages_equal_those_of_separate_episodes(script, backend, t
             torch.testing.assert_close(batch["values"], torch.tensor(values), rtol=0, atol=1e-5)
             torch.testing.assert_close(batch["advantages"], torch.tensor(advantages), rtol=0, atol=1e-5)
             torch.testing.assert_close(batch["returns"], batch["advantages"] + batch["values"])
-    assert ends["terminated"] > 3 and ends["truncated"] > 3
+            row = rows[iteration * args.num_agents + i]
+            assert int(float(row["episodes"])) == len(ended)
+            logged = float(row["episodic_return"]), float(row["episodic_length"])
+            assert logged == pytest.approx(tuple(np.mean(ended or [(np.nan, np.nan)], axis=0)), rel=1e-4, nan_ok=True)
+    assert ends["terminated"] > 3 and ends["truncated"] > 3 and ends["in the last step of a rollout"] > 0
 
 
 def first_episodes(env_id, backend, number):
     """One episode of a random policy in each of `number` environments: lengths, returns, truncated [number], codes."""
-    args = prpo_minigrid.Args(env_id=env_id, num_envs=number, env_backend=backend, seed=7)
-    pools, obs = prpo_minigrid.make_envs(args, backend, range(1), 0)
+    args = PRPO_MINIGRID.Args(env_id=env_id, num_envs=number, env_backend=backend, seed=7)
+    pools, obs = PRPO_MINIGRID.make_envs(args, range(1), range(number), 0)
     generator = np.random.default_rng(7)
     lengths, returns, truncated = np.zeros(number), np.zeros(number), np.zeros(number, dtype=bool)
     running, codes = np.ones(number, dtype=bool), [set(), set(), set()]
     while running.any():
         for channel, seen in enumerate(codes):
             seen.update(np.unique(obs[running][..., channel]).tolist())
-        obs, rewards, terminations, truncations = prpo_minigrid.step_envs(pools, generator.integers(7, size=number))
+        obs, rewards, terminations, truncations, *_ = PRPO_MINIGRID.step_envs(pools, generator.integers(7, size=number))
         lengths += running
         returns += rewards * running
         truncated |= truncations & running
@@ -265,11 +275,14 @@ def test_envpool_and_official_environments_agree_statistically(env_id):
 
 
 @needs_envpool
-@every_script
+@on_minigrid
 def test_envpool_and_official_environments_agree_step_by_step(script):
     """DistShift2 is always the same level: the same actions give the same observations, rewards and ends."""
-    args = script.Args(env_id="MiniGrid-DistShift2-v0", num_agents=2, num_envs=4)
-    (official, first), (pooled, pooled_first) = (script.make_envs(args, name, range(2), 0) for name in BACKENDS)
+    made = []
+    for backend in BACKENDS:
+        args = script.Args(env_id="MiniGrid-DistShift2-v0", num_agents=2, num_envs=4, env_backend=backend)
+        made.append(script.make_envs(args, range(2), range(4), 0))
+    (official, first), (pooled, pooled_first) = made
     assert np.array_equal(first, pooled_first)
     generator, totals = np.random.default_rng(3), np.zeros(3)
     for _ in range(600):
@@ -278,35 +291,57 @@ def test_envpool_and_official_environments_agree_step_by_step(script):
         expected = script.step_envs(official, actions)
         for ours, theirs in zip(script.step_envs(pooled, actions), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
-        totals += [array.sum() for array in expected[1:]]
+        totals += [array.sum() for array in expected[1:4]]
     assert (totals > 0).all()  # goals, ends and time limits were all among them
 
 
-def walk(script, args, backend, agents, checkpoint=0, steps=250):
-    """What one fixed sequence of actions shows in every environment of `agents`: [agents, envs, steps + 1, ...]."""
-    pools, obs = script.make_envs(args, backend, agents, checkpoint)
+def walk(script, args, agents, numbers, checkpoint=0, steps=250):
+    """What one fixed sequence of actions shows in these environments of `agents`: bytes [agents][environments]."""
+    pools, obs = script.make_envs(args, agents, numbers, checkpoint)
     frames = [obs.copy()]
-    for action in np.random.default_rng(0).choice(7, p=[0.2, 0.2, 0.4, 0.05, 0.05, 0.05, 0.05], size=steps):
+    for action in np.random.default_rng(0).choice(4, p=[0.25, 0.2, 0.45, 0.1], size=steps):
         obs, *_ = script.step_envs(pools, np.full(len(obs), action))
         frames.append(obs.copy())
-    return np.stack(frames, axis=1).reshape(len(agents), args.num_envs, len(frames), -1)
+    for pool in pools:
+        pool.close()
+    histories = [history.tobytes() for history in np.stack(frames, axis=1)]
+    return [histories[k : k + len(numbers)] for k in range(0, len(histories), len(numbers))]
 
 
-@every_script
-@every_backend
-def test_an_agents_environments_depend_on_its_own_seeds_only(script, backend):
-    """The same levels, resets included, whatever pool they sit in; others for another agent, seed or checkpoint."""
-    tasks = ("MiniGrid-FourRooms-v0", "MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-6x6-v0")
-    args = script.Args(env_ids=tasks, num_envs=2)
-    together = walk(script, args, backend, range(3))
+TASKS = {
+    "MiniGrid": ("MiniGrid-FourRooms-v0", "MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-6x6-v0"),
+    "Atari": ("BreakoutNoFrameskip-v4", "BreakoutNoFrameskip-v4", "PongNoFrameskip-v4"),
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "changes"),
+    [
+        pytest.param(script, {"env_backend": backend}, id=f"{script}-{backend}")
+        for script in MINIGRID
+        for backend in BACKENDS
+    ]
+    + [pytest.param(script, {"sticky_actions": True}, id=f"{script}-sticky") for script in ATARI]
+    + [pytest.param(ATARI[0], {}, id=str(ATARI[0]))],
+)
+def test_an_agents_environments_depend_on_its_own_seeds_only(script, changes):
+    """The same levels or games, resets included, whatever pool, part or company they are in.
+
+    Another agent, another of its environments, another seed or checkpoint gives others.
+    """
+    args = script.Args(env_ids=TASKS[script.family], num_envs=2, **changes)
+    together = walk(script, args, range(3), range(2))
     for i in range(3):
-        assert np.array_equal(together[i], walk(script, args, backend, range(i, i + 1))[0])
-    others = walk(script, replace(args, seed=2), backend, range(3)), walk(script, args, backend, range(3), checkpoint=5)
-    histories = [env.tobytes() for run in (together, *others) for agent in run[:2] for env in agent]
-    assert len(set(histories)) == len(histories) == 12
+        assert walk(script, args, range(i, i + 1), range(2)) == together[i : i + 1]
+    parts = [walk(script, args, range(3), range(k, k + 1)) for k in range(2)]
+    assert [[part[i][0] for part in parts] for i in range(3)] == together
+    others = [walk(script, replace(args, seed=2), range(2), range(2)), walk(script, args, range(2), range(2), 5)]
+    histories = [env for run in (together[:2], *others) for agent in run for env in agent]
+    assert len(histories) == 12  # without sticky actions only the 30 possible beginnings tell games apart
+    assert len(set(histories)) == 12 if script.family == "MiniGrid" or args.sticky_actions else len(set(histories)) > 4
 
 
-@every_script
+@on_minigrid
 def test_private_levels_are_few_and_private(script, tmp_path, monkeypatch):
     """Training shows each agent its K levels, no others, never another agent's, and the same in an equal run."""
 
@@ -320,7 +355,7 @@ def test_private_levels_are_few_and_private(script, tmp_path, monkeypatch):
                 return result
 
         with monkeypatch.context() as patch:
-            patch.setattr(script, "PrivateLevels", Spy)
+            patch.setattr(script.module, "PrivateLevels", Spy)
             shape = {"num_agents": 2, "num_envs": 4, "num_steps": 110, "update_epochs": 1, "num_minibatches": 1}
             shape |= {"total_timesteps": 3 * 440, "env_id": "MiniGrid-FourRooms-v0", "eval_episodes": 0}
             summary = script.main(tiny(script, tmp_path / name, levels_per_agent=3, **shape | changes))

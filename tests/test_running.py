@@ -15,15 +15,18 @@ import pytest
 import torch
 from crash import crash
 from helpers import (
-    PARAMETERS,
+    FEDAVG_MINIGRID,
+    MINIGRID,
+    PRPO_ATARI,
+    PRPO_MINIGRID,
     REPOSITORY,
-    SCRIPTS,
-    TINY,
     assert_same_run,
     call,
     environment,
-    every_script,
+    evaluations_of,
     flags,
+    on,
+    on_minigrid,
     only_run,
     rows_of,
     scalars_of,
@@ -31,9 +34,6 @@ from helpers import (
     torchrun,
     weights_of,
 )
-
-import fedavg_ppo
-import prpo_minigrid
 
 
 def script_file(script):
@@ -52,7 +52,7 @@ def resume(script, folder, *options):
 # --- placements ---
 
 
-@every_script
+@on([*MINIGRID, PRPO_ATARI])
 def test_three_ranks_train_like_one_process(script, whole_run, tmp_path):
     """torchrun with one agent per rank gives the metrics, weights, evaluation and bytes of one process."""
     run = torchrun(3, script_file(script), *flags(script, tmp_path / "runs"), cwd=tmp_path)
@@ -60,7 +60,7 @@ def test_three_ranks_train_like_one_process(script, whole_run, tmp_path):
     assert_same_placement(only_run(tmp_path / "runs"), whole_run(script), ranks=3)
 
 
-@every_script
+@on_minigrid
 def test_one_rank_trains_like_one_process(script, whole_run, tmp_path, monkeypatch):
     """As torchrun starts a single process: it forms a group alone, holds all agents and sends nothing to anybody."""
     for name, value in place_in_group(1, 0, free_port()).items():
@@ -70,12 +70,12 @@ def test_one_rank_trains_like_one_process(script, whole_run, tmp_path, monkeypat
     assert_same_placement(only_run(tmp_path), whole_run(script), ranks=1)
 
 
-@every_script
+@on_minigrid
 def test_two_ranks_with_two_agents_each_train_like_one_process(script, watched_runs, tmp_path):
     """Ranks that hold several agents: nothing random and nothing exchanged depends on who holds whom."""
     _, folder = watched_runs
     script.main(tiny(script, tmp_path, **FOUR, communicator="uniform"))
-    assert_same_placement(only_run(folder / script.__name__ / "uniform"), only_run(tmp_path), ranks=2)
+    assert_same_placement(only_run(folder / str(script) / "uniform"), only_run(tmp_path), ranks=2)
 
 
 def assert_same_placement(folder, expected, ranks):
@@ -113,7 +113,7 @@ def crashing(monkeypatch):
         raise Crash
 
     def run_and_crash(script, moment, run):
-        with pytest.raises(Crash), crash(script, *MOMENTS[moment], die):
+        with pytest.raises(Crash), crash(script.module, *MOMENTS[moment], die):
             run()
 
     yield run_and_crash
@@ -138,14 +138,17 @@ def assert_same_charts(folder, expected):
     assert [step for step, _ in found["charts/SPS"]] == [step for step, _ in wanted["charts/SPS"]]
 
 
-@every_script
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("script", "moment"),
+    [(script, moment) for script in MINIGRID for moment in MOMENTS] + [(PRPO_ATARI, "between two agents")],
+    ids=str,
+)
 def test_resume_after_a_crash_equals_a_whole_run(script, moment, whole_run, crashing, tmp_path, monkeypatch):
     """Wherever the saving broke off, all agents go on from the newest checkpoint that all of them completed.
 
     Weights bit for bit, every row and every point of a chart once, the last two checkpoints kept, litter ignored.
     """
-    monkeypatch.setattr(script, "SummaryWriter", functools.partial(script.SummaryWriter, flush_secs=0.1))
+    monkeypatch.setattr(script.module, "SummaryWriter", functools.partial(script.SummaryWriter, flush_secs=0.1))
     crashing(script, moment, lambda: script.main(tiny(script, tmp_path)))
     folder = only_run(tmp_path)
     if moment == "after a checkpoint":
@@ -159,9 +162,10 @@ def test_resume_after_a_crash_equals_a_whole_run(script, moment, whole_run, cras
     assert summary_of(folder)["completed"]
     assert summary_of(folder)["communication_bytes"] == summary_of(whole_run(script))["communication_bytes"]
     assert summary_of(folder)["evaluation"] == summary_of(whole_run(script))["evaluation"]
+    assert evaluations_of(folder) == evaluations_of(whole_run(script))
 
 
-@every_script
+@on_minigrid
 def test_two_crashes_in_the_same_place(script, whole_run, crashing, tmp_path):
     """A resumed run that breaks off between the same two agents can still be resumed."""
     crashing(script, "between two agents", lambda: script.main(tiny(script, tmp_path)))
@@ -171,28 +175,36 @@ def test_two_crashes_in_the_same_place(script, whole_run, crashing, tmp_path):
     assert_same_run(folder, whole_run(script), exactly=True)
 
 
-@every_script
+@on([*MINIGRID, PRPO_ATARI])
 def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
-    """The same after a real SIGKILL, when nothing in memory reaches the disk any more; TensorBoard has no gap."""
+    """The same after real SIGKILLs, when nothing in memory reaches the disk any more; TensorBoard has no gap.
+
+    The second one comes as soon as the resumed run learns: what the first one left is not lost.
+    """
     command = REPOSITORY / "tests" / "crash.py", script.__name__, *map(str, MOMENTS["after a checkpoint"])
     killed = call(*command, *flags(script, tmp_path), cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     folder = only_run(tmp_path)
     assert iterations_on_disk(folder) == {f"agent_{i}": [2, 4] for i in range(3)}
     assert not (folder / "summary.json").exists()
+    again = call(*command[:2], "update", 0, 0, "--resume", folder, cwd=tmp_path)
+    assert again.returncode == -signal.SIGKILL, again.stderr
     time.sleep(1)  # TensorBoard orders its files by the second
     resume(script, folder)
     assert_same_run(folder, whole_run(script), exactly=True)
     assert_same_charts(folder, whole_run(script))
 
 
-@every_script
+@on_minigrid
 def test_a_finished_run_can_be_resumed_for_its_evaluation(script, whole_run, tmp_path):
     """Nothing is trained again; only what may differ between a run and its resumption does."""
     folder = Path(shutil.copytree(whole_run(script), tmp_path / "copy"))
     before = summary_of(folder)
     summary = resume(script, folder, "--eval-episodes", "3")
     assert_same_run(folder, whole_run(script), exactly=True)
+    assert [(row["iteration"], row["agent"], row["episodes"]) for row in evaluations_of(folder)] == [
+        ("6", str(i), "3") for i in range(3)
+    ]
     assert (summary["evaluation"]["episodes"], before["evaluation"]["episodes"]) == (3, 2)
     unchanged = ("timesteps_per_agent", "communication_bytes", "communication_rounds", "training_return", "completed")
     assert {name: summary[name] for name in unchanged} == {name: before[name] for name in unchanged}
@@ -232,30 +244,30 @@ def test_a_dead_rank_ends_the_others_and_the_run_goes_on_elsewhere(whole_run, tm
     The run is then resumed in another placement, all agents in one process.
     """
     command = REPOSITORY / "tests" / "crash.py", "prpo_minigrid", *MOMENTS["half a file"]
-    processes = start_ranks(3, *command, *flags(prpo_minigrid, tmp_path), cwd=tmp_path)
+    processes = start_ranks(3, *command, *flags(PRPO_MINIGRID, tmp_path), cwd=tmp_path)
     results = outcomes(processes)
     assert [code for _, code in results] == [1, -signal.SIGKILL, 1]
     (_, message), _ = results[0]
     assert "Ranks 1 failed" in message
     folder = only_run(tmp_path)
     assert iterations_on_disk(folder) == {"agent_0": [2, 4], "agent_1": [2], "agent_2": [2, 4]}
-    resume(prpo_minigrid, folder)
-    assert_same_run(folder, whole_run(prpo_minigrid))
+    resume(PRPO_MINIGRID, folder)
+    assert_same_run(folder, whole_run(PRPO_MINIGRID))
 
 
 def test_torchrun_restarts_a_crashed_run_unattended(whole_run, tmp_path):
     """With --max-restarts a run whose rank dies once goes on in the same folder and equals an uninterrupted one."""
     command = REPOSITORY / "tests" / "crash.py", "fedavg_ppo", *MOMENTS["half a file"]
     options = "--max-restarts", 1
-    run = torchrun(3, *command, *flags(fedavg_ppo, tmp_path / "runs"), options=options, cwd=tmp_path)
+    run = torchrun(3, *command, *flags(FEDAVG_MINIGRID, tmp_path / "runs"), options=options, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "resuming after iteration 2 of 6" in run.stdout
-    assert_same_run(only_run(tmp_path / "runs"), whole_run(fedavg_ppo))
+    assert_same_run(only_run(tmp_path / "runs"), whole_run(FEDAVG_MINIGRID))
 
 
 # --- signals ---
 
-LONG = {"num_steps": 32, "total_timesteps": 40 * 64, "update_epochs": 1, "num_minibatches": 1, "save_every": 100}
+LONG = {"num_steps": 32, "iterations": 40, "update_epochs": 1, "num_minibatches": 1, "save_every": 100}
 
 
 def wait_for_rows(run_dir, process):
@@ -280,7 +292,7 @@ def assert_interrupted(folder, agents):
     return iteration
 
 
-@every_script
+@on_minigrid
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
     """Ctrl-C and SIGTERM: the iteration is finished and saved, the message says how to go on, and that works."""
@@ -305,7 +317,7 @@ def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
 
 def test_a_signal_to_one_rank_ends_all_ranks_at_the_same_iteration(tmp_path):
     """Ranks agree on the last iteration, so that all agents' checkpoints belong together."""
-    command = script_file(fedavg_ppo), *flags(fedavg_ppo, tmp_path / "runs", num_agents=2, **LONG)
+    command = script_file(FEDAVG_MINIGRID), *flags(FEDAVG_MINIGRID, tmp_path / "runs", num_agents=2, **LONG)
     processes = start_ranks(2, *command, cwd=tmp_path)
     wait_for_rows(tmp_path / "runs", processes[0])
     processes[1].send_signal(signal.SIGINT)
@@ -315,7 +327,9 @@ def test_a_signal_to_one_rank_ends_all_ranks_at_the_same_iteration(tmp_path):
 
 # --- the wire ---
 
-FOUR = {"num_agents": 4, "num_envs": 1, "num_minibatches": 1, "total_timesteps": 6 * 64}
+FOUR = {"num_agents": 4, "num_envs": 1, "num_minibatches": 1}
+WATCHED = [(script, name) for script in MINIGRID for name in ("uniform", "similarity", "identity")]
+WATCHED += [(PRPO_ATARI, "similarity")]
 
 
 @pytest.fixture(scope="session")
@@ -326,12 +340,8 @@ def watched_runs(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("watched")
     runs = {
-        f"{script.__name__}/{name}": [
-            script.__name__,
-            *flags(script, folder / script.__name__ / name, communicator=name, **FOUR),
-        ]
-        for script in SCRIPTS
-        for name in ("uniform", "similarity", "identity")
+        f"{script}/{name}": [script.__name__, *flags(script, folder / str(script) / name, communicator=name, **FOUR)]
+        for script, name in WATCHED
     }
     command = REPOSITORY / "tests" / "wire.py", folder / "{rank}.json", json.dumps(runs)
     results = outcomes(start_ranks(2, *command, cwd=folder), timeout=240)
@@ -341,23 +351,23 @@ def watched_runs(tmp_path_factory):
     return reports, folder
 
 
-@every_script
-@pytest.mark.parametrize(("name", "rounds"), [("uniform", 2), ("similarity", 2), ("identity", 0)])
-def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name, rounds, watched_runs):
+@pytest.mark.parametrize(("script", "name"), WATCHED, ids=str)
+def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name, watched_runs):
     """What moves is whole parameters, the run's stamp, and per agent fewer numbers than a rollout has steps.
 
     Nothing is pickled; the parameters move at the common start and in every round, those of isolated agents never.
     """
-    for calls in (report[f"{script.__name__}/{name}"] for report in watched_runs[0]):
+    parameters = script.parameters
+    for calls in (report[f"{script}/{name}"] for report in watched_runs[0]):
         assert not [function for function, _ in calls if "object" in function]
         silent = {function for function, tensors in calls if not tensors}  # nothing of the agents' is in such a call
         assert silent <= {"init_process_group", "new_group", "monitored_barrier", "destroy_process_group"}
         for _, tensors in calls:
             for dtype, numel in tensors:
-                if numel >= PARAMETERS:
-                    assert dtype == "float32" and numel in (PARAMETERS, 2 * PARAMETERS, 4 * PARAMETERS)
+                if numel >= parameters:
+                    assert dtype == "float32" and numel in (parameters, 2 * parameters, 4 * parameters)
                 else:
-                    assert dtype in ("float64", "int64") and numel <= 4 * 32 < 4 * TINY["num_steps"]
-        moved = Counter(tensors[0][1] >= PARAMETERS for _, tensors in calls if tensors)
-        assert moved[True] == 1 + rounds
+                    assert dtype in ("float64", "int64") and numel <= 4 * 32 < 4 * script.tiny["num_steps"]
+        moved = Counter(tensors[0][1] >= parameters for _, tensors in calls if tensors)
+        assert moved[True] == 1 + (0 if name == "identity" else 2)
         assert moved[False] >= 6  # the metrics of every iteration, so the watch is awake
