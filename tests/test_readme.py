@@ -1,18 +1,24 @@
 """The README's commands run as they stand, on a small budget."""
 
+import importlib
 import os
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import tyro
 from helpers import REPOSITORY, call, environment, only_run, torchrun
 
 README = (REPOSITORY / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
 # Appended to a command: of a flag that is given twice, the last one counts
 SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "2", "--run-dir"]
+SWEEPS = [f"{name}.sh{mode}" for name in ("minigrid", "atari", "llm") for mode in ("", " --quick")]
+SWEEPS += ["minigrid.sh --results", "atari.sh --results"]
+FEW = ["--total-steps", "1", "--batch-size", "1", "--group-size", "2", "--response-length", "8", "--eval-prompts", "1"]
 
 
 def words_of(command):
@@ -29,7 +35,7 @@ def test_both_set_up_everything_and_ci_runs_the_same_tests():
     assert all(step in ci for step in tests.split(" && "))
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"(prpo_minigrid|fedavg_ppo)\.py", c)])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"(prpo_minigrid|prpo_atari|fedavg_ppo)\.py", c)])
 def test_training_commands_run(command, tmp_path):
     """Every training command ends with a summary; only its budget is cut."""
     words = words_of(command)
@@ -42,6 +48,30 @@ def test_training_commands_run(command, tmp_path):
     folder = only_run(tmp_path)
     assert (folder / "summary.json").exists()
     assert len(list(folder.glob("videos/*.mp4"))) == (3 if "--capture-video" in words else 0)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "prpo_llm.py" in c])
+def test_language_model_commands_run(command, tmp_path):
+    """The same for language models, with the real small one and the real data."""
+    process = call(*words_of(command)[1:], *FEW, "--run-dir", tmp_path, cwd=REPOSITORY, timeout=900)
+    assert process.returncode == 0, process.stderr
+    assert (only_run(tmp_path) / "summary.json").exists()
+
+
+@pytest.mark.parametrize("options", SWEEPS)
+def test_sweeps_print_different_commands_that_are_understood(options):
+    """Every line is another command; those of the first seed are parsed by the scripts that they call."""
+    generator = f"bash benchmark/{options}".split()
+    lines = subprocess.run(generator, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
+    assert len(lines) == len(set(lines)) > 3
+    names = [re.search(r"--exp-name \S+", line)[0] for line in lines]
+    first = lines[: len(set(names))]
+    for line in first[:: 1 + len(first) // 40]:
+        script, *argv = re.search(r"(?:python|torchrun --nproc-per-node \d) (.*)", line)[1].split()
+        if not script.startswith("benchmark/"):
+            module = importlib.import_module(Path(script).stem)
+            args = tyro.cli(module.Args, args=argv)
+            assert args.seed == 1 and args.exp_name in line
 
 
 def test_sweep_commands_run_and_are_plotted(tmp_path):
@@ -82,7 +112,9 @@ def test_everything_the_readme_names_is_there():
     """Links, script names and flags of the README exist."""
     for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
         assert (REPOSITORY / target).exists(), target
-    known = set(re.findall(r"--[a-z][a-z0-9-]+", call("prpo_minigrid.py", "--help", cwd=REPOSITORY).stdout))
+    scripts = "prpo_minigrid.py", "prpo_atari.py", "prpo_llm.py"
+    helps = [call(script, "--help", cwd=REPOSITORY).stdout for script in scripts]
+    known = set(re.findall(r"--[a-z][a-z0-9-]+", "".join(helps)))
     known |= {"--nproc-per-node", "--max-restarts", "--logdir", "--help"}
     for command in re.findall(r"`(--[a-z-]+)", README):
         assert command in known | {"--quick", "--results"}, command

@@ -1,0 +1,545 @@
+"""Language models: the same numbers as plain transformers, exact masks and averages, placements and resume."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import REPOSITORY, call, only_run, torchrun
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import communicators
+import prpo_llm
+
+WORDS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz"]
+TARGETS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
+TINY = {
+    "precision": "float32",
+    "device": "cpu",
+    "num_agents": 2,
+    "total_steps": 4,
+    "batch_size": 2,
+    "group_size": 3,
+    "response_length": 6,
+    "temperature": 1.0,
+    "update_every": 2,
+    "save_every": 2,
+    "learning_rate": 1e-2,
+    "prompts_per_agent": 8,
+    "eval_prompts": 2,
+    "lora_rank": 4,
+    "value_lora_rank": 2,
+}
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """A folder with a tiny random Llama, a data set in two topics, and a reward that counts a letter."""
+    folder, generator = tmp_path_factory.mktemp("llm"), np.random.default_rng(0)
+    tokenizer = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<eos>")
+    fast.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 0, "bos_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **shape, **heads))
+    for parameter in model.parameters():  # far from uniform, so that nothing is right by chance
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
+    model.save_pretrained(folder / "model")
+    rows = []
+    for k in range(60):
+        letters = generator.choice(WORDS[1:], size=generator.integers(2, 9)).tolist()
+        rows.append({"prompt": " ".join(letters), "completion": " ".join(letters[:2]), "topic": "xy"[k % 2]})
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "letters.py").write_text(
+        "def count(prompts, completions, references):\n    return [float(c.split().count('a')) for c in completions]\n"
+    )
+    return folder
+
+
+def tiny(files, run_dir, **changes):
+    """The arguments of a tiny run."""
+    base = {"base_model": str(files / "model"), "dataset": str(files / "data.jsonl"), "run_dir": str(run_dir)}
+    return prpo_llm.Args(**TINY | base | {"reward": f"{files / 'letters.py'}:count"} | changes)
+
+
+def flags(args):
+    """The same arguments as a command line."""
+    return [
+        part
+        for name, value in vars(args).items()
+        if value != getattr(prpo_llm.Args(), name)
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+def plain_model(files):
+    return AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def stacked(files, tmp_path):
+    """(model, layers, eos) with three agents whose adapters differ and do something."""
+    args = tiny(files, tmp_path, num_agents=3, algorithm="ppo")
+    model, tokenizer = prpo_llm.load_base(args)
+    layers = prpo_llm.add_adapters(args, model, 3)
+    torch.manual_seed(1)
+    for layer in layers.values():
+        for kind in layer.B:
+            torch.nn.init.normal_(layer.B[kind], std=0.5)
+            torch.nn.init.normal_(layer.A[kind], std=0.5)
+    prpo_llm.forget_casts(layers)
+    return model, layers, tokenizer.eos_token_id
+
+
+def merged(files, layers, name, number):
+    """A plain transformers model with one adapter merged into its weights."""
+    model = plain_model(files)
+    for path, layer in layers.items():
+        weight = model.model.get_submodule(path).weight
+        weight.data += layer.scale[name] * (layer.B[name][number] @ layer.A[name][number]).detach()
+    return model
+
+
+PROMPTS = [[3, 7, 1, 9, 4], [5, 2], [8, 8, 6, 1]]
+
+
+# --- the model ---
+
+
+def test_predict_equals_a_plain_forward(files, stacked):
+    """Packed groups with restarted positions give, for every agent, the log-probs of separate, unpacked sequences."""
+    model, layers, eos = stacked
+    torch.manual_seed(2)
+    tokens, lengths = torch.randint(1, 27, (3, 4, 6)), torch.tensor([[6, 1, 3, 2], [1, 1, 1, 1], [5, 6, 2, 4]])
+    prpo_llm.select("policy", (0, 1, 2))
+    with torch.no_grad():
+        logits = model.lm_head(prpo_llm.predict(model, PROMPTS, tokens, lengths))
+    assert logits.shape[2] == 6
+    for agent, prompt in enumerate(PROMPTS):
+        plain = merged(files, layers, "policy", agent)
+        for g in range(4):
+            length = int(lengths[agent, g])
+            ids = torch.tensor([prompt + tokens[agent, g, :length].tolist()])
+            with torch.no_grad():
+                expected = plain(ids).logits[0, len(prompt) - 1 : -1]
+            torch.testing.assert_close(logits[agent, g, :length], expected, rtol=0, atol=1e-4)
+
+
+def test_stacked_agents_equal_separate_agents(stacked):
+    """What an agent computes, forward and gradient, does not depend on who shares the batch."""
+    model, layers, _ = stacked
+    tokens, lengths = torch.randint(1, 27, (3, 2, 5)), torch.tensor([[5, 2], [3, 5], [4, 4]])
+
+    def gradients(agents):
+        for layer in layers.values():
+            layer.zero_grad()
+        prpo_llm.select("policy", tuple(agents))
+        prompts = [PROMPTS[k] for k in agents]
+        hidden = prpo_llm.predict(model, prompts, tokens[agents], lengths[agents])
+        inside = torch.arange(hidden.shape[2]) < lengths[agents][..., None]
+        (model.lm_head(hidden).log_softmax(-1)[..., 3] * inside).sum().backward()
+        return {k: torch.cat([layer.B["policy"].grad[k].flatten() for layer in layers.values()]) for k in agents}
+
+    together, alone = gradients([0, 1, 2]), [gradients([k])[k] for k in range(3)]
+    for k in range(3):
+        torch.testing.assert_close(together[k], alone[k], rtol=1e-4, atol=1e-4)
+        assert alone[k].abs().max() > 0.1
+
+
+def test_cached_generation_equals_uncached(files, stacked):
+    """Greedy completions with the shared cache are those of a model that reads everything again for each token."""
+    model, layers, _ = stacked
+    prpo_llm.select("policy", (0, 1, 2))
+    tokens, lengths = prpo_llm.generate(model, PROMPTS, torch.zeros(3, 2, 8), -1, temperature=0.0)
+    assert (lengths == 8).all() and torch.equal(tokens[:, 0], tokens[:, 1])
+    for agent, prompt in enumerate(PROMPTS):
+        plain, ids = merged(files, layers, "policy", agent), list(prompt)
+        for _ in range(8):
+            with torch.no_grad():
+                ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert tokens[agent, 0].tolist() == ids[len(prompt) :]
+
+
+def test_sampled_generation_follows_its_own_tokens(stacked):
+    """Every sampled token is the inverse distribution function at its uniform, under the policy that `predict` sees."""
+    model, layers, eos = stacked
+    prpo_llm.select("policy", (0, 1, 2))
+    uniforms = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(3))
+    tokens, lengths = prpo_llm.generate(model, PROMPTS, uniforms, eos, temperature=0.7)
+    with torch.no_grad():
+        hidden = prpo_llm.predict(model, PROMPTS, tokens, lengths)
+        cumulative = (model.lm_head(hidden).double() / 0.7).softmax(-1).cumsum(-1)
+    for index in torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(hidden.shape[2])).tolist():
+        if index[2] < lengths[index[0], index[1]]:
+            a, g, t = index
+            token, u = int(tokens[a, g, t]), float(uniforms[a, g, t])
+            below = float(cumulative[a, g, t, token - 1]) if token else 0.0
+            assert below - 1e-4 <= u <= float(cumulative[a, g, t, token]) + 1e-4
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 2**31), size=st.sampled_from([1, 7, 256, 300, 1000]), spread=st.floats(0.0, 30.0))
+def test_sample_inverts_the_distribution_function(seed, size, spread):
+    """Against a plain cumulative sum, for vocabularies of any size; an impossible token is never drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, size, generator=generator) * spread
+    logits[:, ::3] = logits[:, ::3].masked_fill(
+        torch.rand(5, len(range(0, size, 3)), generator=generator) < 0.3, -math.inf
+    )
+    logits[:, size // 2] = 0.0
+    uniforms = torch.cat((torch.rand(3, generator=generator), torch.tensor([0.0, 1 - 2**-24])))
+    tokens = prpo_llm.sample(logits, uniforms)
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    assert logits.gather(1, tokens[:, None]).isfinite().all()
+    for row, u, token in zip(cumulative, uniforms, tokens.tolist(), strict=True):
+        below = float(row[token - 1]) if token else 0.0
+        assert below - 1e-5 <= float(u) <= float(row[token]) + 1e-5
+
+
+def test_lengths_reach_up_to_and_including_the_first_eos(files):
+    """A completion that ends at the limit, one that ends at once, and one that never ends."""
+    model = plain_model(files)
+    scripts = torch.tensor([[5, 6, 0], [0, 9, 9], [5, 0, 0], [5, 6, 7]])  # what is said, whatever was said before
+    step = {"now": -1}
+
+    class Head(torch.nn.Module):
+        def forward(self, hidden):
+            step["now"] += 1
+            return F.one_hot(scripts[:, step["now"]], len(WORDS)).float()
+
+    model.config._attn_implementation, model.lm_head = "shared_prefix", Head()
+    prpo_llm.select()
+    tokens, lengths = prpo_llm.generate(model, [[1, 2]], torch.zeros(1, 4, 3), 0, temperature=0.0)
+    assert lengths.tolist() == [[3, 1, 2, 3]]
+    assert tokens[0].tolist() == [[5, 6, 0], [0, 0, 0], [5, 0, 0], [5, 6, 7]]
+
+
+def test_saved_adapters_load_in_peft(files, stacked, tmp_path):
+    """PeftModel.from_pretrained finds the same log-probabilities."""
+    model, layers, _ = stacked
+    args = tiny(files, tmp_path, num_agents=3)
+    prpo_llm.save_adapter(args, layers, 1, tmp_path / "adapter")
+    peft = PeftModel.from_pretrained(plain_model(files), tmp_path / "adapter")
+    ids = torch.tensor([[3, 7, 1, 9, 4, 2]])
+    prpo_llm.select("policy", (1,))
+    with torch.no_grad():
+        ours = model.lm_head(prpo_llm.predict(model, [[3]], ids[:, None, 1:], torch.tensor([[5]])))[0, 0]
+        torch.testing.assert_close(ours, peft(ids).logits[0, :-1], rtol=0, atol=1e-4)
+
+
+# --- advantages, losses, averages ---
+
+
+def test_group_advantages():
+    """Eq. 6 by hand; a NaN is out of the baseline; equal rewards give no signal; Dr. GRPO does not divide."""
+    rewards = torch.tensor([[1.0, 3.0, 5.0], [2.0, 2.0, 2.0], [1.0, math.nan, 3.0], [math.nan] * 3])
+    deviation = math.sqrt(8 / 3)
+    expected = torch.tensor([[-2 / deviation, 0, 2 / deviation], [0, 0, 0], [-1, 0, 1], [0, 0, 0]])
+    torch.testing.assert_close(prpo_llm.group_advantages(rewards), expected, rtol=0, atol=1e-5)
+    expected = torch.tensor([[-2.0, 0, 2], [0, 0, 0], [-1, 0, 1], [0, 0, 0]])
+    torch.testing.assert_close(prpo_llm.group_advantages(rewards, "dr-grpo"), expected)
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 2**31), gamma=st.floats(0.5, 1.0), lam=st.floats(0.0, 1.0))
+def test_gae_over_tokens_equals_the_definition(seed, gamma, lam):
+    """Sums of discounted errors up to each completion's own end, whatever stands behind it."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(1, 8, (3,), generator=generator)
+    mask = torch.arange(7) < lengths[:, None]
+    found = prpo_llm.gae(rewards * mask, values, mask, gamma, lam)
+    for row, length in enumerate(lengths.tolist()):
+        v = [*values[row, :length].tolist(), 0.0]
+        deltas = [float(rewards[row, t]) + gamma * v[t + 1] - v[t] for t in range(length)]
+        for t in range(7):
+            expected = sum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, length))
+            assert float(found[row, t]) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("mixture", ["arithmetic", "geometric"])
+def test_full_kl_is_the_sum_over_the_vocabulary(direction, mixture):
+    """By hand, with a mixture of three policies as the reference."""
+    generator = torch.Generator().manual_seed(4)
+    policy = torch.randn(5, 11, generator=generator).log_softmax(-1)
+    peers, weights = torch.randn(3, 5, 11, generator=generator).log_softmax(-1), torch.tensor([0.2, 0.5, 0.3])
+    reference = communicators.mix_log_probs(peers, weights, mixture)
+    args = prpo_llm.Args(kl_direction=direction)
+    found = prpo_llm.reference_kl(policy, reference, torch.zeros(5, dtype=torch.long), args)
+    if mixture == "arithmetic":
+        mixed = torch.einsum("n,nsv->sv", weights, peers.exp())
+    else:
+        mixed = torch.einsum("n,nsv->sv", weights, peers).softmax(-1)
+    first, second = (mixed, policy.exp()) if direction == "forward" else (policy.exp(), mixed)
+    torch.testing.assert_close(found, (first * (first / second).log()).sum(-1), rtol=0, atol=1e-5)
+
+
+def test_k_estimators_under_samples_of_the_policy():
+    """The mean of k1 and k3 over all tokens, weighted by the policy, is the exact KL; k2 is close for near policies."""
+    generator = torch.Generator().manual_seed(5)
+    policy = torch.randn(1, 9, generator=generator).log_softmax(-1)
+    reference = (policy + 0.1 * torch.randn(1, 9, generator=generator)).log_softmax(-1)
+    tokens, exact = torch.arange(9), communicators.kl_to_reference(policy, reference, "reverse")
+    means = {}
+    for name in ("k1", "k2", "k3"):
+        args = prpo_llm.Args(kl_estimator=name)
+        each = prpo_llm.reference_kl(policy.expand(9, -1), reference.expand(9, -1), tokens, args)
+        means[name] = float((policy.exp()[0] * each).sum())
+    assert means["k1"] == pytest.approx(float(exact), abs=1e-6) == pytest.approx(means["k3"], abs=1e-6)
+    assert means["k2"] == pytest.approx(float(exact), rel=0.1) and means["k2"] != pytest.approx(float(exact), rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_type": "dr-grpo"}, {"algorithm": "ppo"}])
+def test_what_tokens_count(options):
+    """GRPO: each completion the same; Dr. GRPO: each token the same against the maximum; PPO: each token the same."""
+    args = prpo_llm.Args(response_length=10, **options)
+    weights = prpo_llm.token_weights(torch.tensor([1, 4, 10]), args)
+    expected = {"grpo": [1 / 3, 1 / 12, 1 / 30], "dr-grpo": [1 / 30] * 3, "ppo": [1 / 15] * 3}
+    name = options.get("loss_type") or options.get("algorithm", "grpo")
+    assert weights.tolist() == pytest.approx(expected[name])
+
+
+# --- partitions ---
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**31), agents=st.integers(3, 8), overlap=st.floats(1.0, 2.0), xi=st.floats(0.5, 256.0))
+def test_coverage_partition_keeps_its_promises(seed, agents, overlap, xi):
+    """Sizes within the bounds, a fixed total overlap, each item about `overlap` times, never twice in a set."""
+    number, rng = 40 * agents, np.random.default_rng(seed)
+    mean = int(overlap * number) // agents
+    sets = prpo_llm.coverage_partition(number, agents, (mean // 2, mean, 2 * mean), xi, overlap, rng)
+    assert sum(map(len, sets)) == int(overlap * number)
+    assert all(mean // 2 <= len(own) <= 2 * mean and len(set(own)) == len(own) for own in sets)
+
+
+def test_partition_strengths_move_the_variance():
+    """A larger xi makes sizes more equal, a larger omega makes mixtures less equal; sizes stay fixed where promised."""
+
+    def spread(xi):
+        rng = np.random.default_rng(0)
+        runs = [prpo_llm.coverage_partition(400, 8, (10, 50, 90), xi, 1.0, rng) for _ in range(20)]
+        return np.mean([np.std([len(own) for own in sets]) for sets in runs])
+
+    assert spread(1.0) > 2 * spread(256.0)
+    pools = [np.arange(0, 60), np.arange(60, 160), np.arange(160, 300)]
+
+    def mixtures(omega):
+        sets = prpo_llm.preference_partition(pools, 30, 100, omega, np.random.default_rng(1))
+        assert all(len(set(own)) == 100 for own in sets)
+        return np.std([np.mean(own < 60) for own in sets])
+
+    assert mixtures(0.9) > 2 * mixtures(0.01)
+    easy, hard = np.arange(100), np.arange(100, 400)
+    sets = prpo_llm.hardness_partition(easy, hard, 4, 50, (5, 25, 45), 1.0, 1.0, np.random.default_rng(2))
+    assert all(len(set(own)) == 50 for own in sets) and sum((own < 100).sum() for own in sets) == 100
+
+
+# --- whole runs ---
+
+
+def rows_of(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in csv.DictReader(file)]
+
+
+def weights_of(folder):
+    from safetensors.torch import load_file
+
+    paths = sorted(folder.glob("agent_*/adapter_model.safetensors"))
+    return [torch.cat([t.flatten() for _, t in sorted(load_file(path).items())]) for path in paths]
+
+
+def train(files, run_dir, **changes):
+    summary = prpo_llm.main(tiny(files, run_dir, **changes))
+    return only_run(run_dir), summary
+
+
+ALGORITHMS = {"grpo": {}, "ppo": {"algorithm": "ppo"}}
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+@every_algorithm
+@pytest.mark.parametrize("aggregation", ["policy", "weights", "none"])
+def test_agents_learn_to_say_a_letter(files, tmp_path, algorithm, aggregation):
+    """The reward counts a letter: every agent of every method says it more often at the end."""
+    # PPO has one completion for each prompt
+    changes = {"batch_size": 4, "total_steps": 25} if algorithm == "grpo" else {"batch_size": 8, "total_steps": 40}
+    changes |= {"aggregation": aggregation, "group_size": 6, "kl_coef": 0.01, "save_every": 50, "eval_prompts": 0}
+    changes |= {"missing_eos_penalty": 0.0, "prompts_per_agent": 16}
+    folder, summary = train(files, tmp_path, **ALGORITHMS[algorithm] | changes)
+    rewards = [[float(row["reward"]) for row in rows_of(folder)[k::2]] for k in range(2)]
+    for own in rewards:
+        assert np.mean(own[-5:]) > np.mean(own[:5]) + 0.5
+    assert summary["communication_rounds"] == changes["total_steps"] // 2
+    assert (summary["communication_bytes"] > 0) == (aggregation != "none")
+
+
+@every_algorithm
+def test_the_first_minibatch_has_ratio_one(files, tmp_path, algorithm):
+    """Old and new log-probs take the same path, so that nothing but learning moves the ratio; later it moves."""
+    folder, _ = train(files, tmp_path, **ALGORITHMS[algorithm], minibatch_size=1)
+    assert all(float(row["first_log_ratio"]) < 1e-5 for row in rows_of(folder))
+    assert any(float(row["approx_kl"]) > 1e-4 for row in rows_of(folder))
+
+
+@every_algorithm
+def test_accumulation_changes_nothing(files, tmp_path, algorithm):
+    """One forward of the whole minibatch and one per prompt give the same weights."""
+    changes = ALGORITHMS[algorithm] | {"batch_size": 4, "learning_rate": 1e-3}
+    ones, _ = train(files, tmp_path / "ones", micro_batch_size=1, **changes)
+    whole, _ = train(files, tmp_path / "whole", micro_batch_size=4, **changes)
+    for a, b in zip(weights_of(ones), weights_of(whole), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+@every_algorithm
+@pytest.mark.parametrize("aggregation", ["policy", "weights"])
+def test_two_ranks_train_like_one_process(files, tmp_path, algorithm, aggregation):
+    """torchrun with one agent per rank: the same weights and metrics."""
+    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "learning_rate": 1e-3}
+    together, summary = train(files, tmp_path / "one", **changes)
+    args = tiny(files, tmp_path / "two", **changes)
+    run = torchrun(2, prpo_llm.__file__, *flags(args), cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    spread = only_run(tmp_path / "two")
+    for a, b in zip(weights_of(spread), weights_of(together), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    for row, expected in zip(rows_of(spread), rows_of(together), strict=True):
+        for column in row:
+            assert float(row[column]) == pytest.approx(float(expected[column]), rel=1e-2, abs=1e-3, nan_ok=True), column
+
+
+@every_algorithm
+@pytest.mark.parametrize("aggregation", ["policy", "weights"])
+def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monkeypatch):
+    """A run that dies after its checkpoint of step 2 and goes on is the uninterrupted run, bit for bit."""
+    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "eval_every": 1}
+    whole, _ = train(files, tmp_path / "whole", **changes)
+    save, saved = prpo_llm.save_checkpoint, []
+
+    def die_later(folder, step, state):
+        save(folder, step, state)
+        saved.append(folder)
+        if len(saved) == 3:  # agent 0 is ahead of agent 1
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prpo_llm, "save_checkpoint", die_later)
+        with pytest.raises(KeyboardInterrupt):
+            prpo_llm.main(tiny(files, tmp_path / "cut", **changes))
+    folder = only_run(tmp_path / "cut")
+    prpo_llm.main(prpo_llm.parse_args(["--resume", str(folder)]))
+    for a, b in zip(weights_of(folder), weights_of(whole), strict=True):
+        assert torch.equal(a, b)
+    assert rows_of(folder) == rows_of(whole)
+    for name in ("evaluations.csv", "completions.jsonl"):
+        assert (folder / name).read_text() == (whole / name).read_text()
+
+
+@every_algorithm
+def test_nothing_but_adapters_and_declared_scalars_leaves_a_rank(files, tmp_path, algorithm):
+    """Every function of torch.distributed is watched: no token, prompt or completion is in any of its arguments."""
+    argv = flags(tiny(files, tmp_path / "runs", **ALGORITHMS[algorithm], communicator="similarity"))
+    command = REPOSITORY / "tests" / "wire.py", tmp_path / "{rank}.json", json.dumps({"run": ["prpo_llm", *argv]})
+    run = torchrun(2, *command, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    size = len(weights_of(only_run(tmp_path / "runs"))[0])
+    for rank in range(2):
+        calls = json.loads((tmp_path / f"{rank}.json").read_text())["run"]
+        assert not [function for function, _ in calls if "object" in function]
+        moved = [tensor for _, tensors in calls for tensor in tensors]
+        # Adapters as float32 (and at the start those of the value model), metrics as float64, the run's stamp as int64
+        assert {dtype for dtype, _ in moved} == {"float32", "float64", "int64"}
+        assert all(numel >= size for dtype, numel in moved if dtype == "float32")
+        assert all(numel <= 2 * (len(prpo_llm.METRICS) + 1) for dtype, numel in moved if dtype == "float64")
+        assert all(numel <= 2 for dtype, numel in moved if dtype == "int64")
+        assert sum(dtype == "float32" for dtype, _ in moved) >= 3
+
+
+def test_exact_average_of_adapters(files, tmp_path, monkeypatch):
+    """After a round of FedAvg every agent's product BA is the mean of the products before; naively it is not."""
+    seen, average = {}, communicators.average_parameters
+    for name in ("exact", "naive"):
+        before = []
+        monkeypatch.setattr(
+            communicators, "average_parameters", lambda c, p, seen=before: seen.append(p.clone()) or average(c, p)
+        )
+        changes = {"aggregation": "weights", "lora_average": name, "total_steps": 2, "learning_rate": 0.05}
+        folder, _ = train(files, tmp_path / name, **changes)
+        args = tiny(files, tmp_path, **changes)
+        model, _ = prpo_llm.load_base(args)
+        layers = prpo_llm.add_adapters(args, model, 2)
+        products = []
+        for vector in before[0]:
+            prpo_llm.unflatten(vector, layers, "policy", 0)
+            products.append([(own.B["policy"][0] @ own.A["policy"][0]).detach() for own in layers.values()])
+        from safetensors.torch import load_file
+
+        after = load_file(folder / "agent_0" / "adapter_model.safetensors")
+        prefix = "base_model.model.model."
+        ours = [after[f"{prefix}{n}.lora_B.weight"] @ after[f"{prefix}{n}.lora_A.weight"] for n in layers]
+        mean = [(a + b) / 2 for a, b in zip(*products, strict=True)]
+        seen[name] = max(float((o - m).abs().max() / m.abs().max()) for o, m in zip(ours, mean, strict=True))
+    assert seen["exact"] < 1e-5 and seen["naive"] > 1e-2
+
+
+def test_nan_rewards_are_counted_and_ignored(files, tmp_path):
+    """A reward function that fails now and then does not spoil a weight."""
+    (tmp_path / "broken.py").write_text(
+        "def some(prompts, completions, references):\n"
+        "    return [float('nan') if k % 3 == 0 else float(len(c)) for k, c in enumerate(completions)]\n"
+    )
+    folder, _ = train(files, tmp_path / "runs", reward=f"{tmp_path / 'broken.py'}:some")
+    assert all(float(row["nan_rewards"]) > 0 for row in rows_of(folder))
+    assert all(weights.isfinite().all() for weights in weights_of(folder))
+
+
+BAD = {
+    "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "rank-reward"]),
+    "no such reward": (["--reward", "bleu"], ["--reward bleu", "FILE.py:function"]),
+    "estimator of the forward KL": (
+        ["--kl-estimator", "k3", "--kl-direction", "forward"],
+        ["--kl-estimator k3", "full"],
+    ),
+    "group of one": (["--group-size", "1"], ["--group-size 1", "at least 2"]),
+    "minibatch not divisible": (["--minibatch-size", "3"], ["--minibatch-size 3", "4"]),
+    "temperature zero": (["--temperature", "0"], ["--temperature 0", "positive"]),
+    "self-preference above 1": (["--self-preference", "1.5"], ["--self-preference 1.5", "[0, 1]"]),
+    "no such file": (["--dataset", "nowhere.jsonl"], ["--dataset nowhere.jsonl", "no such file"]),
+    "no adapter": (["--adapter", "nowhere"], ["--adapter nowhere", "adapter_config.json"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_with_one_line(case):
+    """It names the flag, the value and what would be valid."""
+    argv, parts = BAD[case]
+    with pytest.raises(SystemExit) as end:
+        prpo_llm.parse_args(argv)
+    assert "\n" not in end.value.code and all(part in end.value.code for part in parts), end.value.code
+
+
+@pytest.mark.parametrize("rows", [[{"text": "a"}], []])
+def test_a_data_set_without_the_columns(files, tmp_path, rows):
+    """Missing columns and an empty data set are told before training."""
+    (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(SystemExit) as end:
+        prpo_llm.main(tiny(files, tmp_path / "runs", dataset=str(tmp_path / "bad.jsonl")))
+    assert "must have the columns prompt and completion" in end.value.code
+
+
+def test_help_explains_every_flag():
+    """--help shows every flag."""
+    shown = call(prpo_llm.__file__, "--help", cwd=".").stdout
+    assert all(f"--{name.replace('_', '-')}" in shown for name in vars(prpo_llm.Args()))
