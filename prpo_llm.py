@@ -610,7 +610,7 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> dict[str, Adapters]
 
     Every agent starts from the same A and from B = 0, or from --adapter. Returns the layers by name.
     """
-    modules = model.model.named_modules()
+    modules = model.named_modules()
     layers = {name: layer for name, layer in modules if name.rpartition(".")[2] in args.lora_targets}
     missing = set(args.lora_targets) - {name.rpartition(".")[2] for name in layers}
     if missing:
@@ -620,7 +620,7 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> dict[str, Adapters]
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
         found[name] = adapters = Adapters(layer)
-        setattr(model.model.get_submodule(parent), own, adapters)
+        setattr(model.get_submodule(parent), own, adapters)
         adapters.add("policy", held, args.lora_rank, args.lora_alpha)
         adapters.add("snapshot", args.num_agents + 1, args.lora_rank, args.lora_alpha)
         sets = ["policy", "snapshot"]
@@ -632,7 +632,7 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> dict[str, Adapters]
             nn.init.kaiming_uniform_(A, a=5**0.5, generator=generator if kind != "snapshot" else None)
             adapters.A[kind].data[:] = A.to(layer.weight.device)
         for side, letter in ((adapters.A, "A"), (adapters.B, "B")):
-            stored = start.get(f"base_model.model.model.{name}.lora_{letter}.weight")
+            stored = start.get(f"base_model.model.{name}.lora_{letter}.weight")
             if args.adapter and (stored is None or stored.shape != side["policy"][0].shape):
                 sys.exit(f"--adapter {args.adapter}: must have rank {args.lora_rank} and the layers of --lora-targets")
             if stored is not None:
@@ -679,7 +679,7 @@ def save_adapter(args: Args, layers: dict[str, Adapters], number: int, folder: P
     tensors = {}
     for name, layer in layers.items():
         for letter, side in (("A", layer.A), ("B", layer.B)):
-            tensors[f"base_model.model.model.{name}.lora_{letter}.weight"] = side["policy"].data[number].cpu().clone()
+            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = side["policy"].data[number].cpu().clone()
     save_file(tensors, folder / "adapter_model.safetensors")
     targets, base = list(args.lora_targets), args.base_model
     options = {"target_modules": targets, "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
@@ -721,7 +721,7 @@ def generate(model, prompts: list, uniforms: torch.Tensor, eos: int, temperature
     device, (number, group_size, response_length) = model.device, uniforms.shape
     ids, prompt_lengths = (tensor.to(device) for tensor in pad(prompts))
     cache = Cache(prompt_lengths, group_size, response_length)
-    hidden = model.model(input_ids=ids, use_cache=False, cache=cache).last_hidden_state
+    hidden = model.base_model(input_ids=ids, use_cache=False, cache=cache).last_hidden_state
     hidden = hidden[torch.arange(number, device=device), prompt_lengths - 1].repeat_interleave(group_size, dim=0)
     tokens = torch.full((number * group_size, response_length), eos, device=device)
     lengths = torch.full((number * group_size,), response_length, device=device)
@@ -736,7 +736,7 @@ def generate(model, prompts: list, uniforms: torch.Tensor, eos: int, temperature
         if step == response_length - 1 or not running.any():
             break
         cache.step, position = step, (starts + step)[:, None]
-        hidden = model.model(
+        hidden = model.base_model(
             input_ids=tokens[:, step, None], position_ids=position, use_cache=False, cache=cache
         ).last_hidden_state[:, 0]
     return tokens.view(number, group_size, -1), lengths.view(number, group_size)
@@ -765,7 +765,7 @@ def predict(model, prompts: list, tokens: torch.Tensor, lengths: torch.Tensor) -
     bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill_(~mask, -torch.inf)
     positions = torch.cat((positions, after), dim=1)
     options = {"position_ids": positions, "attention_mask": bias, "use_cache": False}
-    hidden = model.model(input_ids=ids, **options).last_hidden_state
+    hidden = model.base_model(input_ids=ids, **options).last_hidden_state
     first = hidden[torch.arange(number, device=device), prompt_lengths - 1]
     first = first[:, None, None].expand(-1, group_size, 1, -1)
     return torch.cat((first, hidden[:, size:].unflatten(1, (group_size, len(own)))), dim=2)

@@ -104,7 +104,7 @@ def merged(files, layers, name, number):
     """A plain transformers model with one adapter merged into its weights."""
     model = plain_model(files)
     for path, layer in layers.items():
-        weight = model.model.get_submodule(path).weight
+        weight = model.get_submodule(path).weight
         weight.data += layer.scale[name] * (layer.B[name][number] @ layer.A[name][number]).detach()
     return model
 
@@ -487,7 +487,7 @@ def test_exact_average_of_adapters(files, tmp_path, monkeypatch):
         from safetensors.torch import load_file
 
         after = load_file(folder / "agent_0" / "adapter_model.safetensors")
-        prefix = "base_model.model.model."
+        prefix = "base_model.model."
         ours = [after[f"{prefix}{n}.lora_B.weight"] @ after[f"{prefix}{n}.lora_A.weight"] for n in layers]
         mean = [(a + b) / 2 for a, b in zip(*products, strict=True)]
         seen[name] = max(float((o - m).abs().max() / m.abs().max()) for o, m in zip(ours, mean, strict=True))
