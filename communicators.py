@@ -9,6 +9,7 @@ except `Exchange`, which moves parameters and declared scalars between agents an
 import datetime
 import math
 import os
+import time
 import warnings
 
 import torch
@@ -295,19 +296,32 @@ class Exchange:
         self.agents = range(self.rank * held, (self.rank + 1) * held)  # the agents this process holds
         self.timeout = datetime.timedelta(seconds=timeout)
         if self.distributed:
-            backend, rendezvous = "nccl" if device.type == "cuda" else "gloo", {}
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives a restart: drop dead addresses
-                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                store = dist.TCPStore(*address, self.world_size, is_master=False, timeout=self.timeout)
-                store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-                rendezvous = {"store": store, "rank": self.rank, "world_size": self.world_size}
-            dist.init_process_group(backend, timeout=self.timeout, **rendezvous)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            # torchrun's own store outlives a restart: the prefix drops the addresses of the dead
+            leads = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            store = dist.TCPStore(*address, self.world_size, is_master=leads, timeout=self.timeout, multi_tenant=True)
+            self._store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            place = {"store": self._store, "rank": self.rank, "world_size": self.world_size}
+            dist.init_process_group(backend, timeout=self.timeout, **place)
+            self._barriers = 0
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def barrier(self) -> None:
         """Wait until every rank is here; on rank 0 a RuntimeError names those that did not come in time."""
-        if self.distributed:
+        if not self.distributed:
+            return
+        self._barriers += 1
+        self._store.set(f"arrived_{self.rank}_{self._barriers}", "")
+        try:
             dist.monitored_barrier(self._control, self.timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            if self.rank > 0 or "Rank" in str(error):
+                raise
+            time.sleep(1)  # a connection that broke before anybody waited: who is alive will arrive soon
+            keys = {rank: f"arrived_{rank}_{self._barriers}" for rank in range(self.world_size)}
+            missing = ", ".join(str(rank) for rank, key in keys.items() if not self._store.check([key]))
+            raise RuntimeError(f"Ranks {missing} failed to arrive: {error}") from error
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's `tensor`, on every rank."""
