@@ -7,6 +7,7 @@ except `Exchange`, which moves parameters and declared scalars between agents an
 """
 
 import datetime
+import functools
 import math
 import os
 import time
@@ -200,14 +201,13 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
     arithmetic: log sum_j c_j pi_j. geometric: sum_j c_j log pi_j, renormalised. A policy of weight 0 has no influence,
     whatever its log-probabilities are. Raises ValueError if a geometric mixture has no common support.
     """
-    weights = weights.to(log_probs)
-    log_probs, weights = log_probs[weights > 0], weights[weights > 0]
-    weights = weights.view(-1, *[1] * (log_probs.dim() - 1))
-    if mixture == "arithmetic":
-        return torch.logsumexp(log_probs + weights.log(), dim=0)
-    if mixture != "geometric":
+    if mixture not in MIXTURES:
         raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
-    unnormalised = (weights * log_probs).sum(0)
+    heard = [(weight, log_probs[j]) for j, weight in enumerate(weights.to(log_probs).tolist()) if weight > 0]
+    if mixture == "arithmetic":  # one policy after the other, because the vocabulary of a language model is large
+        weighted = (own + math.log(weight) if weight != 1 else own for weight, own in heard)
+        return functools.reduce(torch.logaddexp, weighted)
+    unnormalised = sum(weight * own for weight, own in heard)
     if unnormalised.isneginf().all(-1).any():
         raise ValueError("the policies of a geometric mixture have no action in common")
     return torch.log_softmax(unnormalised, dim=-1)

@@ -645,7 +645,8 @@ def main(args: Args) -> dict:
     options |= {"name": args.communicator, "num_agents": args.num_agents, "topology": args.topology}
     communicate = functools.partial(communicators.make_communicator, **options)
     communicator, distances, rounds = communicate(num_peers=args.top_k), None, 0
-    reference_states = public_states(args).to(device)
+    if args.communicator != "identity":
+        reference_states = public_states(args).to(device)
 
     # Statistics
     batch_size = args.num_envs * args.num_steps
@@ -741,8 +742,8 @@ def main(args: Args) -> dict:
                 returns = evaluate(args, agents[i], env_id, levels, derive_seed(args.seed, i, test, 4))
                 local[-1] += [returns.mean(), 1.96 * returns.std(ddof=len(levels) > 1) / np.sqrt(len(levels))]
         results = exchange.all_gather(torch.tensor(local, dtype=torch.float64)).unflatten(1, (len(tests), 2)).tolist()
-        for i, name in itertools.product(range(args.num_agents), tests) if chief else ():
-            mean, half = results[i][list(tests).index(name)]
+        for i, (k, name) in itertools.product(range(args.num_agents), enumerate(tests)) if chief else ():
+            mean, half = results[i][k]
             writer.add_scalar(f"eval/{name}/agent_{i}", mean, iteration * batch_size)
             row = [iteration, i, name, iteration * batch_size, args.eval_episodes, f"{mean:.6g}", f"{half:.6g}"]
             csv.writer(evaluations_file).writerow(row)

@@ -245,6 +245,8 @@ def check_args(args: Args) -> None:
     check("self_preference", "must be positive, or agents would swap adapters", lambda v: v > 0 or not swapped)
     names = communicators.COMMUNICATORS
     check("communicator", f"choose from {', '.join(names)}", lambda v: v in names)
+    compared = args.eval_prompts > 0
+    check("communicator", "must compare on held-out prompts: --eval-prompts 1", lambda v: compared or v != "similarity")
     check("top_k", f"must lie in 0..{args.num_agents - 1}", lambda v: 0 <= v < args.num_agents)
     check("group_size", "must be at least 2 for GRPO", lambda v: v >= 2 or args.algorithm == "ppo")
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
@@ -528,62 +530,73 @@ class Adapters(nn.Module):
         y, (name, numbers) = self.base(x), Adapters.selected
         if not name:
             return y
-        if torch.is_grad_enabled():
-            A, B = (side[name][list(numbers)].to(x.dtype) for side in (self.A, self.B))
+        if torch.is_grad_enabled() or (name, numbers) not in self.cast:
+            whole = numbers == tuple(range(len(self.A[name])))
+            A, B = ((side[name] if whole else side[name][list(numbers)]).to(x.dtype) for side in (self.A, self.B))
+            if not torch.is_grad_enabled():
+                self.cast[name, numbers] = A, B
         else:  # the same values, cast once
-            if (name, numbers) not in self.cast:
-                self.cast[name, numbers] = [side[name][list(numbers)].to(x.dtype) for side in (self.A, self.B)]
             A, B = self.cast[name, numbers]
         low = x.reshape(len(numbers), -1, x.shape[-1]) @ A.mT
-        return y + (low @ B.mT).view_as(y) * self.scale[name]
+        blocks = y.view(len(numbers), -1, y.shape[-1])
+        return torch.baddbmm(blocks, low, B.mT, alpha=self.scale[name]).view_as(y)
 
 
-class Cache:
-    """Keys and values of generation: prompts once per group, completions in buffers of their final size."""
+class Groups:
+    """What attention must know of a batch of prompts with their groups of completions.
 
-    def __init__(self, prompt_lengths: torch.Tensor, group_size: int, response_length: int):
-        longest = int(prompt_lengths.max())
-        self.hidden = torch.arange(longest, device=prompt_lengths.device) >= prompt_lengths[:, None]  # padding
-        self.group_size, self.response_length = group_size, response_length
-        self.prompts, self.completions, self.step = {}, {}, None  # layer -> (keys, values)
-
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float):
-        """One more token of every completion attends to its prompt and to what it has said. Returns [rows, 1, H, D]."""
-        rows, heads, _, size = query.shape
-        groups, kv_heads = rows // self.group_size, key.shape[1]
-        if layer not in self.completions:
-            shape = rows, kv_heads, self.response_length, size
-            self.completions[layer] = key.new_empty(shape), key.new_empty(shape)
-        keys, values = self.completions[layer]
-        keys[:, :, self.step], values[:, :, self.step] = key[:, :, 0], value[:, :, 0]
-        keys, values = keys[:, :, : self.step + 1], values[:, :, : self.step + 1]
-        prompt_keys, prompt_values = self.prompts[layer]  # [groups, kv heads, prompt, D]
-        own = query.reshape(rows, kv_heads, -1, size) * scaling  # heads that share keys lie together
-        shared = own.reshape(groups, self.group_size, kv_heads, -1, size).transpose(1, 2).flatten(2, 3)
-        before = (shared @ prompt_keys.mT).masked_fill_(self.hidden[:, None, None], -torch.inf)
-        before = before.reshape(groups, kv_heads, self.group_size, -1, before.shape[-1]).transpose(1, 2).flatten(0, 1)
-        weights = torch.cat((before, own @ keys.mT), dim=-1).float().softmax(-1).to(value.dtype)
-        before, after = weights.split((before.shape[-1], self.step + 1), dim=-1)
-        before = before.reshape(groups, self.group_size, kv_heads, -1, before.shape[-1]).transpose(1, 2).flatten(2, 3)
-        output = (before @ prompt_values).reshape(groups, kv_heads, self.group_size, -1, size)
-        output = output.transpose(1, 2).flatten(0, 1)
-        return (output + after @ values).reshape(rows, 1, heads, size)
-
-
-def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, cache: Cache | None = None, **_):
-    """What the model calls for attention. query: [rows, heads, tokens, D]. Returns ([rows, tokens, heads, D], None).
-
-    With a cache: prompts are stored, then completions go on from them. Without one: a mask says who sees whom.
+    A row holds a prompt and then the tokens of its group, [prompt, c_1, ..., c_G], or, in generation, first the prompt
+    and then one token of every completion at a time; keys and values that are needed again are kept for that.
     """
-    if cache and cache.step is not None:
-        return cache.attend(module.layer_idx, query, key, value, scaling), None
-    if cache:
-        cache.prompts[module.layer_idx] = key, value
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    causal = attention_mask is None
-    output = F.scaled_dot_product_attention(query, key, value, attention_mask, is_causal=causal, scale=scaling)
-    return output.transpose(1, 2), None
+
+    def __init__(self, prompt_lengths: torch.Tensor, longest: int, group_size: int, buffer: int = 0):
+        self.padding = torch.arange(longest, device=prompt_lengths.device) >= prompt_lengths[:, None]
+        self.group_size, self.buffer = group_size, buffer  # tokens of a completion to be generated
+        self.prompt_tokens, self.step = longest, 0  # of a row of the next batch; of the tokens generated
+        self.prompts, self.completions = {}, {}  # layer -> (keys, values)
+
+    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the keys and values of the newest tokens to those before them, in buffers of their final size."""
+        if layer not in self.completions:
+            shape = *key.shape[:3], self.buffer, key.shape[4]
+            self.completions[layer] = key.new_empty(shape), key.new_empty(shape)
+        for stored, new in zip(self.completions[layer], (key, value), strict=True):
+            stored[:, :, :, self.step] = new[:, :, :, 0]
+        return tuple(stored[:, :, :, : self.step + 1] for stored in self.completions[layer])
+
+    def attend(self, query: torch.Tensor, prompt: tuple, own: tuple) -> torch.Tensor:
+        """Tokens of completions attend to their prompt, read once for the group, and to the tokens before them.
+
+        query: [groups, heads, G, tokens, D], scaled; prompt: keys and values [groups, kv heads, S, D]; own: those of
+        the completions, [groups, kv heads, G, length, D]. Returns [groups, heads, G, tokens, D].
+        """
+        (prompt_keys, prompt_values), (keys, values) = prompt, own
+        tokens, length = query.shape[3], keys.shape[3]
+        query = query.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)  # heads that share keys lie together
+        before = (query.flatten(2, 4) @ prompt_keys.mT).masked_fill_(self.padding[:, None, None], -torch.inf)
+        after = query.flatten(3, 4) @ keys.mT  # [groups, kv heads, G, heads that share keys x tokens, length]
+        if tokens > 1:
+            future = torch.ones(tokens, length, dtype=torch.bool, device=query.device).triu(1)
+            after = after.unflatten(3, (-1, tokens)).masked_fill(future, -torch.inf).flatten(3, 4)
+        weights = torch.cat((before, after.flatten(2, 3)), dim=-1).softmax(-1)
+        before, after = weights.split((before.shape[-1], length), dim=-1)
+        output = before @ prompt_values + (after.unflatten(2, (query.shape[2], -1)) @ values).flatten(2, 3)
+        return output.view(query.shape).transpose(2, 3).flatten(1, 2)
+
+
+def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, *, groups: Groups, **_):
+    """What the model calls for attention. query: [rows, heads, tokens, D]. Returns ([rows, tokens, heads, D], None)."""
+    layer, size, outputs = module.layer_idx, groups.prompt_tokens, []
+    if size:  # padding comes last, so that no prompt can see it
+        groups.prompts[layer] = prompt = key[:, :, :size], value[:, :, :size]
+        repeats = query.shape[1] // key.shape[1]
+        full = (side.repeat_interleave(repeats, dim=1) for side in prompt)
+        outputs.append(F.scaled_dot_product_attention(query[:, :, :size], *full, is_causal=True, scale=scaling))
+    if query.shape[2] > size:
+        query, *own = (x[:, :, size:].unflatten(2, (groups.group_size, -1)) for x in (query, key, value))
+        own = groups.extend(layer, *own) if groups.buffer else own
+        outputs.append(groups.attend(query * scaling, groups.prompts[layer], own).flatten(2, 3))
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 AttentionInterface.register("shared_prefix", attention)
@@ -623,13 +636,11 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> dict[str, Adapters]
         setattr(model.get_submodule(parent), own, adapters)
         adapters.add("policy", held, args.lora_rank, args.lora_alpha)
         adapters.add("snapshot", args.num_agents + 1, args.lora_rank, args.lora_alpha)
-        sets = ["policy", "snapshot"]
         if args.algorithm == "ppo":
             adapters.add("value", held, args.value_lora_rank, args.value_lora_alpha)
-            sets.append("value")
-        for kind in sets:
+        for kind in (kind for kind in ("policy", "value") if kind in adapters.A):
             A = torch.empty_like(adapters.A[kind][0], device="cpu")
-            nn.init.kaiming_uniform_(A, a=5**0.5, generator=generator if kind != "snapshot" else None)
+            nn.init.kaiming_uniform_(A, a=5**0.5, generator=generator)
             adapters.A[kind].data[:] = A.to(layer.weight.device)
         for side, letter in ((adapters.A, "A"), (adapters.B, "B")):
             stored = start.get(f"base_model.model.{name}.lora_{letter}.weight")
@@ -656,9 +667,9 @@ def forget_casts(layers: dict[str, Adapters]) -> None:
 
 
 def adapter_tensors(layers: dict[str, Adapters], name: str, number: int) -> list[torch.Tensor]:
-    """The trainable tensors of one adapter, in a fixed order: views of the stacked ones."""
-    sides = [side[name] for layer in layers.values() for side in (layer.A, layer.B)]
-    return [side.data[number] for side in sides]
+    """The tensors of one adapter that agents train, in a fixed order: views of the stacked ones."""
+    sides = [side for layer in layers.values() for side in (layer.A, layer.B)]
+    return [side[name].data[number] for side in sides if side["policy"].requires_grad]
 
 
 def flatten(layers: dict[str, Adapters], name: str, number: int) -> torch.Tensor:
@@ -702,10 +713,10 @@ def sample(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return (block * 256 + token.minimum(last)).squeeze(-1)
 
 
-def pad(sequences: list, fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded [sequences, longest] and the lengths."""
+def pad(sequences: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded with zeros, [sequences, longest], and the lengths."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
-    padded = torch.full((len(sequences), int(lengths.max())), fill)
+    padded = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
     for row, sequence in zip(padded, sequences, strict=True):
         row[: len(sequence)] = torch.as_tensor(sequence)
     return padded, lengths
@@ -720,26 +731,28 @@ def generate(model, prompts: list, uniforms: torch.Tensor, eos: int, temperature
     """
     device, (number, group_size, response_length) = model.device, uniforms.shape
     ids, prompt_lengths = (tensor.to(device) for tensor in pad(prompts))
-    cache = Cache(prompt_lengths, group_size, response_length)
-    hidden = model.base_model(input_ids=ids, use_cache=False, cache=cache).last_hidden_state
-    hidden = hidden[torch.arange(number, device=device), prompt_lengths - 1].repeat_interleave(group_size, dim=0)
-    tokens = torch.full((number * group_size, response_length), eos, device=device)
-    lengths = torch.full((number * group_size,), response_length, device=device)
+    groups = Groups(prompt_lengths, ids.shape[1], group_size, response_length)
+    hidden = model.base_model(input_ids=ids, use_cache=False, groups=groups).last_hidden_state
+    hidden = hidden[torch.arange(number, device=device), prompt_lengths - 1][:, None].expand(-1, group_size, -1)
+    tokens = torch.full((number, group_size, response_length), eos, device=device)
+    lengths = torch.full((number, group_size), response_length, device=device)
     running = torch.ones_like(lengths, dtype=torch.bool)
-    starts, uniforms = prompt_lengths.repeat_interleave(group_size), uniforms.flatten(0, 1).to(device)
+    groups.prompt_tokens, uniforms = 0, uniforms.to(device)
     for step in range(response_length):
         logits = model.lm_head(hidden).float()
-        token = sample(logits / temperature, uniforms[:, step]) if temperature else logits.argmax(-1)
-        tokens[running, step] = token[running]
+        if temperature:
+            token = sample(logits.flatten(0, 1) / temperature, uniforms[..., step].flatten()).view_as(lengths)
+        else:
+            token = logits.argmax(-1)
+        tokens[..., step] = token.where(running, eos)
         lengths[running & (token == eos)] = step + 1
         running &= token != eos
         if step == response_length - 1 or not running.any():
             break
-        cache.step, position = step, (starts + step)[:, None]
-        hidden = model.base_model(
-            input_ids=tokens[:, step, None], position_ids=position, use_cache=False, cache=cache
-        ).last_hidden_state[:, 0]
-    return tokens.view(number, group_size, -1), lengths.view(number, group_size)
+        groups.step, positions = step, (prompt_lengths[:, None] + step).expand(-1, group_size)
+        options = {"position_ids": positions, "use_cache": False, "groups": groups}
+        hidden = model.base_model(input_ids=tokens[..., step], **options).last_hidden_state
+    return tokens, lengths
 
 
 def predict(model, prompts: list, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -750,25 +763,16 @@ def predict(model, prompts: list, tokens: torch.Tensor, lengths: torch.Tensor) -
     """
     device, (number, group_size, _) = model.device, tokens.shape
     ids, prompt_lengths = (tensor.to(device) for tensor in pad(prompts))
-    longest, size = int(lengths.max()), ids.shape[1]
-    # The last token of a completion predicts nothing
-    own = torch.arange(max(longest - 1, 0), device=device)
+    own = torch.arange(max(int(lengths.max()) - 1, 0), device=device)  # the last token of a completion predicts nothing
+    groups = Groups(prompt_lengths, ids.shape[1], group_size)
+    before = torch.arange(ids.shape[1], device=device).expand(number, -1)
+    positions = torch.cat((before, (prompt_lengths[:, None] + own).repeat(1, group_size)), dim=1)
     ids = torch.cat((ids, tokens[:, :, : len(own)].flatten(1)), dim=1)
-    positions = torch.arange(size, device=device).expand(number, -1)
-    after = (prompt_lengths[:, None] + own).repeat(1, group_size)
-    owner = torch.arange(group_size, device=device).repeat_interleave(len(own))
-    time = own.repeat(group_size)
-    mask = torch.zeros(number, 1, ids.shape[1], ids.shape[1], dtype=torch.bool, device=device)
-    mask[..., :size, :size] = torch.ones(size, size, dtype=torch.bool, device=device).tril()
-    mask[..., size:, :size] = (positions < prompt_lengths[:, None])[:, None, None]
-    mask[..., size:, size:] = (owner[:, None] == owner) & (time[:, None] >= time)
-    bias = torch.zeros_like(mask, dtype=model.dtype).masked_fill_(~mask, -torch.inf)
-    positions = torch.cat((positions, after), dim=1)
-    options = {"position_ids": positions, "attention_mask": bias, "use_cache": False}
+    options = {"position_ids": positions, "use_cache": False, "groups": groups}
     hidden = model.base_model(input_ids=ids, **options).last_hidden_state
     first = hidden[torch.arange(number, device=device), prompt_lengths - 1]
     first = first[:, None, None].expand(-1, group_size, 1, -1)
-    return torch.cat((first, hidden[:, size:].unflatten(1, (group_size, len(own)))), dim=2)
+    return torch.cat((first, hidden[:, before.shape[1] :].unflatten(1, (group_size, len(own)))), dim=2)
 
 
 # --- advantages and losses ---
@@ -916,15 +920,15 @@ def main(args: Args) -> dict:
     initial = exchange.broadcast(torch.cat([p.data[0].flatten() for p in trained]))
     for parameter, part in zip(trained, initial.split([p[0].numel() for p in trained]), strict=True):
         parameter.data[:] = part.view_as(parameter[0])
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0, fused=True)
 
     # Communication
     options = {"self_preference": args.self_preference, "temperature": args.communicator_temperature}
     options |= {"name": args.communicator, "num_agents": args.num_agents, "topology": args.topology}
     communicate = functools.partial(communicators.make_communicator, **options)
-    communicator, distances, rounds = communicate(num_peers=args.top_k), None, 0
     isolated = args.aggregation == "none" or args.communicator == "identity"
-    communicator = torch.eye(args.num_agents) if isolated else communicator
+    communicator = torch.eye(args.num_agents) if isolated else communicate(num_peers=args.top_k)
+    distances, rounds = None, 0
     round_rewards = {i: [] for i in held}  # since the last communication round
 
     # Resume from the newest checkpoint that all agents completed
@@ -944,7 +948,7 @@ def main(args: Args) -> dict:
             for j, vector in state["snapshots"].items():
                 unflatten(vector, layers, "snapshot", j)
         for parameter, (first, second) in moments.items():
-            optimizer.state[parameter] = {"step": state["steps"].cpu().clone(), "exp_avg": first, "exp_avg_sq": second}
+            optimizer.state[parameter] = {"step": state["steps"].clone(), "exp_avg": first, "exp_avg_sq": second}
         communicator, rounds, exchange.bytes_sent = state["communicator"].cpu(), state["rounds"], state["bytes_sent"]
         distances, produced = state["distances"], state["completions"]
         train_seconds, wall_seconds, clock = state["train_seconds"], state["wall_seconds"], Counter(state["clock"])
@@ -1080,11 +1084,11 @@ def main(args: Args) -> dict:
             states[:, part, :, : hidden.shape[3]] = hidden
         return states
 
-    interrupted, results = False, []
+    interrupted = False
     group_size = args.group_size if args.algorithm == "grpo" else 1
-    minibatch_size, before = args.minibatch_size or args.batch_size, step == 0 and args.eval_prompts > 0
-    if before:
-        results = run_tests()
+    minibatch_size = args.minibatch_size or args.batch_size
+    if tests and step == 0:
+        run_tests()
     while step < args.total_steps and not interrupted:
         step_start = tock = time.perf_counter()
         step += 1
@@ -1130,12 +1134,13 @@ def main(args: Args) -> dict:
                 if args.self_reference == "behaviour" and numbers[k] == i:
                     peers[-1][k] = states[k]
         anchor = remember("snapshot", (args.num_agents,) * len(held)) if args.sft_anchor else None
-        flat = [(k, part) for k in everyone for part in mask[k].nonzero().split(512)]
         old = torch.zeros(mask.shape, device=device)
         with torch.no_grad():
-            for k, part in flat:
-                where = (k, *part.T)
-                old[where] = log_probs(states[where]).gather(-1, batch["tokens"][where][:, None]).squeeze(-1)
+            for k in everyone:
+                for part in mask[k].nonzero().split(128):
+                    where = (k, *part.T)
+                    old[where] = log_probs(states[where]).gather(-1, batch["tokens"][where][:, None]).squeeze(-1)
+        forget_casts(layers)  # they would add to the peak of memory
         tick("reference")
 
         # Advantages
@@ -1176,7 +1181,7 @@ def main(args: Args) -> dict:
                     leaf = hidden.detach().requires_grad_()  # the vocabulary is large: backward through it in chunks
                     inside = mask[each, micro][..., : hidden.shape[3]]
                     for k in everyone:
-                        for part in inside[k].nonzero().split(512):
+                        for part in inside[k].nonzero().split(128):
                             m, g, t = part.T
                             here = (k, micro[k, m], g, t)
                             logprobs = log_probs(leaf[k, m, g, t])

@@ -1,13 +1,15 @@
-"""Speed and memory of whole training runs, side by side: our scripts against stable-baselines3 PPO.
+"""Speed and memory of whole training runs, side by side: our scripts against stable-baselines3's PPO and TRL's GRPO.
 
     python benchmark/throughput.py  # the comparison, and where the time goes
     python benchmark/throughput.py --env-id BeamRiderNoFrameskip-v4 --repeats 3  # the same on Atari
+    python benchmark/throughput.py --llm --repeats 3  # language models against TRL
     python benchmark/throughput.py --scaling  # and the cost per agent as agents are added
     python benchmark/throughput.py --csv benchmark/results/throughput.csv
 
 Every run is a process of its own; the contenders take turns, so that a slow minute of the machine hits them all.
-Agent-steps/s are all agents' environment steps over the training time, start-up and evaluation excluded. The rollout
-of stable-baselines3 is what the others call environments, rollout_forward and advantages.
+Agent-steps/s are all agents' environment steps over the training time, start-up and evaluation excluded, completions/s
+all agents' completions. The rollout of stable-baselines3 is what the others call environments, rollout_forward and
+advantages.
 """
 
 import csv
@@ -26,7 +28,8 @@ from statistics import median
 import tyro  # and nothing heavy: on Linux a child's peak memory starts at what its parent held
 
 ROOT = Path(__file__).resolve().parent.parent
-BASELINE = "stable-baselines3"
+SB3, TRL = "stable-baselines3", "TRL's GRPOTrainer"
+TASK = "runs/llm-task"  # written once by `trl_grpo.py --prepare`
 
 
 @dataclass
@@ -37,6 +40,10 @@ class Args:
     """environment steps per agent of a compared run (0: MiniGrid 65,536, Atari 32,768; one communication round)"""
     env_id: str = "MiniGrid-FourRooms-v0"
     """the task, of MiniGrid or Atari"""
+    llm: bool = False
+    """language models instead: completions per second against TRL, 300-token prompts, full completions"""
+    total_steps: int = 3
+    """steps of a compared run of language models, with 32 completions per agent each"""
     sb3_threads: int = 0
     """threads of stable-baselines3 (0: torch's own choice); a row with one thread is always there"""
     scaling: bool = False
@@ -69,7 +76,8 @@ def measure(command: list[str]) -> dict:
                 sys.exit(f"{shlex.join(command)} failed:\n{log.read()[-2000:]}")
         summary = json.loads(next(Path(folder).glob("*/summary.json")).read_text())
     peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return summary | {"peak_memory_mb": peak_bytes / 2**20, "process_seconds": seconds}
+    speed = summary["completions_per_second" if "completions_per_second" in summary else "agent_steps_per_second"]
+    return summary | {"speed": speed, "peak_memory_mb": peak_bytes / 2**20, "process_seconds": seconds}
 
 
 def is_atari(env_id: str) -> bool:
@@ -82,16 +90,30 @@ def script(env_id: str) -> str:
     return "prpo_atari.py" if is_atari(env_id) else "prpo_minigrid.py"
 
 
+def llm_contenders(args: Args) -> dict[str, list[str]]:
+    """What is compared with TRL: name -> command."""
+    steps = ["--total-steps", str(args.total_steps)]
+    prpo = ["prpo_llm.py", "--base-model", TASK, "--dataset", f"{TASK}/prompts.jsonl", "--eval-prompts", "0", *steps]
+    return {
+        TRL: ["benchmark/trl_grpo.py", "--task", TASK, *steps],
+        "1 agent": [*prpo, "--num-agents", "1"],
+        "3 agents isolated": [*prpo, "--num-agents", "3", "--aggregation", "none"],
+        "3 agents dense": [*prpo, "--num-agents", "3", "--communicator", "uniform", "--update-every", "1"],
+    }
+
+
 def contenders(args: Args) -> dict[str, list[str]]:
-    """What is compared: name -> command."""
+    """What is compared, the baseline first: name -> command."""
+    if args.llm:
+        return llm_contenders(args)
     timesteps = args.timesteps or (32_768 if is_atari(args.env_id) else 65_536)
     common = ["--env-id", args.env_id, "--total-timesteps", str(timesteps), "--eval-episodes", "0"]
     prpo, sb3 = [script(args.env_id), *common], ["benchmark/sb3_ppo.py", *common]
     dense = [*prpo, "--num-agents", "3", "--communicator", "uniform"]
     alone = [*prpo, "--num-agents", "1", "--communicator", "identity"]
     baselines = {
-        BASELINE: [*sb3, "--threads", str(args.sb3_threads)],
-        BASELINE + ", 1 thread": [*sb3, "--threads", "1"],
+        SB3: [*sb3, "--threads", str(args.sb3_threads)],
+        SB3 + ", 1 thread": [*sb3, "--threads", "1"],
     }
     if is_atari(args.env_id):
         three, reward = [*prpo, "--num-agents", "3"], ["--communicator", "reward"]
@@ -122,14 +144,14 @@ def scaling_contenders(args: Args) -> dict[str, list[str]]:
 
 
 def phases_us(run: dict) -> dict[str, float]:
-    """Where the time of `run` goes: phase -> microseconds per agent-step; what no phase covers is `other`."""
-    agent_steps = run["agent_steps_per_second"] * run["train_seconds"]
+    """Where the time of `run` goes: phase -> microseconds per agent-step, or completion; the rest is `other`."""
+    work = run["speed"] * run["train_seconds"]
     other = run["train_seconds"] - sum(run["seconds"].values())
-    return {phase: 1e6 * seconds / agent_steps for phase, seconds in {**run["seconds"], "other": other}.items()}
+    return {phase: 1e6 * seconds / work for phase, seconds in {**run["seconds"], "other": other}.items()}
 
 
 def median_phases(runs: list[dict]) -> dict[str, float]:
-    """The median over `runs` of every phase, in microseconds per agent-step."""
+    """The median over `runs` of every phase, in microseconds."""
     each = [phases_us(run) for run in runs]
     return {phase: median(phases[phase] for phases in each) for phase in each[0]}
 
@@ -145,39 +167,42 @@ def print_table(header: Iterable[str], rows: list[Iterable[str]]) -> None:
 
 def compare(args: Args) -> dict[str, list[dict]]:
     """Run the contenders in turns and print how they compare. Returns name -> runs."""
-    commands = contenders(args)
+    commands, unit = contenders(args), "completion" if args.llm else "agent-step"
     runs = {name: [] for name in commands}
     for repeat in range(args.repeats):
         for name in list(commands)[:: 1 if repeat % 2 == 0 else -1]:
             runs[name].append(measure([*commands[name], "--seed", str(repeat + 1)]))
-            speed = f"{runs[name][-1]['agent_steps_per_second']:,.0f} agent-steps/s"
+            speed = f"{runs[name][-1]['speed']:,.{args.llm * 2}f} {unit}s/s"
             print(f"repeat {repeat + 1}/{args.repeats}  {name}: {speed}", file=sys.stderr, flush=True)
 
     rows = []
     for name, own in runs.items():
-        ratios = ratios_to_baseline(own, runs[BASELINE])
+        ratios = ratios_to_baseline(own, next(iter(runs.values())))
         rows.append(
             (
                 name,
-                own[0]["env_backend"],
-                f"{median(run['agent_steps_per_second'] for run in own):,.0f}",
+                own[0].get("env_backend", own[0]["device"]),
+                f"{median(run['speed'] for run in own):,.{args.llm * 2}f}",
                 f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
                 f"{median(run['peak_memory_mb'] for run in own):,.0f}",
                 f"{median(run['process_seconds'] for run in own):.1f}",
             )
         )
-    timesteps = runs[BASELINE][0]["timesteps_per_agent"]
-    print(f"\n{args.env_id}, {timesteps:,} timesteps per agent, medians of {args.repeats} (ratios: least-most)")
-    print_table(("", "environments", "agent-steps/s", "ratio", "peak memory MB", "whole process s"), rows)
+    first = next(iter(runs.values()))[0]
+    task = f"{args.total_steps} steps" if args.llm else f"{args.env_id}, {first['timesteps_per_agent']:,} timesteps"
+    print(f"\n{task} per agent, medians of {args.repeats} (ratios: least-most)")
+    print_table(
+        ("", "device" if args.llm else "environments", f"{unit}s/s", "ratio", "peak memory MB", "whole process s"), rows
+    )
 
     phases = {name: median_phases(own) for name, own in runs.items()}
     names = list(dict.fromkeys(phase for own in phases.values() for phase in own))
     rows = []
     for phase in names:
         shares = [(own[phase], own[phase] / sum(own.values())) if phase in own else () for own in phases.values()]
-        rows.append((phase, *("{:.1f} {:4.0%}".format(*share) if share else "" for share in shares)))
-    rows.append(("sum", *(f"{sum(own.values()):.1f} 100%" for own in phases.values())))
-    print("\nwhere the time goes: microseconds per agent-step, and share")
+        rows.append((phase, *("{:,.1f} {:4.0%}".format(*share) if share else "" for share in shares)))
+    rows.append(("sum", *(f"{sum(own.values()):,.1f} 100%" for own in phases.values())))
+    print(f"\nwhere the time goes: microseconds per {unit}, and share")
     print_table(("", *phases), rows)
     return runs
 
@@ -185,7 +210,7 @@ def compare(args: Args) -> dict[str, list[dict]]:
 def ratios_to_baseline(runs: list[dict], baseline: list[dict]) -> list[float]:
     """Speed against the baseline's run of the same repeat."""
     pairs = zip(runs, baseline, strict=True)
-    return [run["agent_steps_per_second"] / other["agent_steps_per_second"] for run, other in pairs]
+    return [run["speed"] / other["speed"] for run, other in pairs]
 
 
 def scale(args: Args) -> dict[str, list[dict]]:
@@ -193,7 +218,7 @@ def scale(args: Args) -> dict[str, list[dict]]:
     runs = {}
     for name, command in scaling_contenders(args).items():
         runs[name] = [measure(command)]
-        speed = f"{runs[name][0]['agent_steps_per_second']:,.0f} agent-steps/s"
+        speed = f"{runs[name][0]['speed']:,.0f} agent-steps/s"
         print(f"scaling  {name}: {speed}", file=sys.stderr, flush=True)
     rows = []
     for name, (run,) in runs.items():
@@ -213,22 +238,25 @@ def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) 
     for table, contender_runs in tables.items():
         for name, runs in contender_runs.items():
             for repeat, run in enumerate(runs):
+                size, speed = ("steps", "completions") if args.llm else ("timesteps_per_agent", "agent_steps")
+                reached = run["training_reward" if args.llm else "training_return"]
                 rows.append(
                     {
                         "table": table,
                         "contender": name,
-                        "agents": len(run["training_return"]["agents"]),
+                        "agents": len(reached["agents"]),
                         "seed": run["seed"],
-                        "env_backend": run["env_backend"],
-                        "timesteps_per_agent": run["timesteps_per_agent"],
-                        "agent_steps_per_second": f"{run['agent_steps_per_second']:.1f}",
+                        "env_backend": run.get("env_backend", run["device"]),
+                        size: run[size],
+                        f"{speed}_per_second": f"{run['speed']:.6g}",
                         "peak_memory_mb": f"{run['peak_memory_mb']:.1f}",
                         "process_seconds": f"{run['process_seconds']:.2f}",
                     }
                 )
                 if table == "comparison":
-                    ratio = ratios_to_baseline([run], [contender_runs[BASELINE][repeat]])[0]
-                    rows[-1]["ratio_to_sb3"] = f"{ratio:.3f}"
+                    baseline = next(iter(contender_runs.values()))
+                    ratio = ratios_to_baseline([run], [baseline[repeat]])[0]
+                    rows[-1][f"ratio_to_{'trl' if args.llm else 'sb3'}"] = f"{ratio:.3f}"
                 rows[-1] |= {f"{phase}_us": f"{value:.2f}" for phase, value in phases_us(run).items()}
     versions = {}
     for runs in tables.values():
@@ -257,6 +285,8 @@ def num_cores() -> int:
 
 def main(args: Args) -> None:
     tables = {}
+    if args.llm and args.repeats and not Path(ROOT, TASK, "prompts.jsonl").is_file():
+        subprocess.run([sys.executable, "benchmark/trl_grpo.py", "--prepare", TASK], cwd=ROOT, check=True)
     if args.repeats:
         tables["comparison"] = compare(args)
     if args.scaling:

@@ -12,6 +12,7 @@ from helpers import REPOSITORY, call, only_run, torchrun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -354,8 +355,6 @@ def rows_of(folder):
 
 
 def weights_of(folder):
-    from safetensors.torch import load_file
-
     paths = sorted(folder.glob("agent_*/adapter_model.safetensors"))
     return [torch.cat([t.flatten() for _, t in sorted(load_file(path).items())]) for path in paths]
 
@@ -469,14 +468,15 @@ def test_nothing_but_adapters_and_declared_scalars_leaves_a_rank(files, tmp_path
 
 def test_exact_average_of_adapters(files, tmp_path, monkeypatch):
     """After a round of FedAvg every agent's product BA is the mean of the products before; naively it is not."""
-    seen, average = {}, communicators.average_parameters
+    seen, sent, average = {}, {}, communicators.average_parameters
     for name in ("exact", "naive"):
         before = []
         monkeypatch.setattr(
             communicators, "average_parameters", lambda c, p, seen=before: seen.append(p.clone()) or average(c, p)
         )
         changes = {"aggregation": "weights", "lora_average": name, "total_steps": 2, "learning_rate": 0.05}
-        folder, _ = train(files, tmp_path / name, **changes)
+        folder, summary = train(files, tmp_path / name, **changes)
+        sent[name] = summary["communication_bytes"]
         args = tiny(files, tmp_path, **changes)
         model, _ = prpo_llm.load_base(args)
         layers = prpo_llm.add_adapters(args, model, 2)
@@ -484,14 +484,13 @@ def test_exact_average_of_adapters(files, tmp_path, monkeypatch):
         for vector in before[0]:
             prpo_llm.unflatten(vector, layers, "policy", 0)
             products.append([(own.B["policy"][0] @ own.A["policy"][0]).detach() for own in layers.values()])
-        from safetensors.torch import load_file
-
         after = load_file(folder / "agent_0" / "adapter_model.safetensors")
         prefix = "base_model.model."
         ours = [after[f"{prefix}{n}.lora_B.weight"] @ after[f"{prefix}{n}.lora_A.weight"] for n in layers]
         mean = [(a + b) / 2 for a, b in zip(*products, strict=True)]
         seen[name] = max(float((o - m).abs().max() / m.abs().max()) for o, m in zip(ours, mean, strict=True))
     assert seen["exact"] < 1e-5 and seen["naive"] > 1e-2
+    assert sent["exact"] < 0.75 * sent["naive"]  # the common A stays where it is
 
 
 def test_nan_rewards_are_counted_and_ignored(files, tmp_path):
@@ -507,6 +506,10 @@ def test_nan_rewards_are_counted_and_ignored(files, tmp_path):
 
 BAD = {
     "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "rank-reward"]),
+    "nothing to compare": (
+        ["--communicator", "similarity", "--eval-prompts", "0"],
+        ["--communicator similarity", "--eval-prompts"],
+    ),
     "no such reward": (["--reward", "bleu"], ["--reward bleu", "FILE.py:function"]),
     "estimator of the forward KL": (
         ["--kl-estimator", "k3", "--kl-direction", "forward"],
