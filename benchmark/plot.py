@@ -5,7 +5,8 @@
 
 Writes OUT.csv (the curves), OUT.png (drawn from OUT.csv) and OUT_table.csv. Runs are grouped by environment and
 --exp-name; a run without summary.json, or cut off, is left out. A curve is the training return, the mean of the last
-100 episodes, averaged over the agents of a run; then runs with different seeds give mean and interval.
+100 episodes, or the reward of a step's completions, averaged over the agents of a run; then runs with different seeds
+give mean and interval.
 """
 
 import csv
@@ -53,9 +54,17 @@ class Run:
     folder: Path
     summary: dict
     timesteps: np.ndarray
-    """environment steps per agent [iterations]"""
+    """environment steps per agent [iterations]; of a language model: steps"""
     returns: np.ndarray
-    """training return, averaged over agents [iterations]"""
+    """training return, or reward, averaged over agents [iterations]"""
+
+    @property
+    def task(self) -> str:
+        """What was trained on."""
+        settings = self.summary["settings"]
+        if "base_model" in settings:
+            return f"{settings['dataset']}, {settings['partition']}"
+        return "+".join(dict.fromkeys(settings.get("env_ids") or [settings["env_id"]]))
 
 
 def read_run(folder: Path) -> Run:
@@ -63,7 +72,8 @@ def read_run(folder: Path) -> Run:
     by_step = defaultdict(list)
     with open(folder / "metrics.csv", newline="") as file:
         for row in csv.DictReader(file):
-            by_step[int(row["timesteps"])].append(float(row["return_last_100"]))
+            x, y = ("timesteps", "return_last_100") if "timesteps" in row else ("step", "reward")
+            by_step[int(row[x])].append(float(row[y]))
     timesteps = np.array(sorted(by_step))
     returns = np.array([np.mean(by_step[step]) for step in timesteps])
     known = ~np.isnan(returns)  # before its first episode ends an agent has no return
@@ -79,9 +89,7 @@ def read_groups(args: Args) -> dict[tuple[str, str], list[Run]]:
             print(f"{folder}: not finished, left out", file=sys.stderr)
             continue
         run = read_run(folder)
-        settings = run.summary["settings"]
-        env = "+".join(dict.fromkeys(settings.get("env_ids") or [settings["env_id"]]))
-        key = env, settings["exp_name"]
+        key = run.task, run.summary["settings"]["exp_name"]
         if args.methods and not any(fnmatch.fnmatchcase(key[1], pattern) for pattern in args.methods):
             continue
         if not run.summary["completed"] or not len(run.returns):
@@ -148,7 +156,7 @@ def header(groups: dict[tuple[str, str], list[Run]]) -> list[str]:
     for run in (run for runs in groups.values() for run in runs):
         for name, version in run.summary["versions"].items():
             versions[name].add(version)
-    backends = {run.summary["env_backend"] for runs in groups.values() for run in runs}
+    backends = {run.summary.get("env_backend", "none") for runs in groups.values() for run in runs}
     named = (f"{name} {' or '.join(sorted(each))}" for name, each in versions.items())
     lines.append(f"# {', '.join(named)}\n")
     return [*lines, f"# environments: {', '.join(sorted(backends))}\n"]
@@ -162,7 +170,7 @@ def write_curves(path: Path, groups: dict[tuple[str, str], list[Run]], points: i
         writer.writerow(("env", "method", "timesteps", "mean", "ci_low", "ci_high", "seeds"))
         for (env, method), runs in groups.items():
             longest = max(run.timesteps[-1] for key, others in groups.items() if key[0] == env for run in others)
-            grid = np.linspace(longest / points, longest, points).round()
+            grid = np.unique(np.linspace(longest / points, longest, points).round())
             first, last = max(run.timesteps[0] for run in runs), min(run.timesteps[-1] for run in runs)
             grid = grid[(grid >= first) & (grid <= last)]
             curves = np.stack([np.interp(grid, run.timesteps, run.returns) for run in runs])
@@ -182,7 +190,7 @@ def write_table(path: Path, groups: dict[tuple[str, str], list[Run]], threshold:
         areas = np.array([run.returns.mean() for run in runs])
         reached = [run.timesteps[run.returns >= threshold] for run in runs]
         steps = [each[0] if len(each) else np.inf for each in reached]
-        row = [env, method, runs[0].summary["timesteps_per_agent"]]
+        row = [env, method, runs[0].summary.get("timesteps_per_agent", runs[0].timesteps[-1])]
         row += [*map(number, interval(evaluations)), *map(number, interval(areas))]
         if np.isfinite(steps).all():
             row += [f"{value:.0f}" if np.isfinite(value) else "" for value in interval(np.array(steps))]
@@ -219,18 +227,23 @@ def draw(csv_path: Path, png_path: Path) -> None:
             timesteps, mean, low, high, seeds = np.array(rows).T
             k = methods.index(method)
             style = {"color": COLOURS[k % len(COLOURS)], "linestyle": DASHES[k // len(COLOURS) % len(DASHES)]}
-            line = handles.setdefault(method, axis.plot(timesteps / 1e6, mean, **style)[0])
+            unit = 1e6 if max(timesteps) > 1e4 else 1  # a language model takes tens of steps
+            line = handles.setdefault(method, axis.plot(timesteps / unit, mean, **style)[0])
             counts[method].add(f"{seeds[0]:.0f}")
             line.set_label(f"{method} ({', '.join(sorted(counts[method]))} seeds)")
-            axis.fill_between(timesteps / 1e6, low, high, color=style["color"], alpha=0.1, linewidth=0)
+            axis.fill_between(timesteps / unit, low, high, color=style["color"], alpha=0.1, linewidth=0)
         axis.set_title(env)
-        axis.set_xlabel("environment steps per agent (millions)")
+        axis.set_xlabel("environment steps per agent (millions)" if unit > 1 else "steps")
         axis.set_xlim(left=0)
         means = [mean for rows in by_method.values() for _, mean, *_ in rows]
-        low, high = min(0, *means), max(1, *means)  # not the intervals: those of two or three seeds can be huge
+        low, high = (
+            min(0, *means),
+            max(1 if unit > 1 else 0.5, *means),
+        )  # not the intervals: those of two or three seeds can be huge
         axis.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("training return\n(last 100 episodes, mean over agents)")
+    kind = "return\n(last 100 episodes, mean over agents)" if unit > 1 else "reward\n(of a step, mean over agents)"
+    axes[0][0].set_ylabel(f"training {kind}")
     figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
     figure.savefig(png_path, dpi=150)
 

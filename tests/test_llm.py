@@ -1,6 +1,7 @@
 """Language models: the same numbers as plain transformers, exact masks and averages, placements and resume."""
 
 import csv
+import itertools
 import json
 import math
 
@@ -491,6 +492,51 @@ def test_exact_average_of_adapters(files, tmp_path, monkeypatch):
         seen[name] = max(float((o - m).abs().max() / m.abs().max()) for o, m in zip(ours, mean, strict=True))
     assert seen["exact"] < 1e-5 and seen["naive"] > 1e-2
     assert sent["exact"] < 0.75 * sent["naive"]  # the common A stays where it is
+
+
+def test_behaviour_reference_of_a_round_per_step_is_the_snapshot(files, tmp_path):
+    """With a round after every step, an agent's snapshot is its policy before the update; else it is not."""
+    final = {}
+    for every, name in itertools.product((1, 2), ("behaviour", "snapshot")):
+        changes = {"update_every": every, "self_reference": name, "total_steps": 4, "kl_coef": 1.0}
+        final[every, name] = weights_of(train(files, tmp_path / f"{every}{name}", aggregation="none", **changes)[0])
+    for one, other in zip(final[1, "behaviour"], final[1, "snapshot"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(final[2, "behaviour"], final[2, "snapshot"], strict=True))
+
+
+def test_agents_start_from_an_adapter_and_are_anchored_to_it(files, tmp_path):
+    """--adapter is where policies, references and the anchor start: trained weights go on from it, and a strong anchor
+    holds them there."""
+    first, summary = train(files, tmp_path / "first", total_steps=2, missing_eos_penalty=0.0)
+    start = {"adapter": str(first / "agent_0"), "total_steps": 12, "num_agents": 1, "missing_eos_penalty": 0.0}
+    distances = {}
+    for name, anchor in (("free", 1e-9), ("held", 100.0)):
+        folder, summary_of = train(files, tmp_path / name, **start, sft_anchor=anchor)
+        distances[name] = [float(row["kl_anchor"]) for row in rows_of(folder)]
+        with open(folder / "evaluations.csv", newline="") as file:
+            before = next(csv.DictReader(file))
+        assert float(before["mean_reward"]) == pytest.approx(
+            summary["evaluation"]["agents"][0]["validation"]["mean"], rel=1e-5
+        )
+    assert distances["held"][-1] < 0.1 * distances["free"][-1]
+    folder, _ = train(files, tmp_path / "still", **start, learning_rate=1e-12)
+    torch.testing.assert_close(weights_of(folder)[0], weights_of(first)[0])
+    assert float(rows_of(folder)[0]["kl_reference"]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_curves_and_a_table_of_language_models(files, tmp_path):
+    """plot.py reads these runs too: the table's figures are those of their summaries."""
+    results = {}
+    for seed in (1, 2):
+        _, summary = train(files, tmp_path / f"runs/{seed}", seed=seed, exp_name="pr")
+        results[seed] = summary["evaluation"]["group"]
+    process = call("benchmark/plot.py", "--runs", tmp_path / "runs", "--out", tmp_path / "llm", cwd=REPOSITORY)
+    assert process.returncode == 0, process.stderr
+    with open(tmp_path / "llm_table.csv", newline="") as file:
+        (row,) = csv.DictReader(line for line in file if not line.startswith("#"))
+    assert float(row["evaluation"]) == pytest.approx(sum(results.values()) / 2, rel=1e-4)
+    assert row["seeds"] == "1 2" and (tmp_path / "llm.png").stat().st_size > 5_000
 
 
 def test_nan_rewards_are_counted_and_ignored(files, tmp_path):
