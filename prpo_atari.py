@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
@@ -605,6 +605,22 @@ def open_csv(path: Path, header: tuple[str, ...], iteration: int) -> TextIO:
     return open(path, "a", newline="")
 
 
+class ThisThread(Executor):
+    """An executor for one worker: what is submitted is done at once, so that no idle thread gets in the way."""
+
+    def submit(self, function, /, *arguments) -> Future:
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def make_executor(workers: int, threads: int) -> Executor:
+    """As many workers, with so many threads of torch each; a single one works in this thread."""
+    if workers == 1:
+        return ThisThread()
+    return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
+
+
 def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     started = time.time()
@@ -619,10 +635,10 @@ def main(args: Args) -> dict:
     # Few cores: the agents take turns with their minibatches, one core each, and a part of the environments each
     threads = torch.get_num_threads()
     workers = min(len(held), threads) if device.type == "cpu" else 1
-    executor = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads // workers,))
+    executor = make_executor(workers, threads // workers)
     number = min(args.num_envs, threads) if device.type == "cpu" else 1
     parts = [range(part[0], part[-1] + 1) for part in np.array_split(range(args.num_envs), number)]
-    players = ThreadPoolExecutor(number, initializer=torch.set_num_threads, initargs=(threads // number,))
+    players = make_executor(number, threads // number)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     torch.manual_seed(args.seed)

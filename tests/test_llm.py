@@ -520,6 +520,8 @@ def test_agents_start_from_an_adapter_and_are_anchored_to_it(files, tmp_path):
             summary["evaluation"]["agents"][0]["validation"]["mean"], rel=1e-5
         )
     assert distances["held"][-1] < 0.1 * distances["free"][-1]
+    with pytest.raises(SystemExit, match="--lora-alpha 5: must be 16 as in"):
+        prpo_llm.parse_args(["--adapter", str(first / "agent_0"), "--lora-rank", "4", "--lora-alpha", "5"])
     folder, _ = train(files, tmp_path / "still", **start, learning_rate=1e-12)
     torch.testing.assert_close(weights_of(folder)[0], weights_of(first)[0])
     assert float(rows_of(folder)[0]["kl_reference"]) == pytest.approx(0.0, abs=1e-6)
