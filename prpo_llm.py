@@ -426,51 +426,43 @@ def deal(args: Args, examples: list[dict]) -> tuple[list[list[dict]], dict[str, 
 
     The held-out examples come first, so that they are the same whatever the partition and the number of agents.
     """
-    rng, held_out = np.random.default_rng(derive_seed(args.seed, 0, 7)), args.eval_prompts
-    names = list(TOPICS if args.dataset == "docstrings" else SUBREDDITS)
-    names = [name for name in names if sum(e["topic"] == name for e in examples) > held_out]
-    names = names or [name for name, count in Counter(e["topic"] for e in examples).most_common() if count > held_out]
+    held_out, n, size = args.eval_prompts, args.num_agents, args.prompts_per_agent
+    counts = Counter(example["topic"] for example in examples)
+    names = [name for name in (TOPICS if args.dataset == "docstrings" else SUBREDDITS) if counts[name] > held_out]
+    names = names or [name for name, count in counts.most_common() if count > held_out]
     order = [examples[k] for k in np.random.default_rng(0).permutation(len(examples))]
-    tests = {"validation": order[:held_out]}
-    rest, pools = order[held_out:], {}
-    for name in names if args.partition == "topic" else ():
-        own = [example for example in rest if example["topic"] == name]
-        tests[name], pools[name] = own[:held_out], own[held_out:]
-    n, size = args.num_agents, args.prompts_per_agent
-
-    def enough(found: int, needed: int) -> None:
-        if found < needed:
-            sys.exit(f"--prompts-per-agent {size}: must be smaller, {needed} prompts are needed and {found} are there")
-
+    tests, rest = {"validation": order[:held_out]}, order[held_out:]
+    # A set of coverage has between half and one and a half times the mean; in hardness, long references count as hard
+    kinds = 2 if args.partition == "hardness" else 1
+    number, mean = int(n * size / args.partition_overlap) // kinds, size // kinds
+    needed = {"iid": n * size, "preference": size, "topic": args.batch_size}.get(args.partition, kinds * number)
+    found = len(rest)
     if args.partition == "topic":
         if n > len(names):
             sys.exit(f"--num-agents {n}: must be at most {len(names)}, the topics are {', '.join(names)}")
-        for name in names[:n]:
-            enough(len(pools[name]), args.batch_size)
-        tests = {name: tests[name] for name in ("validation", *names[:n])}
-        return [pools[name][:size] for name in names[:n]], tests
+        own = {name: [example for example in rest if example["topic"] == name] for name in names[:n]}
+        tests |= {name: pool[:held_out] for name, pool in own.items()}
+        found = min(map(len, own.values())) - held_out
+    if found < needed:
+        sys.exit(f"--prompts-per-agent {size}: must be smaller, {needed} prompts are needed and {found} are there")
+    if args.partition == "topic":
+        return [pool[held_out:][:size] for pool in own.values()], tests
     if args.partition == "iid":
-        enough(len(rest), n * size)
         return [rest[i * size : (i + 1) * size] for i in range(n)], tests
+    rng, overlap = np.random.default_rng(derive_seed(args.seed, 0, 7)), args.partition_overlap
     strength = args.partition_strength or (0.9 if args.partition == "preference" else 1.0)
+    bounds = mean // 2, mean, mean + mean // 2
     if args.partition == "preference":
-        enough(len(rest), size)
-        categories = sorted({example["topic"] for example in rest})
-        by_topic = [np.flatnonzero([example["topic"] == name for example in rest]) for name in categories]
-        sets = preference_partition(by_topic, n, size, strength, rng)
+        topics = np.array([example["topic"] for example in rest])
+        sets = preference_partition(
+            [np.flatnonzero(topics == name) for name in sorted({*topics})], n, size, strength, rng
+        )
+    elif args.partition == "coverage":
+        sets = coverage_partition(number, n, bounds, strength, overlap, rng)
     else:
-        # A set has between half and one and a half times the mean; in hardness, long references count as hard
-        number = int(n * size / args.partition_overlap) // (2 if args.partition == "hardness" else 1)
-        mean = size // (2 if args.partition == "hardness" else 1)
-        bounds = mean // 2, mean, mean + mean // 2
-        if args.partition == "coverage":
-            enough(len(rest), number)
-            sets = coverage_partition(number, n, bounds, strength, args.partition_overlap, rng)
-        else:
-            by_length = np.argsort([len(example["completion"]) for example in rest], kind="stable")
-            enough(len(rest), 2 * number)
-            easy, hard = by_length[:number], by_length[number:]
-            sets = hardness_partition(easy, hard, n, size, bounds, strength, args.partition_overlap, rng)
+        by_length = np.argsort([len(example["completion"]) for example in rest], kind="stable")
+        easy, hard = by_length[:number], by_length[number:]
+        sets = hardness_partition(easy, hard, n, size, bounds, strength, overlap, rng)
     return [[rest[k] for k in own] for own in sets], tests
 
 
