@@ -14,7 +14,7 @@ COMMON="--base-model mistral-community/Mistral-7B-v0.2 --dataset trl-lib/tldr --
 
 usage() {
     cat <<END
-usage: bash benchmark/llm.sh [--quick] [--help]
+usage: bash benchmark/llm.sh [--quick | --results] [--help]
 
 Prints training commands, one per line, for a shell or a job array; runs nothing. The lines assume the root of the
 repository as working directory:
@@ -24,6 +24,7 @@ repository as working directory:
 (default)  the grid of the paper's table 5: seven agents on TL;DR, one GPU each; the reward model is to be trained first
            and to lie in runs/reward-model, as \`trl reward\` writes it
 --quick    three agents and the small model on documentation, for two cores: a night
+--results  six methods, two seeds, 12 steps of 96 completions (PPO: 24), to compare briefly: some four hours on two cores
 --help     this text
 
 --exp-name tells algorithm, data, method, KL coefficient and steps between reference updates.
@@ -35,6 +36,10 @@ case ${1:-} in
 --quick)
     PARTITIONS=(topic) SEEDS=(1 2) KL_COEFS=(0.1) INTERVALS=(3)
     LAUNCH="python prpo_llm.py" COMMON="--total-steps 40 --run-dir runs/llm-quick"
+    ;;
+--results)
+    PARTITIONS=(topic) METHODS=(isolated fedavg pr) SEEDS=(2 3) KL_COEFS=(0.1) INTERVALS=(3)
+    LAUNCH="python prpo_llm.py" COMMON="--total-steps 12 --learning-rate 1e-3 --run-dir runs/llm-results"
     ;;
 --help | -h)
     usage
@@ -54,11 +59,14 @@ for seed in "${SEEDS[@]}"; do # seeds outermost: a sweep that is cut off has who
                 case $method in
                 isolated) aggregation="--aggregation none" ;;
                 fedavg) aggregation="--aggregation weights --communicator uniform" ;;
+                pr) aggregation="--aggregation policy --communicator uniform" ;;
                 pr*) aggregation="--aggregation policy --communicator self-preferred --self-preference ${method#pr}" ;;
                 esac
                 for coef in "${KL_COEFS[@]}"; do
                     for interval in "${INTERVALS[@]}"; do
                         name=${algorithm}_${partition}_${method}_kl${coef}_every$interval
+                        [[ ${1:-} != --results ]] || name=$method-$algorithm
+                        [[ ${1:-} != --results || $algorithm == grpo ]] || aggregation+=" --batch-size 8 --micro-batch-size 4"
                         echo "$LAUNCH --algorithm $algorithm --partition $partition $aggregation --kl-coef $coef --update-every $interval --seed $seed $COMMON --exp-name $name"
                         number=$((number + 1))
                     done
