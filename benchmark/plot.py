@@ -30,7 +30,7 @@ T_975 = (
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")
 # What may differ between the runs of a group, and does not belong into its command
-UNCOMPARED = {"seed", "run_dir", "resume", "track", "wandb_project_name", "wandb_entity", "capture_video"}
+UNCOMPARED = {"seed", "run_dir", "resume", "save_every", "track", "wandb_project_name", "wandb_entity", "capture_video"}
 
 
 @dataclass
