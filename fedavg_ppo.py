@@ -501,10 +501,8 @@ class MiniGridAgent(nn.Module):
         """The agents' weights for `stacked_forward`: per layer (weight [agents, in, out], bias [agents, 1, out])."""
 
         def stack(*layers: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-            weight, bias = (
-                torch.stack([layer.weight for layer in layers]),
-                torch.stack([layer.bias for layer in layers]),
-            )
+            weight = torch.stack([layer.weight for layer in layers])
+            bias = torch.stack([layer.bias for layer in layers])
             if weight.dim() == 5:  # a 2x2 convolution is a matrix product over patches: rows, columns, channels
                 weight = weight.permute(0, 1, 3, 4, 2)
             elif weight.shape[2] == 64 * 4 * 4:  # here the channels come last

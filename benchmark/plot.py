@@ -223,11 +223,12 @@ def draw(csv_path: Path, png_path: Path) -> None:
     figure, axes = plt.subplots(1, len(curves), figsize=(4.6 * len(curves), 4.2), squeeze=False, layout="constrained")
     handles, counts = {}, defaultdict(set)
     for axis, (env, by_method) in zip(axes[0], curves.items(), strict=True):
+        longest = max(timesteps for rows in by_method.values() for timesteps, *_ in rows)
+        unit = 1e6 if longest > 1e4 else 1  # a language model takes tens of steps
         for method, rows in by_method.items():
             timesteps, mean, low, high, seeds = np.array(rows).T
             k = methods.index(method)
             style = {"color": COLOURS[k % len(COLOURS)], "linestyle": DASHES[k // len(COLOURS) % len(DASHES)]}
-            unit = 1e6 if max(timesteps) > 1e4 else 1  # a language model takes tens of steps
             line = handles.setdefault(method, axis.plot(timesteps / unit, mean, **style)[0])
             counts[method].add(f"{seeds[0]:.0f}")
             line.set_label(f"{method} ({', '.join(sorted(counts[method]))} seeds)")
@@ -236,10 +237,8 @@ def draw(csv_path: Path, png_path: Path) -> None:
         axis.set_xlabel("environment steps per agent (millions)" if unit > 1 else "steps")
         axis.set_xlim(left=0)
         means = [mean for rows in by_method.values() for _, mean, *_ in rows]
-        low, high = (
-            min(0, *means),
-            max(1 if unit > 1 else 0.5, *means),
-        )  # not the intervals: those of two or three seeds can be huge
+        # Not the intervals: those of two or three seeds can be huge
+        low, high = min(0, *means), max(1 if unit > 1 else 0.5, *means)
         axis.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
         axis.grid(alpha=0.3)
     kind = "return\n(last 100 episodes, mean over agents)" if unit > 1 else "reward\n(of a step, mean over agents)"

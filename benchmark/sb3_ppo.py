@@ -40,14 +40,8 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
 
-PACKAGES = (
-    "stable-baselines3",
-    "torch",
-    "numpy",
-    "gymnasium",
-    "minigrid",
-    "ale-py",
-)  # their versions go into summary.json
+# Their versions go into summary.json
+PACKAGES = ("stable-baselines3", "torch", "numpy", "gymnasium", "minigrid", "ale-py")
 
 
 @dataclass
