@@ -332,13 +332,19 @@ def load_examples(args: Args, tokenizer) -> list[dict]:
             print(f"collecting docstrings, which takes a minute or two, once: {cache.name}", flush=True)
             examples = docstrings()
             cache.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cache, lambda file: file.write("\n".join(map(json.dumps, examples)).encode()))
-    elif args.dataset.endswith((".json", ".jsonl")):
-        examples = [json.loads(line) for line in Path(args.dataset).read_text().splitlines() if line.strip()]
+            own = cache.with_suffix(f".{os.getpid()}")  # the processes of a torchrun may all be here
+            write_atomically(own, lambda file: file.write("\n".join(map(json.dumps, examples)).encode()))
+            own.replace(cache)
     else:
-        from datasets import load_dataset
+        try:
+            if args.dataset.endswith((".json", ".jsonl")):
+                examples = [json.loads(line) for line in Path(args.dataset).read_text().splitlines() if line.strip()]
+            else:
+                from datasets import load_dataset
 
-        examples = list(load_dataset(args.dataset, split="train"))
+                examples = list(load_dataset(args.dataset, split="train"))
+        except (OSError, ValueError) as error:
+            sys.exit(f"--dataset {args.dataset}: cannot be read: {str(error).splitlines()[0]}")
     for column in ("prompt", "completion"):
         if not examples or column not in examples[0]:
             found = ", ".join(examples[0]) if examples else "no example at all"
@@ -469,8 +475,12 @@ def deal(args: Args, examples: list[dict]) -> tuple[list[list[dict]], dict[str, 
 def make_reward(args: Args, device: torch.device):
     """The reward function: (prompts, completions, references) -> list of floats."""
     if args.reward_model:
-        tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
-        model = AutoModelForSequenceClassification.from_pretrained(args.reward_model, num_labels=1).to(device).eval()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
+            model = AutoModelForSequenceClassification.from_pretrained(args.reward_model, num_labels=1)
+        except (OSError, ValueError) as error:
+            sys.exit(f"--reward-model {args.reward_model}: cannot be loaded: {str(error).splitlines()[0]}")
+        model.to(device).eval()
         model.config.pad_token_id = tokenizer.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
 
         @torch.no_grad()
@@ -495,7 +505,9 @@ def make_reward(args: Args, device: torch.device):
     spec = importlib.util.spec_from_file_location("reward", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, name)
+    if not callable(function := getattr(module, name, None)):
+        sys.exit(f"--reward {args.reward}: {path} has no function {name}")
+    return function
 
 
 # --- the model: one frozen base, stacked adapters, attention that reads a shared prompt once ---
@@ -902,13 +914,14 @@ def main(args: Args) -> dict:
     held, chief = exchange.agents, exchange.rank == 0  # the agents that this process holds; who writes the common logs
     everyone = tuple(range(len(held)))
 
-    # Model, data, reward
+    # Reward, model, data
+    score = make_reward(args, device)
     model, tokenizer = load_base(args)
     model.to(device)
     layers, eos = add_adapters(args, model, len(held)), tokenizer.eos_token_id
     examples, tests = deal(args, load_examples(args, tokenizer))
     tests = tests if args.eval_prompts else {}
-    score, run_folder = make_reward(args, device), open_run(args, exchange)
+    run_folder = open_run(args, exchange)
     head = nn.Parameter(torch.zeros(len(held), model.config.hidden_size, device=device))  # of the value model
     sides = [(layer.A, layer.B) for layer in layers.values()]
     trained = [side[kind] for pair in sides for side in pair for kind in side if side[kind].requires_grad]

@@ -24,7 +24,7 @@ repository as working directory:
 (default)  the grid of the paper's table 5: seven agents on TL;DR, one GPU each; the reward model is to be trained first
            and to lie in runs/reward-model, as \`trl reward\` writes it
 --quick    three agents and the small model on documentation, for two cores: a night
---results  six methods, two seeds, 12 steps of 96 completions (PPO: 24), to compare briefly: some four hours on two cores
+--results  six methods, two seeds, 12 steps of 48 short completions (PPO: 18), to compare briefly: an hour on two cores
 --help     this text
 
 --exp-name tells algorithm, data, method, KL coefficient and steps between reference updates.
@@ -39,7 +39,7 @@ case ${1:-} in
     ;;
 --results)
     PARTITIONS=(topic) METHODS=(isolated fedavg pr) SEEDS=(2 3) KL_COEFS=(0.1) INTERVALS=(3)
-    LAUNCH="python prpo_llm.py" COMMON="--total-steps 12 --learning-rate 1e-3 --run-dir runs/llm-results"
+    LAUNCH="python prpo_llm.py" COMMON="--total-steps 12 --learning-rate 1e-3 --max-prompt-tokens 128 --response-length 40 --run-dir runs/llm-results"
     ;;
 --help | -h)
     usage
@@ -65,9 +65,13 @@ for seed in "${SEEDS[@]}"; do # seeds outermost: a sweep that is cut off has who
                 for coef in "${KL_COEFS[@]}"; do
                     for interval in "${INTERVALS[@]}"; do
                         name=${algorithm}_${partition}_${method}_kl${coef}_every$interval
-                        [[ ${1:-} != --results ]] || name=$method-$algorithm
-                        [[ ${1:-} != --results || $algorithm == grpo ]] || aggregation+=" --batch-size 8 --micro-batch-size 4"
-                        echo "$LAUNCH --algorithm $algorithm --partition $partition $aggregation --kl-coef $coef --update-every $interval --seed $seed $COMMON --exp-name $name"
+                        size=
+                        if [[ ${1:-} == --results ]]; then
+                            name=$method-$algorithm
+                            [[ $algorithm == grpo ]] && prompts=2 || prompts=6
+                            size="--batch-size $prompts --micro-batch-size $prompts "
+                        fi
+                        echo "$LAUNCH --algorithm $algorithm --partition $partition $aggregation --kl-coef $coef --update-every $interval --seed $seed $size$COMMON --exp-name $name"
                         number=$((number + 1))
                     done
                 done

@@ -16,6 +16,7 @@ import csv
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -284,6 +285,7 @@ def num_cores() -> int:
 
 
 def main(args: Args) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, it ends the contender that runs too
     tables = {}
     if args.llm and args.repeats and not Path(ROOT, TASK, "prompts.jsonl").is_file():
         subprocess.run([sys.executable, "benchmark/trl_grpo.py", "--prepare", TASK], cwd=ROOT, check=True)

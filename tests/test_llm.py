@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import math
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import communicators
 import prpo_llm
@@ -311,6 +312,76 @@ def test_what_tokens_count(options):
     assert weights.tolist() == pytest.approx(expected[name])
 
 
+# --- data ---
+
+
+def toolbox(folder, monkeypatch):
+    """Make a small package the only topic of the docstring task, with an empty cache."""
+    body = "It does what it says, for every value that it is given. " * 5
+    (folder / "toolbox").mkdir()
+    (folder / "toolbox" / "__init__.py").write_text(
+        f'''class Hammer:
+    """Drives nails
+    into walls.
+
+    {body}
+    """
+
+    def copy(self):
+        """Another first line of this body.
+
+        {body}
+        """
+
+    def short(self):
+        """Has no body to speak of.
+
+        Nothing.
+        """
+
+    async def saw(self):
+        """Cuts planks of wood.
+
+        Other than that: {body}
+        """
+'''
+    )
+    (folder / "toolbox" / "broken.py").write_text("def (:")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(prpo_llm, "TOPICS", ("toolbox", "absent"))
+    monkeypatch.setattr(prpo_llm.importlib.metadata, "version", lambda name: "1.0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    return body.strip()
+
+
+def test_docstrings_are_bodies_to_be_summarised_in_their_first_lines(tmp_path, monkeypatch):
+    """One pair per body, in a fixed order; what is too short and what cannot be parsed is left out."""
+    body = toolbox(tmp_path, monkeypatch)
+    request = "Summarise this documentation of toolbox in one short sentence.\n\n"
+    assert prpo_llm.docstrings() == [
+        {"prompt": request + body, "completion": "Drives nails into walls.", "topic": "toolbox"},
+        {"prompt": f"{request}Other than that: {body}", "completion": "Cuts planks of wood.", "topic": "toolbox"},
+    ]
+
+
+def test_ranks_of_a_machine_collect_docstrings_at_the_same_time(files, tmp_path, monkeypatch):
+    """The first runs of a torchrun find no cache; none stumbles over what the others write, and all read the same."""
+    toolbox(tmp_path, monkeypatch)
+    context = multiprocessing.get_context("fork")
+    barrier, pairs, queue = context.Barrier(3), prpo_llm.docstrings(), context.Queue()
+    monkeypatch.setattr(prpo_llm, "docstrings", lambda: (barrier.wait(), pairs)[1])
+    write = prpo_llm.write_atomically
+    monkeypatch.setattr(prpo_llm, "write_atomically", lambda path, content: (write(path, content), barrier.wait()))
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    args = tiny(files, tmp_path, dataset="docstrings", max_prompt_tokens=1000)
+    ranks = [context.Process(target=lambda: queue.put(prpo_llm.load_examples(args, tokenizer))) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    found = [queue.get(timeout=60) for _ in ranks]
+    assert [row["completion"] for row in found[0]] == [pair["completion"] for pair in pairs]
+    assert found[0] == found[1] == found[2] == prpo_llm.load_examples(args, tokenizer)
+
+
 # --- partitions ---
 
 
@@ -579,6 +650,28 @@ def test_bad_input_ends_with_one_line(case):
     with pytest.raises(SystemExit) as end:
         prpo_llm.parse_args(argv)
     assert "\n" not in end.value.code and all(part in end.value.code for part in parts), end.value.code
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_model": "nowhere/at/all"}, "--base-model nowhere/at/all: cannot be loaded"),
+        ({"reward_model": "nowhere/at/all"}, "--reward-model nowhere/at/all: cannot be loaded"),
+        ({"dataset": "broken.jsonl"}, "--dataset broken.jsonl: cannot be read"),
+        ({"dataset": "nothing"}, "--dataset nothing: cannot be read"),
+        ({"reward": "broken.py:count"}, "--reward broken.py:count: broken.py has no function count"),
+    ],
+)
+def test_what_cannot_be_loaded_ends_with_one_line(files, tmp_path, monkeypatch, changes, message):
+    """Models, data and reward functions that are not there or broken are told before there is a run's folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.jsonl").write_text("{")
+    (tmp_path / "broken.py").write_text("counts = 1\n")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(SystemExit) as end:
+        prpo_llm.main(tiny(files, tmp_path / "runs", **changes))
+    assert end.value.code.startswith(message) and "\n" not in end.value.code
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("rows", [[{"text": "a"}], []])
