@@ -627,9 +627,10 @@ def load_base(args: Args) -> tuple[nn.Module, object]:
 
 
 def add_adapters(args: Args, model: nn.Module, held: int) -> dict[str, Adapters]:
-    """Give the target layers adapters: `policy` and `value` of the agents held, `snapshot` of all, and the start.
+    """Give the target layers adapters: `policy` and `value` of the agents held, `snapshot` of all.
 
-    Every agent starts from the same A and from B = 0, or from --adapter. Returns the layers by name.
+    Every agent starts from the same A and from B = 0, or from --adapter; --sft-anchor keeps that as one more snapshot.
+    Returns the layers by name.
     """
     modules = model.named_modules()
     layers = {name: layer for name, layer in modules if name.rpartition(".")[2] in args.lora_targets}
@@ -643,7 +644,7 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> dict[str, Adapters]
         found[name] = adapters = Adapters(layer)
         setattr(model.get_submodule(parent), own, adapters)
         adapters.add("policy", held, args.lora_rank, args.lora_alpha)
-        adapters.add("snapshot", args.num_agents + 1, args.lora_rank, args.lora_alpha)
+        adapters.add("snapshot", args.num_agents + (args.sft_anchor > 0), args.lora_rank, args.lora_alpha)
         if args.algorithm == "ppo":
             adapters.add("value", held, args.value_lora_rank, args.value_lora_alpha)
         for kind in (kind for kind in ("policy", "value") if kind in adapters.A):
@@ -1146,7 +1147,7 @@ def main(args: Args) -> dict:
         old = torch.zeros(mask.shape, device=device)
         with torch.no_grad():
             for k in everyone:
-                for part in mask[k].nonzero().split(128):
+                for part in mask[k].nonzero().split(64):
                     where = (k, *part.T)
                     old[where] = log_probs(states[where]).gather(-1, batch["tokens"][where][:, None]).squeeze(-1)
         forget_casts(layers)  # they would add to the peak of memory
@@ -1190,7 +1191,7 @@ def main(args: Args) -> dict:
                     leaf = hidden.detach().requires_grad_()  # the vocabulary is large: backward through it in chunks
                     inside = mask[each, micro][..., : hidden.shape[3]]
                     for k in everyone:
-                        for part in inside[k].nonzero().split(128):
+                        for part in inside[k].nonzero().split(64):
                             m, g, t = part.T
                             here = (k, micro[k, m], g, t)
                             logprobs = log_probs(leaf[k, m, g, t])
@@ -1273,6 +1274,7 @@ def main(args: Args) -> dict:
                 if chief and not usable.all():
                     dropped = (~usable).nonzero().flatten().tolist()
                     print(f"\nstep {step}: dropped the invalid adapters of agents {dropped}", flush=True)
+            own = parameters = vector = gathered = averages = None  # whole adapters: they need not stay in memory
             round_rewards = {i: [] for i in held}
             rounds += 1
         tick("exchange")
