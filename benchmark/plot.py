@@ -178,10 +178,19 @@ def write_curves(path: Path, groups: dict[tuple[str, str], list[Run]], points: i
                 writer.writerow((env, method, int(step), *map(number, row), len(runs)))
 
 
+def own_topic_mean(run: Run) -> float:
+    """The mean over agents of the evaluation on their own topics, which follow the common prompts; NaN if none."""
+    if not run.task.endswith(", topic"):
+        return np.nan
+    matrix = [[task["mean"] for task in row.values()] for row in run.summary["evaluation"]["agents"]]
+    return float(np.mean([row[1 + agent] for agent, row in enumerate(matrix)] or [np.nan]))
+
+
 def write_table(path: Path, groups: dict[tuple[str, str], list[Run]], threshold: float) -> None:
     """OUT_table.csv: the evaluation at the end, the mean training return over the budget, the steps to `threshold`."""
-    columns = ["env", "method", "timesteps"]
-    for name in ("evaluation", "mean_training_return", f"steps_to_{threshold:g}"):
+    columns, topics = ["env", "method", "timesteps"], any(env.endswith(", topic") for env, _ in groups)
+    own_topic = ["own_topic"] if topics else []  # of language models: each agent on the prompts of its own topic
+    for name in ("evaluation", *own_topic, "mean_training_return", f"steps_to_{threshold:g}"):
         columns += [name, f"{name}_ci_low", f"{name}_ci_high"]
     columns += ["steps_per_seed", "seeds"]
     rows = []
@@ -191,7 +200,10 @@ def write_table(path: Path, groups: dict[tuple[str, str], list[Run]], threshold:
         reached = [run.timesteps[run.returns >= threshold] for run in runs]
         steps = [each[0] if len(each) else np.inf for each in reached]
         row = [env, method, runs[0].summary.get("timesteps_per_agent", runs[0].timesteps[-1])]
-        row += [*map(number, interval(evaluations)), *map(number, interval(areas))]
+        row += map(number, interval(evaluations))
+        if topics:
+            row += map(number, interval(np.array([own_topic_mean(run) for run in runs])))
+        row += map(number, interval(areas))
         if np.isfinite(steps).all():
             row += [f"{value:.0f}" if np.isfinite(value) else "" for value in interval(np.array(steps))]
         else:  # a mean over the lucky seeds alone would flatter
@@ -238,12 +250,13 @@ def draw(csv_path: Path, png_path: Path) -> None:
         axis.set_xlim(left=0)
         means = [mean for rows in by_method.values() for _, mean, *_ in rows]
         # Not the intervals: those of two or three seeds can be huge
-        low, high = min(0, *means), max(1 if unit > 1 else 0.5, *means)
+        low, high = min(0, *means), max(1 if unit > 1 else 0.3, *means)
         axis.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
         axis.grid(alpha=0.3)
     kind = "return\n(last 100 episodes, mean over agents)" if unit > 1 else "reward\n(of a step, mean over agents)"
     axes[0][0].set_ylabel(f"training {kind}")
-    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
+    columns = min(3, 2 * len(curves), len(handles))
+    figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(png_path, dpi=150)
 
 

@@ -600,16 +600,23 @@ def test_agents_start_from_an_adapter_and_are_anchored_to_it(files, tmp_path):
 
 
 def test_curves_and_a_table_of_language_models(files, tmp_path):
-    """plot.py reads these runs too: the table's figures are those of their summaries."""
-    results = {}
+    """plot.py reads these runs too: the table's figures are those of their summaries.
+
+    An agent's own topic is that of its prompts, of which the common ones are a mixture.
+    """
+    results, own = {}, []
     for seed in (1, 2):
-        _, summary = train(files, tmp_path / f"runs/{seed}", seed=seed, exp_name="pr")
+        _, summary = train(files, tmp_path / f"runs/{seed}", seed=seed, exp_name="pr", partition="topic")
         results[seed] = summary["evaluation"]["group"]
+        agents = summary["evaluation"]["agents"]
+        assert list(agents[0]) == ["validation", "x", "y"]
+        own += [agents[0]["x"]["mean"], agents[1]["y"]["mean"]]
     process = call("benchmark/plot.py", "--runs", tmp_path / "runs", "--out", tmp_path / "llm", cwd=REPOSITORY)
     assert process.returncode == 0, process.stderr
     with open(tmp_path / "llm_table.csv", newline="") as file:
         (row,) = csv.DictReader(line for line in file if not line.startswith("#"))
     assert float(row["evaluation"]) == pytest.approx(sum(results.values()) / 2, rel=1e-4)
+    assert float(row["own_topic"]) == pytest.approx(sum(own) / 4, rel=1e-4)
     assert row["seeds"] == "1 2" and (tmp_path / "llm.png").stat().st_size > 5_000
 
 
