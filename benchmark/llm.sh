@@ -24,7 +24,7 @@ repository as working directory:
 (default)  the grid of the paper's table 5: seven agents on TL;DR, one GPU each; the reward model is to be trained first
            and to lie in runs/reward-model, as \`trl reward\` writes it
 --quick    three agents and the small model on documentation, for two cores: a night
---results  six methods, two seeds, 12 steps of 48 short completions (PPO: 18), to compare briefly: an hour on two cores
+--results  six methods, two seeds, 12 steps of 48 short completions (PPO: 18), to compare briefly: an hour and a half on two cores
 --help     this text
 
 --exp-name tells algorithm, data, method, KL coefficient and steps between reference updates.
