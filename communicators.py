@@ -1,28 +1,56 @@
-"""Communicators, mixtures of policies, divergences and exchange: the mathematics that PRPO's scripts share.
+"""What PRPO's scripts share: communicators, the exchange between agents, and what surrounds training.
+
+1 mathematics (communicators, mixtures, divergences, averaging) - 2 exchange - 3 arguments - 4 cores - 5 the run. No
+algorithm, no environment and no network, and nothing here calls back into a script.
 
 A communicator C is a row-stochastic matrix [agents, agents]: row i says whom agent i listens to, column j who hears
 agent j. Row i turns the policies of all agents into agent i's reference policy, C_i pi = sum_j c_ij pi_j.
-Equation, example, definition and remark numbers are those of the PRPO paper. Everything here is a pure function,
-except `Exchange`, which moves parameters and declared scalars between agents and nothing else.
+Equation, example, definition and remark numbers are those of the PRPO paper.
 """
 
+import contextlib
+import csv
 import datetime
 import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import itertools
+import json
 import math
 import os
+import queue
+import re
+import shutil
+import signal
+import sys
 import time
+import typing
 import warnings
+import zipfile
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import tyro
 from torch import Tensor
 
 COMMUNICATORS = ("identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward")
 TOPOLOGIES = ("full", "ring")
 MIXTURES = ("arithmetic", "geometric")
 KL_DIRECTIONS = ("forward", "reverse")
+# Whose versions a summary tells, where they are in use
+PACKAGES = ("torch", "numpy", "gymnasium", "minigrid", "ale-py", "envpool", "transformers", "peft")
 
-# --- constructors: every one returns a detached float32 tensor [agents, agents] with rows on the simplex ---
+# --- 1. mathematics ---
+# Constructors: every one returns a detached float32 tensor [agents, agents] with rows on the simplex
 
 
 def identity(num_agents: int) -> Tensor:
@@ -191,7 +219,7 @@ def _normalise_rows(weights: Tensor, fallback: Tensor | None = None) -> Tensor:
     return (weights / weights.sum(1, keepdim=True)).float()
 
 
-# --- policies: mixtures and divergences ---
+# Policies: mixtures and divergences
 
 
 def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic") -> Tensor:
@@ -243,7 +271,7 @@ def total_variation(log_probs: Tensor) -> Tensor:
     return (probs[:, None] - probs[None]).abs().sum(-1).mean(-1) / 2
 
 
-# --- parameters ---
+# Parameters
 
 
 def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
@@ -273,37 +301,50 @@ def check_snapshots(snapshots: list[Tensor | None], like: Tensor) -> tuple[Tenso
     return torch.stack(rows), valid
 
 
+# --- 2. exchange ---
+
+
 class Exchange:
     """Who holds which agents, and everything that passes between them.
 
     In one process it holds all agents and nothing moves; under torchrun each rank holds num_agents / world_size of
     them. What leaves a rank is a flat tensor of parameters or of declared scalars, never an observation, an action or
-    a reward, and nothing that arrives is unpickled. `bytes_sent` counts what the agents send each other, parameters
-    times listeners, the same in both placements.
+    a reward, and nothing that arrives is unpickled. `bytes_sent` counts what the agents have to tell each other,
+    parameters times listeners, the same in both placements and for every topology; between ranks it is gathered as one
+    flat tensor, so that there everybody's parameters reach everybody.
 
+    device: cpu, cuda, cuda:N, or auto; `device` is what became of it. timeout: seconds that ranks wait for each other.
     Raises ValueError if num_agents is not divisible by the world size, and RuntimeError if a peer does not arrive at a
-    collective within `timeout` seconds (rank 0's says which ranks are missing).
+    collective in time (rank 0's says which ranks are missing).
     """
 
-    def __init__(self, num_agents: int, device: torch.device, timeout: float = 600.0):
+    def __init__(self, num_agents: int, device: str | torch.device = "cpu", timeout: float = 600.0):
         self.distributed = "RANK" in os.environ  # torchrun sets it
         self.rank = int(os.environ["RANK"]) if self.distributed else 0
         self.world_size = int(os.environ["WORLD_SIZE"]) if self.distributed else 1
         if num_agents % self.world_size:
             raise ValueError(f"{num_agents} agents cannot be shared by {self.world_size} ranks; use a divisor")
-        self.num_agents, self.device, self.bytes_sent = num_agents, device, 0
+        device, gpus = str(device).replace("auto", "cuda" if torch.cuda.is_available() else "cpu"), 0
+        own_gpu = device == "cuda"
+        if device.startswith("cuda"):
+            gpus = torch.cuda.device_count()
+            device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if device == "cuda" else device
+            torch.cuda.set_device(device)  # before anything is captured or sent from the wrong one
+        self.num_agents, self.device, self.bytes_sent = num_agents, torch.device(device), 0
         held = num_agents // self.world_size
         self.agents = range(self.rank * held, (self.rank + 1) * held)  # the agents this process holds
         self.timeout = datetime.timedelta(seconds=timeout)
         if self.distributed:
-            backend = "nccl" if device.type == "cuda" else "gloo"
+            # nccl wants a GPU for every rank; ranks that share one talk through the processor
+            nccl = own_gpu and gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+            self._wire = self.device if nccl else torch.device("cpu")
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             # torchrun's own store outlives a restart: the prefix drops the addresses of the dead
             leads = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             store = dist.TCPStore(*address, self.world_size, is_master=leads, timeout=self.timeout, multi_tenant=True)
             self._store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             place = {"store": self._store, "rank": self.rank, "world_size": self.world_size}
-            dist.init_process_group(backend, timeout=self.timeout, **place)
+            dist.init_process_group("nccl" if nccl else "gloo", timeout=self.timeout, **place)
             self._barriers = 0
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
 
@@ -327,17 +368,27 @@ class Exchange:
         """Rank 0's `tensor`, on every rank."""
         if self.distributed:
             self.barrier()
-            tensor = tensor.to(self.device).clone(memory_format=torch.contiguous_format)
-            dist.broadcast(tensor, src=0)
+            sent = tensor.to(self._wire).clone(memory_format=torch.contiguous_format)
+            dist.broadcast(sent, src=0)
+            tensor = sent.to(tensor.device)
         return tensor
+
+    def agree(self, number: int) -> list[int]:
+        """The ranks whose `number` is another one than rank 0's; the same list on every rank."""
+        if not self.distributed:
+            return []
+        self.barrier()
+        numbers = torch.empty(self.world_size, dtype=torch.long, device=self._wire)
+        dist.all_gather(list(numbers.split(1)), torch.tensor([number], device=self._wire))
+        return (numbers != numbers[0]).nonzero().flatten().tolist()
 
     def all_gather(self, local: Tensor) -> Tensor:
         """Row i for every agent i. local: [agents held, numel], equal on all ranks. Returns [agents, numel]."""
         if not self.distributed:
             return local.clone()
         self.barrier()
-        gathered = local.new_empty(self.num_agents * local.shape[1], device=self.device)
-        dist.all_gather(list(gathered.chunk(self.world_size)), local.to(self.device).flatten())
+        gathered = local.new_empty(self.num_agents * local.shape[1], device=self._wire)
+        dist.all_gather(list(gathered.chunk(self.world_size)), local.to(self._wire).flatten())
         return gathered.view(self.num_agents, -1).to(local.device)
 
     def snapshots(self, local: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,9 +400,606 @@ class Exchange:
         gathered = self.all_gather(local)
         listeners = int(heard.sum() - heard.diagonal().sum())
         self.bytes_sent += listeners * local.shape[1] * local.element_size()
-        return check_snapshots(list(gathered), local[0])
+        parameters, valid = check_snapshots(list(gathered), local[0])
+        if self.rank == 0 and not valid.all():
+            dropped = (~valid).nonzero().flatten().tolist()
+            print(f"\ndropped the invalid snapshots of agents {dropped} for this round", flush=True)
+        return parameters, valid
 
     def close(self) -> None:
         """Leave the process group."""
         if self.distributed:
             dist.destroy_process_group()
+
+
+# --- 3. arguments: every flag declares its bounds in its type, and bad input ends in one line ---
+
+
+class Must(NamedTuple):
+    """A bound of a flag: what the message says, and the test."""
+
+    be: str
+    holds: Callable[[float], bool]
+
+
+Count = Annotated[int, Must("be at least 1", lambda v: v >= 1)]
+Natural = Annotated[int, Must("not be negative", lambda v: v >= 0)]
+NonNegative = Annotated[float, Must("not be negative", lambda v: v >= 0)]
+Positive = Annotated[float, Must("be positive", lambda v: v > 0)]
+Fraction = Annotated[float, Must("lie in [0, 1]", lambda v: 0 <= v <= 1)]
+
+
+@dataclass
+class RunArgs:
+    """The flags that every script has: how a run is named, kept, resumed and tracked. Scripts inherit them."""
+
+    exp_name: str = ""
+    """the name of this experiment, part of the run's folder name (default: the script's)"""
+    seed: Natural = 1
+    """seed of everything random, keyed with the agent's number"""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto: cuda where there is one"""
+    run_dir: str = "runs"
+    """folder that holds one folder per run"""
+    resume: str = ""
+    """folder of a run that was cut off: go on in it, with its settings"""
+    save_every: Count = 32
+    """iterations between checkpoints; the environments start anew at each, so that a resumed run is the same run"""
+    eval_every: Natural = 0
+    """iterations between evaluations during training (0: only at the end)"""
+    timeout: Positive = 600.0
+    """torchrun: seconds that ranks wait for each other before the run ends and names who is missing"""
+    track: bool = False
+    """also log to Weights & Biases"""
+    wandb_project_name: str = "prpo"
+    """the W&B project"""
+    wandb_entity: str | None = None
+    """the W&B team or user"""
+
+    def __post_init__(self):
+        self.exp_name = self.exp_name or script_of(self).stem
+
+
+def script_of(args: RunArgs) -> Path:
+    """The file of the script whose arguments these are."""
+    return Path(sys.modules[type(args).__module__].__file__)
+
+
+def stop(message: str) -> NoReturn:
+    """End with one line; rank 0 speaks for all ranks."""
+    sys.exit(message if os.environ.get("RANK", "0") == "0" else 1)
+
+
+def refuse(args: RunArgs, flag: str, valid: str) -> NoReturn:
+    """End with one line that names the flag, its value and what would be valid."""
+    stop(f"--{flag.replace('_', '-')} {getattr(args, flag)}: {valid}")
+
+
+def _read_flags(Args: type, argv: list[str] | None, **options):
+    """tyro's arguments; where it would draw a box around what is wrong, one line."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(Args, args=argv, description=sys.modules[Args.__module__].__doc__, **options)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            raise
+    lines = [line.strip(" │╭╮╰╯─") for line in re.sub(r"\x1b\[[\d;]*m", "", errors.getvalue()).splitlines()]
+    said = " ".join(line for line in lines if line and "arsing error" not in line and "arguments are" not in line)
+    stop(said.split(" For full helptext")[0])
+
+
+def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_change: tuple[str, ...] = ()):
+    """The arguments of the command line, checked before anything expensive starts.
+
+    First the bounds in the types, then what is common to all scripts (device, folder, disk, packages, ranks), then
+    `check(args)`, which calls `refuse`. --resume takes the settings of the run's folder; of these only where the run
+    stands, how often it is saved and evaluated, the device, tracking and `may_change` may be given anew.
+    """
+    args = _read_flags(Args, argv)
+    if args.resume:
+        config = Path(args.resume, "config.json")
+        if not config.is_file():
+            refuse(args, "resume", "must be the folder of a run, with its config.json")
+        try:
+            stored = json.loads(config.read_text())
+        except (ValueError, OSError) as error:
+            refuse(args, "resume", f"its config.json cannot be read ({error})")
+        stored.pop("elastic_run", None)
+        if stored.pop("script", None) != script_of(args).stem or stored.keys() != vars(args).keys():
+            refuse(args, "resume", f"must be a run of this version of {script_of(args).name}")
+        stored = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
+        stored = Args(**stored | {"resume": args.resume})
+        args = _read_flags(Args, argv, default=stored)
+        free = {"resume", "run_dir", "device", "timeout", "save_every", "eval_every", "track"}
+        free |= {"wandb_project_name", "wandb_entity", *may_change}
+        for name, value in vars(args).items():
+            if name not in free and value != getattr(stored, name):
+                refuse(args, name, f"must be {getattr(stored, name)} as in {args.resume}, or left out")
+    for name, hint in typing.get_type_hints(Args, include_extras=True).items():
+        value = getattr(args, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(args, name, f"must be finite{''.join(f' and {must.be}' for must in _bounds(hint))}")
+        for must in _bounds(hint) if value is not None else ():
+            if not must.holds(value):
+                refuse(args, name, f"must {must.be}")
+    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    if args.num_agents % world_size:
+        refuse(args, "num_agents", f"must be a multiple of the {world_size} processes")
+    cuda = torch.cuda.is_available()
+    if args.device not in ("auto", "cpu") and not (cuda and re.fullmatch(r"cuda(:\d+)?", args.device)):
+        refuse(args, "device", f"choose auto, {'cuda, cuda:N, ' * cuda}cpu")
+    if args.track and not importlib.util.find_spec("wandb"):
+        refuse(args, "track", "wandb is not installed")
+    run_dir = Path(args.run_dir).absolute()
+    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        refuse(args, "run_dir", "must be a folder that can be written to")
+    if shutil.disk_usage(folder).free < (needed := 64 + 64 * args.num_agents) * 2**20:
+        refuse(args, "run_dir", f"needs {needed} MB of free disk space")
+    check(args)
+    return args
+
+
+def _bounds(hint) -> list[Must]:
+    """The bounds that a type declares, also inside `... | None`."""
+    hints = (hint, *typing.get_args(hint))
+    return [must for own in hints for must in getattr(own, "__metadata__", ()) if isinstance(must, Must)]
+
+
+def derive_seed(*key: int) -> int:
+    """A 31-bit seed for a key such as (seed, agent, environment, checkpoint): never of a rank, never global."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
+
+
+def mean(values) -> float:
+    """The mean, NaN where there is nothing: an agent without a finished episode has no return."""
+    return float(np.mean(values)) if len(values) else math.nan
+
+
+# --- 4. cores: agents take turns ---
+
+
+@functools.cache
+def _threads(workers: int, threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
+
+
+def take_turns(tasks: list[Iterator], workers: int, threads: int = 1) -> list[list]:
+    """Run generators side by side, a step of each in turn, on `workers` threads of `threads` cores each.
+
+    So three agents keep two cores busy until all are done. A generator is only ever in one thread at a time. A single
+    worker works in the calling thread. Returns what each generator yielded.
+    """
+    yielded, waiting = [[] for _ in tasks], queue.SimpleQueue()
+    for task in enumerate(tasks):
+        waiting.put(task)
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):  # then the others hold all that is left
+            while True:
+                k, task = waiting.get_nowait()
+                for value in itertools.islice(task, 1):  # one step, if there is one left
+                    yielded[k].append(value)
+                    waiting.put((k, task))
+
+    if workers == 1:
+        work()
+    else:
+        for future in [_threads(workers, threads).submit(work) for _ in range(workers)]:
+            future.result()
+    return yielded
+
+
+# --- 5. a run: folder, logs, checkpoints, signals, timing, summary ---
+
+
+def write_atomically(path: Path, write: Callable) -> None:
+    """`write(file)` to a temporary file beside `path`, which then takes its place: a crash leaves the old one whole."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _or_one_line(method: Callable) -> Callable:
+    """A method of `Run` that ends with one line where a file cannot be read or written, as on a full disk."""
+
+    @functools.wraps(method)
+    def guarded(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        except OSError as error:
+            sys.exit(f"{self.folder}: {error}; what was saved before is kept, go on with --resume")
+
+    return guarded
+
+
+class Run:
+    """What surrounds training, the same for every algorithm.
+
+        run = Run(args, exchange, "FourRooms", total=num_iterations, work=batch_size * n, headline="charts/...")
+        run.restore(state)
+        for iteration in run.iterations():
+            ...
+            run.tick("update")
+            run.log(rows, communicator, distances, {"charts/learning_rate": ...})
+            if run.saves():
+                run.save(state)
+        return run.finish()
+
+    state: {agent: {name: object}} of the agents held, all that a resumed run needs and the settings do not say. Modules
+    and optimizers, generators, tensors, lists and deques are saved as they are and restored *in place*, so that one
+    dict serves both ways. Every agent has its own folder; a checkpoint counts once all agents have completed it.
+
+    total: iterations of the whole run; work: what all agents together do in one, counted in `unit`; speed: the metric
+    for that per second. env_ids, stride: of control, each agent's task and the steps that an iteration adds to the
+    horizontal axis. headline: the metric of the progress line and of the final table, where it is called `recent`;
+    measure: what it and an evaluation measure, over `samples`. counter: what an iteration is called.
+    """
+
+    def __init__(
+        self,
+        args: RunArgs,
+        exchange: Exchange,
+        name: str,
+        *,
+        total: int,
+        work: int,
+        headline: str,
+        env_ids: list[str] = (),
+        stride: int = 1,
+        unit: str = "agent-steps",
+        speed: str = "charts/SPS",
+        measure: str = "return",
+        samples: str = "episodes",
+        recent: str = "last 100 episodes",
+        counter: str = "iteration",
+    ):
+        self.args, self.exchange, self.total, self.work, self.headline = args, exchange, total, work, headline
+        self.env_ids, self.stride, self.unit, self.speed = env_ids, stride, unit, speed
+        self.measure, self.samples, self.recent, self.counter = measure, samples, recent, counter
+        self.chief = exchange.rank == 0  # who writes the common logs
+        self._compare_ranks()
+        # Long names are cut, and none leaves the folder of runs
+        parts = (re.sub(r"[^\w.+-]", "-", part)[:80] for part in (name, args.exp_name))
+        self.folder = self._open(f"{'__'.join(parts)}__{args.seed}__")
+        self.iteration, self.interrupted, self.clock, self.train_seconds = 0, False, Counter(), 0.0
+        self._wall_seconds, self._started, self._line, self._shown = 0.0, time.time(), 0.0, None
+        self._cores = torch.get_num_threads()
+        self.latest, self.results = {}, {}  # the last metrics {key: [agents]}, evaluation {task: [agents, columns]}
+        # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends it at once
+        self._stop, numbers = [], (signal.SIGINT, signal.SIGTERM)
+        self._handlers = {number: signal.signal(number, self._request_stop) for number in numbers}
+
+    def _request_stop(self, number: int, frame) -> None:
+        self._stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    def _compare_ranks(self) -> None:
+        """End where ranks have other settings, code or torch than rank 0, whose config.json speaks for all."""
+        own = {name: value for name, value in vars(self.args).items() if name not in ("device", "run_dir", "resume")}
+        code = [path.read_bytes() for path in (script_of(self.args), Path(__file__))]
+        digest = hashlib.sha256(repr((own, code, torch.__version__)).encode()).digest()
+        if others := self.exchange.agree(int.from_bytes(digest[:7], "big")):
+            ranks = ", ".join(map(str, others))
+            stop(f"ranks {ranks} differ from rank 0 in settings, code or version of torch; start all alike")
+
+    @_or_one_line
+    def _open(self, prefix: str) -> Path:
+        """The folder of --resume, of this torchrun's last attempt, or a new one named as CleanRL does."""
+        self.folder = Path(self.args.resume or self.args.run_dir)
+        if self.args.resume:
+            return self.folder
+        runs, stamp = self.folder, torch.zeros(1, dtype=torch.long)
+        settings = {"script": script_of(self.args).stem, "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID")}
+        config = json.dumps(settings | vars(self.args), indent=2)
+        if self.chief:
+            if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:  # torchrun --max-restarts goes on unattended
+                same = [path.parent.name for path in runs.glob(f"{prefix}*/config.json") if path.read_text() == config]
+                stamp += max((int(folder.removeprefix(prefix)) for folder in same), default=0)
+            now = int(time.time())
+            while not stamp:
+                try:
+                    Path(runs, f"{prefix}{now}").mkdir(parents=True)
+                    stamp += now
+                except FileExistsError:  # a run of the same second
+                    now += 1
+            write_atomically(Path(runs, f"{prefix}{stamp.item()}", "config.json"), lambda f: f.write(config.encode()))
+        return Path(runs, f"{prefix}{self.exchange.broadcast(stamp).item()}")
+
+    # Checkpoints
+
+    def _checkpoints(self, agent: int) -> Path:
+        return self.folder / "checkpoints" / f"agent_{agent}"
+
+    def _candidates(self, agent: int) -> list[int]:
+        """The iterations that an agent can go on from, newest first; 0 where it has never completed two."""
+        files = sorted(self._checkpoints(agent).glob("*.pt"), key=lambda path: -int(path.stem))
+        for path in files:
+            if not zipfile.is_zipfile(path):
+                print(f"{path} is truncated, looking for one before it", flush=True)
+        return [int(path.stem) for path in files if zipfile.is_zipfile(path)] + [0] * (len(files) < 2)
+
+    @_or_one_line
+    def restore(self, state: dict[int, dict]) -> None:
+        """Go on from the newest checkpoint that all agents completed, if there is one, and open the logs there.
+
+        One that cannot be read is passed over for the one before it. An agent without any, while others are past their
+        first, is an error: it would start anew beside them.
+        """
+        own = [[*self._candidates(i), *[-1] * 3][:3] for i in state]
+        everyones = self.exchange.all_gather(torch.tensor(own)).tolist()
+        common = set.intersection(*map(set, everyones)) - {-1}
+        if not common:
+            what = "; ".join(f"agent {i}: {sorted({*row} - {-1, 0}) or 'none'}" for i, row in enumerate(everyones))
+            stop(f"{self.folder}: no checkpoint is there for all agents ({what}); bring back what is missing")
+        self.iteration = max(common)
+        for i in state if self.iteration else ():
+            path = self._checkpoints(i) / f"{self.iteration}.pt"
+            stored = torch.load(path, map_location=self.exchange.device, weights_only=True)
+            # An agent that was ahead steps back, or its next save would delete what the others may need again
+            for path in self._checkpoints(i).glob("*.pt"):
+                if int(path.stem) > self.iteration:
+                    path.unlink()
+            for name, target in state[i].items():
+                match target:
+                    case torch.Generator():
+                        target.set_state(stored[name].cpu())
+                    case Tensor():
+                        target.copy_(stored[name])
+                    case list() | deque():
+                        target.clear()
+                        target.extend(stored[name])
+                    case _:
+                        target.load_state_dict(stored[name])
+            run = stored["run"]
+            self.train_seconds, self._wall_seconds, self.latest = run["train"], run["wall"], run["latest"]
+            self.clock, self.exchange.bytes_sent = Counter(run["clock"]), run["bytes"]
+        self._open_logs()
+
+    def saves(self) -> bool:
+        """Whether a checkpoint is due: a scheduled one, the last one, or that of an interrupted run."""
+        return self.due(self.args.save_every) or self.iteration == self.total or self.interrupted
+
+    @_or_one_line
+    def save(self, state: dict[int, dict]) -> None:
+        """Write each agent's checkpoint; the one before it is kept. Returns when all ranks have."""
+        run = {"train": self.train_seconds, "wall": self._wall(), "latest": self.latest}
+        run |= {"clock": dict(self.clock), "bytes": self.exchange.bytes_sent}
+        if self.chief:
+            for log in self._logs:
+                log.flush()
+        for i, own in state.items():
+            values = {"run": run}
+            for name, source in own.items():
+                match source:
+                    case torch.Generator():
+                        values[name] = source.get_state()
+                    case Tensor() | list():
+                        values[name] = source
+                    case deque():
+                        values[name] = list(source)
+                    case _:
+                        values[name] = source.state_dict()
+            folder = self._checkpoints(i)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / f"{self.iteration}.pt", lambda file, values=values: torch.save(values, file))
+            for old in sorted(folder.glob("*.pt"), key=lambda path: int(path.stem))[:-2]:
+                old.unlink()
+        self.exchange.barrier()
+
+    # The loop
+
+    def iterations(self) -> Iterator[int]:
+        """The iterations that are left, from 1; after an interruption the current one is the last."""
+        while self.iteration < self.total and not self.interrupted:
+            self.iteration += 1
+            self._began = self._tock = time.perf_counter()
+            yield self.iteration
+
+    def due(self, every: int) -> bool:
+        """Whether this iteration is one of every `every`; 0 is never."""
+        return every > 0 and self.iteration % every == 0
+
+    def tick(self, phase: str) -> None:
+        """The time since the last tick was spent on `phase`."""
+        now = time.perf_counter()
+        self.clock[phase] += now - self._tock
+        self._tock = now
+
+    def _wall(self) -> float:
+        return self._wall_seconds + time.time() - self._started
+
+    # Logs
+
+    def _open_logs(self) -> None:
+        """TensorBoard, W&B and the CSV files, without what lies behind the iteration we go on from."""
+        if not self.chief:
+            return
+        args, start = self.args, self.iteration
+        print(f"{self.folder}: {args.num_agents} agents on {self.exchange.device}", flush=True)
+        if start:
+            print(f"resuming after {self.counter} {start} of {self.total}", flush=True)
+        if args.track:
+            import wandb
+
+            settings = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": vars(args)}
+            name = self.folder.name
+            wandb.init(**settings, name=name, id=name, resume="allow", sync_tensorboard=True)
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(self.folder, purge_step=start * self.stride + 1)
+        table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
+        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+        self._metrics = self._open_csv("metrics.csv", start)
+        self._communicators = self._open_csv("communicator.csv", start)
+        self._evaluations = self._open_csv("evaluations.csv", min(start, self.total - 1))  # the last is done again
+        self._logs = self.writer, self._metrics, self._communicators, self._evaluations
+
+    def _open_csv(self, name: str, last: int):
+        """Open a log whose rows begin with the iteration, with what it held up to iteration `last`."""
+        path, text = self.folder / name, io.StringIO(newline="")
+        if last and path.exists():
+            with open(path, newline="", errors="replace") as file:
+                rows = [row for row in csv.reader(line.replace("\0", "") for line in file) if row]
+            kept = [row for row in rows[1:] if row[0].isdigit() and int(row[0]) <= last and len(row) == len(rows[0])]
+            csv.writer(text).writerows([*rows[:1], *kept])
+        write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+        return open(path, "a", newline="")
+
+    @staticmethod
+    def _write(file, row: dict) -> None:
+        if file.tell() == 0:
+            csv.writer(file).writerow(row)
+        csv.writer(file).writerow(f"{value:.6g}" if isinstance(value, float) else value for value in row.values())
+
+    def _labels(self, agent: int) -> dict:
+        """The columns that say whose row it is."""
+        labels = {self.counter: self.iteration, "agent": agent}
+        if self.env_ids:
+            labels |= {"env_id": self.env_ids[agent], "timesteps": self.iteration * self.stride}
+        return labels | {"seed": self.args.seed, "exp_name": self.args.exp_name}
+
+    @_or_one_line
+    def log(self, rows: list[dict[str, float]], communicator: Tensor, distances: Tensor, scalars: dict) -> None:
+        """Write this iteration to TensorBoard and W&B, per agent and as the group's mean, metrics.csv and the screen.
+
+        rows: metrics of each agent held, under TensorBoard's keys, in the same order everywhere; NaN is left out.
+        communicator, distances: [agents, agents]. scalars: of all together. Training time stops here. Ranks agree here
+        on an interruption.
+        """
+        n, local = self.args.num_agents, [[*row.values(), len(self._stop)] for row in rows]
+        gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64)).numpy()  # [agents, metrics + 1]
+        self.interrupted = bool(gathered[:, -1].any())
+        self.train_seconds += time.perf_counter() - self._began
+        before, self.latest = self.latest, dict(zip(rows[0], gathered.T[:-1].tolist(), strict=True))
+        if not self.chief:
+            return
+        for i, loss in enumerate(self.latest["losses/policy_loss"]):
+            if not math.isfinite(loss) and (not before or math.isfinite(before["losses/policy_loss"][i])):
+                print(f"\n{self.counter} {self.iteration}: agent {i} has diverged, it learns no more", flush=True)
+        x, rate = self.iteration * self.stride, self.iteration * self.work / self.train_seconds
+        common = {key.rpartition("/")[2]: value for key, value in scalars.items()}
+        scalars = scalars | {self.speed: rate, "communication/bytes": self.exchange.bytes_sent}
+        scalars["communication/non_expansion"] = non_expansion(communicator)
+        for i in range(n):
+            scalars |= {f"communicator/c_{i}_{j}": communicator[i, j].item() for j in range(n)}
+            scalars |= {f"distances/agent_{i}_agent_{j}": distances[i, j].item() for j in range(i + 1, n)}
+        for key, column in self.latest.items():
+            scalars |= {f"{key}/agent_{i}": value for i, value in enumerate(column)}
+            scalars[key] = mean([value for value in column if value == value])
+        for key, value in scalars.items():
+            if value == value:
+                self.writer.add_scalar(key, value, x)
+        for i in range(n):
+            row = self._labels(i) | {key.rpartition("/")[2]: column[i] for key, column in self.latest.items()} | common
+            row |= {"communication_bytes": self.exchange.bytes_sent, f"{self.unit.replace('-', '_')}_per_second": rate}
+            self._write(self._metrics, row)
+        self._metrics.flush()
+        shown = torch.stack((communicator, distances)).tolist()
+        if repr(shown) != self._shown:  # NaN is equal to NaN here
+            self._shown = repr(shown)
+            for i, j in itertools.product(range(n), repeat=2):
+                row = {self.counter: self.iteration, "listener": i, "peer": j}
+                self._write(self._communicators, row | {"weight": shown[0][i][j], "distance": shown[1][i][j]})
+        live = sys.stdout.isatty()
+        if live or time.time() - self._line > 10 or self.iteration == self.total:
+            seconds = round((self.total - self.iteration) * self.train_seconds / self.iteration)
+            left = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+            text = f"{self.counter} {self.iteration}/{self.total}  {rate:,.{0 if rate > 20 else 2}f} {self.unit}/s  "
+            text += f"{left} left  {self.measure} " + " ".join(f"{value:.2f}" for value in self.latest[self.headline])
+            print(f"\r\033[K{text}" if live else text, end="" if live else "\n", flush=True)
+            self._line = time.time()
+
+    @_or_one_line
+    def log_evaluation(self, results: list[dict[str, dict[str, np.ndarray]]]) -> None:
+        """Write an evaluation. results: of each agent held, task -> column -> a value per sample, the measure first.
+
+        Means, and half the 95 % interval of the measure, go to TensorBoard, evaluations.csv and the summary.
+        """
+        local = []
+        for tasks in results:
+            local.append([])
+            for columns in tasks.values():
+                first = np.asarray(columns[self.measure], dtype=float)
+                known = first[~np.isnan(first)]
+                half = 1.96 * known.std(ddof=len(known) > 1) / np.sqrt(len(known)) if len(known) else math.nan
+                others = (np.mean(values) for name, values in columns.items() if name != self.measure)
+                local[-1] += [mean(known), half, *others]
+        own = results[0]
+        width = 1 + len(next(iter(own.values())))
+        gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64)).unflatten(1, (len(own), width))
+        self.results = {task: gathered[:, k].tolist() for k, task in enumerate(own)}
+        for i, (task, columns) in itertools.product(range(self.args.num_agents), own.items()) if self.chief else ():
+            value, half, *others = self.results[task][i]
+            self.writer.add_scalar(f"eval/{task}/agent_{i}", value, self.iteration * self.stride)
+            row = {self.counter: self.iteration, "agent": i, "task": task}
+            row |= {"timesteps": self.iteration * self.stride} if self.env_ids else {}
+            row |= {self.samples: len(columns[self.measure]), f"mean_{self.measure}": value, "ci95": half}
+            names = [name for name in columns if name != self.measure]
+            self._write(self._evaluations, row | dict(zip(names, others, strict=True)))
+
+    @_or_one_line
+    def finish(self, **more) -> dict:
+        """Close everything, write and return summary.json (with `more`), print the table of the last evaluation.
+
+        An interrupted run ends here, with the signal's exit code and how to go on.
+        """
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        torch.set_num_threads(self._cores)
+        agents, unit = range(self.args.num_agents), self.unit.replace("-", "_")
+        recent = self.latest.get(self.headline, [math.nan] * len(agents))
+        matrix = [
+            {task: {"mean": rows[i][0], "ci95": rows[i][1]} for task, rows in self.results.items()} for i in agents
+        ]
+        tasks = self.env_ids or [*self.results][:1] * len(agents)  # by which each agent is judged
+        own = [row[task]["mean"] for row, task in zip(matrix, tasks, strict=False) if task in row]
+        used = [name for name in PACKAGES if name.replace("-", "_") in sys.modules]
+        versions = {name: importlib.metadata.version(name) for name in used}
+        losses = self.latest.get("losses/policy_loss", ())
+        summary = {
+            "script": script_of(self.args).stem,
+            "run": self.folder.name,
+            "completed": not self.interrupted,
+            "diverged": [i for i, loss in enumerate(losses) if not math.isfinite(loss)],
+            "settings": vars(self.args),
+            "seed": self.args.seed,
+            "versions": {"python": sys.version.split()[0]} | versions,
+            "device": str(self.exchange.device),
+            "world_size": self.exchange.world_size,
+            f"{self.counter}s": self.iteration,
+            **({"timesteps_per_agent": self.iteration * self.stride} if self.env_ids else {}),
+            f"{unit}_per_second": self.iteration * self.work / max(self.train_seconds, 1e-9),
+            "train_seconds": self.train_seconds,
+            "wall_seconds": self._wall(),
+            "seconds": dict(self.clock),
+            "communication_bytes": self.exchange.bytes_sent,
+            f"training_{self.measure}": {"over": self.recent, "group": mean(recent), "agents": recent},
+            "evaluation": {"group": mean(own), "agents": matrix},
+        }
+        summary = json.loads(json.dumps(summary | more), parse_constant=lambda _: None)  # JSON knows no NaN
+        if self.chief:
+            text = json.dumps(summary, indent=2).encode()
+            write_atomically(self.folder / "summary.json", lambda file: file.write(text))
+            for log in self._logs:
+                log.close()
+            if self.args.track:
+                sys.modules["wandb"].finish()
+            print(f"\nagent  {self.recent}" + "".join(f"  {name:>17}" for name in self.results))
+            for i, row in enumerate(matrix):
+                cells = {name: f"{cell['mean']:.3f} ± {cell['ci95']:.3f}" for name, cell in row.items()}
+                cells = "".join(f"  {cell:>{max(17, len(name))}}" for name, cell in cells.items())
+                print(f"{i:>5}  {recent[i]:>{len(self.recent)}.3f}{cells}")
+            rate = f"{summary[f'{unit}_per_second']:,.{0 if self.stride > 1 else 2}f} {self.unit}/s"
+            print(f"{rate}, {self.exchange.bytes_sent:,} bytes sent, everything in {self.folder}")
+            if self.interrupted:
+                last = f"{self.iteration} of {self.total}"
+                print(f"interrupted after {self.counter} {last}; go on with --resume {self.folder}")
+        self.exchange.close()
+        if self.interrupted:
+            sys.exit(128 + (self._stop or [signal.SIGTERM])[0])
+        return summary

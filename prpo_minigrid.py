@@ -9,25 +9,14 @@ Each agent trains on its own environments; what travels between agents is parame
 """
 
 import copy
-import csv
-import difflib
-import functools
-import importlib.metadata
-import importlib.util
-import io
+import importlib
 import itertools
-import json
-import os
-import shutil
-import signal
-import sys
-import time
-import warnings
-from collections import Counter, deque
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal
 
 import gymnasium as gym
 import minigrid.wrappers
@@ -37,73 +26,49 @@ import torch.nn as nn
 import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.tensorboard import SummaryWriter
 
 import communicators
+from communicators import Count, Exchange, Fraction, Natural, NonNegative, Positive, Run, RunArgs, derive_seed, mean
 
 
 @dataclass
-class Args:
-    exp_name: str = Path(__file__).stem
-    """the name of this experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of everything random, keyed with the agent's number"""
-    device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: cuda where there is one"""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """precision of the convolutions (autocast); heads and losses are always float32"""
-    compile: bool = False
-    """compile the networks with torch.compile"""
-    cudagraphs: bool = False
-    """launch the forward pass of each rollout step as one CUDA graph"""
-    run_dir: str = "runs"
-    """folder that holds one folder per run"""
-    resume: str = ""
-    """folder of a run that was cut off: go on in it, with its settings"""
-    save_every: int = 32
-    """iterations between checkpoints; the environments start anew at each, so that a resumed run is the same run"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "prpo"
-    """the W&B project"""
-    wandb_entity: str | None = None
-    """the W&B team or user"""
-    capture_video: bool = False
-    """record one episode per agent in the official environment at the end"""
-    eval_episodes: int = 100
-    """episodes per agent and task in the official environment at the end (0: no evaluation)"""
-    eval_every: int = 0
-    """iterations between evaluations during training (0: only at the end)"""
-
+class Args(RunArgs):
     # The environments
     env_id: str = "MiniGrid-FourRooms-v0"
     """the task of all agents"""
     env_ids: tuple[str, ...] = ()
     """one task per agent, instead of --env-id"""
-    levels_per_agent: int = 0
+    levels_per_agent: Natural = 0
     """agent i trains on K private levels only (0: unlimited levels); needs the gymnasium backend"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
     """envpool is several times faster; auto takes it where it is installed and knows the task"""
-    num_envs: int = 4
+    num_envs: Count = 4
     """parallel environments per agent"""
+    eval_episodes: Natural = 100
+    """episodes per agent and task in the official environment at the end (0: no evaluation)"""
+    capture_video: bool = False
+    """record one episode per agent in the official environment at the end"""
 
     # The agents and their communication
-    num_agents: int = 3
+    num_agents: Count = 3
     """number of agents"""
-    communicator: str = "uniform"
-    """identity (isolated PPO), uniform, self-preferred, similarity, reward, softmax-reward or rank-reward"""
-    self_preference: float = 0.6
+    communicator: Literal[
+        "identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward"
+    ] = "uniform"
+    """who listens to whom, see `make_communicator`; identity is isolated PPO"""
+    self_preference: Fraction = 0.6
     """c_ii of the self-preferred communicator"""
-    communicator_temperature: float = 0.1
+    communicator_temperature: Positive = 0.1
     """temperature of the softmax-reward communicator, in units of return"""
     topology: Literal["full", "ring"] = "full"
     """who may hear whom: everybody, or the two neighbours on a ring"""
-    top_k: int = 0
+    top_k: Natural = 0
     """keep only the k heaviest peers of each agent (0: all)"""
-    local_updates: int = 32
+    local_updates: Count = 32
     """iterations between communication rounds"""
-    communication_coef: Annotated[float, tyro.conf.arg(aliases=["--kl-coef"])] = 1.0
+    kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the reference policy"""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
@@ -113,131 +78,75 @@ class Args:
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
 
     # PPO
-    total_timesteps: int = 5_000_000
+    total_timesteps: Count = 5_000_000
     """environment steps of each agent"""
-    learning_rate: float = 2.5e-4
+    learning_rate: Positive = 2.5e-4
     """learning rate of Adam"""
-    num_steps: int = 512
+    num_steps: Count = 512
     """steps per environment and rollout"""
     anneal_lr: bool = True
     """anneal the learning rate linearly to 0"""
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """discount factor"""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """lambda of generalized advantage estimation"""
-    num_minibatches: int = 4
+    num_minibatches: Count = 4
     """minibatches per epoch"""
-    update_epochs: int = 4
+    update_epochs: Count = 4
     """epochs per rollout"""
     norm_adv: bool = True
     """normalise advantages in each minibatch"""
-    clip_coef: float = 0.1
+    clip_coef: NonNegative = 0.1
     """clip range of the surrogate objective (0: no clipping)"""
     clip_vloss: bool = True
     """clip the value loss with the same range"""
-    ent_coef: float = 0.01
+    ent_coef: NonNegative = 0.01
     """coefficient of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegative = 0.5
     """coefficient of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: Positive = 0.5
     """maximum norm of each agent's gradient"""
-    target_kl: float | None = None
+    target_kl: Positive | None = None
     """skip an agent's further epochs once its approximate KL exceeds this"""
-
-
-# What may differ between a run and its resumption; everything else makes another run
-RESUMABLE = {"resume", "run_dir", "device", "track", "capture_video", "eval_episodes"}
-# Column of metrics.csv -> key in TensorBoard; under torchrun these scalars are what the ranks tell each other
-METRICS = {
-    "episodic_return": "charts/episodic_return",
-    "episodic_length": "charts/episodic_length",
-    "episodes": "charts/episodes",
-    "return_last_100": "charts/return_last_100",
-    "explained_variance": "losses/explained_variance",
-    "value_loss": "losses/value_loss",
-    "policy_loss": "losses/policy_loss",
-    "entropy": "losses/entropy",
-    "old_approx_kl": "losses/old_approx_kl",
-    "approx_kl": "losses/approx_kl",
-    "clipfrac": "losses/clipfrac",
-    "kl_reference": "losses/kl_reference",
-}
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
-    """The arguments of the command line, checked; --resume takes those of the run's folder."""
-    args = tyro.cli(Args, args=argv, description=__doc__)
-    if args.resume:
-        config = Path(args.resume, "config.json")
-        if not config.is_file():
-            sys.exit(f"--resume {args.resume}: must be the folder of a run, with its config.json")
-        stored = json.loads(config.read_text())
-        if stored.pop("script", None) != Path(__file__).stem or stored.keys() != vars(args).keys():
-            sys.exit(f"--resume {args.resume}: must be a run of this version of {Path(__file__).name}")
-        stored = Args(**stored | {"env_ids": tuple(stored["env_ids"]), "resume": args.resume})
-        args = tyro.cli(Args, args=argv, default=stored)
-        for name, value in vars(args).items():
-            if name not in RESUMABLE and not name.startswith("wandb") and value != getattr(stored, name):
-                flag = name.replace("_", "-")
-                sys.exit(f"--{flag} {value}: must be {getattr(stored, name)} as in {args.resume}, or left out")
-    check_args(args)
-    return args
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """precision of the convolutions (autocast); heads and losses are always float32"""
+    compile: bool = False
+    """compile the networks with torch.compile"""
 
 
 def check_args(args: Args) -> None:
-    """End with one line that names the flag, its value and what would be valid, before anything expensive starts."""
-
-    def check(flags: str, valid: str, ok) -> None:
-        for flag in flags.split():
-            value = getattr(args, flag)
-            if not ok(value):  # one rank speaks for all
-                message = f"--{flag.replace('_', '-')} {value}: {valid}"
-                sys.exit(message if os.environ.get("RANK", "0") == "0" else 1)
-
-    check("num_envs num_steps num_agents local_updates save_every", "must be at least 1", lambda v: v >= 1)
-    check("num_minibatches update_epochs", "must be at least 1", lambda v: v >= 1)
-    check("seed levels_per_agent communication_coef clip_coef", "must not be negative", lambda v: v >= 0)
-    check("eval_episodes eval_every ent_coef vf_coef", "must not be negative", lambda v: v >= 0)
-    check("learning_rate max_grad_norm communicator_temperature", "must be positive", lambda v: v > 0)
-    check("self_preference gamma gae_lambda", "must lie in [0, 1]", lambda v: 0 <= v <= 1)
-    names = communicators.COMMUNICATORS
-    check("communicator", f"choose from {', '.join(names)}", lambda v: v in names)
-    check("top_k", f"must lie in 0..{args.num_agents - 1}", lambda v: 0 <= v < args.num_agents)
-    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    """What the types above cannot say; `refuse` ends with one line that names the flag, its value and what is valid."""
     batch_size = args.num_envs * args.num_steps
-    check("num_agents", f"must be a multiple of the {world_size} processes", lambda v: v % world_size == 0)
-    check("num_minibatches", f"must divide num_envs * num_steps = {batch_size}", lambda v: batch_size % v == 0)
-    check("total_timesteps", f"must be at least one rollout, {batch_size} steps", lambda v: v >= batch_size)
+    if batch_size % args.num_minibatches:
+        communicators.refuse(args, "num_minibatches", f"must divide num_envs * num_steps = {batch_size}")
+    if args.total_timesteps < batch_size:
+        communicators.refuse(args, "total_timesteps", f"must be at least one rollout, {batch_size} steps")
+    if args.top_k >= args.num_agents:
+        communicators.refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
+    if len(args.env_ids) not in (0, args.num_agents):
+        communicators.refuse(args, "env_ids", f"must name one task for each of {args.num_agents} agents")
+    if args.capture_video and not find_spec("moviepy"):
+        communicators.refuse(args, "capture_video", "moviepy is not installed")
+    check_envs(args)
 
-    envpool = importlib.util.find_spec("envpool")
-    count = f"must name one task for each of {args.num_agents} agents"
-    check("env_ids", count, lambda v: len(v) in (0, args.num_agents))
-    known = [env_id for env_id in gym.registry if env_id.startswith(("MiniGrid-", "BabyAI-"))]
-    flag = "env_ids" if args.env_ids else "env_id"
+
+def check_envs(args: Args) -> None:
+    """That every task can be made, is one of MiniGrid's, and is known to the backend."""
     for env_id in dict.fromkeys(task_ids(args)):
-        close = difflib.get_close_matches(env_id, known, 3, 0.4) or known[:3]
-        check(flag, f"{env_id} is unknown; did you mean {', '.join(close)}?", lambda v, env_id=env_id: env_id in known)
         try:
             shape, problem = make_env(env_id).reset(seed=0)[0].shape, "shows no 7x7x3 codes"
-        except Exception as error:  # registered, but what it needs is not installed
-            shape, problem = None, f"cannot be made: {error}".splitlines()[0]
-        check(flag, f"{env_id} {problem}; for example {known[0]} is fine", lambda v, shape=shape: shape == (7, 7, 3))
-    check("levels_per_agent", "needs --env-backend gymnasium", lambda v: not v or args.env_backend != "envpool")
-    check("env_backend", "envpool is not installed", lambda v: v != "envpool" or envpool)
+        except Exception as error:  # unknown, with what was perhaps meant, or what it needs is not installed
+            shape, problem = None, str(error).splitlines()[0]
+        if shape != (7, 7, 3):
+            flag = "env_ids" if args.env_ids else "env_id"
+            communicators.refuse(args, flag, f"must be a MiniGrid or BabyAI task; {env_id} {problem}")
     if args.env_backend == "envpool":
-        unknown = set(task_ids(args)) - set(importlib.import_module("envpool").list_all_envs())
-        check("env_backend", f"does not know {', '.join(unknown)}; choose auto or gymnasium", lambda v: not unknown)
-    check("track", "wandb is not installed", lambda v: not v or importlib.util.find_spec("wandb"))
-    check("capture_video", "moviepy is not installed", lambda v: not v or importlib.util.find_spec("moviepy"))
-    cuda = "cuda, cuda:N, " if torch.cuda.is_available() else ""
-    check("cudagraphs", "needs a CUDA device", lambda v: not v or (cuda and args.device != "cpu"))
-    check("device", f"choose auto, {cuda}cpu", lambda v: v in ("auto", "cpu") or (cuda and v.startswith("cuda")))
-    run_dir = Path(args.run_dir).absolute()
-    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    writable = folder.is_dir() and os.access(folder, os.W_OK)
-    check("run_dir", "must be a folder that can be written to", lambda v: writable)
-    needed = 64 + 8 * args.num_agents  # MB: two checkpoints per agent, weights and logs
-    check("run_dir", f"needs {needed} MB of free disk space", lambda v: shutil.disk_usage(folder).free > needed * 2**20)
+        if args.levels_per_agent:
+            communicators.refuse(args, "levels_per_agent", "needs --env-backend gymnasium")
+        if not find_spec("envpool"):
+            communicators.refuse(args, "env_backend", "envpool is not installed")
+        if unknown := set(task_ids(args)) - set(importlib.import_module("envpool").list_all_envs()):
+            communicators.refuse(args, "env_backend", f"does not know {', '.join(unknown)}; choose auto or gymnasium")
 
 
 def task_ids(args: Args) -> list[str]:
@@ -245,9 +154,12 @@ def task_ids(args: Args) -> list[str]:
     return list(args.env_ids) or [args.env_id] * args.num_agents
 
 
-def derive_seed(*key: int) -> int:
-    """A 31-bit seed for a key such as (seed, agent, environment, checkpoint): never of a rank, never global."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
+def num_actions(args: Args) -> int:
+    """The number of actions of every task."""
+    return 7
+
+
+# --- environments ---
 
 
 class PrivateLevels(gym.Wrapper):
@@ -268,7 +180,7 @@ def level_seeds(args: Args, agent: int) -> list[int]:
     return [derive_seed(args.seed, agent, level, 2) for level in range(args.levels_per_agent)]
 
 
-def make_env(env_id: str, levels: list[int] | None = None, **kwargs) -> gym.Env:
+def make_env(env_id: str, levels: list[int] = (), **kwargs) -> gym.Env:
     """One environment of the official package, showing its image only: [7, 7, 3] uint8 codes."""
     env = minigrid.wrappers.ImgObsWrapper(gym.make(env_id, disable_env_checker=True, **kwargs))
     return PrivateLevels(env, levels) if levels else env
@@ -276,77 +188,75 @@ def make_env(env_id: str, levels: list[int] | None = None, **kwargs) -> gym.Env:
 
 def choose_backend(args: Args) -> str:
     """The environment backend that this run uses."""
-    if args.env_backend == "auto" and not args.levels_per_agent and importlib.util.find_spec("envpool"):
-        import envpool
-
-        return "envpool" if set(task_ids(args)) <= set(envpool.list_all_envs()) else "gymnasium"
+    if args.env_backend == "auto" and not args.levels_per_agent and find_spec("envpool"):
+        known = importlib.import_module("envpool").list_all_envs()
+        return "envpool" if set(task_ids(args)) <= set(known) else "gymnasium"
     return "gymnasium" if args.env_backend == "auto" else args.env_backend
 
 
-class Pool:
-    """Environments of one task that are stepped together; each starts anew in the step after its episode's end."""
+class Envs:
+    """The environments of some agents, stepped together: arrays are [agents, envs, ...].
 
-    def __init__(self, args: Args, env_id: str, seeds: list[int], levels: list[list[int]]):
-        if choose_backend(args) == "envpool":
-            import envpool
+    Each environment starts anew in the step *after* its episode's end; that step ignores the action and is not valid.
+    Seeds are keyed by (seed, agent, environment, checkpoint), so that nothing depends on who holds which agent.
+    """
 
-            self.envs = envpool.make(env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds)
-            self.obs = self.envs.reset()[0]["image"]
-        else:
-            thunks = [functools.partial(make_env, env_id, own) for own in levels]
-            self.envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
-            self.obs, _ = self.envs.reset(seed=seeds)
-        self.num_envs, self.ended, self.close = len(seeds), np.zeros(len(seeds), dtype=bool), self.envs.close
+    def __init__(self, args: Args, agents: range, checkpoint: int):
+        self.shape, self.pools, obs = (len(agents), args.num_envs), [], []
+        tasks, backend = task_ids(args), choose_backend(args)
+        for env_id, group in itertools.groupby(agents, key=lambda i: tasks[i]):  # one large pool beats small ones
+            owners = list(itertools.product(group, range(args.num_envs)))
+            seeds = [derive_seed(args.seed, agent, number, checkpoint, 1) for agent, number in owners]
+            if backend == "envpool":
+                make = importlib.import_module("envpool").make
+                self.pools.append(make(env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds))
+                obs.append(self.pools[-1].reset()[0]["image"])
+            else:
+                thunks = [lambda env_id=env_id, i=i: make_env(env_id, level_seeds(args, i)) for i, _ in owners]
+                self.pools.append(SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP))
+                obs.append(self.pools[-1].reset(seed=seeds)[0])
+        self.obs = np.concatenate(obs).reshape(*self.shape, 7, 7, 3)  # what the next actions answer
+        self.bounds = np.cumsum([len(own) for own in obs])[:-1]
+        self.ended, self.returns, self.lengths = np.zeros(self.shape, bool), np.zeros(self.shape), np.zeros(self.shape)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """What `step_envs` returns, of this pool."""
-        obs, rewards, terminations, truncations, _ = self.envs.step(actions)
+        """Returns rewards, terminations, truncations, valid, and the episodes that ended: [(k, return, length)]."""
+        results = []
+        for pool, own in zip(self.pools, np.split(actions.ravel(), self.bounds), strict=True):
+            obs, *signals, _ = pool.step(own)
+            results.append((obs["image"] if isinstance(obs, dict) else obs, *signals))
+        obs, *signals = results[0] if len(results) == 1 else map(np.concatenate, zip(*results, strict=True))
+        rewards, terminations, truncations = (signal.reshape(self.shape) for signal in signals)
         valid, self.ended = ~self.ended, terminations | truncations
-        obs = obs["image"] if isinstance(obs, dict) else obs
-        return obs, rewards, terminations, truncations, rewards, self.ended, valid
+        self.returns, self.lengths = self.returns + rewards, self.lengths + valid
+        episodes = [(k, self.returns[k, e], self.lengths[k, e]) for k, e in np.argwhere(self.ended)]
+        self.returns[self.ended] = self.lengths[self.ended] = 0.0
+        self.obs = obs.reshape(self.obs.shape)
+        return rewards, terminations, truncations, valid, episodes
+
+    def close(self) -> None:
+        """Free the environments."""
+        for pool in self.pools:
+            pool.close()
 
 
-def make_envs(args: Args, agents: range, numbers: range, checkpoint: int) -> tuple[list[Pool], np.ndarray]:
-    """New environments of `agents`, those of these numbers, from seeds keyed by (seed, agent, number, checkpoint).
-
-    Agents with the same task share a pool: one pool of many environments is faster than many pools.
-    Returns (pools, first obs [agents * numbers, ...] uint8).
-    """
-    pools = []
-    for env_id, group in itertools.groupby(agents, key=lambda agent: task_ids(args)[agent]):
-        owners = list(itertools.product(group, numbers))
-        seeds = [derive_seed(args.seed, agent, number, checkpoint, 1) for agent, number in owners]
-        pools.append(Pool(args, env_id, seeds, [level_seeds(args, agent) for agent, _ in owners]))
-    return pools, np.concatenate([pool.obs for pool in pools])
-
-
-def step_envs(pools: list[Pool], actions: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Step all environments.
-
-    Returns (obs, rewards, terminations, truncations, scores, finished, valid), each [agents * envs, ...]: what is
-    learned from, then what is reported (scores of whole games, and their ends), and which steps followed the action.
-    """
-    results, start = [], 0
-    for pool in pools:
-        results.append(pool.step(actions[start : start + pool.num_envs]))
-        start += pool.num_envs
-    return results[0] if len(results) == 1 else tuple(map(np.concatenate, zip(*results, strict=True)))
-
-
-def public_states(args: Args, num_steps: int = 64, num_envs: int = 8) -> torch.Tensor:
+def public_states(args: Args, num_steps: int = 64, num_envs: int = 8) -> Tensor:
     """S_ref of Example 3: what a fixed-seed random policy sees in the official environments.
 
     Every agent can regenerate these states alone, so using them tells nobody anything. Returns [states, 7, 7, 3] uint8.
     """
     states, generator = [], np.random.default_rng(0)
     for env_id in sorted(set(task_ids(args))):
-        envs = SyncVectorEnv([functools.partial(make_env, env_id)] * num_envs)
+        envs = SyncVectorEnv([lambda env_id=env_id: make_env(env_id)] * num_envs)
         obs, _ = envs.reset(seed=list(range(num_envs)))
         for _ in range(num_steps):
             states.append(obs.copy())
             obs, *_ = envs.step(generator.integers(envs.single_action_space.n, size=num_envs))
         envs.close()
     return torch.as_tensor(np.concatenate(states))
+
+
+# --- the network ---
 
 
 def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
@@ -358,8 +268,6 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
 
 class Agent(nn.Module):
     """Policy and value function on MiniGrid's 7x7x3 codes, with a common trunk."""
-
-    chunk = 1024  # states per forward pass where no gradient is needed
 
     def __init__(self, num_actions: int, bfloat16: bool = False):
         super().__init__()
@@ -374,7 +282,7 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(128, num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(128, 1), std=1)
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs: [batch, 7, 7, 3] uint8. Returns (logits [batch, actions], value [batch]), float32."""
         x = obs.permute(0, 3, 1, 2).float()  # channels last, which suits bfloat16; float32 is faster without
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
@@ -382,136 +290,241 @@ class Agent(nn.Module):
         hidden = hidden.float()
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
-    @staticmethod
-    def stack(agents: list) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The agents' weights for `stacked_forward`: per layer (weight [agents, in, out], bias [agents, 1, out])."""
-
-        def stack(*layers: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-            weight = torch.stack([layer.weight for layer in layers])
-            bias = torch.stack([layer.bias for layer in layers])
-            if weight.dim() == 5:  # a 2x2 convolution is a matrix product over patches: rows, columns, channels
-                weight = weight.permute(0, 1, 3, 4, 2)
-            elif weight.shape[2] == 64 * 4 * 4:  # here the channels come last
-                weight = weight.unflatten(2, (64, 4, 4)).permute(0, 1, 3, 4, 2)
-            return weight.flatten(2).mT.contiguous(), bias[:, None]
-
-        trunk = [stack(*(agent.network[index] for agent in agents)) for index in (0, 2, 4, 7)]
-        actor, critic = stack(*(agent.actor for agent in agents)), stack(*(agent.critic for agent in agents))
-        return [*trunk, tuple(torch.cat(pair, dim=2) for pair in zip(actor, critic, strict=True))]
-
-    @staticmethod
-    def stacked_forward(stacked: list, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` of all agents at once, each on its own observations: what makes small rollout batches fast.
-
-        obs: [agents, envs, 7, 7, 3] uint8. Returns (logits [agents, envs, actions], value [agents, envs]), float32.
-        """
-        *convolutions, linear, heads = stacked
-        x = obs.float()
-        for weight, bias in convolutions:
-            patches = torch.cat((x[:, :, :-1, :-1], x[:, :, :-1, 1:], x[:, :, 1:, :-1], x[:, :, 1:, 1:]), dim=-1)
-            x = torch.baddbmm(bias, patches.flatten(1, 3), weight).tanh_().view(*patches.shape[:4], -1)
-        hidden = torch.baddbmm(linear[1], x.flatten(2), linear[0]).tanh_()
-        output = torch.baddbmm(heads[1], hidden, heads[0])
-        return output[..., :-1], output[..., -1]
+    @torch.no_grad()
+    def predict(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` for many states and no gradient, in chunks that stay in the cache."""
+        logits, value = zip(*map(self, obs.split(1024)), strict=True)
+        return torch.cat(logits), torch.cat(value)
 
 
-def capture(policy, stacked: list, obs: torch.Tensor):
-    """`policy(stacked, obs)` as a CUDA graph, which costs one launch. The weights are read where they are now.
+class Table(dict):
+    """What an agent's policy says of each observation of its last rollouts: bytes -> (logits, value) [actions + 1].
 
-    Returns a function of (stacked, obs) whose results the next call overwrites.
+    A policy is a function of the observation, and MiniGrid shows few different ones: of a rollout's 2,048 some 4-16 %
+    are distinct, half of them known from the last rollouts. So nothing is asked twice of the same policy.
     """
-    static, side = obs.clone(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):  # whatever is set up at first use must not be captured
-            policy(stacked, static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = policy(stacked, static)
 
-    def replay(stacked: list, obs: torch.Tensor):
-        static.copy_(obs)
-        graph.replay()
-        return outputs
+    def __init__(self, agent: Agent, rollouts: int = 4):
+        self.agent, self.seen = agent, deque(maxlen=rollouts)
 
-    return replay
+    def start(self) -> None:
+        """The policy has changed: ask it about all that the last rollouts saw, at once, and forget the rest."""
+        self.clear()
+        self.ask(list(dict.fromkeys(itertools.chain(*self.seen))))
+
+    def ask(self, keys: list[bytes]) -> None:
+        """Ask the policy about these observations."""
+        if keys:
+            logits, value = self.agent.predict(self.obs_of(keys))
+            self.update(zip(keys, torch.cat((logits, value[:, None]), dim=1).cpu().numpy(), strict=True))
+
+    def look_up(self, obs: np.ndarray) -> tuple[list[bytes], np.ndarray]:
+        """obs: [envs, 7, 7, 3] uint8. Returns the keys of these observations, and the policy's logits there."""
+        keys = [own.tobytes() for own in obs]
+        self.ask([key for key in dict.fromkeys(keys) if key not in self])
+        return keys, np.stack([self[key] for key in keys])[:, :-1]
+
+    def obs_of(self, keys: list[bytes]) -> Tensor:
+        """[len(keys), 7, 7, 3] uint8, on the agent's device."""
+        obs = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, 7, 7, 3)
+        return obs.to(self.agent.actor.weight.device)
 
 
-def gae(rewards, values, next_values, terminations, dones, gamma: float, gae_lambda: float) -> torch.Tensor:
+def share_cores(held: range, device: torch.device) -> tuple[int, int]:
+    """How many agents learn side by side, and the cores of each: one core is best for a small network."""
+    workers = min(len(held), torch.get_num_threads()) if device.type == "cpu" else 1
+    torch.set_num_threads(1)
+    return workers, 1
+
+
+def make_actors(args: Args, agents: list[Agent]) -> list[Table]:
+    """What acts for the agents in rollouts."""
+    return [Table(agent) for agent in agents]
+
+
+# --- PR-PPO ---
+
+
+def make_communicator(args: Args, returns: Tensor | None = None, log_probs: Tensor | None = None) -> Tensor:
+    """The matrix C of a round, [agents, agents]: row i says whom agent i listens to, and lies on the simplex.
+
+    returns [agents]: means since the last round; log_probs [agents, states, actions]: on the public states. What is not
+    known yet leaves C uniform. Another communicator is two more lines here and a word in Args.
+    """
+    n, name = args.num_agents, args.communicator
+    if name == "identity":
+        return communicators.identity(n)
+    C = communicators.uniform(n)
+    if name == "self-preferred":
+        C = communicators.self_preferred(n, args.self_preference)
+    elif name == "similarity" and log_probs is not None:
+        C = communicators.similarity(log_probs)
+    elif name == "reward" and returns is not None:
+        C = communicators.reward(returns)
+    elif name == "softmax-reward" and returns is not None:
+        C = communicators.softmax_reward(returns, args.communicator_temperature)
+    elif name == "rank-reward" and returns is not None:
+        C = communicators.rank_reward(returns)
+    if args.topology == "ring":
+        C = communicators.sparsify(C, communicators.ring(n))
+    must_hear_all = name == "similarity" and returns is not None and log_probs is None  # before it can choose
+    if args.top_k and not must_hear_all:
+        C = communicators.sparsify(C, communicators.top_k(C, args.top_k))
+    return C
+
+
+def rollout(args: Args, envs: Envs, actors: list[Table], generators: list, run: Run) -> tuple[dict, list, list, list]:
+    """All agents play num_steps in their environments, from where they stand.
+
+    Returns storage [agents, steps, envs], where `states` says which of the agent's distinct observations each one is;
+    these observations and the policy's log-probabilities there, of each agent [states, ...]; and the episodes that
+    ended, of each agent [(return, length)].
+    """
+    shape, episodes = (len(actors), args.num_steps, args.num_envs), [[] for _ in actors]
+    rewards, actions = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=int)
+    terminations, truncations, valid = (np.zeros(shape, dtype=bool) for _ in range(3))
+    noise = [torch.empty(*shape[1:], table.agent.actor.out_features) for table in actors]
+    noise = [own.exponential_(generator=generator) for own, generator in zip(noise, generators, strict=True)]
+    gumbel, history = -torch.stack(noise).log().numpy(), [[] for _ in actors]
+    for table in actors:
+        table.start()
+    for step in range(args.num_steps):
+        for k, table in enumerate(actors):
+            keys, logits = table.look_up(envs.obs[k])
+            history[k] += keys
+            actions[k, step] = (logits + gumbel[k, step]).argmax(-1)  # a sample of softmax(logits)
+        run.tick("rollout_forward")
+
+        *signals, ended = envs.step(actions[:, step])
+        rewards[:, step], terminations[:, step], truncations[:, step], valid[:, step] = signals
+        for k, *episode in ended:
+            episodes[k].append(tuple(map(float, episode)))
+        run.tick("environments")
+    storage = {"rewards": rewards, "terminations": terminations, "dones": terminations | truncations, "valid": valid}
+    storage = {name: torch.from_numpy(x) for name, x in (storage | {"actions": actions}).items()}
+    states, values, logprobs, obs, behaviour = [], [], [], [], []
+    for k, table in enumerate(actors):
+        history[k] += table.look_up(envs.obs[k])[0]
+        row_of = {key: row for row, key in enumerate(dict.fromkeys(history[k]))}
+        table.seen.append(list(row_of))
+        states.append(torch.tensor([row_of[key] for key in history[k]]).view(-1, args.num_envs))  # [steps + 1, envs]
+        obs.append(table.obs_of(list(row_of)))
+        logits, value = table.agent.predict(obs[k])  # as the update does: rounding must not look like a new policy
+        behaviour.append(logits.log_softmax(-1))
+        values.append(value.cpu()[states[k]])
+        logprobs.append(behaviour[k].cpu()[states[k][:-1]].gather(-1, storage["actions"][k, ..., None]).squeeze(-1))
+    values = torch.stack(values)
+    # After an episode's end the next stored observation is its final one, whose value bootstraps
+    storage |= {"states": torch.stack(states)[:, :-1], "values": values[:, :-1], "next_values": values[:, 1:]}
+    storage |= {"logprobs": torch.stack(logprobs)}
+    run.tick("rollout_forward")
+    return {name: x.to(behaviour[0].device) for name, x in storage.items()}, obs, behaviour, episodes
+
+
+def gae(rewards, terminations, dones, values, next_values, gamma: float, gae_lambda: float) -> Tensor:
     """Generalized advantage estimation that never leaks across episodes.
 
-    All [steps, ...]; next_values: V of the state that each step led to, the episode's *final* state where one ended.
-    A termination is worth nothing more; a truncation bootstraps; both cut the recursion. Returns advantages.
+    All [agents, steps, envs]; next_values: V of the state that each step led to, the episode's *final* state where one
+    ended. A termination is worth nothing more; a truncation bootstraps; both cut the recursion. Returns advantages.
     """
     deltas = rewards + gamma * next_values * ~terminations - values
     decay = gamma * gae_lambda * ~dones
-    advantages, last = torch.empty_like(deltas), torch.zeros_like(deltas[0])
-    for step in reversed(range(len(deltas))):
-        last = deltas[step] + decay[step] * last
-        advantages[step] = last
+    advantages, last = torch.empty_like(deltas), torch.zeros_like(deltas[:, 0])
+    for step in reversed(range(deltas.shape[1])):
+        last = deltas[:, step] + decay[:, step] * last
+        advantages[:, step] = last
     return advantages
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], args: Args) -> torch.Tensor:
-    """One minibatch step of PR-PPO (eq. 4). batch: tensors [minibatch, ...]. Returns METRICS from value_loss on."""
-    logits, newvalue = agent(batch["obs"])
-    logprobs = logits.log_softmax(-1)  # [minibatch, actions]
-    logratio = logprobs.gather(-1, batch["actions"][:, None]).squeeze(-1) - batch["logprobs"]
-    ratio = logratio.exp()
+def refer(i: int, obs: Tensor, behaviour: Tensor, snapshots: list[Agent], communicator: Tensor, args: Args) -> Iterator:
+    """Agent i's reference policy C_i pi on its own states, frozen for this update: row i of C applied to the policies.
 
-    mb_advantages = batch["advantages"]
-    if args.norm_adv and len(mb_advantages) > 1:
-        mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-
-    # Policy loss
-    pg_loss = -mb_advantages * ratio
-    if args.clip_coef > 0:
-        clipped = -mb_advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-        pg_loss = torch.max(pg_loss, clipped)
-    pg_loss = pg_loss.mean()
-
-    # Value loss
-    v_loss = (newvalue - batch["returns"]) ** 2
-    if args.clip_vloss and args.clip_coef > 0:
-        v_clipped = batch["values"] + (newvalue - batch["values"]).clamp(-args.clip_coef, args.clip_coef)
-        v_loss = torch.max(v_loss, (v_clipped - batch["returns"]) ** 2)
-    v_loss = 0.5 * v_loss.mean()
-
-    entropy = -(logprobs.exp() * logprobs).sum(-1).mean()
-    # The peers' influence: the distance to the reference policy, exact over the action set
-    kl_reference = communicators.kl_to_reference(logprobs, batch["reference"], args.kl_direction).mean()
-    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss + args.communication_coef * kl_reference
-
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-    optimizer.step()
-
-    with torch.no_grad():
-        clipfrac = (
-            ((ratio - 1).abs() > args.clip_coef).float().mean() if args.clip_coef > 0 else torch.zeros_like(v_loss)
-        )
-        approx_kl = (ratio - 1 - logratio).mean()  # k3, http://joschu.net/blog/kl-approx.html
-        return torch.stack((v_loss, pg_loss, entropy, -logratio.mean(), approx_kl, clipfrac, kl_reference))
+    obs: [states, ...], behaviour: its own log-probabilities there [states, actions]. Yields after every policy; the
+    last that it yields is the reference, [states, actions].
+    """
+    heard, log_probs = communicator[i].nonzero().flatten().tolist(), []  # never a peer of weight 0
+    for j in heard:
+        own = j == i and args.self_reference == "behaviour"
+        log_probs.append(behaviour if own else snapshots[j].predict(obs)[0].log_softmax(-1))
+        yield
+    yield communicators.mix_log_probs(torch.stack(log_probs), communicator[i, heard].to(obs.device), args.mixture)
 
 
-@torch.no_grad()
-def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, video: str = "") -> np.ndarray:
+@torch.enable_grad()
+def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tensor], args: Args) -> Iterator[dict]:
+    """One agent's epochs over its rollout (eq. 4), a minibatch with every step. Yields the losses of each.
+
+    obs: the distinct observations; batch: [samples, ...], its `states` are rows of obs.
+    """
+    for _ in range(args.update_epochs):
+        b_inds = torch.randperm(len(batch["states"]), generator=generator).to(obs.device)
+        for mb_inds in b_inds.tensor_split(args.num_minibatches):
+            mb = {name: tensor[mb_inds] for name, tensor in batch.items()}
+            # A policy is a function of the observation: once for each distinct one, which leaves the gradient as it is
+            distinct, states = mb["states"].unique(return_inverse=True)
+            logits, newvalue = (x.index_select(0, states) for x in agent(obs[distinct]))
+            newlogprobs = logits.log_softmax(-1)  # [minibatch, actions]
+            logratio = newlogprobs.gather(-1, mb["actions"][:, None]).squeeze(-1) - mb["logprobs"]
+            ratio = logratio.exp()
+
+            mb_advantages = mb["advantages"]
+            if args.norm_adv and len(mb_advantages) > 1:
+                mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+
+            # Policy loss
+            pg_loss = -mb_advantages * ratio
+            if args.clip_coef > 0:
+                clipped = -mb_advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                pg_loss = torch.max(pg_loss, clipped)
+            pg_loss = pg_loss.mean()
+
+            # Value loss
+            v_loss = (newvalue - mb["returns"]) ** 2
+            if args.clip_vloss and args.clip_coef > 0:
+                v_clipped = mb["values"] + (newvalue - mb["values"]).clamp(-args.clip_coef, args.clip_coef)
+                v_loss = torch.max(v_loss, (v_clipped - mb["returns"]) ** 2)
+            v_loss = 0.5 * v_loss.mean()
+
+            entropy = -(newlogprobs.exp() * newlogprobs).sum(-1).mean()
+            # The peers' influence: the distance to the reference policy, exact over the action set
+            kl_reference = communicators.kl_to_reference(newlogprobs, mb["reference"], args.kl_direction).mean()
+            loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss + args.kl_coef * kl_reference
+
+            approx_kl = (ratio - 1 - logratio).mean()  # k3, http://joschu.net/blog/kl-approx.html
+            clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean() * (args.clip_coef > 0)
+            losses = {
+                "value_loss": v_loss,
+                "policy_loss": pg_loss,
+                "entropy": entropy,
+                "old_approx_kl": -logratio.mean(),
+            }
+            losses |= {"approx_kl": approx_kl, "clipfrac": clipfrac, "kl_reference": kl_reference}
+            yield {name: value.detach() for name, value in losses.items()}
+            if not loss.isfinite():  # this agent has diverged and learns no more, but its peers do
+                return
+
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            optimizer.step()
+        if args.target_kl is not None and approx_kl > args.target_kl:
+            return
+
+
+def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, film: str = "") -> np.ndarray:
     """One episode of sampled actions in the official environment for each level. Returns their returns [levels].
 
-    With `video`, a path without suffix, the first episode is filmed.
+    film: path, without suffix, of a video of the first episode.
     """
-    envs = [make_env(env_id, render_mode="rgb_array" if video else None) for _ in levels]
-    if video:
-        warnings.filterwarnings("ignore", ".*Overwriting existing videos")  # the agents share this folder
-        path = Path(video)
+    envs = [make_env(env_id, render_mode="rgb_array" if film else None) for _ in levels]
+    if film:
+        path = Path(film)
         envs[0] = gym.wrappers.RecordVideo(envs[0], str(path.parent), name_prefix=path.name, disable_logger=True)
     obs = [env.reset(seed=level)[0] for env, level in zip(envs, levels, strict=True)]
     returns, running = np.zeros(len(envs)), list(range(len(envs)))
     generator, device = torch.Generator().manual_seed(seed), agent.actor.weight.device
     while running:
-        logits, _ = agent(torch.as_tensor(np.stack([obs[k] for k in running])).to(device))
+        logits, _ = agent.predict(torch.as_tensor(np.stack([obs[k] for k in running])).to(device))
         actions = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].tolist()
         for k, action in zip(list(running), actions, strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
@@ -537,508 +550,144 @@ def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
     return tests
 
 
-def write_atomically(path: Path, write) -> None:
-    """`write(file)` to a temporary file beside `path`, which then takes its place: a crash leaves the old one whole."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def save_checkpoint(folder: Path, iteration: int, state: dict) -> None:
-    """Save one agent's state, then point to it; the checkpoint before it is kept, older ones are deleted."""
-    folder.mkdir(parents=True, exist_ok=True)
-    previous = latest_checkpoint(folder)
-    write_atomically(folder / f"{iteration}.pt", lambda file: torch.save(state, file))
-    write_atomically(folder / "latest", lambda file: file.write(str(iteration).encode()))
-    for old in folder.glob("*.pt"):
-        if old.stem not in (str(iteration), str(previous)):
-            old.unlink()
-
-
-def latest_checkpoint(folder: Path) -> int:
-    """The iteration of an agent's newest complete checkpoint, 0 if there is none."""
-    return int((folder / "latest").read_text()) if (folder / "latest").exists() else 0
-
-
-def open_run(args: Args, exchange: communicators.Exchange) -> Path:
-    """The run's folder: that of --resume, that of this torchrun's last attempt, or a new one named as CleanRL does."""
-    if args.resume:
-        return Path(args.resume)
-    prefix = f"{'+'.join(dict.fromkeys(task_ids(args)))}__{args.exp_name}__{args.seed}__".replace("/", "-")
-    config = json.dumps({"script": Path(__file__).stem} | vars(args), indent=2)
-    stamp = torch.zeros(1, dtype=torch.long)
-    if exchange.rank == 0:
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:  # torchrun --max-restarts goes on unattended
-            for path in Path(args.run_dir).glob(f"{prefix}*/config.json"):
-                if path.read_text() == config:
-                    stamp = stamp.clamp(min=int(path.parent.name.removeprefix(prefix)))
-        now = int(time.time())
-        while not stamp:
-            try:
-                Path(args.run_dir, f"{prefix}{now}").mkdir(parents=True)
-                stamp += now
-            except FileExistsError:  # a run of the same second
-                now += 1
-        folder = Path(args.run_dir, f"{prefix}{stamp.item()}")
-        write_atomically(folder / "config.json", lambda file: file.write(config.encode()))
-    return Path(args.run_dir, f"{prefix}{exchange.broadcast(stamp).item()}")
-
-
-def open_csv(path: Path, header: tuple[str, ...], iteration: int) -> TextIO:
-    """Open a log whose rows begin with the iteration, with its header and what it held up to `iteration`."""
-    rows, text = [], io.StringIO(newline="")
-    if iteration and path.exists():
-        with open(path, newline="") as file:
-            rows = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) <= iteration]
-    csv.writer(text).writerows([header, *rows])
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
-    return open(path, "a", newline="")
-
-
-class ThisThread(Executor):
-    """An executor for one worker: what is submitted is done at once, so that no idle thread gets in the way."""
-
-    def submit(self, function, /, *arguments) -> Future:
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
-
-
-def make_executor(workers: int, threads: int) -> Executor:
-    """As many workers, with so many threads of torch each; a single one works in this thread."""
-    if workers == 1:
-        return ThisThread()
-    return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
+def evaluate_all(args: Args, agents: list[Agent], held: range) -> list[dict]:
+    """Every agent on every task: of each agent held {task: {"return": [episodes]}}, NaN for one that has diverged."""
+    results = [{} for _ in held]
+    for (k, i), (number, (name, test)) in itertools.product(enumerate(held), enumerate(make_tests(args).items())):
+        finite = all(parameter.isfinite().all() for parameter in agents[k].parameters())
+        seed, lost = derive_seed(args.seed, i, number, 4), np.full(args.eval_episodes, np.nan)
+        results[k][name] = {"return": evaluate(args, agents[k], *test, seed) if finite else lost}
+    return results
 
 
 def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
-    started = time.time()
-    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda":
-        name = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
-    device = torch.device(name)
-    exchange = communicators.Exchange(args.num_agents, device)
-    held, chief = exchange.agents, exchange.rank == 0  # the agents that this process holds; who writes the common logs
-    run_folder, backend, tasks = open_run(args, exchange), choose_backend(args), task_ids(args)
-
-    # Many small networks on few cores: one core per agent is faster than all cores per small operation
-    threads = torch.get_num_threads()
-    workers = min(len(held), threads) if device.type == "cpu" else 1
-    torch.set_num_threads(workers)  # in this thread
-    executor = make_executor(workers, 1)
-    parts = [range(args.num_envs)]  # of each agent's environments, each part played by a thread of its own
-    players = make_executor(len(parts), workers)
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    tasks = task_ids(args)
+    exchange = Exchange(args.num_agents, args.device, args.timeout)  # who holds which agents, what passes between them
+    held, device = exchange.agents, exchange.device  # agent i of all is the k-th held; lists are in the order of k
+    run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * args.num_agents,
+              headline="charts/return_last_100", env_ids=tasks, stride=batch_size)  # fmt: skip
+    workers, threads = share_cores(held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     torch.manual_seed(args.seed)
-    num_actions = 7
-    agents = {i: Agent(num_actions, bfloat16=args.precision == "bfloat16").to(device) for i in held}
-    snapshots = [copy.deepcopy(agents[held[0]]).requires_grad_(False) for _ in range(args.num_agents)]
-    initial = exchange.broadcast(parameters_to_vector(agents[held[0]].parameters()).detach())
-    for agent in (*agents.values(), *snapshots):
-        vector_to_parameters(initial.clone(), agent.parameters())
-    rollout_forward, stacked = Agent.stacked_forward, []
-    if args.compile:
-        rollout_forward = torch.compile(rollout_forward)
-        for agent in agents.values():
-            agent.compile()
-    optimizers = {i: torch.optim.Adam(agents[i].parameters(), args.learning_rate, eps=1e-5, fused=True) for i in held}
-    generators = {i: torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held}
+    first = Agent(num_actions(args), args.precision == "bfloat16").to(device)
+    vector_to_parameters(exchange.broadcast(parameters_to_vector(first.parameters()).detach()), first.parameters())
+    agents = [copy.deepcopy(first) for _ in held]
+    optimizers = [torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True) for agent in agents]
+    generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
+    for agent in agents if args.compile else ():
+        agent.compile(dynamic=True)
 
-    # Communication
-    options = {"self_preference": args.self_preference, "temperature": args.communicator_temperature}
-    options |= {"name": args.communicator, "num_agents": args.num_agents, "topology": args.topology}
-    communicate = functools.partial(communicators.make_communicator, **options)
-    communicator, distances, rounds = communicate(num_peers=args.top_k), None, 0
-    if args.communicator != "identity":
-        reference_states = public_states(args).to(device)
+    # Communication: the matrix C, everybody's snapshot of the last round, and how far apart these are on public states
+    communicator = make_communicator(args)  # [agents, agents]
+    distances = torch.full_like(communicator, torch.nan)
+    snapshots = [copy.deepcopy(first).requires_grad_(False) for _ in range(args.num_agents)]
+    reference_states = public_states(args).to(device) if args.communicator != "identity" else None
+    last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
 
-    # Statistics
-    batch_size = args.num_envs * args.num_steps
-    num_iterations = args.total_timesteps // batch_size
-    last_returns = {i: deque(maxlen=100) for i in held}
-    round_returns = {i: [] for i in held}  # since the last communication round
-    train_seconds, wall_seconds, clock = 0.0, 0.0, Counter()
-    tests = make_tests(args) if args.eval_episodes else {}
+    # Resume: what a checkpoint holds of each agent; the rest follows from the settings
+    state = {
+        i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k], "snapshot": snapshots[i]}
+        | {"last_returns": last_returns[k], "round_returns": round_returns[k]}
+        | {"communicator": communicator, "distances": distances}
+        for k, i in enumerate(held)
+    }
+    run.restore(state)
+    own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
+    for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
+        vector_to_parameters(parameters, snapshot.parameters())
+    envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
-    # Resume from the newest checkpoint that all agents completed
-    folders = {i: run_folder / "checkpoints" / f"agent_{i}" for i in held}
-    newest = exchange.all_gather(torch.tensor([[latest_checkpoint(folders[i])] for i in held]))
-    iteration = start_iteration = int(newest.min())
-    if start_iteration > 0:
-        for i in held:
-            state = torch.load(folders[i] / f"{start_iteration}.pt", map_location=device, weights_only=True)
-            # An agent that was ahead steps back, or its next save would delete what the others may need again
-            write_atomically(folders[i] / "latest", lambda file: file.write(str(start_iteration).encode()))
-            agents[i].load_state_dict(state["agent"])
-            optimizers[i].load_state_dict(state["optimizer"])
-            generators[i].set_state(state["generator"].cpu())
-            last_returns[i].extend(state["last_returns"])
-            round_returns[i] = state["round_returns"]
-            vector_to_parameters(state["snapshot"], snapshots[i].parameters())
-        own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
-        for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
-            vector_to_parameters(parameters, snapshot.parameters())
-        communicator, rounds, exchange.bytes_sent = state["communicator"].cpu(), state["rounds"], state["bytes_sent"]
-        distances = state["distances"]
-        train_seconds, wall_seconds, clock = state["train_seconds"], state["wall_seconds"], Counter(state["clock"])
-
-    # Logs
-    if chief:
-        setting = f"{args.num_agents} agents, {args.communicator} communicator, {backend} environments, {device}"
-        print(f"{run_folder}: {setting}", flush=True)
-        if start_iteration:
-            print(f"resuming after iteration {start_iteration} of {num_iterations}", flush=True)
-        if args.track:
-            import wandb
-
-            settings = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": vars(args)}
-            wandb.init(**settings, name=run_folder.name, id=run_folder.name, resume="allow", sync_tensorboard=True)
-        writer = SummaryWriter(run_folder, purge_step=start_iteration * batch_size + 1)
-        table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
-        ids = "iteration", "agent", "env_id", "timesteps"
-        header = (*ids, *METRICS, "communication_bytes", "agent_steps_per_second")
-        metrics_file = open_csv(run_folder / "metrics.csv", header, start_iteration)
-        header = ("iteration", "agent", "task", "timesteps", "episodes", "mean_return", "ci95")
-        before_last = min(start_iteration, num_iterations - 1)  # the evaluation at the end is done again
-        evaluations_file = open_csv(run_folder / "evaluations.csv", header, before_last)
-    live, last_line = sys.stdout.isatty(), 0.0
-
-    # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends it at once
-    stop = []
-
-    def request_stop(signum, frame):
-        stop.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
-
-    handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
-
-    # Storage
-    shape = (args.num_steps, len(held), args.num_envs)  # [steps, agents, envs]
-    episodic_return, episodic_length = np.zeros(shape[1:]), np.zeros(shape[1:])
-    envs = [make_envs(args, held, numbers, start_iteration) for numbers in parts]
-    obs = torch.zeros((len(held), shape[0], shape[2], *envs[0][1].shape[1:]), dtype=torch.uint8, device=device)
-    states = {i: obs[k].flatten(0, 1) for k, i in enumerate(held)}  # one agent's lie together
-    obs = obs.transpose(0, 1)  # [steps, agents, envs, ...]
-    staging = torch.zeros_like(obs[0], device="cpu", pin_memory=device.type == "cuda")  # one transfer per step
-    actions = torch.zeros(shape, dtype=torch.long, device=device)
-    logits = torch.zeros((*shape, num_actions), device=device)
-    values = torch.zeros(shape, device=device)
-    next_value = torch.zeros(shape[1:], device=device)
-    rewards = np.zeros(shape, dtype=np.float32)
-    terminations, truncations, valid = (np.zeros(shape, dtype=bool) for _ in range(3))
-
-    def to_torch(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
-    def tick(phase: str) -> None:  # where the time goes
-        nonlocal tock
-        now = time.perf_counter()
-        clock[phase] += now - tock
-        tock = now
-
-    def run_tests() -> list[list[list[float]]]:
-        """Evaluate every agent on every task; log and return the means and half their 95 % intervals."""
-        local = []
-        for i in held:
-            local.append([])
-            for test, (env_id, levels) in enumerate(tests.values()):
-                returns = evaluate(args, agents[i], env_id, levels, derive_seed(args.seed, i, test, 4))
-                local[-1] += [returns.mean(), 1.96 * returns.std(ddof=len(levels) > 1) / np.sqrt(len(levels))]
-        results = exchange.all_gather(torch.tensor(local, dtype=torch.float64)).unflatten(1, (len(tests), 2)).tolist()
-        for i, (k, name) in itertools.product(range(args.num_agents), enumerate(tests)) if chief else ():
-            mean, half = results[i][k]
-            writer.add_scalar(f"eval/{name}/agent_{i}", mean, iteration * batch_size)
-            row = [iteration, i, name, iteration * batch_size, args.eval_episodes, f"{mean:.6g}", f"{half:.6g}"]
-            csv.writer(evaluations_file).writerow(row)
-        return results
-
-    interrupted = False
-    while iteration < num_iterations and not interrupted:
-        iteration_start = tock = time.perf_counter()
-        iteration += 1
+    for iteration in run.iterations():
         if args.anneal_lr:
-            for optimizer in optimizers.values():
+            for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
 
-        # Rollout: one forward for all agents in each step
-        noise = [torch.empty(*logits[:, 0].shape).exponential_(generator=generators[i]) for i in held]
-        gumbel = -torch.stack(noise, dim=1).to(device).log()
-        with torch.no_grad():
-            weights = Agent.stack([agents[i] for i in held])
-        if not stacked:
-            stacked = weights
-            if args.cudagraphs:
-                rollout_forward = capture(rollout_forward, stacked, obs[0])
-        for old, new in zip(itertools.chain(*stacked), itertools.chain(*weights), strict=True):
-            old.copy_(new)
+        # Rollout
+        storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)  # [agents, steps, envs, ...]
 
-        @torch.inference_mode()
-        def play(part: int, envs=envs, gumbel=gumbel, stacked=stacked, forward=rollout_forward) -> list[tuple]:
-            """Play a part of the environments for a rollout. Returns (step, agent, env, return, length) of each end."""
-            numbers, (pools, next_obs), ends = parts[part], envs[part], []
-            here = slice(None), slice(numbers.start, numbers.stop)
-            for step in range(args.num_steps + 1):
-                staging[here].copy_(torch.from_numpy(next_obs).view_as(staging[here]))
-                if step == args.num_steps:
-                    next_value[here] = forward(stacked, staging[here].to(device))[1]
-                    break
-                obs[step][here].copy_(staging[here], non_blocking=True)
-                logits[step][here], values[step][here] = forward(stacked, obs[step][here])
-                noisy = logits[step][here] + gumbel[step][here]
-                actions[step][here] = noisy.argmax(-1)  # a sample of softmax(logits)
-                action = actions[step][here].cpu().numpy().ravel()
-                if part == 0:
-                    tick("rollout_forward")
-
-                next_obs, *results = step_envs(pools, action)
-                results = [array.reshape(len(held), len(numbers)) for array in results]
-                rewards[step][here], terminations[step][here], truncations[step][here] = results[:3]
-                scores, finished, valid[step][here] = results[3:]
-                if part == 0:
-                    tick("environments")
-                episodic_return[here] += scores
-                episodic_length[here] += valid[step][here]
-                for k, number in np.argwhere(finished):
-                    own = k, numbers[number]
-                    ends.append((step, *own, episodic_return[own], episodic_length[own]))
-                    episodic_return[own] = episodic_length[own] = 0.0
-            envs[part] = pools, next_obs
-            return ends
-
-        episodes = {i: [] for i in held}
-        for _, k, _, *result in sorted(itertools.chain(*players.map(play, range(len(parts))))):
-            episodes[held[k]].append(tuple(result))
-        if args.precision == "bfloat16":  # rounding must not look like a change of policy: as the update computes it
-
-            @torch.no_grad()
-            def again(k: int) -> None:
-                for steps in torch.arange(args.num_steps).split(max(1, Agent.chunk // args.num_envs)):
-                    policy, value = agents[held[k]](obs[steps, k].flatten(0, 1))
-                    logits[steps, k], values[steps, k] = (x.unflatten(0, (len(steps), -1)) for x in (policy, value))
-
-            list(executor.map(again, range(len(held))))
-        tick("rollout_forward")
-
-        # Advantages; after an episode's end the next stored observation is its final one, whose value bootstraps
-        with torch.no_grad():
-            next_values = torch.cat((values[1:], next_value[None]))
-            ends = to_torch(terminations), to_torch(terminations | truncations)
-            advantages = gae(to_torch(rewards), values, next_values, *ends, args.gamma, args.gae_lambda)
-            behaviour = logits.log_softmax(-1)  # [steps, agents, envs, actions]
-            logprobs = behaviour.gather(-1, actions[..., None]).squeeze(-1)
-
-        # Flatten, without the steps that only reset an environment
-        storage = {"actions": actions, "logprobs": logprobs, "behaviour": behaviour, "values": values}
-        storage |= {"advantages": advantages, "returns": advantages + values}
-        keep = {i: to_torch(valid)[:, k].flatten().nonzero().squeeze(-1) for k, i in enumerate(held)}
-        batches = {
-            i: {name: tensor[:, k].flatten(0, 1)[keep[i]] for name, tensor in storage.items()}
-            for k, i in enumerate(held)
-        }
-        tick("advantages")
+        # Advantages; then flat, without the steps that only reset an environment
+        outcomes = (storage.pop(name) for name in ("rewards", "terminations", "dones"))
+        advantages = gae(*outcomes, storage["values"], storage.pop("next_values"), args.gamma, args.gae_lambda)
+        storage |= {"advantages": advantages, "returns": advantages + storage["values"]}
+        valid = storage.pop("valid")
+        batches = [{name: tensor[k][valid[k]] for name, tensor in storage.items()} for k in range(len(held))]
+        run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies, on agent i's own states
-        @torch.no_grad()
-        def log_probs_of(j: int, i: int, batches=batches, keep=keep) -> torch.Tensor:
-            if j == i and args.self_reference == "behaviour":
-                return batches[i]["behaviour"]
-            return torch.cat([snapshots[j](states[i][inds])[0].log_softmax(-1) for inds in keep[i].split(Agent.chunk)])
-
-        heard = [(j, i) for i in held for j in communicator[i].nonzero().flatten().tolist()]  # never a peer of weight 0
-        log_probs = dict(zip(heard, executor.map(log_probs_of, *zip(*heard, strict=True)), strict=True))
-        for i in held:
-            policies = torch.stack([log_probs[pair] for pair in heard if pair[1] == i])  # [policies, batch, actions]
-            weights = communicator[i][communicator[i] > 0].to(device)
-            batches[i]["reference"] = communicators.mix_log_probs(policies, weights, args.mixture)
-        tick("reference")
+        references = [refer(i, obs[k], behaviour[k], snapshots, communicator, args) for k, i in enumerate(held)]
+        for batch, (*_, reference) in zip(batches, communicators.take_turns(references, workers, threads), strict=True):
+            batch["reference"] = reference[batch["states"]]
+        run.tick("reference")
 
         # Update: every agent takes its minibatches in order, and the agents take turns, so that all cores work
-        def step_agent(i: int, mb_inds: torch.Tensor, previous, batches=batches, keep=keep) -> list[torch.Tensor]:
-            stats = previous.result() if previous else []
-            new_epoch = len(stats) % args.num_minibatches == 0
-            if args.target_kl is not None and stats and new_epoch and stats[-1][4] > args.target_kl:
-                return stats
-            minibatch = {name: tensor[mb_inds] for name, tensor in batches[i].items() if name != "behaviour"}
-            minibatch["obs"] = states[i][keep[i][mb_inds]]
-            return [*stats, update(agents[i], optimizers[i], minibatch, args)]
-
-        futures = dict.fromkeys(held)
-        for _ in range(args.update_epochs):
-            inds = {i: torch.randperm(len(keep[i]), generator=generators[i]).to(device) for i in held}
-            mb_inds = {i: inds[i].tensor_split(args.num_minibatches) for i in held}
-            for k in range(args.num_minibatches):
-                futures = {i: executor.submit(step_agent, i, mb_inds[i][k], futures[i]) for i in held}
-        stats = {i: torch.stack(futures[i].result()).mean(0).tolist() for i in held}
-        tick("update")
+        learners = zip(agents, optimizers, generators, obs, batches, strict=True)
+        losses = communicators.take_turns([learn(*own, args) for own in learners], workers, threads)
+        run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
-        for i in held:
-            last_returns[i].extend(float(total) for total, _ in episodes[i])
-            round_returns[i].extend(float(total) for total, _ in episodes[i])
+        for k, own in enumerate(episodes):
+            last_returns[k].extend(total for total, _ in own)
+            round_returns[k].extend(total for total, _ in own)
         if iteration % args.local_updates == 0:
-            own = torch.stack([parameters_to_vector(agents[i].parameters()).detach() for i in held])
+            local = torch.stack([parameters_to_vector(agent.parameters()).detach() for agent in agents])
             if args.communicator == "identity":  # isolated: nothing leaves an agent
                 for k, i in enumerate(held):
-                    vector_to_parameters(own[k].clone(), snapshots[i].parameters())
+                    vector_to_parameters(local[k].clone(), snapshots[i].parameters())
             else:
-                means = [[np.mean(round_returns[i]) if round_returns[i] else np.nan] for i in held]
-                returns = exchange.all_gather(torch.tensor(means, dtype=torch.float64)).flatten()
-                # Similarity must hear all peers before it can choose
-                candidates = 0 if args.communicator == "similarity" else args.top_k
-                parameters, usable = exchange.snapshots(own, communicate(returns=returns, num_peers=candidates) > 0)
-                for snapshot, row in zip(snapshots, parameters, strict=True):
-                    vector_to_parameters(row, snapshot.parameters())
-                with torch.no_grad():
-                    public = torch.stack([s(reference_states)[0].log_softmax(-1).cpu() for s in snapshots])
-                communicator = communicate(returns=returns, log_probs=public, num_peers=args.top_k, valid=usable)
-                distances = communicators.total_variation(public)
-                if chief and not usable.all():
-                    dropped = (~usable).nonzero().flatten().tolist()
-                    print(f"\niteration {iteration}: dropped the invalid snapshots of agents {dropped}", flush=True)
-            round_returns = {i: [] for i in held}
-            rounds += 1
-        tick("exchange")
+                means = exchange.all_gather(torch.tensor([[mean(own)] for own in round_returns], dtype=torch.float64))
+                heard = make_communicator(args, means.flatten()) > 0  # what is counted as sent
+                parameters, usable = exchange.snapshots(local, heard)
+                for snapshot, own in zip(snapshots, parameters, strict=True):
+                    vector_to_parameters(own, snapshot.parameters())
+                public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
+                C = make_communicator(args, means.flatten(), public)
+                communicator[:] = communicators.drop_invalid(C, usable)
+                distances[:] = communicators.total_variation(public)
+            for own in round_returns:
+                own.clear()
+        run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
-        local = []
-        for i in held:
-            means = np.mean(episodes[i], axis=0) if episodes[i] else (np.nan, np.nan)
-            recent = np.mean(last_returns[i]) if last_returns[i] else np.nan
-            residuals = batches[i]["returns"] - batches[i]["values"]
-            explained_variance = (1 - residuals.var() / batches[i]["returns"].var()).item()
-            local.append([*means, len(episodes[i]), recent, explained_variance, *stats[i], len(stop)])
-        gathered = exchange.all_gather(torch.tensor(local, dtype=torch.float64)).numpy()  # [agents, metrics + 1]
-        interrupted = bool(gathered[:, -1].any())
-        train_seconds += time.perf_counter() - iteration_start
-        if chief:
-            timesteps, sps = iteration * batch_size, iteration * batch_size * args.num_agents / train_seconds
-            scalars = {"charts/learning_rate": optimizers[held[0]].param_groups[0]["lr"], "charts/SPS": sps}
-            scalars |= {"communication/rounds": rounds, "communication/bytes": exchange.bytes_sent}
-            scalars |= {"communication/non_expansion": communicators.non_expansion(communicator)}
-            for i, j in itertools.product(range(args.num_agents), repeat=2):
-                scalars[f"communicator/c_{i}_{j}"] = communicator[i, j].item()
-                if distances is not None and i < j:
-                    scalars[f"distances/agent_{i}_agent_{j}"] = distances[i, j].item()
-            for key, column in zip(METRICS.values(), gathered.T[:-1], strict=True):
-                scalars |= {f"{key}/agent_{i}": value for i, value in enumerate(column)}
-                scalars[key] = column[~np.isnan(column)].mean() if not np.isnan(column).all() else np.nan  # the group
-            for key, value in scalars.items():
-                if not np.isnan(value):
-                    writer.add_scalar(key, value, timesteps)
-            for i, row in enumerate(gathered[:, :-1]):
-                values_of = [f"{value:.6g}" for value in row]
-                csv.writer(metrics_file).writerow(
-                    [iteration, i, tasks[i], timesteps, *values_of, exchange.bytes_sent, round(sps)]
-                )
-            metrics_file.flush()
-            if live or time.time() - last_line > 10 or iteration == num_iterations:
-                left = time.strftime("%H:%M:%S", time.gmtime((num_iterations - iteration) * train_seconds / iteration))
-                recent = " ".join(f"{row[3]:.2f}" for row in gathered)
-                line = f"iteration {iteration}/{num_iterations}  {sps:,.0f} agent-steps/s  {left} left  return {recent}"
-                print(f"\r\033[K{line}" if live else line, end="" if live else "\n", flush=True)
-                last_line = time.time()
+        rows = []
+        for k, own in enumerate(episodes):
+            y_pred, y_true = batches[k]["values"], batches[k]["returns"]
+            row = {
+                "charts/episodic_return": mean([total for total, _ in own]),
+                "charts/episodic_length": mean([length for _, length in own]),
+                "charts/episodes": len(own),
+                "charts/return_last_100": mean(last_returns[k]),
+                "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
+            }
+            row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in losses[k][0]}
+            rows.append(row)
+        scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
+        run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
 
         # Evaluation
-        if tests and args.eval_every and iteration % args.eval_every == 0 and iteration < num_iterations:
-            run_tests()
+        if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
+            run.log_evaluation(evaluate_all(args, agents, held))
 
         # Checkpoint; every run, interrupted or not, starts its environments anew here
-        if iteration % args.save_every == 0 or iteration == num_iterations or interrupted:
-            wall = wall_seconds + time.time() - started
-            common = {"communicator": communicator, "rounds": rounds, "bytes_sent": exchange.bytes_sent}
-            common |= {"distances": distances, "clock": dict(clock)}
-            common |= {"train_seconds": train_seconds, "wall_seconds": wall}
-            if chief:
-                writer.flush()
-                evaluations_file.flush()
-            for i in held:
-                snapshot = parameters_to_vector(snapshots[i].parameters())
-                state = {"agent": agents[i].state_dict(), "optimizer": optimizers[i].state_dict(), "snapshot": snapshot}
-                state |= {"generator": generators[i].get_state(), "round_returns": round_returns[i]}
-                save_checkpoint(folders[i], iteration, common | state | {"last_returns": list(last_returns[i])})
-            exchange.barrier()
-            for pool in itertools.chain(*(pools for pools, _ in envs)):
-                pool.close()
-            envs = [make_envs(args, held, numbers, iteration) for numbers in parts]
-            episodic_return[:], episodic_length[:] = 0.0, 0.0
-
-    executor.shutdown()
-    players.shutdown()
-    for pool in itertools.chain(*(pools for pools, _ in envs)):
-        pool.close()
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
-    if chief and live:
-        print()
+        if run.saves():
+            run.save(state)
+            envs.close()
+            envs, actors = Envs(args, held, iteration), make_actors(args, agents)
 
     # Weights, videos, and the evaluation of every agent on every task in the official environments
-    results = run_tests() if tests and not interrupted else [[] for _ in range(args.num_agents)]
-    local = []
-    for i in held:
-        save_file(agents[i].state_dict(), run_folder / f"agent_{i}.safetensors")
-        local.append([np.mean(last_returns[i]) if last_returns[i] else np.nan])
-        if args.capture_video and not interrupted:
-            levels, seed = [derive_seed(args.seed, i, 5)], derive_seed(args.seed, i, 6)
-            evaluate(args, agents[i], tasks[i], levels, seed, str(run_folder / "videos" / f"agent_{i}"))
-    recent = exchange.all_gather(torch.tensor(local, dtype=torch.float64)).flatten().tolist()
-
-    # Summary
-    packages = ["torch", "numpy", "gymnasium", "minigrid"] + ["envpool"] * (backend == "envpool")
-    matrix = [{name: {"mean": m, "ci95": half} for name, (m, half) in zip(tests, row, strict=False)} for row in results]
-    summary = {
-        "script": Path(__file__).stem,
-        "run": run_folder.name,
-        "completed": not interrupted,
-        "settings": vars(args),
-        "seed": args.seed,
-        "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in packages},
-        "env_backend": backend,
-        "device": str(device),
-        "world_size": exchange.world_size,
-        "iterations": iteration,
-        "timesteps_per_agent": iteration * batch_size,
-        "agent_steps_per_second": iteration * batch_size * args.num_agents / train_seconds,
-        "train_seconds": train_seconds,
-        "wall_seconds": wall_seconds + time.time() - started,
-        "seconds": dict(clock),
-        "communication_rounds": rounds,
-        "communication_bytes": exchange.bytes_sent,
-        "training_return": {"episodes": 100, "group": np.mean(recent), "agents": recent},
-        "evaluation": {"episodes": args.eval_episodes, "group": None, "agents": matrix},
-    }
-    if matrix[0]:  # every agent on its own task
-        summary["evaluation"]["group"] = np.mean([row[task]["mean"] for row, task in zip(matrix, tasks, strict=True)])
-    summary = json.loads(json.dumps(summary), parse_constant=lambda _: None)  # JSON knows no NaN
-    if chief:
-        write_atomically(run_folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=2).encode()))
-        metrics_file.close()
-        evaluations_file.close()
-        writer.close()
-        if args.track:
-            wandb.finish()
-        print("agent  last 100 episodes" + "".join(f"  {name:>17}" for name in matrix[0]))
-        for i, row in enumerate(results):
-            cells = [
-                f"{f'{m:.3f} ± {half:.3f}':>{max(17, len(name))}}"
-                for name, (m, half) in zip(matrix[0], row, strict=True)
-            ]
-            print(f"{i:>5}  {recent[i]:>17.3f}  {'  '.join(cells)}".rstrip())
-        speed = f"{summary['agent_steps_per_second']:,.0f} agent-steps/s"
-        print(f"{speed}, {exchange.bytes_sent:,} bytes sent, everything in {run_folder}")
-        if interrupted:
-            print(f"interrupted after iteration {iteration} of {num_iterations}; go on with --resume {run_folder}")
-    exchange.close()
-    torch.set_num_threads(threads)
-    if interrupted:
-        sys.exit(128 + (stop or [signal.SIGTERM])[0])
-    return summary
+    envs.close()
+    for k, i in enumerate(held):
+        save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
+        if args.capture_video and not run.interrupted:
+            level, film = [derive_seed(args.seed, i, 5)], str(run.folder / "videos" / f"agent_{i}")
+            evaluate(args, agents[k], tasks[i], level, derive_seed(args.seed, i, 6), film)
+    if args.eval_episodes and not run.interrupted:
+        run.log_evaluation(evaluate_all(args, agents, held))
+    return run.finish(env_backend=choose_backend(args), communication_rounds=run.iteration // args.local_updates)
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(communicators.parse_args(Args, check_args, may_change=("capture_video", "eval_episodes")))
