@@ -34,16 +34,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import tyro
 from torch import Tensor
 
-COMMUNICATORS = ("identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward")
-TOPOLOGIES = ("full", "ring")
 MIXTURES = ("arithmetic", "geometric")
 KL_DIRECTIONS = ("forward", "reverse")
 # Whose versions a summary tells, where they are in use
@@ -82,49 +81,61 @@ def similarity(log_probs: Tensor) -> Tensor:
     log_probs: [agents, states, actions], every agent's log-probabilities on the *public* reference states S_ref.
     Returns [agents, agents].
     """
-    probs = log_probs.detach().double().exp().flatten(1)  # [agents, states * actions]
+    probs = log_probs.detach().double().exp().nan_to_num(nan=0.0).flatten(1)  # [agents, states * actions]
     return _normalise_rows(probs @ probs.T)
 
 
 def reward(returns: Tensor) -> Tensor:
     """Example 4: c_ij = r_j / sum_k r_k, the same row for every agent.
 
-    returns: [agents], mean whole-episode unclipped returns since the last round; NaN where no episode ended.
-    A negative return counts as 0 (with a warning), and so does an agent without data; if nothing positive is left the
-    rows are uniform. Returns [agents, agents].
+    returns: [agents], mean whole-episode unclipped returns; NaN for an agent that has never had data, which counts as
+    the others' mean. A negative return counts as 0 (with a warning); if nothing positive is left the rows are uniform.
+    Returns [agents, agents].
     """
-    returns = returns.detach().double()
+    returns = _fill_unknown(returns)
     if (returns < 0).any():
         message = "the reward communicator counts negative mean returns as 0; softmax-reward and rank-reward rank them"
         warnings.warn(message, stacklevel=2)
-    returns = returns.nan_to_num(nan=0.0).clamp(min=0.0)
+    returns = returns.clamp(min=0.0)
     returns = returns / returns.max().clamp(min=torch.finfo(returns.dtype).tiny)  # keeps the sum finite
     return _normalise_rows(returns.expand(len(returns), -1))
 
 
 def softmax_reward(returns: Tensor, temperature: float = 1.0) -> Tensor:
-    """Example 4 for signed rewards: c_ij = softmax_j(r_j / temperature), `temperature` in units of return.
+    """Example 4 for signed rewards: c_ij = softmax_j(r_j / (temperature * spread)).
 
-    returns: [agents], NaN where no episode ended (weight 0; uniform if nobody has data). Returns [agents, agents].
+    returns: [agents], NaN for an agent that has never had data, which counts as the others' mean. The spread is the
+    standard deviation of the agents' returns, so that the scale of a game's points does not matter; equal returns make
+    uniform rows. Returns [agents, agents].
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be positive")
-    returns = returns.detach().double().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    weights = ((returns - returns.max()) / temperature).exp().nan_to_num(nan=0.0)
-    return _normalise_rows(weights.expand(len(weights), -1))
+    returns = _fill_unknown(returns)
+    returns = returns / returns.abs().max().clamp(min=torch.finfo(returns.dtype).tiny)  # keeps the spread finite
+    spread = returns.std(correction=0)
+    scores = (returns - returns.max()) / spread / temperature if spread > 0 else torch.zeros_like(returns)
+    return _normalise_rows(scores.exp().expand(len(scores), -1))
 
 
 def rank_reward(returns: Tensor) -> Tensor:
     """Example 4 for signed rewards: weights proportional to the rank of r_j (worst 1, best n; ties share their mean).
 
-    returns: [agents], NaN where no episode ended (weight 0; uniform if nobody has data). Returns [agents, agents].
+    returns: [agents], NaN for an agent that has never had data, which counts as the others' mean. Returns
+    [agents, agents].
     """
-    returns = returns.detach().double()
-    known = ~returns.isnan()
-    below = ((returns[None] < returns[:, None]) & known[None]).sum(1)
+    returns = _fill_unknown(returns)
+    below = (returns[None] < returns[:, None]).sum(1)
     ties = (returns[None] == returns[:, None]).sum(1)
-    rank = torch.where(known, below + (ties + 1) / 2, 0.0)
-    return _normalise_rows(rank.expand(len(rank), -1))
+    rank = below + (ties + 1) / 2
+    return _normalise_rows(rank.double().expand(len(rank), -1))
+
+
+def _fill_unknown(returns: Tensor) -> Tensor:
+    """Returns [agents] in double precision, NaN replaced by the mean of the others (0 if nobody has data)."""
+    returns = returns.detach().double()
+    known = returns[~returns.isnan()]
+    scale = known.abs().max() if len(known) else 0.0  # keeps the mean finite
+    return returns.nan_to_num(nan=float((known / scale).mean() * scale) if scale else 0.0)
 
 
 def ring(num_agents: int) -> Tensor:
@@ -148,12 +159,19 @@ def top_k(communicator: Tensor, k: int) -> Tensor:
     return torch.eye(n, dtype=torch.bool).scatter(1, by_distance.gather(1, heaviest), True)
 
 
-def sparsify(communicator: Tensor, mask: Tensor) -> Tensor:
+def sparsify(communicator: Tensor, mask: Tensor, keep_self: bool = False) -> Tensor:
     """Zero outside the neighbourhood `mask` (bool [agents, agents]), rows renormalised. Returns [agents, agents].
 
-    A row whose remaining weights are all 0 becomes uniform over its neighbourhood.
+    keep_self: c_ii stays as it is, and the neighbours share the rest (a neighbourhood of oneself gets all).
+    What is left of a row that sums to 0 is shared evenly in the neighbourhood.
     """
-    return _normalise_rows(communicator.detach().double() * mask, mask.double())
+    weights, mask = communicator.detach().double() * mask, mask.double()
+    if not keep_self:
+        return _normalise_rows(weights, mask)
+    own, oneself = communicator.detach().double().diagonal()[:, None], torch.eye(len(mask), dtype=torch.double)
+    peers, alone = mask * (1 - oneself), (mask * (1 - oneself)).sum(1, keepdim=True) == 0
+    shared = _normalise_rows(weights * (1 - oneself), torch.where(alone, oneself, peers)).double()
+    return torch.where(alone, oneself, own * oneself + (1 - own) * shared).float()
 
 
 def drop_invalid(communicator: Tensor, valid: Tensor) -> Tensor:
@@ -164,47 +182,18 @@ def drop_invalid(communicator: Tensor, valid: Tensor) -> Tensor:
     return _normalise_rows(communicator.detach().double() * valid, torch.eye(len(valid), dtype=torch.double))
 
 
-def make_communicator(
-    name: str,
-    num_agents: int,
-    *,
-    self_preference: float = 0.6,
-    returns: Tensor | None = None,
-    log_probs: Tensor | None = None,
-    temperature: float = 1.0,
-    topology: str = "full",
-    num_peers: int = 0,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """The communicator `name` of this round, sparse where asked, without invalid peers. Returns [agents, agents].
+def restrict(communicator: Tensor, topology="full", k: int = 0, usable=None, keep_self: bool = False) -> Tensor:
+    """C within a topology (full or ring), among the usable peers (bool [agents], None: all), of these the k heaviest.
 
-    returns [agents] serves the reward family, log_probs [agents, states, actions] serves similarity; before the first
-    round neither exists and those communicators are uniform. num_peers > 0 keeps the k heaviest peers.
+    k = 0 is all; keep_self as in `sparsify`. Returns [agents, agents].
     """
-    if name not in COMMUNICATORS:
-        raise ValueError(f"unknown communicator {name!r}; choose from {', '.join(COMMUNICATORS)}")
-    if topology not in TOPOLOGIES:
-        raise ValueError(f"unknown topology {topology!r}; choose from {', '.join(TOPOLOGIES)}")
-    if name == "identity":
-        return identity(num_agents)
-    elif name == "self-preferred":
-        matrix = self_preferred(num_agents, self_preference)
-    elif name == "similarity" and log_probs is not None:
-        log_probs = log_probs if valid is None else log_probs.masked_fill(~valid[:, None, None], 0.0)
-        matrix = similarity(log_probs)
-    elif name == "reward" and returns is not None:
-        matrix = reward(returns)
-    elif name == "softmax-reward" and returns is not None:
-        matrix = softmax_reward(returns, temperature)
-    elif name == "rank-reward" and returns is not None:
-        matrix = rank_reward(returns)
-    else:
-        matrix = uniform(num_agents)
-    if topology == "ring":
-        matrix = sparsify(matrix, ring(num_agents))
-    if num_peers > 0:
-        matrix = sparsify(matrix, top_k(matrix, num_peers))
-    return matrix if valid is None or valid.all() else drop_invalid(matrix, valid)
+    n = len(communicator)
+    usable = torch.ones(n, dtype=torch.bool) if usable is None else usable
+    mask = ring(n) if topology == "ring" else torch.ones(n, n, dtype=torch.bool)
+    communicator = sparsify(communicator, mask & (usable | torch.eye(n, dtype=torch.bool)), keep_self)
+    if k:
+        communicator = sparsify(communicator, top_k(communicator, k), keep_self)
+    return drop_invalid(communicator, usable)
 
 
 def non_expansion(communicator: Tensor) -> float:
@@ -431,7 +420,7 @@ Fraction = Annotated[float, Must("lie in [0, 1]", lambda v: 0 <= v <= 1)]
 
 @dataclass
 class RunArgs:
-    """The flags that every script has: how a run is named, kept, resumed and tracked. Scripts inherit them."""
+    """The flags that every script has: how a run is named, kept, resumed and tracked, and who may hear whom in it."""
 
     exp_name: str = ""
     """the name of this experiment, part of the run's folder name (default: the script's)"""
@@ -455,6 +444,16 @@ class RunArgs:
     """the W&B project"""
     wandb_entity: str | None = None
     """the W&B team or user"""
+    num_agents: Count = 3
+    """number of agents"""
+    self_preference: Fraction = 0.6
+    """c_ii of the self-preferred communicator"""
+    communicator_temperature: Positive = 1.0
+    """temperature of the softmax-reward communicator, relative to the spread of the agents' returns"""
+    topology: Literal["full", "ring"] = "full"
+    """who may hear whom: everybody, or the two neighbours on a ring"""
+    top_k: Natural = 0
+    """keep only the k heaviest peers of each agent (0: all)"""
 
     def __post_init__(self):
         self.exp_name = self.exp_name or script_of(self).stem
@@ -472,7 +471,9 @@ def stop(message: str) -> NoReturn:
 
 def refuse(args: RunArgs, flag: str, valid: str) -> NoReturn:
     """End with one line that names the flag, its value and what would be valid."""
-    stop(f"--{flag.replace('_', '-')} {getattr(args, flag)}: {valid}")
+    value = getattr(args, flag)
+    value = " ".join(value) if isinstance(value, tuple) else value
+    stop(f"--{flag.replace('_', '-')} {value}: {valid}")
 
 
 def _read_flags(Args: type, argv: list[str] | None, **options):
@@ -484,9 +485,13 @@ def _read_flags(Args: type, argv: list[str] | None, **options):
     except SystemExit as end:
         if end.code in (None, 0):
             raise
-    lines = [line.strip(" │╭╮╰╯─") for line in re.sub(r"\x1b\[[\d;]*m", "", errors.getvalue()).splitlines()]
-    said = " ".join(line for line in lines if line and "arsing error" not in line and "arguments are" not in line)
-    stop(said.split(" For full helptext")[0])
+    text = re.sub(r"\x1b\[[\d;]*m", "", errors.getvalue())
+    lines = [line.strip(" │─") for line in text.splitlines() if line.startswith("│")]  # without the frame and its title
+    said = " ".join(line for line in lines if line).split(" For full helptext")[0]
+    said = re.sub(
+        r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)\.", r"\2 \1: choose from \3", said
+    )
+    stop(said.split(" Argument helptext")[0])
 
 
 def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_change: tuple[str, ...] = ()):
@@ -502,8 +507,8 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
         if not config.is_file():
             refuse(args, "resume", "must be the folder of a run, with its config.json")
         try:
-            stored = json.loads(config.read_text())
-        except (ValueError, OSError) as error:
+            stored = dict(json.loads(config.read_text()))
+        except (TypeError, ValueError, OSError) as error:
             refuse(args, "resume", f"its config.json cannot be read ({error})")
         stored.pop("elastic_run", None)
         if stored.pop("script", None) != script_of(args).stem or stored.keys() != vars(args).keys():
@@ -526,6 +531,8 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     if args.num_agents % world_size:
         refuse(args, "num_agents", f"must be a multiple of the {world_size} processes")
+    if args.top_k >= args.num_agents:
+        refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
     cuda = torch.cuda.is_available()
     if args.device not in ("auto", "cpu") and not (cuda and re.fullmatch(r"cuda(:\d+)?", args.device)):
         refuse(args, "device", f"choose auto, {'cuda, cuda:N, ' * cuda}cpu")
@@ -557,7 +564,7 @@ def mean(values) -> float:
     return float(np.mean(values)) if len(values) else math.nan
 
 
-# --- 4. cores: agents take turns ---
+# --- 4. cores: agents take turns, networks side by side ---
 
 
 @functools.cache
@@ -589,6 +596,61 @@ def take_turns(tasks: list[Iterator], workers: int, threads: int = 1) -> list[li
         for future in [_threads(workers, threads).submit(work) for _ in range(workers)]:
             future.result()
     return yielded
+
+
+class Stacked:
+    """Networks with the same layers side by side, one product per layer for all: what makes small batches fast.
+
+    It reads the networks' own layers, so these may be changed freely within `known`; anything else is refused. A
+    convolution of another kind has a `kernel()`, by which its input is multiplied instead of its weight.
+    """
+
+    known = nn.Conv2d, nn.Linear, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh
+
+    def __init__(self, networks: list[nn.Module], dtype: torch.dtype = torch.float32):
+        self.networks = [[*own] if isinstance(own, nn.Sequential) else [own] for own in networks]
+        self.dtype = dtype
+        for layer in self.networks[0]:
+            known = type(layer) in self.known or hasattr(layer, "kernel")
+            if isinstance(layer, nn.Conv2d):
+                known &= (layer.padding, layer.dilation, layer.groups) == ((0, 0), (1, 1), 1)
+            if not known or getattr(layer, "bias", layer) is None:
+                raise NotImplementedError(f"{layer} cannot be stacked")
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Read the weights, after every update: of each layer (itself, size, weight, bias)."""
+        self.layers, channels = [], 0
+        for layers in zip(*self.networks, strict=True):
+            size = weight = bias = None
+            if hasattr(layers[0], "weight"):
+                weight = torch.stack([own.kernel() if hasattr(own, "kernel") else own.weight for own in layers])
+                weight, bias = weight.to(self.dtype), torch.stack([own.bias for own in layers]).to(self.dtype)
+            if isinstance(layers[0], nn.Conv2d):  # a product over patches: rows, columns, channels
+                (channels, _, *size), bias = weight.shape[1:], bias[:, None]
+                weight = weight.permute(0, 3, 4, 2, 1).flatten(1, 3).contiguous()
+            elif weight is not None:
+                if channels:  # what was flattened had its channels last
+                    weight, channels = weight.unflatten(2, (channels, -1)).mT.flatten(2), 0
+                bias = bias[..., None]
+            self.layers.append((layers[0], size, weight, bias))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [networks, batch, features] or [networks, batch, rows, columns, channels]. What comes out likewise."""
+        x = x.to(self.dtype)
+        for layer, size, weight, bias in self.layers:
+            if isinstance(layer, nn.Conv2d):
+                network, sample, row, column, _ = x.stride()
+                (n, batch, height, width, _), (down, right) = x.shape, layer.stride
+                shape = n, batch, (height - size[0]) // down + 1, (width - size[1]) // right + 1
+                strides = network, sample, down * row, right * column, row, 1
+                patches = x.as_strided((*shape, size[0], size[1] * column), strides)
+                x = torch.baddbmm(bias, patches.reshape(n, -1, weight.shape[1]), weight).view(*shape, -1)
+            elif isinstance(layer, nn.Linear):  # few columns times many rows is fastest this way
+                x = torch.baddbmm(bias, weight, x.mT).mT
+            else:
+                x = x.flatten(2) if isinstance(layer, nn.Flatten) else layer(x)
+        return x
 
 
 # --- 5. a run: folder, logs, checkpoints, signals, timing, summary ---
@@ -637,30 +699,18 @@ class Run:
     total: iterations of the whole run; work: what all agents together do in one, counted in `unit`; speed: the metric
     for that per second. env_ids, stride: of control, each agent's task and the steps that an iteration adds to the
     horizontal axis. headline: the metric of the progress line and of the final table, where it is called `recent`;
-    measure: what it and an evaluation measure, over `samples`. counter: what an iteration is called.
+    measure: what it and an evaluation measure, over `samples`. counter: what an iteration is called. columns: names in
+    metrics.csv of metrics that are not called there by the last part of their key. about: more to say at the start.
     """
 
-    def __init__(
-        self,
-        args: RunArgs,
-        exchange: Exchange,
-        name: str,
-        *,
-        total: int,
-        work: int,
-        headline: str,
-        env_ids: list[str] = (),
-        stride: int = 1,
-        unit: str = "agent-steps",
-        speed: str = "charts/SPS",
-        measure: str = "return",
-        samples: str = "episodes",
-        recent: str = "last 100 episodes",
-        counter: str = "iteration",
-    ):
+    def __init__(self, args: RunArgs, exchange: Exchange, name: str, *, total: int, work: int, headline: str,
+                 env_ids: list[str] = (), stride: int = 1, unit: str = "agent-steps", speed: str = "charts/SPS",
+                 measure: str = "return", samples: str = "episodes", recent: str = "last 100 episodes",
+                 counter: str = "iteration", columns: dict[str, str] | None = None, about: str = ""):  # fmt: skip
         self.args, self.exchange, self.total, self.work, self.headline = args, exchange, total, work, headline
         self.env_ids, self.stride, self.unit, self.speed = env_ids, stride, unit, speed
-        self.measure, self.samples, self.recent, self.counter = measure, samples, recent, counter
+        self.measure, self.samples, self.recent, self.counter, self.about = measure, samples, recent, counter, about
+        self.columns = columns or {}
         self.chief = exchange.rank == 0  # who writes the common logs
         self._compare_ranks()
         # Long names are cut, and none leaves the folder of runs
@@ -691,11 +741,13 @@ class Run:
     def _open(self, prefix: str) -> Path:
         """The folder of --resume, of this torchrun's last attempt, or a new one named as CleanRL does."""
         self.folder = Path(self.args.resume or self.args.run_dir)
+        settings = {"script": script_of(self.args).stem, "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID")}
+        config = json.dumps(settings | vars(self.args) | {"resume": ""}, indent=2)
         if self.args.resume:
+            if self.chief:  # what is extended now is extended for the next time too
+                write_atomically(self.folder / "config.json", lambda file: file.write(config.encode()))
             return self.folder
         runs, stamp = self.folder, torch.zeros(1, dtype=torch.long)
-        settings = {"script": script_of(self.args).stem, "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID")}
-        config = json.dumps(settings | vars(self.args), indent=2)
         if self.chief:
             if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:  # torchrun --max-restarts goes on unattended
                 same = [path.parent.name for path in runs.glob(f"{prefix}*/config.json") if path.read_text() == config]
@@ -737,6 +789,8 @@ class Run:
             what = "; ".join(f"agent {i}: {sorted({*row} - {-1, 0}) or 'none'}" for i, row in enumerate(everyones))
             stop(f"{self.folder}: no checkpoint is there for all agents ({what}); bring back what is missing")
         self.iteration = max(common)
+        if self.iteration > self.total:
+            stop(f"{self.folder}: has {self.iteration} {self.counter}s already, more than the {self.total} asked for")
         for i in state if self.iteration else ():
             path = self._checkpoints(i) / f"{self.iteration}.pt"
             stored = torch.load(path, map_location=self.exchange.device, weights_only=True)
@@ -778,9 +832,9 @@ class Run:
                 match source:
                     case torch.Generator():
                         values[name] = source.get_state()
-                    case Tensor() | list():
-                        values[name] = source
-                    case deque():
+                    case Tensor():
+                        values[name] = source.clone()  # a view would take all of its storage along
+                    case list() | deque():
                         values[name] = list(source)
                     case _:
                         values[name] = source.state_dict()
@@ -820,7 +874,8 @@ class Run:
         if not self.chief:
             return
         args, start = self.args, self.iteration
-        print(f"{self.folder}: {args.num_agents} agents on {self.exchange.device}", flush=True)
+        about = ", ".join(filter(None, (f"{args.num_agents} agents on {self.exchange.device}", self.about)))
+        print(f"{self.folder}: {about}", flush=True)
         if start:
             print(f"resuming after {self.counter} {start} of {self.total}", flush=True)
         if args.track:
@@ -895,7 +950,8 @@ class Run:
             if value == value:
                 self.writer.add_scalar(key, value, x)
         for i in range(n):
-            row = self._labels(i) | {key.rpartition("/")[2]: column[i] for key, column in self.latest.items()} | common
+            row = {self.columns.get(key, key.rpartition("/")[2]): column[i] for key, column in self.latest.items()}
+            row = self._labels(i) | row | common
             row |= {"communication_bytes": self.exchange.bytes_sent, f"{self.unit.replace('-', '_')}_per_second": rate}
             self._write(self._metrics, row)
         self._metrics.flush()
@@ -962,25 +1018,20 @@ class Run:
         versions = {name: importlib.metadata.version(name) for name in used}
         losses = self.latest.get("losses/policy_loss", ())
         summary = {
-            "script": script_of(self.args).stem,
-            "run": self.folder.name,
-            "completed": not self.interrupted,
+            "script": script_of(self.args).stem, "run": self.folder.name, "completed": not self.interrupted,
             "diverged": [i for i, loss in enumerate(losses) if not math.isfinite(loss)],
-            "settings": vars(self.args),
-            "seed": self.args.seed,
+            "settings": vars(self.args), "seed": self.args.seed,
             "versions": {"python": sys.version.split()[0]} | versions,
-            "device": str(self.exchange.device),
-            "world_size": self.exchange.world_size,
+            "device": str(self.exchange.device), "world_size": self.exchange.world_size,
             f"{self.counter}s": self.iteration,
             **({"timesteps_per_agent": self.iteration * self.stride} if self.env_ids else {}),
             f"{unit}_per_second": self.iteration * self.work / max(self.train_seconds, 1e-9),
-            "train_seconds": self.train_seconds,
-            "wall_seconds": self._wall(),
-            "seconds": dict(self.clock),
+            "train_seconds": self.train_seconds, "wall_seconds": self._wall(), "seconds": dict(self.clock),
             "communication_bytes": self.exchange.bytes_sent,
             f"training_{self.measure}": {"over": self.recent, "group": mean(recent), "agents": recent},
-            "evaluation": {"group": mean(own), "agents": matrix},
-        }
+            "evaluation": {self.samples: getattr(self.args, f"eval_{self.samples}", None)}
+            | {"group": mean(own), "agents": matrix},
+        }  # fmt: skip
         summary = json.loads(json.dumps(summary | more), parse_constant=lambda _: None)  # JSON knows no NaN
         if self.chief:
             text = json.dumps(summary, indent=2).encode()

@@ -9,74 +9,34 @@ Each agent trains on its own games; what travels between agents is parameters an
 """
 
 import copy
-import csv
-import difflib
-import functools
-import importlib.metadata
-import importlib.util
-import io
 import itertools
-import json
 import os
-import shutil
-import signal
-import sys
-import time
-from collections import Counter, deque
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal
 
 import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import tyro
 from ale_py.vector_env import AtariVectorEnv
-from gymnasium.vector import AutoresetMode
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.tensorboard import SummaryWriter
 
 import communicators
+from communicators import Count, Exchange, Fraction, Natural, NonNegative, Positive, Run, RunArgs, derive_seed, mean
+
+LOSSES = "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "kl_reference"  # of `learn`
 
 
 @dataclass
-class Args:
-    exp_name: str = Path(__file__).stem
-    """the name of this experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of everything random, keyed with the agent's number"""
-    device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: cuda where there is one"""
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """precision of the convolutions (autocast); heads and losses are always float32"""
-    compile: bool = False
-    """compile the networks with torch.compile"""
-    cudagraphs: bool = False
-    """launch the forward pass of each rollout step as one CUDA graph"""
-    run_dir: str = "runs"
-    """folder that holds one folder per run"""
-    resume: str = ""
-    """folder of a run that was cut off: go on in it, with its settings"""
-    save_every: int = 128
-    """iterations between checkpoints; the environments start anew at each, so that a resumed run is the same run"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "prpo"
-    """the W&B project"""
-    wandb_entity: str | None = None
-    """the W&B team or user"""
-    capture_video: bool = False
-    """record one game per agent at the end"""
-    eval_episodes: int = 10
-    """whole games per agent and task at the end, with unclipped scores (0: no evaluation)"""
-    eval_every: int = 0
-    """iterations between evaluations during training (0: only at the end)"""
-
+class Args(RunArgs):
     # The environments
     env_id: str = "BeamRiderNoFrameskip-v4"
     """the game of all agents, as <Game>NoFrameskip-v4 or ALE/<Game>-v5; either way with the usual wrappers"""
@@ -86,25 +46,23 @@ class Args:
     """repeat the last action with probability 0.25, as in the newer protocol"""
     full_action_space: bool = False
     """all 18 actions of the console instead of those that the game needs"""
-    num_envs: int = 4
+    num_envs: Count = 4
     """parallel environments per agent"""
+    save_every: Count = 128
+    """iterations between checkpoints; the environments start anew at each, so that a resumed run is the same run"""
+    eval_episodes: Natural = 10
+    """whole games per agent and task at the end, with unclipped scores (0: no evaluation)"""
+    capture_video: bool = False
+    """record one game per agent at the end"""
 
     # The agents and their communication
-    num_agents: int = 3
-    """number of agents"""
-    communicator: str = "uniform"
-    """identity (isolated PPO), uniform, self-preferred, similarity, reward, softmax-reward or rank-reward"""
-    self_preference: float = 0.6
-    """c_ii of the self-preferred communicator"""
-    communicator_temperature: float = 0.1
-    """temperature of the softmax-reward communicator, in units of return"""
-    topology: Literal["full", "ring"] = "full"
-    """who may hear whom: everybody, or the two neighbours on a ring"""
-    top_k: int = 0
-    """keep only the k heaviest peers of each agent (0: all)"""
-    local_updates: int = 16
+    communicator: Literal[
+        "identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward"
+    ] = "uniform"
+    """who listens to whom, see `make_communicator`; identity is isolated PPO"""
+    local_updates: Count = 16
     """iterations between communication rounds"""
-    communication_coef: Annotated[float, tyro.conf.arg(aliases=["--kl-coef"])] = 1.0
+    kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the reference policy"""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
@@ -114,123 +72,70 @@ class Args:
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
 
     # PPO
-    total_timesteps: int = 10_000_000
+    total_timesteps: Count = 10_000_000
     """environment steps of each agent; a step is four frames"""
-    learning_rate: float = 2.5e-4
+    learning_rate: Positive = 2.5e-4
     """learning rate of Adam"""
-    num_steps: int = 512
+    num_steps: Count = 512
     """steps per environment and rollout"""
     anneal_lr: bool = True
     """anneal the learning rate linearly to 0"""
-    gamma: float = 0.99
+    gamma: Fraction = 0.99
     """discount factor"""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """lambda of generalized advantage estimation"""
-    num_minibatches: int = 4
+    num_minibatches: Count = 4
     """minibatches per epoch"""
-    update_epochs: int = 4
+    update_epochs: Count = 4
     """epochs per rollout"""
     norm_adv: bool = True
     """normalise advantages in each minibatch"""
-    clip_coef: float = 0.1
+    clip_coef: NonNegative = 0.1
     """clip range of the surrogate objective (0: no clipping)"""
     clip_vloss: bool = True
     """clip the value loss with the same range"""
-    ent_coef: float = 0.01
+    ent_coef: NonNegative = 0.01
     """coefficient of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: NonNegative = 0.5
     """coefficient of the value loss"""
-    max_grad_norm: float = 0.5
+    max_grad_norm: Positive = 0.5
     """maximum norm of each agent's gradient"""
-    target_kl: float | None = None
+    target_kl: Positive | None = None
     """skip an agent's further epochs once its approximate KL exceeds this"""
-
-
-# What may differ between a run and its resumption; everything else makes another run
-RESUMABLE = {"resume", "run_dir", "device", "track", "capture_video", "eval_episodes"}
-# Column of metrics.csv -> key in TensorBoard; under torchrun these scalars are what the ranks tell each other
-METRICS = {
-    "episodic_return": "charts/episodic_return",
-    "episodic_length": "charts/episodic_length",
-    "episodes": "charts/episodes",
-    "return_last_100": "charts/return_last_100",
-    "explained_variance": "losses/explained_variance",
-    "value_loss": "losses/value_loss",
-    "policy_loss": "losses/policy_loss",
-    "entropy": "losses/entropy",
-    "old_approx_kl": "losses/old_approx_kl",
-    "approx_kl": "losses/approx_kl",
-    "clipfrac": "losses/clipfrac",
-    "kl_reference": "losses/kl_reference",
-}
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
-    """The arguments of the command line, checked; --resume takes those of the run's folder."""
-    args = tyro.cli(Args, args=argv, description=__doc__)
-    if args.resume:
-        config = Path(args.resume, "config.json")
-        if not config.is_file():
-            sys.exit(f"--resume {args.resume}: must be the folder of a run, with its config.json")
-        stored = json.loads(config.read_text())
-        if stored.pop("script", None) != Path(__file__).stem or stored.keys() != vars(args).keys():
-            sys.exit(f"--resume {args.resume}: must be a run of this version of {Path(__file__).name}")
-        stored = Args(**stored | {"env_ids": tuple(stored["env_ids"]), "resume": args.resume})
-        args = tyro.cli(Args, args=argv, default=stored)
-        for name, value in vars(args).items():
-            if name not in RESUMABLE and not name.startswith("wandb") and value != getattr(stored, name):
-                flag = name.replace("_", "-")
-                sys.exit(f"--{flag} {value}: must be {getattr(stored, name)} as in {args.resume}, or left out")
-    check_args(args)
-    return args
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the convolutions (autocast), heads and losses are always float32; auto: bfloat16 where the hardware has it"""
+    compile: bool = False
+    """compile the networks with torch.compile"""
 
 
 def check_args(args: Args) -> None:
-    """End with one line that names the flag, its value and what would be valid, before anything expensive starts."""
-
-    def check(flags: str, valid: str, ok) -> None:
-        for flag in flags.split():
-            value = getattr(args, flag)
-            if not ok(value):  # one rank speaks for all
-                message = f"--{flag.replace('_', '-')} {value}: {valid}"
-                sys.exit(message if os.environ.get("RANK", "0") == "0" else 1)
-
-    check("num_envs num_steps num_agents local_updates save_every", "must be at least 1", lambda v: v >= 1)
-    check("num_minibatches update_epochs", "must be at least 1", lambda v: v >= 1)
-    check("seed communication_coef clip_coef", "must not be negative", lambda v: v >= 0)
-    check("eval_episodes eval_every ent_coef vf_coef", "must not be negative", lambda v: v >= 0)
-    check("learning_rate max_grad_norm communicator_temperature", "must be positive", lambda v: v > 0)
-    check("self_preference gamma gae_lambda", "must lie in [0, 1]", lambda v: 0 <= v <= 1)
-    names = communicators.COMMUNICATORS
-    check("communicator", f"choose from {', '.join(names)}", lambda v: v in names)
-    check("top_k", f"must lie in 0..{args.num_agents - 1}", lambda v: 0 <= v < args.num_agents)
-    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    """What the types above cannot say; `refuse` ends with one line that names the flag, its value and what is valid."""
+    args.precision = args.precision.replace("auto", choose_precision(args))
     batch_size = args.num_envs * args.num_steps
-    check("num_agents", f"must be a multiple of the {world_size} processes", lambda v: v % world_size == 0)
-    check("num_minibatches", f"must divide num_envs * num_steps = {batch_size}", lambda v: batch_size % v == 0)
-    check("total_timesteps", f"must be at least one rollout, {batch_size} steps", lambda v: v >= batch_size)
+    if batch_size % args.num_minibatches:
+        communicators.refuse(args, "num_minibatches", f"must divide num_envs * num_steps = {batch_size}")
+    if args.total_timesteps < batch_size:
+        communicators.refuse(args, "total_timesteps", f"must be at least one rollout, {batch_size} steps")
+    if len(args.env_ids) not in (0, args.num_agents):
+        communicators.refuse(args, "env_ids", f"must name one task for each of {args.num_agents} agents")
+    if args.capture_video and not find_spec("moviepy"):
+        communicators.refuse(args, "capture_video", "moviepy is not installed")
+    check_envs(args)
 
-    count = f"must name one task for each of {args.num_agents} agents"
-    check("env_ids", count, lambda v: len(v) in (0, args.num_agents))
-    known = [env_id for env_id in gym.registry if env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")]
-    flag, actions = "env_ids" if args.env_ids else "env_id", {}
-    for env_id in dict.fromkeys(task_ids(args)):
-        close = difflib.get_close_matches(env_id, known, 3, 0.4) or known[:3]
-        check(flag, f"{env_id} is unknown; did you mean {', '.join(close)}?", lambda v, env_id=env_id: env_id in known)
-        actions[env_id] = action_set(env_id, args)
-    same = "need the same actions; give all 18 to each with --full-action-space"
-    check("env_ids", same, lambda v: all(own == actions[env_id] for own in actions.values()))
-    check("track", "wandb is not installed", lambda v: not v or importlib.util.find_spec("wandb"))
-    check("capture_video", "moviepy is not installed", lambda v: not v or importlib.util.find_spec("moviepy"))
-    cuda = "cuda, cuda:N, " if torch.cuda.is_available() else ""
-    check("cudagraphs", "needs a CUDA device", lambda v: not v or (cuda and args.device != "cpu"))
-    check("device", f"choose auto, {cuda}cpu", lambda v: v in ("auto", "cpu") or (cuda and v.startswith("cuda")))
-    run_dir = Path(args.run_dir).absolute()
-    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    writable = folder.is_dir() and os.access(folder, os.W_OK)
-    check("run_dir", "must be a folder that can be written to", lambda v: writable)
-    needed = 64 + 64 * args.num_agents  # MB: two checkpoints per agent, weights and logs
-    check("run_dir", f"needs {needed} MB of free disk space", lambda v: shutil.disk_usage(folder).free > needed * 2**20)
+
+def check_envs(args: Args) -> None:
+    """That every game is known and installed, and that all have the same actions."""
+    flag, actions = "env_ids" if args.env_ids else "env_id", []
+    for env_id in task_ids(args):
+        problem = "" if env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/") else "is none"
+        try:
+            actions.append(problem or action_set(env_id, args))
+        except Exception as error:  # unknown, with what was perhaps meant
+            problem = str(error).splitlines()[0]
+        if problem:
+            communicators.refuse(args, flag, f"must be <Game>NoFrameskip-v4 or ALE/<Game>-v5; {env_id}: {problem}")
+        if actions[-1] != actions[0]:
+            communicators.refuse(args, flag, "need the same actions; give all 18 to each with --full-action-space")
 
 
 def task_ids(args: Args) -> list[str]:
@@ -238,114 +143,141 @@ def task_ids(args: Args) -> list[str]:
     return list(args.env_ids) or [args.env_id] * args.num_agents
 
 
-def derive_seed(*key: int) -> int:
-    """A 31-bit seed for a key such as (seed, agent, environment, checkpoint): never of a rank, never global."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
+def num_actions(args: Args) -> int:
+    """The number of actions of every task."""
+    return len(action_set(task_ids(args)[0], args))
+
+
+def uses_gpu(args: Args) -> bool:
+    """Whether the networks are on a GPU."""
+    return args.device != "cpu" and torch.cuda.is_available()
+
+
+def choose_precision(args: Args) -> str:
+    """bfloat16 where the processor computes with it; where it only imitates it, float32 is several times faster."""
+    processor = torch.cpu.get_capabilities()
+    has = torch.cuda.is_bf16_supported(including_emulation=False) if uses_gpu(args) else processor.get("avx512_bf16")
+    return "bfloat16" if has else "float32"
+
+
+# --- environments ---
+
+
+def make_games(args: Args, env_id: str, number: int, parts: int = 1, **screen) -> AtariVectorEnv:
+    """Whole games of one title with plain scores: 0-29 random no-ops at the start, 4 frames per step."""
+    # The processor's cores that are ours: torchrun tells each of its processes that it has one
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    options = {"num_threads": max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // parts)}
+    options |= {"reward_clipping": False, "use_fire_reset": False, "full_action_space": args.full_action_space}
+    options |= {"repeat_action_probability": 0.25 * args.sticky_actions} | screen
+    return AtariVectorEnv(gym.spec(env_id).kwargs["game"], number, **options)
 
 
 def action_set(env_id: str, args: Args) -> list[ale_py.Action]:
     """The actions of a game, in the order of their numbers."""
-    envs = AtariVectorEnv(gym.spec(env_id).kwargs["game"], 1, full_action_space=args.full_action_space)
-    return list(envs.ale.get_action_set())
+    return list(make_games(args, env_id, 1).ale.get_action_set())
 
 
-class Pool:
-    """Games of one title that are stepped together, each with the frames, episodes and rewards of the usual wrappers.
+def choose_backend(args: Args) -> str:
+    """The environment backend that this run uses."""
+    return "ale-py"
 
-    84x84 grey frames, the last 4 of them, 4 frames per step, the brighter of the last two, 0-29 random no-ops at the
-    start. For learning, a lost life ends the episode and rewards are signs; the game itself goes on, and its score is
-    the plain sum. After the start and after a lost life the buttons that start play are pressed, as the wrappers of
-    stable-baselines3 do; these steps and those that only start a new game do not follow the action: they are not valid.
-    share: of the cores that this process may use; film: keep the first game's frames in colour.
+
+class Games:
+    """Games with the frames, episodes and rewards of the usual wrappers: arrays are [agents, games, ...].
+
+    84x84 grey frames, the last 4 of them, the brighter of the last two of each step. For learning, a lost life ends the
+    episode and rewards are signs; the game itself goes on, and its score is the plain sum. After the start and after a
+    lost life the buttons that start play are pressed, as the wrappers of stable-baselines3 do; these steps and those
+    that only start a new game do not follow the action: they are not valid.
+
+    env_ids: the title of each row; seeds: [agents][games]; parts: in how many parts the games are stepped, as slices.
     """
 
-    def __init__(self, args: Args, env_id: str, seeds: list[int], share: float = 1.0, film: bool = False):
-        options = {"game": gym.spec(env_id).kwargs["game"], "num_envs": len(seeds), "noop_max": 30}
-        options |= {"frameskip": 4, "maxpool": True, "episodic_life": False, "max_num_frames_per_episode": 108_000}
-        options |= {"reward_clipping": False, "use_fire_reset": False, "autoreset_mode": AutoresetMode.NEXT_STEP}
-        options |= {"repeat_action_probability": 0.25 * args.sticky_actions}
-        options |= {"full_action_space": args.full_action_space}
-        options |= {"num_threads": max(1, int(torch.get_num_threads() * share))}
-        self.envs = AtariVectorEnv(**options)
-        obs, info = self.envs.reset(seed=np.array(seeds))
-        # What is pressed while a countdown runs: nothing (after a lost life only), FIRE, the third action
-        fire = ale_py.Action.FIRE in list(self.envs.ale.get_action_set())[1:2]
-        self.buttons = np.array([0, 2, 1, 0] if fire else [0, 0])
-        self.num_envs, self.obs, self.lives = len(seeds), self.blocks(obs), info["lives"]
-        self.over, self.countdown = np.zeros(len(seeds), dtype=bool), np.full(len(seeds), len(self.buttons) - 2)
-        # The same games in colour and full size: equal seeds and actions make equal games
-        self.camera, self.frames = None, []
-        if film:
-            screen = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
-            self.camera = AtariVectorEnv(**options, **screen)
-            self.frames.append(self.camera.reset(seed=np.array(seeds))[0][0, 0])
+    def __init__(self, args: Args, env_ids: list[str], seeds: list[list[int]], parts: int = 1):
+        shape, self.pools = np.shape(seeds), []
+        bounds = np.linspace(0, shape[1], parts + 1, dtype=int).tolist()
+        self.parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        self.obs = np.zeros((*shape, 21, 21, 64), dtype=np.uint8)  # what the next actions answer
+        self.pressed, self.lives, self.countdown = (np.zeros(shape, dtype=int) for _ in range(3))
+        self.over, self.returns, self.lengths = np.zeros(shape, dtype=bool), np.zeros(shape), np.zeros(shape)
+        titles = [list(rows) for _, rows in itertools.groupby(range(shape[0]), key=env_ids.__getitem__)]
+        for part, rows in itertools.product(self.parts, titles):  # one large pool is faster than many small ones
+            own = slice(rows[0], rows[-1] + 1), part
+            pool = make_games(args, env_ids[rows[0]], self.lives[own].size, parts)
+            obs, info = pool.reset(seed=np.array(seeds)[own].ravel())
+            self.obs[own], self.lives[own] = self.blocks(obs, own), info["lives"].reshape(self.lives[own].shape)
+            fire = ale_py.Action.FIRE in list(pool.ale.get_action_set())[1:2]
+            self.countdown[own] = 2 * fire
+            self.pools.append((part, pool, own, fire))
 
-    @staticmethod
-    def blocks(obs: np.ndarray) -> np.ndarray:
-        """[envs, 4, 84, 84] -> [envs, 21, 21, 64]: 4x4 pixels of 4 frames, see `Agent`."""
-        rows = obs.view(np.uint32).reshape(len(obs), 4, 21, 4, 21)  # four pixels of a row are one number
-        return np.ascontiguousarray(rows.transpose(0, 2, 4, 1, 3)).view(np.uint8).reshape(len(obs), 21, 21, 64)
+    def blocks(self, obs: np.ndarray, own: tuple[slice, slice]) -> np.ndarray:
+        """[games, 4, 84, 84] -> [agents, games, 21, 21, 64]: 4x4 pixels of 4 frames, see `BlockConv2d`."""
+        rows = obs.view(np.uint32).reshape(-1, 4, 21, 4, 21)  # four pixels of a row are one number
+        return np.ascontiguousarray(rows.transpose(0, 2, 4, 1, 3)).view(np.uint8).reshape(self.obs[own].shape)
 
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """What `step_envs` returns, of this pool."""
-        valid = ~self.over & (self.countdown == 0)
-        actions = np.where(valid, actions, self.buttons[self.countdown])
-        obs, scores, terminations, truncations, info = self.envs.step(actions)
-        if self.camera:
-            self.frames.append(self.camera.step(actions)[0][0, 0])
-        lost = (info["lives"] < self.lives) & (info["lives"] > 0)  # some games linger at 0 lives before they end
-        start, after_loss = len(self.buttons) - 2, len(self.buttons) - 1
-        self.countdown = np.where(lost, after_loss, np.where(self.over, start, np.maximum(self.countdown - 1, 0)))
-        self.lives, self.over = info["lives"], terminations | truncations
-        self.camera = None if self.over[0] else self.camera  # the first game is filmed
-        return self.blocks(obs), np.sign(scores), terminations | lost, truncations, scores, self.over, valid
+    def step(self, part: slice, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Returns rewards, terminations, truncations, valid, and the games that ended: [(k, game, return, length)]."""
+        signals = []
+        for pool, own, fire in (rest for played, *rest in self.pools if played == part):
+            valid = ~self.over[own] & (self.countdown[own] == 0)
+            # What is pressed while a countdown runs: nothing (after a lost life only), FIRE, the third action
+            buttons = np.array([0, 2, 1, 0])[self.countdown[own]] * fire
+            self.pressed[own] = np.where(valid, actions[own[0]], buttons)
+            obs, *told, info = pool.step(self.pressed[own].ravel())
+            self.obs[own] = self.blocks(obs, own)
+            scores, terminations, truncations, lives = (x.reshape(valid.shape) for x in (*told, info["lives"]))
+            # Some games linger at 0 lives before they end; a new game has lost nothing, though bonus lives are gone
+            lost = (lives < self.lives[own]) & (lives > 0) & ~self.over[own]
+            running = np.where(lost, 2 * fire + 1, np.maximum(self.countdown[own] - 1, 0))
+            self.countdown[own] = np.where(self.over[own], 2 * fire, running)
+            self.lives[own], self.over[own] = lives, terminations | truncations
+            self.returns[own] += scores
+            self.lengths[own] += valid
+            signals.append((np.sign(scores), terminations | lost, truncations, valid))
+        ended = [(k, game + part.start) for k, game in np.argwhere(self.over[:, part])]
+        ended = [(*own, self.returns[own], self.lengths[own]) for own in ended]
+        self.returns[:, part][self.over[:, part]] = self.lengths[:, part][self.over[:, part]] = 0.0
+        return *map(np.concatenate, zip(*signals, strict=True)), ended
 
     def close(self) -> None:
         """Free the games."""
-        self.envs.close()
+        for _, pool, *_ in self.pools:
+            pool.close()
 
 
-def make_envs(args: Args, agents: range, numbers: range, checkpoint: int) -> tuple[list[Pool], np.ndarray]:
-    """New environments of `agents`, those of these numbers, from seeds keyed by (seed, agent, number, checkpoint).
+class Envs(Games):
+    """The environments of some agents.
 
-    Agents with the same task share a pool: one pool of many environments is faster than many pools.
-    Returns (pools, first obs [agents * numbers, ...] uint8).
+    Each environment starts anew in the step *after* its game's end; that step ignores the action and is not valid.
+    Seeds are keyed by (seed, agent, environment, checkpoint), so that nothing depends on who holds which agent.
+    While one part is stepped, the other is passed through the network, which keeps two cores busy.
     """
-    pools = []
-    for env_id, group in itertools.groupby(agents, key=lambda agent: task_ids(args)[agent]):
-        owners = list(itertools.product(group, numbers))
-        seeds = [derive_seed(args.seed, agent, number, checkpoint, 1) for agent, number in owners]
-        pools.append(Pool(args, env_id, seeds, len(numbers) / args.num_envs))
-    return pools, np.concatenate([pool.obs for pool in pools])
+
+    def __init__(self, args: Args, agents: range, checkpoint: int):
+        keys = [[(args.seed, agent, number, checkpoint, 1) for number in range(args.num_envs)] for agent in agents]
+        seeds = [[derive_seed(*key) for key in own] for own in keys]
+        parts = 1 if uses_gpu(args) else min(2, args.num_envs, torch.get_num_threads())
+        super().__init__(args, [task_ids(args)[i] for i in agents], seeds, parts)
 
 
-def step_envs(pools: list[Pool], actions: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Step all environments.
-
-    Returns (obs, rewards, terminations, truncations, scores, finished, valid), each [agents * envs, ...]: what is
-    learned from, then what is reported (scores of whole games, and their ends), and which steps followed the action.
-    """
-    results, start = [], 0
-    for pool in pools:
-        results.append(pool.step(actions[start : start + pool.num_envs]))
-        start += pool.num_envs
-    return results[0] if len(results) == 1 else tuple(map(np.concatenate, zip(*results, strict=True)))
-
-
-def public_states(args: Args, num_steps: int = 256, num_envs: int = 8) -> torch.Tensor:
+def public_states(args: Args, num_steps: int = 256, num_envs: int = 8) -> Tensor:
     """S_ref of Example 3: what a fixed-seed random policy sees, every eighth step of it.
 
     Every agent can regenerate these states alone, so using them tells nobody anything. Returns [states, ...] uint8.
     """
-    states, generator = [], np.random.default_rng(0)
+    states, generator, n = [], np.random.default_rng(0), num_actions(args)
     for env_id in sorted(set(task_ids(args))):
-        pool = Pool(args, env_id, list(range(num_envs)))
+        games = Games(args, [env_id], [list(range(num_envs))])
         for step in range(num_steps):
-            obs, *_ = pool.step(generator.integers(pool.envs.single_action_space.n, size=num_envs))
+            games.step(games.parts[0], generator.integers(n, size=(1, num_envs)))
             if step % 8 == 7:
-                states.append(obs)
-        pool.close()
+                states.append(games.obs[0].copy())
+        games.close()
     return torch.as_tensor(np.concatenate(states))
+
+
+# --- the network ---
 
 
 def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
@@ -355,20 +287,30 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
     return layer
 
 
-class Agent(nn.Module):
-    """Policy and value function on Atari frames, with a common trunk: the network of Mnih et al. (2015).
+class BlockConv2d(nn.Conv2d):
+    """A convolution of stride 4 over bytes that lie in blocks of 4x4 pixels, with the usual division by 255.
 
-    The frames come in blocks of 4x4 pixels, so that the first convolution, 8x8 with stride 4 over 4 channels, is one
-    of 2x2 with stride 1 over 64: the same sums, about twice as fast on a CPU.
+    8x8 with stride 4 over 4 channels becomes 2x2 with stride 1 over 64: the same sums, about twice as fast on a CPU.
     """
 
-    chunk = 256  # states per forward pass where no gradient is needed
+    def kernel(self) -> Tensor:
+        """The weight for blocks, [out, 16 * in, size / 4, size / 4]."""
+        weight = (self.weight / 255).unflatten(3, (-1, 4)).unflatten(2, (-1, 4))  # out, frame, row, row in block, ...
+        return weight.permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, 64, 21, 21]."""
+        return self._conv_forward(x, self.kernel(), self.bias)
+
+
+class Agent(nn.Module):
+    """Policy and value function on Atari frames, with a common trunk: the network of Mnih et al. (2015)."""
 
     def __init__(self, num_actions: int, bfloat16: bool = False):
         super().__init__()
         self.bfloat16 = bfloat16
         self.network = nn.Sequential(
-            layer_init(nn.Conv2d(4, 32, 8, stride=4)), nn.ReLU(inplace=True),
+            layer_init(BlockConv2d(4, 32, 8)), nn.ReLU(inplace=True),
             layer_init(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU(inplace=True),
             layer_init(nn.Conv2d(64, 64, 3)), nn.ReLU(inplace=True),
             nn.Flatten(),
@@ -377,165 +319,242 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)
         self.critic = layer_init(nn.Linear(512, 1), std=1)
 
-    def first_layer(self) -> torch.Tensor:
-        """The first convolution's weight for bytes in blocks: [32, 64, 2, 2], with the usual division by 255."""
-        weight = (self.network[0].weight / 255).view(32, 4, 2, 4, 2, 4)  # out, frame, row, row in block, column, ...
-        return weight.permute(0, 1, 3, 5, 2, 4).reshape(32, 64, 2, 2)
-
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs: [batch, 21, 21, 64] uint8. Returns (logits [batch, actions], value [batch]), float32."""
         x = obs.to(torch.bfloat16 if self.bfloat16 else torch.float32).permute(0, 3, 1, 2)  # channels last
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.bfloat16):
-            hidden = self.network[1:](F.conv2d(x, self.first_layer(), self.network[0].bias))
+            hidden = self.network(x)
         hidden = hidden.float()
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
-    @staticmethod
-    def stack(agents: list) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The agents' weights for `stacked_forward`: per layer (weight, bias), each [agents, ...]."""
-        dtype = torch.bfloat16 if agents[0].bfloat16 else torch.float32
-
-        def stack(weights: list[torch.Tensor], layers: list[nn.Module]) -> tuple[torch.Tensor, torch.Tensor]:
-            weight, bias = torch.stack(weights).to(dtype), torch.stack([layer.bias for layer in layers]).to(dtype)
-            if weight.dim() == 5:  # a convolution is a matrix product over patches: rows, columns, channels
-                return weight.permute(0, 3, 4, 2, 1).flatten(1, 3).contiguous(), bias[:, None]
-            channels_last = weight.unflatten(2, (64, 7, 7)).permute(0, 1, 3, 4, 2)
-            return channels_last.flatten(2).contiguous(), bias[
-                ..., None
-            ]  # few columns times many rows is fastest this way
-
-        stacked = [stack([agent.first_layer() for agent in agents], [agent.network[0] for agent in agents])]
-        for index in (2, 4, 7):
-            layers = [agent.network[index] for agent in agents]
-            stacked.append(stack([layer.weight for layer in layers], layers))
-        heads = [(agent.actor, agent.critic) for agent in agents]
-        weight = torch.stack([torch.cat((actor.weight, critic.weight)) for actor, critic in heads])
-        bias = torch.stack([torch.cat((actor.bias, critic.bias)) for actor, critic in heads])
-        return [*stacked, (weight, bias[..., None])]
-
-    @staticmethod
-    def stacked_forward(stacked: list, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` of all agents at once, each on its own observations: what makes small rollout batches fast.
-
-        obs: [agents, envs, 21, 21, 64] uint8. Returns (logits [agents, envs, actions], value [agents, envs]), float32.
-        """
-        *convolutions, linear, heads = stacked
-        x = obs.to(linear[0].dtype)
-        for (weight, bias), size, stride in zip(convolutions, (2, 4, 3), (1, 2, 1), strict=True):
-            agents, envs, rows, _, channels = x.shape
-            positions = (rows - size) // stride + 1
-            step = rows * channels  # from one row to the next
-            shape = (agents, envs, positions, positions, size, size * channels)
-            patches = x.as_strided(shape, (envs * rows * step, rows * step, stride * step, stride * channels, step, 1))
-            x = torch.baddbmm(bias, patches.reshape(agents, envs * positions**2, -1), weight).relu_()
-            x = x.view(agents, envs, positions, positions, -1)
-        hidden = torch.baddbmm(linear[1], linear[0], x.flatten(2).mT).relu_()
-        output = torch.baddbmm(heads[1], heads[0], hidden.float())  # [agents, actions + 1, envs]
-        return output[:, :-1].mT, output[:, -1]
+    @torch.no_grad()
+    def predict(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` for many states and no gradient, in chunks that stay in the cache."""
+        logits, value = zip(*map(self, obs.split(256)), strict=True)
+        return torch.cat(logits), torch.cat(value)
 
 
-def capture(policy, stacked: list, obs: torch.Tensor):
-    """`policy(stacked, obs)` as a CUDA graph, which costs one launch. The weights are read where they are now.
+class Actors:
+    """`Agent.forward` of all agents at once, each on its own observations.
 
-    Returns a function of (stacked, obs) whose results the next call overwrites.
+    obs: where a rollout's observations are kept, [agents, steps, envs, 21, 21, 64].
     """
-    static, side = obs.clone(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):  # whatever is set up at first use must not be captured
-            policy(stacked, static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = policy(stacked, static)
 
-    def replay(stacked: list, obs: torch.Tensor):
-        static.copy_(obs)
-        graph.replay()
-        return outputs
+    def __init__(self, args: Args, agents: list[Agent]):
+        shape, self.num_actions = (len(agents), args.num_steps, args.num_envs, 21, 21, 64), agents[0].actor.out_features
+        self.obs = torch.zeros(shape, dtype=torch.uint8, device=agents[0].actor.weight.device)
+        networks, actors, critics = zip(*((agent.network, agent.actor, agent.critic) for agent in agents), strict=True)
+        self.network = communicators.Stacked(networks, torch.bfloat16 if agents[0].bfloat16 else torch.float32)
+        self.actor, self.critic = communicators.Stacked(actors), communicators.Stacked(critics)
+        if args.compile:  # on a GPU each step is one launch of a CUDA graph
+            self.forward = torch.compile(self.forward, mode="reduce-overhead" if uses_gpu(args) else None)
 
-    return replay
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """obs: [agents, envs, 21, 21, 64] uint8. Returns (logits [agents, envs, actions], value [agents, envs])."""
+        hidden = self.network(obs)
+        return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 
-def gae(rewards, values, next_values, terminations, dones, gamma: float, gae_lambda: float) -> torch.Tensor:
+def make_actors(args: Args, agents: list[Agent]) -> Actors:
+    """What acts for the agents in rollouts."""
+    return Actors(args, agents)
+
+
+def share_cores(held: range, device: torch.device) -> tuple[int, int]:
+    """How many agents learn side by side, and the cores of each."""
+    workers = min(len(held), torch.get_num_threads()) if device.type == "cpu" else 1
+    return workers, torch.get_num_threads() // workers
+
+
+# --- PR-PPO ---
+
+
+def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> Tensor:
+    """The matrix C of a round, [agents, agents]: row i says whom agent i listens to, and lies on the simplex.
+
+    returns [agents]: last known means; log_probs [agents, states, actions]: on the public states; usable, bool
+    [agents]: whose snapshot is valid. Another communicator is two more lines here and a word in Args.
+    """
+    n, name = args.num_agents, args.communicator
+    if name == "identity":
+        return communicators.identity(n)
+    C = communicators.uniform(n)
+    if name == "self-preferred":
+        C = communicators.self_preferred(n, args.self_preference)
+    elif name == "similarity" and log_probs is not None:
+        C = communicators.similarity(log_probs)
+    elif name == "reward":
+        C = communicators.reward(returns)
+    elif name == "softmax-reward":
+        C = communicators.softmax_reward(returns, args.communicator_temperature)
+    elif name == "rank-reward":
+        C = communicators.rank_reward(returns)
+    k = 0 if name == "similarity" and log_probs is None else args.top_k  # it must hear all before it can choose
+    return communicators.restrict(C, args.topology, k, usable, keep_self=name == "self-preferred")
+
+
+def rollout(args: Args, envs: Envs, actors: Actors, generators: list, run: Run) -> tuple[dict, list, list, list]:
+    """All agents play num_steps in their environments, from where they stand.
+
+    Returns storage [agents, steps, envs], where `states` says which of the agent's observations each one is; these
+    observations and the policy's log-probabilities there, of each agent [states, ...]; and the games that ended, of
+    each agent [(return, length)].
+    """
+    shape, ended = (len(generators), args.num_steps, args.num_envs), []
+    obs, device, rewards = actors.obs, actors.obs.device, np.zeros(shape, dtype=np.float32)
+    terminations, truncations, valid = (np.zeros(shape, dtype=bool) for _ in range(3))
+    noise = [torch.empty(*shape[1:], actors.num_actions).exponential_(generator=own) for own in generators]
+    gumbel = -torch.stack(noise).log().to(device)
+    logits, actions = torch.zeros_like(gumbel), torch.zeros(shape, dtype=torch.long, device=device)
+    values = torch.zeros(shape[0], shape[1] + 1, shape[2], device=device)  # and where it ends
+    for network in (actors.network, actors.actor, actors.critic):
+        network.read()
+
+    @torch.inference_mode()
+    def play(part: slice) -> Iterator[None]:
+        tick = run.tick if part.start == 0 else lambda phase: None
+        for step in range(args.num_steps):
+            own = slice(None), step, part
+            obs[own] = torch.from_numpy(envs.obs[:, part])
+            logits[own], values[own] = actors.forward(obs[own])
+            actions[own] = (logits[own] + gumbel[own]).argmax(-1)  # a sample of softmax(logits)
+            action = actions[own].cpu().numpy()
+            tick("rollout_forward")
+
+            *signals, games = envs.step(part, action)
+            rewards[own], terminations[own], truncations[own], valid[own] = signals
+            ended.extend((step, *game) for game in games)
+            tick("environments")
+            yield
+        values[:, -1, part] = actors.forward(torch.from_numpy(envs.obs[:, part]).to(device))[1]
+
+    threads = max(1, torch.get_num_threads() // len(envs.parts))
+    communicators.take_turns([play(part) for part in envs.parts], len(envs.parts), threads)
+    episodes, obs = [[] for _ in generators], [own.flatten(0, 1) for own in obs]
+    for _, k, _, *episode in sorted(ended):
+        episodes[k].append(tuple(map(float, episode)))
+    behaviour = logits.log_softmax(-1)
+    # After a game's end the next stored observation is its final one, whose value bootstraps
+    storage = {"rewards": rewards, "terminations": terminations, "dones": terminations | truncations, "valid": valid}
+    storage = {name: torch.from_numpy(x).to(device) for name, x in storage.items()}
+    storage |= {"actions": actions, "values": values[:, :-1], "next_values": values[:, 1:]}
+    storage |= {"logprobs": behaviour.gather(-1, actions[..., None]).squeeze(-1)}
+    storage |= {"states": torch.arange(len(obs[0]), device=device).view(shape[1:]).expand(shape)}
+    run.tick("rollout_forward")
+    return storage, obs, list(behaviour.flatten(1, 2)), episodes
+
+
+def gae(rewards, terminations, dones, values, next_values, gamma: float, gae_lambda: float) -> Tensor:
     """Generalized advantage estimation that never leaks across episodes.
 
-    All [steps, ...]; next_values: V of the state that each step led to, the episode's *final* state where one ended.
-    A termination is worth nothing more; a truncation bootstraps; both cut the recursion. Returns advantages.
+    All [agents, steps, envs]; next_values: V of the state that each step led to, the episode's *final* state where one
+    ended. A termination is worth nothing more; a truncation bootstraps; both cut the recursion. Returns advantages.
     """
     deltas = rewards + gamma * next_values * ~terminations - values
     decay = gamma * gae_lambda * ~dones
-    advantages, last = torch.empty_like(deltas), torch.zeros_like(deltas[0])
-    for step in reversed(range(len(deltas))):
-        last = deltas[step] + decay[step] * last
-        advantages[step] = last
+    advantages, last = torch.empty_like(deltas), torch.zeros_like(deltas[:, 0])
+    for step in reversed(range(deltas.shape[1])):
+        last = deltas[:, step] + decay[:, step] * last
+        advantages[:, step] = last
     return advantages
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], args: Args) -> torch.Tensor:
-    """One minibatch step of PR-PPO (eq. 4). batch: tensors [minibatch, ...]. Returns METRICS from value_loss on."""
-    logits, newvalue = agent(batch["obs"])
-    logprobs = logits.log_softmax(-1)  # [minibatch, actions]
-    logratio = logprobs.gather(-1, batch["actions"][:, None]).squeeze(-1) - batch["logprobs"]
-    ratio = logratio.exp()
+def refer(i: int, obs: Tensor, behaviour: Tensor, snapshots: list[Agent], communicator: Tensor, args: Args) -> Iterator:
+    """Agent i's reference policy C_i pi on its own states, frozen for this update: row i of C applied to the policies.
 
-    mb_advantages = batch["advantages"]
-    if args.norm_adv and len(mb_advantages) > 1:
-        mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-
-    # Policy loss
-    pg_loss = -mb_advantages * ratio
-    if args.clip_coef > 0:
-        clipped = -mb_advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-        pg_loss = torch.max(pg_loss, clipped)
-    pg_loss = pg_loss.mean()
-
-    # Value loss
-    v_loss = (newvalue - batch["returns"]) ** 2
-    if args.clip_vloss and args.clip_coef > 0:
-        v_clipped = batch["values"] + (newvalue - batch["values"]).clamp(-args.clip_coef, args.clip_coef)
-        v_loss = torch.max(v_loss, (v_clipped - batch["returns"]) ** 2)
-    v_loss = 0.5 * v_loss.mean()
-
-    entropy = -(logprobs.exp() * logprobs).sum(-1).mean()
-    # The peers' influence: the distance to the reference policy, exact over the action set
-    kl_reference = communicators.kl_to_reference(logprobs, batch["reference"], args.kl_direction).mean()
-    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss + args.communication_coef * kl_reference
-
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-    optimizer.step()
-
-    with torch.no_grad():
-        clipfrac = (
-            ((ratio - 1).abs() > args.clip_coef).float().mean() if args.clip_coef > 0 else torch.zeros_like(v_loss)
-        )
-        approx_kl = (ratio - 1 - logratio).mean()  # k3, http://joschu.net/blog/kl-approx.html
-        return torch.stack((v_loss, pg_loss, entropy, -logratio.mean(), approx_kl, clipfrac, kl_reference))
+    obs: [states, ...], behaviour: its own log-probabilities there [states, actions]. Yields after every policy; the
+    last that it yields is the reference, [states, actions].
+    """
+    heard, log_probs = communicator[i].nonzero().flatten().tolist(), []  # never a peer of weight 0
+    for j in heard:
+        own = j == i and args.self_reference == "behaviour"
+        log_probs.append(behaviour if own else snapshots[j].predict(obs)[0].log_softmax(-1))
+        yield
+    yield communicators.mix_log_probs(torch.stack(log_probs), communicator[i, heard].to(obs.device), args.mixture)
 
 
-@torch.no_grad()
-def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, video: str = "") -> np.ndarray:
+@torch.enable_grad()
+def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tensor], args: Args) -> Iterator[dict]:
+    """One agent's epochs over its rollout (eq. 4), a minibatch with every step. Yields the losses of each.
+
+    obs: its observations; batch: [samples, ...], its `states` are rows of obs.
+    """
+    for _ in range(args.update_epochs):
+        b_inds = torch.randperm(len(batch["states"]), generator=generator).to(obs.device)
+        for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
+            mb = {name: tensor[mb_inds] for name, tensor in batch.items()}
+            logits, newvalue = agent(obs[mb["states"]])
+            newlogprobs = logits.log_softmax(-1)  # [minibatch, actions]
+            logratio = newlogprobs.gather(-1, mb["actions"][:, None]).squeeze(-1) - mb["logprobs"]
+            ratio = logratio.exp()
+
+            mb_advantages = mb["advantages"]
+            if args.norm_adv and len(mb_advantages) > 1:
+                mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+
+            # Policy loss
+            pg_loss = -mb_advantages * ratio
+            if args.clip_coef > 0:
+                clipped = -mb_advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                pg_loss = torch.max(pg_loss, clipped)
+            pg_loss = pg_loss.mean()
+
+            # Value loss
+            v_loss = (newvalue - mb["returns"]) ** 2
+            if args.clip_vloss and args.clip_coef > 0:
+                v_clipped = mb["values"] + (newvalue - mb["values"]).clamp(-args.clip_coef, args.clip_coef)
+                v_loss = torch.max(v_loss, (v_clipped - mb["returns"]) ** 2)
+            v_loss = 0.5 * v_loss.mean()
+
+            entropy = -(newlogprobs.exp() * newlogprobs).sum(-1).mean()
+            # The peers' influence: the distance to the reference policy, exact over the action set
+            kl_reference = communicators.kl_to_reference(newlogprobs, mb["reference"], args.kl_direction).mean()
+            loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss + args.kl_coef * kl_reference
+
+            approx_kl = (ratio - 1 - logratio).mean()  # k3, http://joschu.net/blog/kl-approx.html
+            clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean() * (args.clip_coef > 0)
+            losses = v_loss, pg_loss, entropy, -logratio.mean(), approx_kl, clipfrac, kl_reference
+            if finite := bool(loss.isfinite()):
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                optimizer.step()
+            yield dict(zip(LOSSES, (value.detach() for value in losses), strict=True))
+            if not finite:  # this agent has diverged and learns no more, but its peers do
+                return
+        if args.target_kl is not None and approx_kl > args.target_kl:
+            return
+
+
+def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, film: str = "") -> np.ndarray:
     """One whole game of sampled actions for each level, a seed. Returns their unclipped scores [levels].
 
-    With `video`, a path without suffix, the first game is filmed.
+    film: path, without suffix, of a video of the first game. An agent that has diverged has no return: NaN.
     """
-    games = Pool(args, env_id, levels, film=bool(video))
-    totals, running, obs = np.zeros(len(levels)), np.ones(len(levels), dtype=bool), games.obs
+    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+        return np.full(len(levels), np.nan)
+    games = Games(args, [env_id], [levels])
+    if film:  # the same game in colour and full size: equal seeds and buttons make equal games
+        from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
+
+        Path(film).parent.mkdir(exist_ok=True)
+        camera = make_games(args, env_id, 1, grayscale=False, img_height=210, img_width=160, stack_num=1)
+        video = FFMPEG_VideoWriter(f"{film}.mp4", (160, 210), fps=15)  # 60 Hz, 4 frames a step
+        video.write_frame(camera.reset(seed=np.array(levels[:1]))[0][0, 0])
     generator, device = torch.Generator().manual_seed(seed), agent.actor.weight.device
+    returns, running = np.zeros(len(levels)), np.ones(len(levels), dtype=bool)
     while running.any():
-        logits, _ = agent(torch.from_numpy(obs).to(device))
+        logits, _ = agent.predict(torch.from_numpy(games.obs[0]).to(device))
         actions = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].numpy()
-        obs, _, _, _, scores, finished, _ = games.step(actions)
-        totals += scores * running
-        running &= ~finished
+        *_, ended = games.step(games.parts[0], actions[None])
+        if film and running[0]:
+            video.write_frame(camera.step(games.pressed[0, :1])[0][0, 0])
+        for _, level, total, _ in ended:
+            returns[level], running[level] = total if running[level] else returns[level], False
     games.close()
-    if video:
-        Path(video).parent.mkdir(exist_ok=True)
-        clip = importlib.import_module("moviepy").ImageSequenceClip(games.frames, fps=15)  # 60 Hz, 4 frames a step
-        clip.write_videofile(f"{video}.mp4", logger=None)
-    return totals
+    if film:
+        video.close()
+    return returns
 
 
 def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
@@ -544,508 +563,144 @@ def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
     return {env_id: (env_id, seeds) for env_id in dict.fromkeys(task_ids(args))}
 
 
-def write_atomically(path: Path, write) -> None:
-    """`write(file)` to a temporary file beside `path`, which then takes its place: a crash leaves the old one whole."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def save_checkpoint(folder: Path, iteration: int, state: dict) -> None:
-    """Save one agent's state, then point to it; the checkpoint before it is kept, older ones are deleted."""
-    folder.mkdir(parents=True, exist_ok=True)
-    previous = latest_checkpoint(folder)
-    write_atomically(folder / f"{iteration}.pt", lambda file: torch.save(state, file))
-    write_atomically(folder / "latest", lambda file: file.write(str(iteration).encode()))
-    for old in folder.glob("*.pt"):
-        if old.stem not in (str(iteration), str(previous)):
-            old.unlink()
-
-
-def latest_checkpoint(folder: Path) -> int:
-    """The iteration of an agent's newest complete checkpoint, 0 if there is none."""
-    return int((folder / "latest").read_text()) if (folder / "latest").exists() else 0
-
-
-def open_run(args: Args, exchange: communicators.Exchange) -> Path:
-    """The run's folder: that of --resume, that of this torchrun's last attempt, or a new one named as CleanRL does."""
-    if args.resume:
-        return Path(args.resume)
-    prefix = f"{'+'.join(dict.fromkeys(task_ids(args)))}__{args.exp_name}__{args.seed}__".replace("/", "-")
-    config = json.dumps({"script": Path(__file__).stem} | vars(args), indent=2)
-    stamp = torch.zeros(1, dtype=torch.long)
-    if exchange.rank == 0:
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:  # torchrun --max-restarts goes on unattended
-            for path in Path(args.run_dir).glob(f"{prefix}*/config.json"):
-                if path.read_text() == config:
-                    stamp = stamp.clamp(min=int(path.parent.name.removeprefix(prefix)))
-        now = int(time.time())
-        while not stamp:
-            try:
-                Path(args.run_dir, f"{prefix}{now}").mkdir(parents=True)
-                stamp += now
-            except FileExistsError:  # a run of the same second
-                now += 1
-        folder = Path(args.run_dir, f"{prefix}{stamp.item()}")
-        write_atomically(folder / "config.json", lambda file: file.write(config.encode()))
-    return Path(args.run_dir, f"{prefix}{exchange.broadcast(stamp).item()}")
-
-
-def open_csv(path: Path, header: tuple[str, ...], iteration: int) -> TextIO:
-    """Open a log whose rows begin with the iteration, with its header and what it held up to `iteration`."""
-    rows, text = [], io.StringIO(newline="")
-    if iteration and path.exists():
-        with open(path, newline="") as file:
-            rows = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) <= iteration]
-    csv.writer(text).writerows([header, *rows])
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
-    return open(path, "a", newline="")
-
-
-class ThisThread(Executor):
-    """An executor for one worker: what is submitted is done at once, so that no idle thread gets in the way."""
-
-    def submit(self, function, /, *arguments) -> Future:
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
-
-
-def make_executor(workers: int, threads: int) -> Executor:
-    """As many workers, with so many threads of torch each; a single one works in this thread."""
-    if workers == 1:
-        return ThisThread()
-    return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
+def evaluate_all(args: Args, agents: list[Agent], held: range) -> list[dict]:
+    """Every agent on every task: of each agent held {task: {"return": [episodes]}}."""
+    results = [{} for _ in held]
+    for (k, i), (number, (name, test)) in itertools.product(enumerate(held), enumerate(make_tests(args).items())):
+        results[k][name] = {"return": evaluate(args, agents[k], *test, derive_seed(args.seed, i, number, 4))}
+    return results
 
 
 def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
-    started = time.time()
-    name = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda":
-        name = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
-    device = torch.device(name)
-    exchange = communicators.Exchange(args.num_agents, device)
-    held, chief = exchange.agents, exchange.rank == 0  # the agents that this process holds; who writes the common logs
-    run_folder, backend, tasks = open_run(args, exchange), "ale-py", task_ids(args)
-
-    # Few cores: the agents take turns with their minibatches, one core each, and a part of the environments each
-    threads = torch.get_num_threads()
-    workers = min(len(held), threads) if device.type == "cpu" else 1
-    executor = make_executor(workers, threads // workers)
-    number = min(args.num_envs, threads) if device.type == "cpu" else 1
-    parts = [range(part[0], part[-1] + 1) for part in np.array_split(range(args.num_envs), number)]
-    players = make_executor(number, threads // number)
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    num_rounds, tasks = num_iterations // args.local_updates, task_ids(args)
+    exchange = Exchange(args.num_agents, args.device, args.timeout)  # who holds which agents, what passes between them
+    held, device = exchange.agents, exchange.device  # agent i of all is the k-th held; lists are in the order of k
+    run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * args.num_agents,
+              headline="charts/return_last_100", env_ids=tasks, stride=batch_size,
+              about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds")  # fmt: skip
+    workers, threads = share_cores(held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     torch.manual_seed(args.seed)
-    num_actions = len(action_set(tasks[0], args))
-    agents = {i: Agent(num_actions, bfloat16=args.precision == "bfloat16").to(device) for i in held}
-    snapshots = [copy.deepcopy(agents[held[0]]).requires_grad_(False) for _ in range(args.num_agents)]
-    initial = exchange.broadcast(parameters_to_vector(agents[held[0]].parameters()).detach())
-    for agent in (*agents.values(), *snapshots):
-        vector_to_parameters(initial.clone(), agent.parameters())
-    rollout_forward, stacked = Agent.stacked_forward, []
-    if args.compile:
-        rollout_forward = torch.compile(rollout_forward)
-        for agent in agents.values():
-            agent.compile()
-    optimizers = {i: torch.optim.Adam(agents[i].parameters(), args.learning_rate, eps=1e-5, fused=True) for i in held}
-    generators = {i: torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held}
+    first = Agent(num_actions(args), args.precision == "bfloat16").to(device)
+    vector_to_parameters(exchange.broadcast(parameters_to_vector(first.parameters()).detach()), first.parameters())
+    agents = [copy.deepcopy(first) for _ in held]
+    optimizers = [torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True) for agent in agents]
+    generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
+    for agent in agents if args.compile else ():
+        agent.compile()
 
-    # Communication
-    options = {"self_preference": args.self_preference, "temperature": args.communicator_temperature}
-    options |= {"name": args.communicator, "num_agents": args.num_agents, "topology": args.topology}
-    communicate = functools.partial(communicators.make_communicator, **options)
-    communicator, distances, rounds = communicate(num_peers=args.top_k), None, 0
-    if args.communicator != "identity":
-        reference_states = public_states(args).to(device)
+    # Communication: the matrix C, everybody's snapshot of the last round, and how far apart these are on public states
+    communicator = communicators.identity(args.num_agents)  # [agents, agents]; before the first round nobody has spoken
+    distances = torch.full_like(communicator, torch.nan)
+    snapshots = [copy.deepcopy(first).requires_grad_(False) for _ in range(args.num_agents)]
+    reference_states = public_states(args).to(device) if args.communicator != "identity" else None
+    last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
+    known_returns = [deque(maxlen=1) for _ in held]  # the mean of the last round in which an episode ended
 
-    # Statistics
-    batch_size = args.num_envs * args.num_steps
-    num_iterations = args.total_timesteps // batch_size
-    last_returns = {i: deque(maxlen=100) for i in held}
-    round_returns = {i: [] for i in held}  # since the last communication round
-    train_seconds, wall_seconds, clock = 0.0, 0.0, Counter()
-    tests = make_tests(args) if args.eval_episodes else {}
+    # Resume: what a checkpoint holds of each agent; the rest follows from the settings
+    state = {
+        i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k], "snapshot": snapshots[i]}
+        | {"last_returns": last_returns[k], "round_returns": round_returns[k], "known_returns": known_returns[k]}
+        | {"communicator": communicator, "distances": distances}
+        for k, i in enumerate(held)
+    }
+    run.restore(state)
+    own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
+    for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
+        vector_to_parameters(parameters, snapshot.parameters())
+    envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
-    # Resume from the newest checkpoint that all agents completed
-    folders = {i: run_folder / "checkpoints" / f"agent_{i}" for i in held}
-    newest = exchange.all_gather(torch.tensor([[latest_checkpoint(folders[i])] for i in held]))
-    iteration = start_iteration = int(newest.min())
-    if start_iteration > 0:
-        for i in held:
-            state = torch.load(folders[i] / f"{start_iteration}.pt", map_location=device, weights_only=True)
-            # An agent that was ahead steps back, or its next save would delete what the others may need again
-            write_atomically(folders[i] / "latest", lambda file: file.write(str(start_iteration).encode()))
-            agents[i].load_state_dict(state["agent"])
-            optimizers[i].load_state_dict(state["optimizer"])
-            generators[i].set_state(state["generator"].cpu())
-            last_returns[i].extend(state["last_returns"])
-            round_returns[i] = state["round_returns"]
-            vector_to_parameters(state["snapshot"], snapshots[i].parameters())
-        own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
-        for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
-            vector_to_parameters(parameters, snapshot.parameters())
-        communicator, rounds, exchange.bytes_sent = state["communicator"].cpu(), state["rounds"], state["bytes_sent"]
-        distances = state["distances"]
-        train_seconds, wall_seconds, clock = state["train_seconds"], state["wall_seconds"], Counter(state["clock"])
-
-    # Logs
-    if chief:
-        setting = f"{args.num_agents} agents, {args.communicator} communicator, {backend} environments, {device}"
-        print(f"{run_folder}: {setting}", flush=True)
-        if start_iteration:
-            print(f"resuming after iteration {start_iteration} of {num_iterations}", flush=True)
-        if args.track:
-            import wandb
-
-            settings = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": vars(args)}
-            wandb.init(**settings, name=run_folder.name, id=run_folder.name, resume="allow", sync_tensorboard=True)
-        writer = SummaryWriter(run_folder, purge_step=start_iteration * batch_size + 1)
-        table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
-        ids = "iteration", "agent", "env_id", "timesteps"
-        header = (*ids, *METRICS, "communication_bytes", "agent_steps_per_second")
-        metrics_file = open_csv(run_folder / "metrics.csv", header, start_iteration)
-        header = ("iteration", "agent", "task", "timesteps", "episodes", "mean_return", "ci95")
-        before_last = min(start_iteration, num_iterations - 1)  # the evaluation at the end is done again
-        evaluations_file = open_csv(run_folder / "evaluations.csv", header, before_last)
-    live, last_line = sys.stdout.isatty(), 0.0
-
-    # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends it at once
-    stop = []
-
-    def request_stop(signum, frame):
-        stop.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
-
-    handlers = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
-
-    # Storage
-    shape = (args.num_steps, len(held), args.num_envs)  # [steps, agents, envs]
-    episodic_return, episodic_length = np.zeros(shape[1:]), np.zeros(shape[1:])
-    envs = [make_envs(args, held, numbers, start_iteration) for numbers in parts]
-    obs = torch.zeros((len(held), shape[0], shape[2], *envs[0][1].shape[1:]), dtype=torch.uint8, device=device)
-    states = {i: obs[k].flatten(0, 1) for k, i in enumerate(held)}  # one agent's lie together
-    obs = obs.transpose(0, 1)  # [steps, agents, envs, ...]
-    staging = torch.zeros_like(obs[0], device="cpu", pin_memory=device.type == "cuda")  # one transfer per step
-    actions = torch.zeros(shape, dtype=torch.long, device=device)
-    logits = torch.zeros((*shape, num_actions), device=device)
-    values = torch.zeros(shape, device=device)
-    next_value = torch.zeros(shape[1:], device=device)
-    rewards = np.zeros(shape, dtype=np.float32)
-    terminations, truncations, valid = (np.zeros(shape, dtype=bool) for _ in range(3))
-
-    def to_torch(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
-    def tick(phase: str) -> None:  # where the time goes
-        nonlocal tock
-        now = time.perf_counter()
-        clock[phase] += now - tock
-        tock = now
-
-    def run_tests() -> list[list[list[float]]]:
-        """Evaluate every agent on every task; log and return the means and half their 95 % intervals."""
-        local = []
-        for i in held:
-            local.append([])
-            for test, (env_id, levels) in enumerate(tests.values()):
-                returns = evaluate(args, agents[i], env_id, levels, derive_seed(args.seed, i, test, 4))
-                local[-1] += [returns.mean(), 1.96 * returns.std(ddof=len(levels) > 1) / np.sqrt(len(levels))]
-        results = exchange.all_gather(torch.tensor(local, dtype=torch.float64)).unflatten(1, (len(tests), 2)).tolist()
-        for i, (k, name) in itertools.product(range(args.num_agents), enumerate(tests)) if chief else ():
-            mean, half = results[i][k]
-            writer.add_scalar(f"eval/{name}/agent_{i}", mean, iteration * batch_size)
-            row = [iteration, i, name, iteration * batch_size, args.eval_episodes, f"{mean:.6g}", f"{half:.6g}"]
-            csv.writer(evaluations_file).writerow(row)
-        return results
-
-    interrupted = False
-    while iteration < num_iterations and not interrupted:
-        iteration_start = tock = time.perf_counter()
-        iteration += 1
+    for iteration in run.iterations():
         if args.anneal_lr:
-            for optimizer in optimizers.values():
+            for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
 
-        # Rollout: one forward for all agents in each step
-        noise = [torch.empty(*logits[:, 0].shape).exponential_(generator=generators[i]) for i in held]
-        gumbel = -torch.stack(noise, dim=1).to(device).log()
-        with torch.no_grad():
-            weights = Agent.stack([agents[i] for i in held])
-        if not stacked:
-            stacked = weights
-            if args.cudagraphs:
-                rollout_forward = capture(rollout_forward, stacked, obs[0])
-        for old, new in zip(itertools.chain(*stacked), itertools.chain(*weights), strict=True):
-            old.copy_(new)
+        # Rollout
+        storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)  # [agents, steps, envs, ...]
 
-        @torch.inference_mode()
-        def play(part: int, envs=envs, gumbel=gumbel, stacked=stacked, forward=rollout_forward) -> list[tuple]:
-            """Play a part of the environments for a rollout. Returns (step, agent, env, return, length) of each end."""
-            numbers, (pools, next_obs), ends = parts[part], envs[part], []
-            here = slice(None), slice(numbers.start, numbers.stop)
-            for step in range(args.num_steps + 1):
-                staging[here].copy_(torch.from_numpy(next_obs).view_as(staging[here]))
-                if step == args.num_steps:
-                    next_value[here] = forward(stacked, staging[here].to(device))[1]
-                    break
-                obs[step][here].copy_(staging[here], non_blocking=True)
-                logits[step][here], values[step][here] = forward(stacked, obs[step][here])
-                noisy = logits[step][here] + gumbel[step][here]
-                actions[step][here] = noisy.argmax(-1)  # a sample of softmax(logits)
-                action = actions[step][here].cpu().numpy().ravel()
-                if part == 0:
-                    tick("rollout_forward")
-
-                next_obs, *results = step_envs(pools, action)
-                results = [array.reshape(len(held), len(numbers)) for array in results]
-                rewards[step][here], terminations[step][here], truncations[step][here] = results[:3]
-                scores, finished, valid[step][here] = results[3:]
-                if part == 0:
-                    tick("environments")
-                episodic_return[here] += scores
-                episodic_length[here] += valid[step][here]
-                for k, number in np.argwhere(finished):
-                    own = k, numbers[number]
-                    ends.append((step, *own, episodic_return[own], episodic_length[own]))
-                    episodic_return[own] = episodic_length[own] = 0.0
-            envs[part] = pools, next_obs
-            return ends
-
-        episodes = {i: [] for i in held}
-        for _, k, _, *result in sorted(itertools.chain(*players.map(play, range(len(parts))))):
-            episodes[held[k]].append(tuple(result))
-        if args.precision == "bfloat16":  # rounding must not look like a change of policy: as the update computes it
-
-            @torch.no_grad()
-            def again(k: int) -> None:
-                for steps in torch.arange(args.num_steps).split(max(1, Agent.chunk // args.num_envs)):
-                    policy, value = agents[held[k]](obs[steps, k].flatten(0, 1))
-                    logits[steps, k], values[steps, k] = (x.unflatten(0, (len(steps), -1)) for x in (policy, value))
-
-            list(executor.map(again, range(len(held))))
-        tick("rollout_forward")
-
-        # Advantages; after an episode's end the next stored observation is its final one, whose value bootstraps
-        with torch.no_grad():
-            next_values = torch.cat((values[1:], next_value[None]))
-            ends = to_torch(terminations), to_torch(terminations | truncations)
-            advantages = gae(to_torch(rewards), values, next_values, *ends, args.gamma, args.gae_lambda)
-            behaviour = logits.log_softmax(-1)  # [steps, agents, envs, actions]
-            logprobs = behaviour.gather(-1, actions[..., None]).squeeze(-1)
-
-        # Flatten, without the steps that only reset an environment
-        storage = {"actions": actions, "logprobs": logprobs, "behaviour": behaviour, "values": values}
-        storage |= {"advantages": advantages, "returns": advantages + values}
-        keep = {i: to_torch(valid)[:, k].flatten().nonzero().squeeze(-1) for k, i in enumerate(held)}
-        batches = {
-            i: {name: tensor[:, k].flatten(0, 1)[keep[i]] for name, tensor in storage.items()}
-            for k, i in enumerate(held)
-        }
-        tick("advantages")
+        # Advantages; then flat, without the steps that only reset an environment
+        outcomes = (storage.pop(name) for name in ("rewards", "terminations", "dones"))
+        advantages = gae(*outcomes, storage["values"], storage.pop("next_values"), args.gamma, args.gae_lambda)
+        storage |= {"advantages": advantages, "returns": advantages + storage["values"]}
+        valid = storage.pop("valid")
+        batches = [{name: tensor[k][valid[k]] for name, tensor in storage.items()} for k in range(len(held))]
+        run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies, on agent i's own states
-        @torch.no_grad()
-        def log_probs_of(j: int, i: int, batches=batches, keep=keep) -> torch.Tensor:
-            if j == i and args.self_reference == "behaviour":
-                return batches[i]["behaviour"]
-            return torch.cat([snapshots[j](states[i][inds])[0].log_softmax(-1) for inds in keep[i].split(Agent.chunk)])
-
-        heard = [(j, i) for i in held for j in communicator[i].nonzero().flatten().tolist()]  # never a peer of weight 0
-        log_probs = dict(zip(heard, executor.map(log_probs_of, *zip(*heard, strict=True)), strict=True))
-        for i in held:
-            policies = torch.stack([log_probs[pair] for pair in heard if pair[1] == i])  # [policies, batch, actions]
-            weights = communicator[i][communicator[i] > 0].to(device)
-            batches[i]["reference"] = communicators.mix_log_probs(policies, weights, args.mixture)
-        tick("reference")
+        references = [refer(i, obs[k], behaviour[k], snapshots, communicator, args) for k, i in enumerate(held)]
+        for batch, (*_, reference) in zip(batches, communicators.take_turns(references, workers, threads), strict=True):
+            batch["reference"] = reference[batch["states"]]
+        run.tick("reference")
 
         # Update: every agent takes its minibatches in order, and the agents take turns, so that all cores work
-        def step_agent(i: int, mb_inds: torch.Tensor, previous, batches=batches, keep=keep) -> list[torch.Tensor]:
-            stats = previous.result() if previous else []
-            new_epoch = len(stats) % args.num_minibatches == 0
-            if args.target_kl is not None and stats and new_epoch and stats[-1][4] > args.target_kl:
-                return stats
-            minibatch = {name: tensor[mb_inds] for name, tensor in batches[i].items() if name != "behaviour"}
-            minibatch["obs"] = states[i][keep[i][mb_inds]]
-            return [*stats, update(agents[i], optimizers[i], minibatch, args)]
-
-        futures = dict.fromkeys(held)
-        for _ in range(args.update_epochs):
-            inds = {i: torch.randperm(len(keep[i]), generator=generators[i]).to(device) for i in held}
-            mb_inds = {i: inds[i].tensor_split(args.num_minibatches) for i in held}
-            for k in range(args.num_minibatches):
-                futures = {i: executor.submit(step_agent, i, mb_inds[i][k], futures[i]) for i in held}
-        stats = {i: torch.stack(futures[i].result()).mean(0).tolist() for i in held}
-        tick("update")
+        learners = zip(agents, optimizers, generators, obs, batches, strict=True)
+        losses = communicators.take_turns([learn(*own, args) for own in learners], workers, threads)
+        run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
-        for i in held:
-            last_returns[i].extend(float(total) for total, _ in episodes[i])
-            round_returns[i].extend(float(total) for total, _ in episodes[i])
+        for k, own in enumerate(episodes):
+            last_returns[k].extend(total for total, _ in own)
+            round_returns[k].extend(total for total, _ in own)
         if iteration % args.local_updates == 0:
-            own = torch.stack([parameters_to_vector(agents[i].parameters()).detach() for i in held])
+            for known, own in zip(known_returns, round_returns, strict=True):
+                known.extend([mean(own)] if own else [])
+                own.clear()
+            local = torch.stack([parameters_to_vector(agent.parameters()).detach() for agent in agents])
             if args.communicator == "identity":  # isolated: nothing leaves an agent
                 for k, i in enumerate(held):
-                    vector_to_parameters(own[k].clone(), snapshots[i].parameters())
+                    vector_to_parameters(local[k].clone(), snapshots[i].parameters())
             else:
-                means = [[np.mean(round_returns[i]) if round_returns[i] else np.nan] for i in held]
-                returns = exchange.all_gather(torch.tensor(means, dtype=torch.float64)).flatten()
-                # Similarity must hear all peers before it can choose
-                candidates = 0 if args.communicator == "similarity" else args.top_k
-                parameters, usable = exchange.snapshots(own, communicate(returns=returns, num_peers=candidates) > 0)
-                for snapshot, row in zip(snapshots, parameters, strict=True):
-                    vector_to_parameters(row, snapshot.parameters())
-                with torch.no_grad():
-                    public = torch.stack([s(reference_states)[0].log_softmax(-1).cpu() for s in snapshots])
-                communicator = communicate(returns=returns, log_probs=public, num_peers=args.top_k, valid=usable)
-                distances = communicators.total_variation(public)
-                if chief and not usable.all():
-                    dropped = (~usable).nonzero().flatten().tolist()
-                    print(f"\niteration {iteration}: dropped the invalid snapshots of agents {dropped}", flush=True)
-            round_returns = {i: [] for i in held}
-            rounds += 1
-        tick("exchange")
+                means = exchange.all_gather(torch.tensor([[mean(own)] for own in known_returns], dtype=torch.float64))
+                heard = make_communicator(args, means.flatten()) > 0  # what is counted as sent
+                parameters, usable = exchange.snapshots(local, heard)
+                for snapshot, own in zip(snapshots, parameters, strict=True):
+                    vector_to_parameters(own, snapshot.parameters())
+                public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
+                communicator[:] = make_communicator(args, means.flatten(), public, usable)
+                distances[:] = communicators.total_variation(public)
+        run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
-        local = []
-        for i in held:
-            means = np.mean(episodes[i], axis=0) if episodes[i] else (np.nan, np.nan)
-            recent = np.mean(last_returns[i]) if last_returns[i] else np.nan
-            residuals = batches[i]["returns"] - batches[i]["values"]
-            explained_variance = (1 - residuals.var() / batches[i]["returns"].var()).item()
-            local.append([*means, len(episodes[i]), recent, explained_variance, *stats[i], len(stop)])
-        gathered = exchange.all_gather(torch.tensor(local, dtype=torch.float64)).numpy()  # [agents, metrics + 1]
-        interrupted = bool(gathered[:, -1].any())
-        train_seconds += time.perf_counter() - iteration_start
-        if chief:
-            timesteps, sps = iteration * batch_size, iteration * batch_size * args.num_agents / train_seconds
-            scalars = {"charts/learning_rate": optimizers[held[0]].param_groups[0]["lr"], "charts/SPS": sps}
-            scalars |= {"communication/rounds": rounds, "communication/bytes": exchange.bytes_sent}
-            scalars |= {"communication/non_expansion": communicators.non_expansion(communicator)}
-            for i, j in itertools.product(range(args.num_agents), repeat=2):
-                scalars[f"communicator/c_{i}_{j}"] = communicator[i, j].item()
-                if distances is not None and i < j:
-                    scalars[f"distances/agent_{i}_agent_{j}"] = distances[i, j].item()
-            for key, column in zip(METRICS.values(), gathered.T[:-1], strict=True):
-                scalars |= {f"{key}/agent_{i}": value for i, value in enumerate(column)}
-                scalars[key] = column[~np.isnan(column)].mean() if not np.isnan(column).all() else np.nan  # the group
-            for key, value in scalars.items():
-                if not np.isnan(value):
-                    writer.add_scalar(key, value, timesteps)
-            for i, row in enumerate(gathered[:, :-1]):
-                values_of = [f"{value:.6g}" for value in row]
-                csv.writer(metrics_file).writerow(
-                    [iteration, i, tasks[i], timesteps, *values_of, exchange.bytes_sent, round(sps)]
-                )
-            metrics_file.flush()
-            if live or time.time() - last_line > 10 or iteration == num_iterations:
-                left = time.strftime("%H:%M:%S", time.gmtime((num_iterations - iteration) * train_seconds / iteration))
-                recent = " ".join(f"{row[3]:.2f}" for row in gathered)
-                line = f"iteration {iteration}/{num_iterations}  {sps:,.0f} agent-steps/s  {left} left  return {recent}"
-                print(f"\r\033[K{line}" if live else line, end="" if live else "\n", flush=True)
-                last_line = time.time()
+        rows = []
+        for k, own in enumerate(episodes):
+            y_pred, y_true = batches[k]["values"], batches[k]["returns"]
+            row = {
+                "charts/episodic_return": mean([total for total, _ in own]),
+                "charts/episodic_length": mean([length for _, length in own]),
+                "charts/episodes": len(own),
+                "charts/return_last_100": mean(last_returns[k]),
+                "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
+            }
+            row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in LOSSES}
+            rows.append(row)
+        scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
+        run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
 
         # Evaluation
-        if tests and args.eval_every and iteration % args.eval_every == 0 and iteration < num_iterations:
-            run_tests()
+        if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
+            run.log_evaluation(evaluate_all(args, agents, held))
 
         # Checkpoint; every run, interrupted or not, starts its environments anew here
-        if iteration % args.save_every == 0 or iteration == num_iterations or interrupted:
-            wall = wall_seconds + time.time() - started
-            common = {"communicator": communicator, "rounds": rounds, "bytes_sent": exchange.bytes_sent}
-            common |= {"distances": distances, "clock": dict(clock)}
-            common |= {"train_seconds": train_seconds, "wall_seconds": wall}
-            if chief:
-                writer.flush()
-                evaluations_file.flush()
-            for i in held:
-                snapshot = parameters_to_vector(snapshots[i].parameters())
-                state = {"agent": agents[i].state_dict(), "optimizer": optimizers[i].state_dict(), "snapshot": snapshot}
-                state |= {"generator": generators[i].get_state(), "round_returns": round_returns[i]}
-                save_checkpoint(folders[i], iteration, common | state | {"last_returns": list(last_returns[i])})
-            exchange.barrier()
-            for pool in itertools.chain(*(pools for pools, _ in envs)):
-                pool.close()
-            envs = [make_envs(args, held, numbers, iteration) for numbers in parts]
-            episodic_return[:], episodic_length[:] = 0.0, 0.0
-
-    executor.shutdown()
-    players.shutdown()
-    for pool in itertools.chain(*(pools for pools, _ in envs)):
-        pool.close()
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
-    if chief and live:
-        print()
+        if run.saves():
+            run.save(state)
+            envs.close()
+            envs = Envs(args, held, iteration)
 
     # Weights, videos, and the evaluation of every agent on every task in the official environments
-    results = run_tests() if tests and not interrupted else [[] for _ in range(args.num_agents)]
-    local = []
-    for i in held:
-        save_file(agents[i].state_dict(), run_folder / f"agent_{i}.safetensors")
-        local.append([np.mean(last_returns[i]) if last_returns[i] else np.nan])
-        if args.capture_video and not interrupted:
-            levels, seed = [derive_seed(args.seed, i, 5)], derive_seed(args.seed, i, 6)
-            evaluate(args, agents[i], tasks[i], levels, seed, str(run_folder / "videos" / f"agent_{i}"))
-    recent = exchange.all_gather(torch.tensor(local, dtype=torch.float64)).flatten().tolist()
-
-    # Summary
-    packages = ["torch", "numpy", "gymnasium", "ale-py"]
-    matrix = [{name: {"mean": m, "ci95": half} for name, (m, half) in zip(tests, row, strict=False)} for row in results]
-    summary = {
-        "script": Path(__file__).stem,
-        "run": run_folder.name,
-        "completed": not interrupted,
-        "settings": vars(args),
-        "seed": args.seed,
-        "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in packages},
-        "env_backend": backend,
-        "device": str(device),
-        "world_size": exchange.world_size,
-        "iterations": iteration,
-        "timesteps_per_agent": iteration * batch_size,
-        "agent_steps_per_second": iteration * batch_size * args.num_agents / train_seconds,
-        "train_seconds": train_seconds,
-        "wall_seconds": wall_seconds + time.time() - started,
-        "seconds": dict(clock),
-        "communication_rounds": rounds,
-        "communication_bytes": exchange.bytes_sent,
-        "training_return": {"episodes": 100, "group": np.mean(recent), "agents": recent},
-        "evaluation": {"episodes": args.eval_episodes, "group": None, "agents": matrix},
-    }
-    if matrix[0]:  # every agent on its own task
-        summary["evaluation"]["group"] = np.mean([row[task]["mean"] for row, task in zip(matrix, tasks, strict=True)])
-    summary = json.loads(json.dumps(summary), parse_constant=lambda _: None)  # JSON knows no NaN
-    if chief:
-        write_atomically(run_folder / "summary.json", lambda file: file.write(json.dumps(summary, indent=2).encode()))
-        metrics_file.close()
-        evaluations_file.close()
-        writer.close()
-        if args.track:
-            wandb.finish()
-        print("agent  last 100 episodes" + "".join(f"  {name:>17}" for name in matrix[0]))
-        for i, row in enumerate(results):
-            cells = [
-                f"{f'{m:.3f} ± {half:.3f}':>{max(17, len(name))}}"
-                for name, (m, half) in zip(matrix[0], row, strict=True)
-            ]
-            print(f"{i:>5}  {recent[i]:>17.3f}  {'  '.join(cells)}".rstrip())
-        speed = f"{summary['agent_steps_per_second']:,.0f} agent-steps/s"
-        print(f"{speed}, {exchange.bytes_sent:,} bytes sent, everything in {run_folder}")
-        if interrupted:
-            print(f"interrupted after iteration {iteration} of {num_iterations}; go on with --resume {run_folder}")
-    exchange.close()
-    torch.set_num_threads(threads)
-    if interrupted:
-        sys.exit(128 + (stop or [signal.SIGTERM])[0])
-    return summary
+    envs.close()
+    for k, i in enumerate(held):
+        save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
+        if args.capture_video and not run.interrupted:
+            level, film = [derive_seed(args.seed, i, 5)], str(run.folder / "videos" / f"agent_{i}")
+            evaluate(args, agents[k], tasks[i], level, derive_seed(args.seed, i, 6), film)
+    if args.eval_episodes and not run.interrupted:
+        run.log_evaluation(evaluate_all(args, agents, held))
+    return run.finish(env_backend=choose_backend(args), communication_rounds=run.iteration // args.local_updates)
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(communicators.parse_args(Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")))

@@ -11,6 +11,7 @@ Each agent trains on its own environments; what travels between agents is parame
 import copy
 import importlib
 import itertools
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import communicators
 from communicators import Count, Exchange, Fraction, Natural, NonNegative, Positive, Run, RunArgs, derive_seed, mean
 
+LOSSES = "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "kl_reference"  # of `learn`
+
 
 @dataclass
 class Args(RunArgs):
@@ -52,20 +55,10 @@ class Args(RunArgs):
     """record one episode per agent in the official environment at the end"""
 
     # The agents and their communication
-    num_agents: Count = 3
-    """number of agents"""
     communicator: Literal[
         "identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward"
     ] = "uniform"
     """who listens to whom, see `make_communicator`; identity is isolated PPO"""
-    self_preference: Fraction = 0.6
-    """c_ii of the self-preferred communicator"""
-    communicator_temperature: Positive = 0.1
-    """temperature of the softmax-reward communicator, in units of return"""
-    topology: Literal["full", "ring"] = "full"
-    """who may hear whom: everybody, or the two neighbours on a ring"""
-    top_k: Natural = 0
-    """keep only the k heaviest peers of each agent (0: all)"""
     local_updates: Count = 32
     """iterations between communication rounds"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
@@ -108,21 +101,20 @@ class Args(RunArgs):
     """maximum norm of each agent's gradient"""
     target_kl: Positive | None = None
     """skip an agent's further epochs once its approximate KL exceeds this"""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """precision of the convolutions (autocast); heads and losses are always float32"""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of the convolutions (autocast), heads and losses are always float32; auto: float32 for so small a network"""
     compile: bool = False
     """compile the networks with torch.compile"""
 
 
 def check_args(args: Args) -> None:
     """What the types above cannot say; `refuse` ends with one line that names the flag, its value and what is valid."""
+    args.precision = args.precision.replace("auto", "float32")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         communicators.refuse(args, "num_minibatches", f"must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
         communicators.refuse(args, "total_timesteps", f"must be at least one rollout, {batch_size} steps")
-    if args.top_k >= args.num_agents:
-        communicators.refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
     if len(args.env_ids) not in (0, args.num_agents):
         communicators.refuse(args, "env_ids", f"must name one task for each of {args.num_agents} agents")
     if args.capture_video and not find_spec("moviepy"):
@@ -131,15 +123,21 @@ def check_args(args: Args) -> None:
 
 
 def check_envs(args: Args) -> None:
-    """That every task can be made, is one of MiniGrid's, and is known to the backend."""
+    """That every task can be made, is one of MiniGrid's, has the same actions, and is known to the backend."""
+    flag, actions = "env_ids" if args.env_ids else "env_id", {}
     for env_id in dict.fromkeys(task_ids(args)):
         try:
-            shape, problem = make_env(env_id).reset(seed=0)[0].shape, "shows no 7x7x3 codes"
+            env = make_env(env_id)
+            shape, problem = env.reset(seed=0)[0].shape, "shows no 7x7x3 codes"
         except Exception as error:  # unknown, with what was perhaps meant, or what it needs is not installed
             shape, problem = None, str(error).splitlines()[0]
         if shape != (7, 7, 3):
-            flag = "env_ids" if args.env_ids else "env_id"
             communicators.refuse(args, flag, f"must be a MiniGrid or BabyAI task; {env_id} {problem}")
+        actions[int(env.action_space.n)] = env_id
+        if len({env.reset(seed=level) and env.unwrapped.mission for level in range(9)}) > 1:
+            warnings.warn(f"{env_id}: levels have different missions, which agents are not shown", stacklevel=2)
+    if len(actions) > 1:
+        communicators.refuse(args, flag, f"need the same number of actions, not {actions}")
     if args.env_backend == "envpool":
         if args.levels_per_agent:
             communicators.refuse(args, "levels_per_agent", "needs --env-backend gymnasium")
@@ -155,8 +153,8 @@ def task_ids(args: Args) -> list[str]:
 
 
 def num_actions(args: Args) -> int:
-    """The number of actions of every task."""
-    return 7
+    """The number of actions, the same in every task."""
+    return int(make_env(task_ids(args)[0]).action_space.n)
 
 
 # --- environments ---
@@ -227,6 +225,7 @@ class Envs:
             results.append((obs["image"] if isinstance(obs, dict) else obs, *signals))
         obs, *signals = results[0] if len(results) == 1 else map(np.concatenate, zip(*results, strict=True))
         rewards, terminations, truncations = (signal.reshape(self.shape) for signal in signals)
+        terminations = terminations | (truncations & (rewards != 0))  # envpool: a goal on the last allowed step
         valid, self.ended = ~self.ended, terminations | truncations
         self.returns, self.lengths = self.returns + rewards, self.lengths + valid
         episodes = [(k, self.returns[k, e], self.lengths[k, e]) for k, e in np.argwhere(self.ended)]
@@ -345,11 +344,11 @@ def make_actors(args: Args, agents: list[Agent]) -> list[Table]:
 # --- PR-PPO ---
 
 
-def make_communicator(args: Args, returns: Tensor | None = None, log_probs: Tensor | None = None) -> Tensor:
+def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i says whom agent i listens to, and lies on the simplex.
 
-    returns [agents]: means since the last round; log_probs [agents, states, actions]: on the public states. What is not
-    known yet leaves C uniform. Another communicator is two more lines here and a word in Args.
+    returns [agents]: last known means; log_probs [agents, states, actions]: on the public states; usable, bool
+    [agents]: whose snapshot is valid. Another communicator is two more lines here and a word in Args.
     """
     n, name = args.num_agents, args.communicator
     if name == "identity":
@@ -359,18 +358,14 @@ def make_communicator(args: Args, returns: Tensor | None = None, log_probs: Tens
         C = communicators.self_preferred(n, args.self_preference)
     elif name == "similarity" and log_probs is not None:
         C = communicators.similarity(log_probs)
-    elif name == "reward" and returns is not None:
+    elif name == "reward":
         C = communicators.reward(returns)
-    elif name == "softmax-reward" and returns is not None:
+    elif name == "softmax-reward":
         C = communicators.softmax_reward(returns, args.communicator_temperature)
-    elif name == "rank-reward" and returns is not None:
+    elif name == "rank-reward":
         C = communicators.rank_reward(returns)
-    if args.topology == "ring":
-        C = communicators.sparsify(C, communicators.ring(n))
-    must_hear_all = name == "similarity" and returns is not None and log_probs is None  # before it can choose
-    if args.top_k and not must_hear_all:
-        C = communicators.sparsify(C, communicators.top_k(C, args.top_k))
-    return C
+    k = 0 if name == "similarity" and log_probs is None else args.top_k  # it must hear all before it can choose
+    return communicators.restrict(C, args.topology, k, usable, keep_self=name == "self-preferred")
 
 
 def rollout(args: Args, envs: Envs, actors: list[Table], generators: list, run: Run) -> tuple[dict, list, list, list]:
@@ -458,7 +453,7 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tens
     """
     for _ in range(args.update_epochs):
         b_inds = torch.randperm(len(batch["states"]), generator=generator).to(obs.device)
-        for mb_inds in b_inds.tensor_split(args.num_minibatches):
+        for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
             mb = {name: tensor[mb_inds] for name, tensor in batch.items()}
             # A policy is a function of the observation: once for each distinct one, which leaves the gradient as it is
             distinct, states = mb["states"].unique(return_inverse=True)
@@ -492,21 +487,15 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tens
 
             approx_kl = (ratio - 1 - logratio).mean()  # k3, http://joschu.net/blog/kl-approx.html
             clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean() * (args.clip_coef > 0)
-            losses = {
-                "value_loss": v_loss,
-                "policy_loss": pg_loss,
-                "entropy": entropy,
-                "old_approx_kl": -logratio.mean(),
-            }
-            losses |= {"approx_kl": approx_kl, "clipfrac": clipfrac, "kl_reference": kl_reference}
-            yield {name: value.detach() for name, value in losses.items()}
-            if not loss.isfinite():  # this agent has diverged and learns no more, but its peers do
+            losses = v_loss, pg_loss, entropy, -logratio.mean(), approx_kl, clipfrac, kl_reference
+            if finite := bool(loss.isfinite()):
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                optimizer.step()
+            yield dict(zip(LOSSES, (value.detach() for value in losses), strict=True))
+            if not finite:  # this agent has diverged and learns no more, but its peers do
                 return
-
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-            optimizer.step()
         if args.target_kl is not None and approx_kl > args.target_kl:
             return
 
@@ -514,8 +503,10 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tens
 def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, film: str = "") -> np.ndarray:
     """One episode of sampled actions in the official environment for each level. Returns their returns [levels].
 
-    film: path, without suffix, of a video of the first episode.
+    film: path, without suffix, of a video of the first episode. An agent that has diverged has no return: NaN.
     """
+    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+        return np.full(len(levels), np.nan)
     envs = [make_env(env_id, render_mode="rgb_array" if film else None) for _ in levels]
     if film:
         path = Path(film)
@@ -551,12 +542,10 @@ def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
 
 
 def evaluate_all(args: Args, agents: list[Agent], held: range) -> list[dict]:
-    """Every agent on every task: of each agent held {task: {"return": [episodes]}}, NaN for one that has diverged."""
+    """Every agent on every task: of each agent held {task: {"return": [episodes]}}."""
     results = [{} for _ in held]
     for (k, i), (number, (name, test)) in itertools.product(enumerate(held), enumerate(make_tests(args).items())):
-        finite = all(parameter.isfinite().all() for parameter in agents[k].parameters())
-        seed, lost = derive_seed(args.seed, i, number, 4), np.full(args.eval_episodes, np.nan)
-        results[k][name] = {"return": evaluate(args, agents[k], *test, seed) if finite else lost}
+        results[k][name] = {"return": evaluate(args, agents[k], *test, derive_seed(args.seed, i, number, 4))}
     return results
 
 
@@ -564,11 +553,12 @@ def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    tasks = task_ids(args)
+    num_rounds, tasks = num_iterations // args.local_updates, task_ids(args)
     exchange = Exchange(args.num_agents, args.device, args.timeout)  # who holds which agents, what passes between them
     held, device = exchange.agents, exchange.device  # agent i of all is the k-th held; lists are in the order of k
     run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * args.num_agents,
-              headline="charts/return_last_100", env_ids=tasks, stride=batch_size)  # fmt: skip
+              headline="charts/return_last_100", env_ids=tasks, stride=batch_size,
+              about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds")  # fmt: skip
     workers, threads = share_cores(held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
@@ -582,16 +572,17 @@ def main(args: Args) -> dict:
         agent.compile(dynamic=True)
 
     # Communication: the matrix C, everybody's snapshot of the last round, and how far apart these are on public states
-    communicator = make_communicator(args)  # [agents, agents]
+    communicator = communicators.identity(args.num_agents)  # [agents, agents]; before the first round nobody has spoken
     distances = torch.full_like(communicator, torch.nan)
     snapshots = [copy.deepcopy(first).requires_grad_(False) for _ in range(args.num_agents)]
     reference_states = public_states(args).to(device) if args.communicator != "identity" else None
     last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
+    known_returns = [deque(maxlen=1) for _ in held]  # the mean of the last round in which an episode ended
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
         i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k], "snapshot": snapshots[i]}
-        | {"last_returns": last_returns[k], "round_returns": round_returns[k]}
+        | {"last_returns": last_returns[k], "round_returns": round_returns[k], "known_returns": known_returns[k]}
         | {"communicator": communicator, "distances": distances}
         for k, i in enumerate(held)
     }
@@ -633,22 +624,22 @@ def main(args: Args) -> dict:
             last_returns[k].extend(total for total, _ in own)
             round_returns[k].extend(total for total, _ in own)
         if iteration % args.local_updates == 0:
+            for known, own in zip(known_returns, round_returns, strict=True):
+                known.extend([mean(own)] if own else [])
+                own.clear()
             local = torch.stack([parameters_to_vector(agent.parameters()).detach() for agent in agents])
             if args.communicator == "identity":  # isolated: nothing leaves an agent
                 for k, i in enumerate(held):
                     vector_to_parameters(local[k].clone(), snapshots[i].parameters())
             else:
-                means = exchange.all_gather(torch.tensor([[mean(own)] for own in round_returns], dtype=torch.float64))
+                means = exchange.all_gather(torch.tensor([[mean(own)] for own in known_returns], dtype=torch.float64))
                 heard = make_communicator(args, means.flatten()) > 0  # what is counted as sent
                 parameters, usable = exchange.snapshots(local, heard)
                 for snapshot, own in zip(snapshots, parameters, strict=True):
                     vector_to_parameters(own, snapshot.parameters())
                 public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                C = make_communicator(args, means.flatten(), public)
-                communicator[:] = communicators.drop_invalid(C, usable)
+                communicator[:] = make_communicator(args, means.flatten(), public, usable)
                 distances[:] = communicators.total_variation(public)
-            for own in round_returns:
-                own.clear()
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -662,7 +653,7 @@ def main(args: Args) -> dict:
                 "charts/return_last_100": mean(last_returns[k]),
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
             }
-            row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in losses[k][0]}
+            row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in LOSSES}
             rows.append(row)
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
         run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
@@ -690,4 +681,4 @@ def main(args: Args) -> dict:
 
 
 if __name__ == "__main__":
-    main(communicators.parse_args(Args, check_args, may_change=("capture_video", "eval_episodes")))
+    main(communicators.parse_args(Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")))

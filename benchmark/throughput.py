@@ -38,7 +38,9 @@ class Args:
     repeats: int = 5
     """runs of every contender; the table shows medians (0: leave the comparison out)"""
     timesteps: int = 0
-    """environment steps per agent of a compared run (0: MiniGrid 65,536, Atari 32,768; one communication round)"""
+    """environment steps per agent of a compared run (0: MiniGrid 65,536, Atari 32,768)"""
+    local_updates: int = 2
+    """iterations between communication rounds, of which even a short run needs many: before the first, C is I"""
     env_id: str = "MiniGrid-FourRooms-v0"
     """the task, of MiniGrid or Atari"""
     llm: bool = False
@@ -96,10 +98,10 @@ def llm_contenders(args: Args) -> dict[str, list[str]]:
     steps = ["--total-steps", str(args.total_steps)]
     prpo = ["prpo_llm.py", "--base-model", TASK, "--dataset", f"{TASK}/prompts.jsonl", "--eval-prompts", "0", *steps]
     return {
-        TRL: ["benchmark/trl_grpo.py", "--task", TASK, *steps],
+        TRL: ["benchmark/baselines/trl_grpo.py", "--task", TASK, *steps],
         "1 agent": [*prpo, "--num-agents", "1"],
         "3 agents isolated": [*prpo, "--num-agents", "3", "--aggregation", "none"],
-        "3 agents dense": [*prpo, "--num-agents", "3", "--communicator", "uniform", "--update-every", "1"],
+        "3 agents dense": [*prpo, "--num-agents", "3", "--communicator", "uniform", "--local-updates", "1"],
     }
 
 
@@ -109,20 +111,22 @@ def contenders(args: Args) -> dict[str, list[str]]:
         return llm_contenders(args)
     timesteps = args.timesteps or (32_768 if is_atari(args.env_id) else 65_536)
     common = ["--env-id", args.env_id, "--total-timesteps", str(timesteps), "--eval-episodes", "0"]
-    prpo, sb3 = [script(args.env_id), *common], ["benchmark/sb3_ppo.py", *common]
-    dense = [*prpo, "--num-agents", "3", "--communicator", "uniform"]
+    prpo, sb3 = [script(args.env_id), *common], ["benchmark/baselines/sb3_ppo.py", *common]
+    rounds = ["--local-updates", str(args.local_updates)]
+    dense = [*prpo, "--num-agents", "3", "--communicator", "uniform", *rounds]
     alone = [*prpo, "--num-agents", "1", "--communicator", "identity"]
     baselines = {
         SB3: [*sb3, "--threads", str(args.sb3_threads)],
         SB3 + ", 1 thread": [*sb3, "--threads", "1"],
     }
     if is_atari(args.env_id):
-        three, reward = [*prpo, "--num-agents", "3"], ["--communicator", "reward"]
+        three, bfloat16 = [*prpo, "--num-agents", "3"], ["--precision", "bfloat16"]
+        reward = [*three, "--communicator", "reward", *rounds]
         return baselines | {
-            "1 agent, bfloat16": alone,
-            "3 agents isolated, bfloat16": [*three, "--communicator", "identity"],
-            "3 agents reward, bfloat16": [*three, *reward],
-            "3 agents reward, float32": [*three, *reward, "--precision", "float32"],
+            "1 agent, bfloat16": [*alone, *bfloat16],
+            "3 agents isolated, bfloat16": [*three, "--communicator", "identity", *bfloat16],
+            "3 agents reward, bfloat16": [*reward, *bfloat16],
+            "3 agents reward, float32": [*reward, "--precision", "float32"],
         }
     return baselines | {
         "1 agent, float32": [*alone, "--precision", "float32"],
@@ -249,6 +253,7 @@ def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) 
                         "seed": run["seed"],
                         "env_backend": run.get("env_backend", run["device"]),
                         size: run[size],
+                        "communication_rounds": run.get("communication_rounds", ""),
                         f"{speed}_per_second": f"{run['speed']:.6g}",
                         "peak_memory_mb": f"{run['peak_memory_mb']:.1f}",
                         "process_seconds": f"{run['process_seconds']:.2f}",
@@ -269,7 +274,8 @@ def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) 
     with open(path, "w", newline="") as file:
         file.write(f"# {shlex.join(['python', str(this), *sys.argv[1:]])}\n")
         file.write(f"# {', '.join(f'{name} {version}' for name, version in versions.items())}\n")
-        file.write(f"# {num_cores()} cores, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}\n")
+        threads = os.environ.get("OMP_NUM_THREADS", "not set")
+        file.write(f"# {time.strftime('%Y-%m-%d')}, {num_cores()} cores, OMP_NUM_THREADS {threads}\n")
         for table in tables:
             for name, command in commands[table](args).items():
                 file.write(f"# {table}, {name}: python {shlex.join(command)}\n")
@@ -288,7 +294,7 @@ def main(args: Args) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, it ends the contender that runs too
     tables = {}
     if args.llm and args.repeats and not Path(ROOT, TASK, "prompts.jsonl").is_file():
-        subprocess.run([sys.executable, "benchmark/trl_grpo.py", "--prepare", TASK], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "benchmark/baselines/trl_grpo.py", "--prepare", TASK], cwd=ROOT, check=True)
     if args.repeats:
         tables["comparison"] = compare(args)
     if args.scaling:

@@ -1,8 +1,25 @@
 """Fixtures of all tests."""
 
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import time
+
 import pytest
 import torch
-from helpers import tiny
+from crash import crash
+from helpers import only_run, tiny
+
+
+def pytest_configure():
+    """One core for each of pytest-xdist's workers: whatever a run does with all cores does not slow the others."""
+    number = re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", ""))
+    if number and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(number) % len(cores)]})
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -12,15 +29,56 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def whole_run(tmp_path_factory):
+def once(tmp_path_factory):
+    """once(name, make): what `make(folder)` returned for the folder of that name, made once for all workers.
+
+    It has to be JSON. What lies in the folder is for everybody, so nobody changes it.
+    """
+    common = tmp_path_factory.getbasetemp()
+    common = common.parent if "PYTEST_XDIST_WORKER" in os.environ else common
+
+    def get(name, make):
+        folder, result = common / "once" / name, common / "once" / f"{name}.json"
+        folder.parent.mkdir(exist_ok=True)
+        with open(common / "once" / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not result.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                result.write_text(json.dumps(make(folder)))
+        return folder, json.loads(result.read_text())
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def whole_run(once):
     """whole_run(script): the folder of the tiny run, never interrupted, all agents in this process."""
-    folders = {}
 
     def run(script):
-        if script not in folders:
-            run_dir = tmp_path_factory.mktemp(str(script))
-            script.main(tiny(script, run_dir))
-            (folders[script],) = run_dir.iterdir()
-        return folders[script]
+        folder, _ = once(f"whole_run_{script}", lambda run_dir: script.main(tiny(script, run_dir)))
+        return only_run(folder)
 
     return run
+
+
+class Crash(BaseException):
+    """The run ends here, and nobody cleans up."""
+
+
+@pytest.fixture
+def crashing():
+    """crashing(moment, agent, iteration, run): `run()` in this process, up to that moment; handlers are put back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def die():
+        time.sleep(1)  # TensorBoard writes in a thread of its own, and orders its files by the second
+        raise Crash
+
+    def run_and_crash(moment, agent, iteration, run):
+        with pytest.raises(Crash), crash(moment, agent, iteration, die):
+            run()
+
+    yield run_and_crash
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import typing
 import warnings
 from pathlib import Path
 
@@ -17,9 +18,12 @@ from hypothesis import strategies as st
 from torch.distributions import Categorical, kl_divergence
 
 import communicators
-from communicators import Exchange, average_parameters, categorical_kl, make_communicator, mix_log_probs
+import prpo_minigrid
+from communicators import Exchange, average_parameters, categorical_kl, mix_log_probs
 
 INF, NAN = math.inf, math.nan
+HINTS = typing.get_type_hints(prpo_minigrid.Args)
+COMMUNICATORS, TOPOLOGIES = (typing.get_args(HINTS[name]) for name in ("communicator", "topology"))
 REWARD_FAMILY = ("reward", "softmax-reward", "rank-reward")
 examples = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 ignore_negative_returns = pytest.mark.filterwarnings("ignore:the reward communicator counts negative")
@@ -30,6 +34,15 @@ scales = st.sampled_from([0.0, 1e-3, 1.0, 10.0, 1e4])
 def policies(seed, *shape, scale=1.0):
     """Log-probabilities of random policies; scale 0 makes them uniform and 1e4 all but deterministic."""
     return torch.log_softmax(scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def make_communicator(name, n, returns=None, log_probs=None, valid=None, **options):
+    """C as a script's communication round makes it; options: those of its flags."""
+    renamed = {"temperature": "communicator_temperature", "num_peers": "top_k"}
+    options = {renamed.get(flag, flag): value for flag, value in options.items()}
+    args = prpo_minigrid.Args(num_agents=n, communicator=name, **options)
+    returns = torch.ones(n) if returns is None else returns
+    return prpo_minigrid.make_communicator(args, returns, log_probs, valid)
 
 
 def simplex(seed, n, rows=1):
@@ -63,13 +76,13 @@ def assert_rows(matrix, rows):
 
 
 @ignore_negative_returns
-@pytest.mark.parametrize("name", communicators.COMMUNICATORS)
+@pytest.mark.parametrize("name", COMMUNICATORS)
 @examples
 @given(data=st.data())
 def test_rows_on_simplex_for_any_input(name, data):
     """Also with the ring, top-k and invalid peers, and then exactly 0 where nobody may be heard."""
     n, peers = data.draw(st.integers(1, 6), "n"), data.draw(st.integers(0, 6), "num_peers")
-    topology = data.draw(st.sampled_from(communicators.TOPOLOGIES), "topology")
+    topology = data.draw(st.sampled_from(TOPOLOGIES), "topology")
     valid = data.draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n).map(torch.tensor), "valid")
     matrix = make_communicator(
         name,
@@ -110,7 +123,7 @@ def test_communicator_is_detached_and_leaves_its_input_alone(constructor, data):
 
 
 @ignore_negative_returns
-@pytest.mark.parametrize("name", communicators.COMMUNICATORS)
+@pytest.mark.parametrize("name", COMMUNICATORS)
 @examples
 @given(data=st.data())
 def test_permutation_equivariance(name, data):
@@ -140,7 +153,7 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
     """Ties and neighbourhoods go by the place on the ring, so only its rotations leave them as they are."""
     n, k, shift = data.draw(st.integers(2, 7)), data.draw(st.integers(0, 3)), data.draw(st.integers(0, 6))
     returns = torch.tensor(data.draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0, 2.0, NAN]), min_size=n, max_size=n)))
-    sparse = {"topology": data.draw(st.sampled_from(communicators.TOPOLOGIES)), "num_peers": k}
+    sparse = {"topology": data.draw(st.sampled_from(TOPOLOGIES)), "num_peers": k}
     matrix = make_communicator(name, n, returns=returns, **sparse).roll((shift, shift), dims=(0, 1))
     torch.testing.assert_close(make_communicator(name, n, returns=returns.roll(shift), **sparse), matrix)
 
@@ -155,16 +168,21 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
         (communicators.self_preferred, [3, 1.0], [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
         (communicators.self_preferred, [1, 0.2], [[1]]),
         (communicators.reward, [(1, 2, 5)], [[0.125, 0.25, 0.625]] * 3),  # Example 4
-        (communicators.reward, [(1, NAN, 3)], [[0.25, 0, 0.75]] * 3),
+        (communicators.reward, [(1, NAN, 3)], [[1 / 6, 1 / 3, 1 / 2]] * 3),
         (communicators.reward, [(1e308, 1e308, 0)], [[0.5, 0.5, 0]] * 3),  # whose sum overflows
         (communicators.reward, [(5e-324, 5e-324, 0)], [[0.5, 0.5, 0]] * 3),
         (communicators.reward, [(0, 0, 0, NAN)], [[0.25] * 4] * 4),
         (communicators.rank_reward, [(3, 1, 3, 0)], [[0.35, 0.2, 0.35, 0.1]] * 4),
-        (communicators.rank_reward, [(-3, NAN, -7)], [[2 / 3, 0, 1 / 3]] * 3),
+        (communicators.rank_reward, [(-3, NAN, -7)], [[1 / 2, 1 / 3, 1 / 6]] * 3),
         (communicators.rank_reward, [(-2, -2, -2)], [[1 / 3] * 3] * 3),
-        (communicators.softmax_reward, [(0, math.log(3), NAN)], [[0.25, 0.75, 0]] * 3),
-        (communicators.softmax_reward, [(1e4, 1e4 + math.log(3)), 1.0], [[0.25, 0.75]] * 2),
-        (communicators.softmax_reward, [(-1e4, -1e4 + math.log(3)), 1.0], [[0.25, 0.75]] * 2),
+        # Their standard deviation is half of what two returns differ by
+        (communicators.softmax_reward, [(0, 7), 2 / math.log(3)], [[0.25, 0.75]] * 2),
+        (communicators.softmax_reward, [(0, 7, NAN), math.sqrt(6) / math.log(4)], [[1 / 7, 4 / 7, 2 / 7]] * 3),
+        (communicators.softmax_reward, [(1e4, 1e4 + 400), 2 / math.log(3)], [[0.25, 0.75]] * 2),
+        (communicators.softmax_reward, [(-1e4, -1e4 + 0.1), 2 / math.log(3)], [[0.25, 0.75]] * 2),
+        (communicators.softmax_reward, [(400, 400, 400), 0.1], [[1 / 3] * 3] * 3),
+        (communicators.softmax_reward, [(NAN, NAN), 0.1], [[0.5, 0.5]] * 2),
+        (communicators.softmax_reward, [(NAN, 3), 0.1], [[0.5, 0.5]] * 2),
         (communicators.softmax_reward, [(1e300, -1e300), 1e-300], [[1, 0]] * 2),
     ],
 )
@@ -187,15 +205,19 @@ def test_similarity_is_example_3(seed, n, states, actions, scale):
 
 
 @examples
-@given(
-    st.lists(st.floats(-50, 50, width=32) | st.floats(-1e5, 1e5, width=32), min_size=1, max_size=6),
-    st.sampled_from([0.1, 1.0, 7.0]),
-)
+@given(st.lists(st.floats(-50, 50) | st.floats(-1e5, 1e5), min_size=1, max_size=6), st.sampled_from([0.1, 1.0, 7.0]))
 def test_softmax_reward_is_softmax(values, temperature):
-    expected = torch.softmax(torch.tensor(values).double() / temperature, dim=0).float().expand(len(values), -1)
-    returns = torch.tensor(values)
+    """Of returns in units of their spread: neither the points of a game nor their zero matter."""
+    returns = torch.tensor(values, dtype=torch.float64)
     matrix = make_communicator("softmax-reward", len(values), returns=returns, temperature=temperature)
-    torch.testing.assert_close(matrix, expected, rtol=1e-5, atol=1e-7)
+    spread = returns.std(correction=0)
+    if spread > 1e-9 * (1 + returns.abs().max()):
+        expected = torch.softmax(returns / spread / temperature, dim=0).float().expand(len(values), -1)
+        torch.testing.assert_close(matrix, expected, rtol=1e-4, atol=1e-6)
+        other = make_communicator("softmax-reward", len(values), returns=1000 * returns, temperature=temperature)
+        torch.testing.assert_close(other, matrix, rtol=1e-4, atol=1e-6)
+    elif len(set(values)) == 1:
+        torch.testing.assert_close(matrix, communicators.uniform(len(values)))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +235,7 @@ def test_negative_return_counts_as_zero_with_exactly_one_warning(name, values, c
         matrix = make_communicator(name, 4, returns=torch.tensor(values))
     assert len(caught) == count
     if name == "reward":
-        assert_rows(matrix, [[0, 0, 0.25, 0.75]] * 4)
+        assert_rows(matrix, [[0, 0.25, 0.1875, 0.5625] if count == 0 else [0, 0, 0.25, 0.75]] * 4)
     else:
         assert (matrix > 0).all()
 
@@ -222,18 +244,26 @@ def test_negative_return_counts_as_zero_with_exactly_one_warning(name, values, c
 @examples
 @given(st.lists(st.floats(0, 100) | st.just(NAN), min_size=1, max_size=6))
 def test_agents_without_data(name, values):
-    """They get weight 0, and if nobody has data every row is uniform."""
+    """They count as the others' mean, and if nobody has data every row is uniform."""
     returns = torch.tensor(values, dtype=torch.float64)
     matrix, unknown = make_communicator(name, len(values), returns=returns), returns.isnan()
-    if unknown.all() or (name == "reward" and not returns.nansum() > 0):
+    if unknown.all():
         torch.testing.assert_close(matrix, communicators.uniform(len(values)))
     else:
-        assert not matrix[:, unknown].any()
+        filled = torch.where(unknown, returns.nanmean(), returns)
+        expected = make_communicator(name, len(values), returns=filled)
+        torch.testing.assert_close(matrix, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["similarity", *REWARD_FAMILY])
-def test_communicator_before_the_first_round_is_uniform(name):
-    assert_rows(make_communicator(name, 4), [[0.25] * 4] * 4)
+def test_similarity_must_hear_all_before_it_can_choose():
+    """What counts as sent, when policies are not yet known, is what everybody in the topology has to tell."""
+    assert_rows(make_communicator("similarity", 4), [[0.25] * 4] * 4)
+    assert_rows(make_communicator("similarity", 4, num_peers=1), [[0.25] * 4] * 4)
+    third = 1 / 3
+    row = [third, third, 0, third]
+    assert_rows(
+        make_communicator("similarity", 4, num_peers=1, topology="ring"), [row[-i:] + row[:-i] for i in range(4)]
+    )
 
 
 def test_every_name_makes_its_own_communicator():
@@ -248,7 +278,7 @@ def test_every_name_makes_its_own_communicator():
         "rank-reward": communicators.rank_reward(returns),
     }
     options = {"self_preference": 0.7, "temperature": 2.0, "returns": returns, "log_probs": log_probs}
-    assert set(expected) == set(communicators.COMMUNICATORS)
+    assert set(expected) == set(COMMUNICATORS)
     for name, matrix in expected.items():
         assert torch.equal(make_communicator(name, 3, **options), matrix), name
 
@@ -258,13 +288,12 @@ def test_self_preference_outside_the_unit_interval_is_refused(p):
     with pytest.raises(ValueError, match=f"{p}"):
         communicators.self_preferred(3, p)
     with pytest.raises(ValueError, match=f"{p}"):
-        make_communicator("self-preferred", 1, self_preference=p)
+        communicators.self_preferred(1, p)
 
 
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda: make_communicator("unifrom", 3), "unifrom"),
         (lambda: communicators.softmax_reward(torch.ones(2), 0.0), "0.0"),
         (lambda: communicators.softmax_reward(torch.ones(2), -1.0), "-1.0"),
         (lambda: communicators.softmax_reward(torch.ones(2), NAN), "nan"),
@@ -285,7 +314,7 @@ def test_ring_hears_oneself_and_two_neighbours(n):
 
 
 def test_sparse_rows_are_renormalised():
-    row = [0.5, 0.25, 0, 0.25]
+    row = [0.4, 0.3, 0, 0.3]  # Example 2 fixes c_ii = p, whoever else is heard
     assert_rows(
         make_communicator("self-preferred", 4, self_preference=0.4, topology="ring"),
         [row[-i:] + row[:-i] for i in range(4)],
@@ -295,6 +324,37 @@ def test_sparse_rows_are_renormalised():
         make_communicator("reward", 5, returns=torch.tensor([0.0, 0.0, 4.0, 0.0, 0.0]), topology="ring"),
         [[third, third, 0, 0, third], [0, 0, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 0, 0], [third, 0, 0, third, third]],
     )
+
+
+@examples
+@given(data=st.data())
+def test_self_preference_is_kept_in_every_neighbourhood(data):
+    """c_ii = p with the ring, top-k and invalid peers, and the rest is shared evenly, as long as a peer is left."""
+    n, p = data.draw(st.integers(2, 7), "n"), data.draw(st.floats(0.01, 0.99), "p")
+    valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n), "valid"))
+    sparse = {"topology": data.draw(st.sampled_from(TOPOLOGIES)), "num_peers": data.draw(st.integers(0, 3))}
+    matrix = make_communicator("self-preferred", n, self_preference=p, valid=valid, **sparse)
+    near = communicators.ring(n) if sparse["topology"] == "ring" else torch.ones(n, n, dtype=torch.bool)
+    for i in range(n):
+        peers = [j for j in range(n) if j != i and near[i, j] and valid[j]]
+        heard = [j for j in range(n) if j != i and matrix[i, j] > 0]
+        assert set(heard) <= set(peers) and len(heard) == min(len(peers), sparse["num_peers"] or n)
+        if valid[i] or not peers:
+            assert matrix[i, i].item() == pytest.approx(p if peers else 1.0, abs=1e-6)
+        assert matrix[i, heard].numel() < 2 or matrix[i, heard].std() < 1e-6
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMUNICATORS) - {"identity"}))
+def test_invalid_peers_leave_their_place_to_valid_ones(name):
+    """Agent 1 is everybody's first choice and invalid: with top-k nobody ends up alone."""
+    policy = policies(0, 1, 6, 4, scale=3.0)
+    log_probs = torch.cat((policy, policy, policies(1, 3, 6, 4, scale=3.0)))
+    returns, valid = torch.tensor([1.0, 9.0, 2.0, 3.0, 2.5]), torch.tensor([True, False, True, True, True])
+    before = make_communicator(name, 5, returns=returns, log_probs=log_probs, num_peers=1)
+    assert before[0, 1] > 0
+    matrix = make_communicator(name, 5, returns=returns, log_probs=log_probs, num_peers=1, valid=valid)
+    for i in (0, 2, 3, 4):
+        assert matrix[i, 1] == 0 and matrix[i, i] > 0 and matrix[i].count_nonzero() == 2
 
 
 @examples
@@ -591,7 +651,7 @@ def test_row_with_nobody_left_falls_back_on_the_agent_itself():
     assert_rows(communicators.drop_invalid(matrix, torch.zeros(3, dtype=torch.bool)), torch.eye(3).tolist())
 
 
-@pytest.mark.parametrize("name", communicators.COMMUNICATORS)
+@pytest.mark.parametrize("name", COMMUNICATORS)
 def test_every_communicator_drops_invalid_peers(name):
     """The others keep their proportions, whatever the invalid agent's policy or return would have been."""
     log_probs, returns, valid = policies(0, 4, 3, 5), torch.tensor([1.0, 9.0, 2.0, 3.0]), torch.tensor([1, 0, 1, 1]) > 0
@@ -600,6 +660,8 @@ def test_every_communicator_drops_invalid_peers(name):
     matrix = make_communicator(name, 4, log_probs=log_probs, returns=returns, valid=valid)
     for i in (0, 2, 3):
         kept = full[i] * valid
+        if name == "self-preferred":  # which fixes c_ii: only what the others get changes
+            kept[i] *= (kept.sum() - kept[i]) / (full[i].sum() - full[i, i])
         torch.testing.assert_close(matrix[i], kept / kept.sum())
     assert_communicator(matrix, 4)
     assert matrix[1, 1] == (name == "identity")
@@ -733,7 +795,9 @@ def ranks():
         for process in processes:
             process.kill()
     assert all(output for output, _ in outputs), "\n".join(errors for _, errors in outputs)
-    return [json.loads(output) for output, _ in outputs]
+    *told, _ = outputs[0][0].splitlines()
+    assert [line for line in told if line] == ["dropped the invalid snapshots of agents [0, 3] for this round"]
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
 def test_two_ranks_gather_what_one_process_holds(ranks, alone):

@@ -5,16 +5,21 @@ import itertools
 import json
 import math
 import multiprocessing
+import re
+from html import unescape
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from command import parse_args
 from helpers import REPOSITORY, call, only_run, torchrun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file
+from tensorboard import plugin_util
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -32,7 +37,7 @@ TINY = {
     "group_size": 3,
     "response_length": 6,
     "temperature": 1.0,
-    "update_every": 2,
+    "local_updates": 2,
     "save_every": 2,
     "learning_rate": 1e-2,
     "prompts_per_agent": 8,
@@ -88,18 +93,30 @@ def plain_model(files):
     return AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32).eval()
 
 
+def layers_of(model):
+    """The layers that have adapters, by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, prpo_llm.Adapters)}
+
+
+def predict(model, numbers, prompts, tokens, lengths):
+    """The hidden states from which tokens are predicted, with these policies."""
+    prpo_llm.Adapters.selected = "policy", numbers
+    return prpo_llm.predict(model, {"prompts": prompts, "tokens": tokens, "lengths": lengths})
+
+
 @pytest.fixture
 def stacked(files, tmp_path):
     """(model, layers, eos) with three agents whose adapters differ and do something."""
     args = tiny(files, tmp_path, num_agents=3, algorithm="ppo")
     model, tokenizer = prpo_llm.load_base(args)
-    layers = prpo_llm.add_adapters(args, model, 3)
+    prpo_llm.add_adapters(args, model, 3)
+    layers = layers_of(model)
     torch.manual_seed(1)
     for layer in layers.values():
         for kind in layer.B:
             torch.nn.init.normal_(layer.B[kind], std=0.5)
             torch.nn.init.normal_(layer.A[kind], std=0.5)
-    prpo_llm.forget_casts(layers)
+    prpo_llm.Adapters.casts.clear()
     return model, layers, tokenizer.eos_token_id
 
 
@@ -123,9 +140,8 @@ def test_predict_equals_a_plain_forward(files, stacked):
     model, layers, eos = stacked
     torch.manual_seed(2)
     tokens, lengths = torch.randint(1, 27, (3, 4, 6)), torch.tensor([[6, 1, 3, 2], [1, 1, 1, 1], [5, 6, 2, 4]])
-    prpo_llm.select("policy", (0, 1, 2))
     with torch.no_grad():
-        logits = model.lm_head(prpo_llm.predict(model, PROMPTS, tokens, lengths))
+        logits = model.lm_head(predict(model, (0, 1, 2), PROMPTS, tokens, lengths))
     assert logits.shape[2] == 6
     for agent, prompt in enumerate(PROMPTS):
         plain = merged(files, layers, "policy", agent)
@@ -146,9 +162,8 @@ def test_stacked_agents_equal_separate_agents(stacked):
     def gradients(agents):
         for layer in layers.values():
             layer.zero_grad()
-        prpo_llm.select("policy", tuple(agents))
         prompts = [PROMPTS[k] for k in agents]
-        hidden = prpo_llm.predict(model, prompts, tokens[agents], lengths[agents])
+        hidden = predict(model, tuple(agents), prompts, tokens[agents], lengths[agents])
         inside = torch.arange(hidden.shape[2]) < lengths[agents][..., None]
         (model.lm_head(hidden).log_softmax(-1)[..., 3] * inside).sum().backward()
         return {k: torch.cat([layer.B["policy"].grad[k].flatten() for layer in layers.values()]) for k in agents}
@@ -162,7 +177,7 @@ def test_stacked_agents_equal_separate_agents(stacked):
 def test_cached_generation_equals_uncached(files, stacked):
     """Greedy completions with the shared cache are those of a model that reads everything again for each token."""
     model, layers, _ = stacked
-    prpo_llm.select("policy", (0, 1, 2))
+    prpo_llm.Adapters.selected = "policy", None
     tokens, lengths = prpo_llm.generate(model, PROMPTS, torch.zeros(3, 2, 8), -1, temperature=0.0)
     assert (lengths == 8).all() and torch.equal(tokens[:, 0], tokens[:, 1])
     for agent, prompt in enumerate(PROMPTS):
@@ -176,11 +191,11 @@ def test_cached_generation_equals_uncached(files, stacked):
 def test_sampled_generation_follows_its_own_tokens(stacked):
     """Every sampled token is the inverse distribution function at its uniform, under the policy that `predict` sees."""
     model, layers, eos = stacked
-    prpo_llm.select("policy", (0, 1, 2))
+    prpo_llm.Adapters.selected = "policy", None
     uniforms = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(3))
     tokens, lengths = prpo_llm.generate(model, PROMPTS, uniforms, eos, temperature=0.7)
     with torch.no_grad():
-        hidden = prpo_llm.predict(model, PROMPTS, tokens, lengths)
+        hidden = predict(model, None, PROMPTS, tokens, lengths)
         cumulative = (model.lm_head(hidden).double() / 0.7).softmax(-1).cumsum(-1)
     for index in torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(hidden.shape[2])).tolist():
         if index[2] < lengths[index[0], index[1]]:
@@ -209,6 +224,12 @@ def test_sample_inverts_the_distribution_function(seed, size, spread):
         assert below - 1e-5 <= float(u) <= float(row[token]) + 1e-5
 
 
+def test_an_agent_that_has_diverged_says_tokens_of_the_vocabulary():
+    """Its probabilities are NaN; what it says is looked up in the embedding when its peers go on."""
+    tokens = prpo_llm.sample(torch.full((4, 27), math.nan), torch.tensor([0.0, 0.3, 0.6, 0.9]))
+    assert (tokens >= 0).all() and (tokens < 27).all()
+
+
 def test_lengths_reach_up_to_and_including_the_first_eos(files):
     """A completion that ends at the limit, one that ends at once, and one that never ends."""
     model = plain_model(files)
@@ -221,7 +242,6 @@ def test_lengths_reach_up_to_and_including_the_first_eos(files):
             return F.one_hot(scripts[:, step["now"]], len(WORDS)).float()
 
     model.config._attn_implementation, model.lm_head = "shared_prefix", Head()
-    prpo_llm.select()
     tokens, lengths = prpo_llm.generate(model, [[1, 2]], torch.zeros(1, 4, 3), 0, temperature=0.0)
     assert lengths.tolist() == [[3, 1, 2, 3]]
     assert tokens[0].tolist() == [[5, 6, 0], [0, 0, 0], [5, 0, 0], [5, 6, 7]]
@@ -229,14 +249,13 @@ def test_lengths_reach_up_to_and_including_the_first_eos(files):
 
 def test_saved_adapters_load_in_peft(files, stacked, tmp_path):
     """PeftModel.from_pretrained finds the same log-probabilities."""
-    model, layers, _ = stacked
+    model, _, _ = stacked
     args = tiny(files, tmp_path, num_agents=3)
-    prpo_llm.save_adapter(args, layers, 1, tmp_path / "adapter")
+    prpo_llm.save_adapter(args, model, 1, tmp_path / "adapter")
     peft = PeftModel.from_pretrained(plain_model(files), tmp_path / "adapter")
     ids = torch.tensor([[3, 7, 1, 9, 4, 2]])
-    prpo_llm.select("policy", (1,))
     with torch.no_grad():
-        ours = model.lm_head(prpo_llm.predict(model, [[3]], ids[:, None, 1:], torch.tensor([[5]])))[0, 0]
+        ours = model.lm_head(predict(model, (1,), [[3]], ids[:, None, 1:], torch.tensor([[5]])))[0, 0]
         torch.testing.assert_close(ours, peft(ids).logits[0, :-1], rtol=0, atol=1e-4)
 
 
@@ -251,6 +270,16 @@ def test_group_advantages():
     torch.testing.assert_close(prpo_llm.group_advantages(rewards), expected, rtol=0, atol=1e-5)
     expected = torch.tensor([[-2.0, 0, 2], [0, 0, 0], [-1, 0, 1], [0, 0, 0]])
     torch.testing.assert_close(prpo_llm.group_advantages(rewards, "dr-grpo"), expected)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr-grpo"])
+def test_equal_rewards_give_exactly_no_signal(loss_type):
+    """Whatever the number of completions: a mean that is off by rounding is no reason to learn."""
+    for size in range(2, 33):
+        rewards = torch.linspace(0.1, 0.9, 17)[:, None].expand(-1, size)
+        assert (prpo_llm.group_advantages(rewards, loss_type) == 0).all(), size
+        unknown = torch.cat((rewards, torch.full((17, 1), math.nan)), dim=1)
+        assert (prpo_llm.group_advantages(unknown, loss_type) == 0).all(), size
 
 
 @settings(deadline=None, max_examples=50)
@@ -371,8 +400,8 @@ def test_ranks_of_a_machine_collect_docstrings_at_the_same_time(files, tmp_path,
     context = multiprocessing.get_context("fork")
     barrier, pairs, queue = context.Barrier(3), prpo_llm.docstrings(), context.Queue()
     monkeypatch.setattr(prpo_llm, "docstrings", lambda: (barrier.wait(), pairs)[1])
-    write = prpo_llm.write_atomically
-    monkeypatch.setattr(prpo_llm, "write_atomically", lambda path, content: (write(path, content), barrier.wait()))
+    write = communicators.write_atomically
+    monkeypatch.setattr(communicators, "write_atomically", lambda path, content: (write(path, content), barrier.wait()))
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
     args = tiny(files, tmp_path, dataset="docstrings", max_prompt_tokens=1000)
     ranks = [context.Process(target=lambda: queue.put(prpo_llm.load_examples(args, tokenizer))) for _ in range(3)]
@@ -424,7 +453,9 @@ def test_partition_strengths_move_the_variance():
 
 def rows_of(folder):
     with open(folder / "metrics.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
+    without = "tokens_per_second", "completions_per_second", "exp_name"  # the clock, and what is no number
+    return [{name: value for name, value in row.items() if name not in without} for row in rows]
 
 
 def weights_of(folder):
@@ -498,20 +529,20 @@ def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monk
     """A run that dies after its checkpoint of step 2 and goes on is the uninterrupted run, bit for bit."""
     changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "eval_every": 1}
     whole, _ = train(files, tmp_path / "whole", **changes)
-    save, saved = prpo_llm.save_checkpoint, []
+    write, saved = communicators.write_atomically, []
 
-    def die_later(folder, step, state):
-        save(folder, step, state)
-        saved.append(folder)
+    def die_later(path, content):
+        write(path, content)
+        saved.extend([path] if path.suffix == ".pt" else [])
         if len(saved) == 3:  # agent 0 is ahead of agent 1
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(prpo_llm, "save_checkpoint", die_later)
+        patch.setattr(communicators, "write_atomically", die_later)
         with pytest.raises(KeyboardInterrupt):
             prpo_llm.main(tiny(files, tmp_path / "cut", **changes))
     folder = only_run(tmp_path / "cut")
-    prpo_llm.main(prpo_llm.parse_args(["--resume", str(folder)]))
+    prpo_llm.main(parse_args(prpo_llm, ["--resume", str(folder)]))
     for a, b in zip(weights_of(folder), weights_of(whole), strict=True):
         assert torch.equal(a, b)
     assert rows_of(folder) == rows_of(whole)
@@ -519,23 +550,75 @@ def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monk
         assert (folder / name).read_text() == (whole / name).read_text()
 
 
+def test_resuming_a_finished_run_keeps_what_it_knows(files, tmp_path):
+    """The last step's rewards are in the checkpoint, also for a run that has no step left."""
+    folder, summary = train(files, tmp_path, total_steps=2)
+    rows, evaluations = rows_of(folder), (folder / "evaluations.csv").read_text()
+    again = prpo_llm.main(parse_args(prpo_llm, ["--resume", str(folder)]))
+    assert again["training_reward"] == summary["training_reward"]
+    assert again["training_reward"]["agents"] == pytest.approx([float(row["reward"]) for row in rows[-2:]], rel=1e-5)
+    assert again["evaluation"] == summary["evaluation"] and again["evaluation"]["prompts"] == 2
+    assert rows_of(folder) == rows and (folder / "evaluations.csv").read_text() == evaluations
+
+
+def test_groups_without_signal_teach_nothing(files, tmp_path):
+    """Equal rewards and no KL penalty leave every adapter as it was, also when that is saved and resumed from."""
+    (tmp_path / "same.py").write_text(
+        "def same(prompts, completions, references):\n    return [0.1 for _ in completions]\n"
+    )
+    changes = {"reward": f"{tmp_path / 'same.py'}:same", "missing_eos_penalty": 0.0, "kl_coef": 0.0, "save_every": 1}
+    folder, _ = train(files, tmp_path / "runs", **changes)
+    assert all(float(row["no_signal"]) == 1 and float(row["grad_norm"]) == 0 for row in rows_of(folder))
+    rows, start = rows_of(folder), load_file(folder / "agent_0" / "adapter_model.safetensors")
+    assert all((tensor == 0).all() for name, tensor in start.items() if "lora_B" in name)
+    (folder / "checkpoints" / "agent_0" / "4.pt").unlink()
+    prpo_llm.main(parse_args(prpo_llm, ["--resume", str(folder)]))
+    assert rows_of(folder) == rows
+
+
+def test_checkpoints_hold_an_agents_own_slice_only(files, tmp_path):
+    """What is saved of an agent does not take along the storage of the others, and grows with its adapter alone."""
+    sizes = {}
+    for agents in (1, 3):
+        folder, _ = train(files, tmp_path / str(agents), num_agents=agents, total_steps=1, eval_prompts=0)
+        sizes[agents] = (folder / "checkpoints" / "agent_0" / "1.pt").stat().st_size
+    assert sizes[3] < 1.1 * sizes[1]
+
+
+def test_completions_stand_in_tensorboard_as_they_are(files, tmp_path, monkeypatch):
+    """What a model says may look like a table, a heading, emphasis or HTML: TensorBoard shows the characters."""
+    said = "| a | b |\n# heading *bold* _too_ `code` <script>alert(1)</script> &amp; [link](http://x) ~~~ é \\| 1. 日本"
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda self, ids, **options: said)
+    folder, _ = train(files, tmp_path, total_steps=1)
+    events = EventAccumulator(str(folder)).Reload()
+    (text,) = (event for event in events.Tensors("completions/text_summary") if event.step == 0)
+    html = plugin_util.markdown_to_safe_html(text.tensor_proto.string_val[0])
+    cells = re.findall(r"<td>(.*?)</td>", html, re.S)
+    assert len(cells) == 2 * 3 and "<" not in "".join(cells)
+    shown = [unescape(cell).split() for cell in cells[1::3]]
+    assert shown == [said.split()] * 2
+
+
 @every_algorithm
 def test_nothing_but_adapters_and_declared_scalars_leaves_a_rank(files, tmp_path, algorithm):
     """Every function of torch.distributed is watched: no token, prompt or completion is in any of its arguments."""
     argv = flags(tiny(files, tmp_path / "runs", **ALGORITHMS[algorithm], communicator="similarity"))
-    command = REPOSITORY / "tests" / "wire.py", tmp_path / "{rank}.json", json.dumps({"run": ["prpo_llm", *argv]})
-    run = torchrun(2, *command, cwd=tmp_path)
+    wire, runs = REPOSITORY / "tests" / "tools" / "wire.py", json.dumps({"run": ["prpo_llm", *argv]})
+    run = torchrun(2, wire, tmp_path / "{rank}.json", runs, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    size = len(weights_of(only_run(tmp_path / "runs"))[0])
+    folder = only_run(tmp_path / "runs")
+    size = len(weights_of(folder)[0])
+    metrics = torch.load(folder / "checkpoints" / "agent_0" / "4.pt", weights_only=True)["run"]["latest"]
     for rank in range(2):
         calls = json.loads((tmp_path / f"{rank}.json").read_text())["run"]
         assert not [function for function, _ in calls if "object" in function]
         moved = [tensor for _, tensors in calls for tensor in tensors]
-        # Adapters as float32 (and at the start those of the value model), metrics as float64, the run's stamp as int64
+        # Adapters as float32 (and at the start those of the value model), metrics as float64; as int64 the run's stamp,
+        # a hash of the settings, and of each agent the three checkpoints that it can go on from
         assert {dtype for dtype, _ in moved} == {"float32", "float64", "int64"}
         assert all(numel >= size for dtype, numel in moved if dtype == "float32")
-        assert all(numel <= 2 * (len(prpo_llm.METRICS) + 1) for dtype, numel in moved if dtype == "float64")
-        assert all(numel <= 2 for dtype, numel in moved if dtype == "int64")
+        assert all(numel <= 2 * (len(metrics) + 1) for dtype, numel in moved if dtype == "float64")
+        assert all(numel <= 2 * 3 for dtype, numel in moved if dtype == "int64")
         assert sum(dtype == "float32" for dtype, _ in moved) >= 3
 
 
@@ -552,10 +635,10 @@ def test_exact_average_of_adapters(files, tmp_path, monkeypatch):
         sent[name] = summary["communication_bytes"]
         args = tiny(files, tmp_path, **changes)
         model, _ = prpo_llm.load_base(args)
-        layers = prpo_llm.add_adapters(args, model, 2)
-        products = []
+        trained, _ = prpo_llm.add_adapters(args, model, 2)
+        layers, products = layers_of(model), []
         for vector in before[0]:
-            prpo_llm.unflatten(vector, layers, "policy", 0)
+            trained[0] = vector
             products.append([(own.B["policy"][0] @ own.A["policy"][0]).detach() for own in layers.values()])
         after = load_file(folder / "agent_0" / "adapter_model.safetensors")
         prefix = "base_model.model."
@@ -570,7 +653,7 @@ def test_behaviour_reference_of_a_round_per_step_is_the_snapshot(files, tmp_path
     """With a round after every step, an agent's snapshot is its policy before the update; else it is not."""
     final = {}
     for every, name in itertools.product((1, 2), ("behaviour", "snapshot")):
-        changes = {"update_every": every, "self_reference": name, "total_steps": 4, "kl_coef": 1.0}
+        changes = {"local_updates": every, "self_reference": name, "total_steps": 4, "kl_coef": 1.0}
         final[every, name] = weights_of(train(files, tmp_path / f"{every}{name}", aggregation="none", **changes)[0])
     for one, other in zip(final[1, "behaviour"], final[1, "snapshot"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
@@ -593,7 +676,7 @@ def test_agents_start_from_an_adapter_and_are_anchored_to_it(files, tmp_path):
         )
     assert distances["held"][-1] < 0.1 * distances["free"][-1]
     with pytest.raises(SystemExit, match="--lora-alpha 5: must be 16 as in"):
-        prpo_llm.parse_args(["--adapter", str(first / "agent_0"), "--lora-rank", "4", "--lora-alpha", "5"])
+        parse_args(prpo_llm, ["--adapter", str(first / "agent_0"), "--lora-rank", "4", "--lora-alpha", "5"])
     folder, _ = train(files, tmp_path / "still", **start, learning_rate=1e-12)
     torch.testing.assert_close(weights_of(folder)[0], weights_of(first)[0])
     assert float(rows_of(folder)[0]["kl_reference"]) == pytest.approx(0.0, abs=1e-6)
@@ -642,6 +725,8 @@ BAD = {
         ["--kl-estimator", "k3", "--kl-direction", "forward"],
         ["--kl-estimator k3", "full"],
     ),
+    "not a number": (["--kl-coef", "nan"], ["--kl-coef nan", "finite"]),
+    "infinite": (["--partition-overlap", "inf"], ["--partition-overlap inf", "finite"]),
     "group of one": (["--group-size", "1"], ["--group-size 1", "at least 2"]),
     "minibatch not divisible": (["--minibatch-size", "3"], ["--minibatch-size 3", "4"]),
     "temperature zero": (["--temperature", "0"], ["--temperature 0", "positive"]),
@@ -656,7 +741,7 @@ def test_bad_input_ends_with_one_line(case):
     """It names the flag, the value and what would be valid."""
     argv, parts = BAD[case]
     with pytest.raises(SystemExit) as end:
-        prpo_llm.parse_args(argv)
+        parse_args(prpo_llm, argv)
     assert "\n" not in end.value.code and all(part in end.value.code for part in parts), end.value.code
 
 

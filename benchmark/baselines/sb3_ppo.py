@@ -1,8 +1,8 @@
 """stable-baselines3 PPO on MiniGrid and Atari at our scripts' settings: the yardstick for speed and sample efficiency.
 
-    python benchmark/sb3_ppo.py --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
-    python prpo_minigrid.py --num-agents 1 --communication-coef 0 --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
-    python benchmark/sb3_ppo.py --env-id BeamRiderNoFrameskip-v4 --eval-episodes 10
+    python benchmark/baselines/sb3_ppo.py --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
+    python prpo_minigrid.py --num-agents 1 --kl-coef 0 --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
+    python benchmark/baselines/sb3_ppo.py --env-id BeamRiderNoFrameskip-v4 --eval-episodes 10
 
 The second command is what the first is compared with: one agent alone, without the KL penalty, which this PPO lacks.
 Network, initialisation, optimizer, minibatches, advantages, losses' coefficients and annealing are the same. What
@@ -177,6 +177,8 @@ class Recorder(BaseCallback):
             "agent": 0,
             "env_id": self.args.env_id,
             "timesteps": self.num_timesteps,
+            "seed": self.args.seed,
+            "exp_name": self.args.exp_name,
             "episodic_return": f"{episodic_return:.6g}",
             "episodic_length": f"{episodic_length:.6g}",
             "episodes": len(self.episodes),

@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer at the settings of prpo_llm.py: the yardstick for the speed of language models.
 
-    python benchmark/trl_grpo.py --prepare task                              # a model, and prompts of 300 tokens
-    python benchmark/trl_grpo.py --task task --seed 1
+    python benchmark/baselines/trl_grpo.py --prepare task                    # a model, and prompts of 300 tokens
+    python benchmark/baselines/trl_grpo.py --task task --seed 1
     python prpo_llm.py --num-agents 1 --base-model task --dataset task/prompts.jsonl --eval-prompts 0 --seed 1
 
 The task is that of prpo_llm.py's defaults, of a fixed size: SmolLM2 with an end-of-text token that it never says, so
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NEVER_SAID = "<file_sep>"  # a special token of SmolLM2 for code files
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from command import parse_args
 from torch.distributed import distributed_c10d
 
 calls, depth = [], 0
@@ -49,7 +50,7 @@ found = {}
 for name, (script, *argv) in runs.items():
     calls.clear()
     script = importlib.import_module(script)
-    script.main(script.parse_args(argv))
+    script.main(parse_args(script, argv))
     found[name] = list(calls)
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
 report.write_text(json.dumps(found))

@@ -1,0 +1,286 @@
+"""Writes the tables of README.md and docs/ that can be made: flags from the scripts, figures from benchmark/results/.
+
+    python docs/tables.py  # after a change of a flag, of its help, or of a result
+
+A table stands between <!-- table NAME --> and <!-- end -->; NAME is a function below, with its arguments.
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+import typing
+from pathlib import Path
+
+import pandas as pd
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+PAGES = [ROOT / "README.md", *sorted(Path(__file__).parent.glob("*.md"))]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    return "\n".join(
+        f"| {' | '.join(map(str, cells))} |".replace("|  |", "| |") for cells in (header, ["---"] * len(header), *rows)
+    )
+
+
+# Flags
+
+
+def helps(Args: type) -> dict[str, str]:
+    """The help text of every field: the docstring below it, also of inherited ones."""
+    texts = {}
+    for cls in reversed(Args.__mro__[:-1]):
+        body = ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls))).body[0].body
+        for field, text in zip(body, body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[field.target.id] = text.value.value
+    return texts
+
+
+def choices(hint) -> tuple[str, ...]:
+    """The choices of a type, also inside `... | None`."""
+    found = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+    return found or next((own for inner in typing.get_args(hint) if (own := choices(inner))), ())
+
+
+def flags(script: str) -> str:
+    """The flags of a script; those that every script has in the same way stand under `RunArgs`."""
+    module = importlib.import_module(script)
+    common, Args = importlib.import_module("communicators").RunArgs, getattr(module, "Args", None)
+    shown, texts, known = Args or common, helps(Args or common), helps(common)
+    defaults = {field.name: field.default for field in dataclasses.fields(common)}
+    rows = []
+    for field in dataclasses.fields(shown):
+        if Args and (texts[field.name], field.default) == (known.get(field.name), defaults.get(field.name)):
+            continue
+        value, others = field.default, choices(typing.get_type_hints(shown)[field.name])
+        value = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        own = "" if value in ("", None) else f"`{value}`"
+        own += f" ({', '.join(f'`{other}`' for other in others if other != value)})" if others else ""
+        rows.append(
+            [
+                f"`--{field.name.replace('_', '-')}`",
+                own.strip(),
+                texts[field.name].replace("|", "\\|").replace("<", "&lt;"),
+            ]
+        )
+    return markdown(["flag", "default (or)", "meaning"], rows)
+
+
+# Metrics: TensorBoard's key -> meaning
+
+SHARED = {
+    "losses/policy_loss": "the clipped surrogate objective, negated, averaged over the minibatches",
+    "losses/value_loss": "half the squared error of the value function (language models: PPO only)",
+    "losses/entropy": "entropy of the policy, in nats",
+    "losses/kl_reference": "KL between policy and reference policy, in nats: what `--kl-coef` multiplies",
+    "losses/approx_kl": "distance from the policy that collected the rollout, estimated (k3)",
+    "losses/clipfrac": "share of ratios outside the clip range; 0 without clipping",
+}
+CONTROL = {
+    "charts/episodic_return": "mean over the episodes that ended in this iteration",
+    "charts/episodic_length": "their mean length, in steps of the agent",
+    "charts/episodes": "how many they are",
+    "charts/return_last_100": "mean over the last 100 episodes: the training return of figures and tables",
+    **SHARED,
+    "losses/old_approx_kl": "the same distance, estimated without correction (k1)",
+    "losses/explained_variance": "how much of the returns' variance the value function explains",
+    "charts/learning_rate": "the annealed learning rate",
+    "charts/SPS": "all agents' steps per second of training (`agent_steps_per_second` in the CSV file)",
+}
+LANGUAGE = {
+    "objective/reward": "mean reward of the step's completions: the training reward of figures and tables",
+    "objective/reward_std": "its standard deviation over the completions",
+    "objective/nan_rewards": "completions whose reward is NaN; they teach nothing",
+    "objective/groups_without_signal": "GRPO: share of groups with equal rewards (`no_signal` in the CSV file)",
+    "completions/length": "mean length in tokens (`response_length` in the CSV file)",
+    "completions/eos_rate": "share of completions that end by themselves",
+    **SHARED,
+    "losses/kl_anchor": "KL of the policy and that from which all agents started: what `--sft-anchor` multiplies",
+    "losses/ratio": "mean probability ratio",
+    "losses/first_log_ratio": "largest log-ratio in the first minibatch: 0 but for rounding",
+    "losses/grad_norm": "norm of the agent's gradient before clipping",
+    "time/tokens_per_second": "tokens of completions per second of the whole step",
+    "time/completions_per_second": "all agents' completions per second of training",
+}
+COMMUNICATION = {
+    "communication/rounds": "communication rounds so far",
+    "communication/bytes": "parameters times listeners, in bytes (`communication_bytes` in the CSV file)",
+    "communication/non_expansion": "the norm of C (Definition 1): 1 for a row-stochastic matrix; TensorBoard only",
+    "communicator/c_i_j": "every entry of C; in communicator.csv: `listener`, `peer`, `weight`",
+    "distances/agent_i_agent_j": "total variation of two policies on public states; in communicator.csv: `distance`",
+    "eval/TASK/agent_i": "mean of an evaluation; in evaluations.csv",
+}
+
+
+def metrics(kind: str) -> str:
+    """What TensorBoard and the CSV files hold, of `control` or `language` models."""
+    shown = {"control": CONTROL, "language": LANGUAGE}[kind] | COMMUNICATION
+    return markdown(["metric", "meaning"], [[f"`{name}`", meaning] for name, meaning in shown.items()])
+
+
+# Results
+
+
+def read(name: str) -> pd.DataFrame:
+    """A file of benchmark/results/."""
+    return pd.read_csv(RESULTS / f"{name}.csv", comment="#")
+
+
+def comments(name: str) -> list[str]:
+    """Its comments, which tell commands, versions, date and cores."""
+    lines = (RESULTS / f"{name}.csv").read_text().splitlines()
+    return [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+
+
+def cell(row: pd.Series, name: str, digits: int = 2, low: float = -float("inf"), high: float = float("inf")) -> str:
+    """A mean with its 95 % interval, cut at what is possible."""
+    try:
+        mean, *limits = (float(row[name + end]) for end in ("", "_ci_low", "_ci_high"))
+    except ValueError:
+        return str(row[name])
+    bounds = ", ".join(f"{min(max(limit, low), high):.{digits}f}" for limit in limits)
+    return f"{mean:.{digits}f} [{bounds}]".replace(f"{low:.{digits}f}", f"{low:.0f}").replace(
+        f"{high:.{digits}f}", f"{high:.0f}"
+    )
+
+
+MINIGRID = {
+    "pr-reward": "PR-PPO, reward",
+    "pr-similarity": "PR-PPO, similarity",
+    "pr-uniform": "PR-PPO, uniform",
+    "pr-uniform-forward": "PR-PPO, uniform, forward KL as in eq. 4",
+    "fedavg-uniform": "FedAvg, uniform",
+    "isolated": "isolated, KL to the own old policy",
+    "isolated-no-penalty": "isolated, no KL penalty",
+}
+LLM = {"pr": "PR", "fedavg": "FedAvg", "isolated": "isolated"}
+
+
+def minigrid(column: str = "evaluation") -> str:
+    """Methods x tasks."""
+    table = read("minigrid_table").set_index(["method", "env"])
+    tasks = ["MiniGrid-DoorKey-6x6-v0", "MiniGrid-DistShift2-v0"]
+    rows = [
+        [name, *(cell(table.loc[method, task], column, low=0, high=1) for task in tasks)]
+        for method, name in MINIGRID.items()
+    ]
+    return markdown(["", *(task[9:-3] for task in tasks)], rows)
+
+
+def sb3() -> str:
+    """One isolated agent here and there."""
+    table, names = read("sb3_table").set_index("method"), {"isolated": "`prpo_minigrid.py`", "sb3": "stable-baselines3"}
+    columns = ["evaluation", "mean_training_return"]
+    rows = [
+        [name, *(cell(table.loc[method], column, low=0, high=1) for column in columns)]
+        for method, name in names.items()
+    ]
+    return markdown(["", "evaluation", "training return, mean over the run"], rows)
+
+
+def atari() -> str:
+    """Methods on BeamRider."""
+    table, names = read("atari_table").set_index("method"), {"isolated": "isolated", "pr-reward": "PR-PPO, reward"}
+    rows = []
+    for method, name in names.items():
+        row = table.loc[method]
+        steps = " and ".join(f"{int(steps):,}" for steps in row.steps_per_seed.split())
+        rows.append([name, cell(row, "evaluation", 0), cell(row, "mean_training_return", 0), steps])
+    return markdown(
+        ["", "evaluation, whole games", "training return, mean over the run", "steps to 500, each seed"], rows
+    )
+
+
+def precision() -> str:
+    """bfloat16 against float32."""
+    rows = []
+    for name, runs in read("atari_precision").groupby("precision"):
+        cells = (f"{runs[c].mean():.0f} ± {runs[c].sem():.0f}" for c in ("training_return", "evaluation"))
+        rows.append([name, len(runs), *cells])
+    return markdown(["", "agents", "training return ± standard error", "evaluation ± standard error"], rows)
+
+
+def llm() -> str:
+    """Methods on documentation."""
+    table, rows = read("llm_table").set_index("method"), []
+    for algorithm in ("grpo", "ppo"):
+        for method, name in LLM.items():
+            row = table.loc[f"{method}-{algorithm}"]
+            cells = (cell(row, column) for column in ("evaluation", "own_topic", "mean_training_return"))
+            rows.append([f"{name}-{algorithm.upper()}".replace("isolated-", "isolated "), *cells])
+    return markdown(["", "common held-out prompts", "of the own library", "training, mean of all steps"], rows)
+
+
+# Speed
+
+
+def speed(name: str) -> str:
+    """Medians over repeats; speed as a multiple of the yardstick's in the same repeat."""
+    runs, rows = read(name).query("table == 'comparison'"), []
+    ratio = next(column for column in runs if column.startswith("ratio"))
+    rounds = [] if "communication_rounds" not in runs else ["rounds"]
+    for contender, own in runs.groupby("contender", sort=False):
+        least = f" (least {own[ratio].min():.1f})" if len(own) > 1 else ""
+        shown = [contender, f"{own[ratio].median():.1f}{least}" if contender != runs.contender[0] else "1"]
+        shown += [f"{own.communication_rounds.iloc[0]:.0f}".replace("nan", "")] if rounds else []
+        rows.append([*shown, f"{own.peak_memory_mb.median():,.0f} MB"])
+    command, versions, machine = comments(name)[:3]
+    # `python x` (date, cores; versions)
+    note = f"`{command.split(' --csv')[0]}`, {machine}, {runs.seed.nunique()} repeats; {versions}."
+    return f"{markdown(['', 'speed', *rounds, 'peak memory'], rows)}\n\n{note.replace('1 repeats', 'once')}"
+
+
+def phases(name: str, contender: str) -> str:
+    """Where the time of a contender goes."""
+    runs = read(name).query("contender == @contender").filter(regex="_us$").median().dropna()
+    shares = (runs / runs.sum()).sort_values(ascending=False)
+    return markdown(
+        ["phase", *(phase.removesuffix("_us") for phase in shares.index)],
+        [["share", *(f"{share:.1%}" for share in shares)]],
+    )
+
+
+def scaling() -> str:
+    """Microseconds per agent-step, and memory, as agents are added."""
+    runs = read("scaling").assign(us=lambda runs: 1e6 / runs.agent_steps_per_second)
+    runs["topology"] = runs.contender.str.split().str[1]
+    cost, memory = (
+        runs.pivot(index="topology", columns="agents", values=column) for column in ("us", "peak_memory_mb")
+    )
+    rows = [
+        [f"`--topology {flag}`", *(f"{us:.0f}" for us in cost.loc[name])]
+        for name, flag in (("dense", "full"), ("ring", "ring"))
+    ]
+    rows.append(["peak memory, full", *(f"{mb:,.0f} MB" for mb in memory.loc["dense"])])
+    return markdown(["agents", *cost.columns], rows)
+
+
+def render(text: str) -> str:
+    """The page with its tables made anew."""
+
+    def table(found: re.Match) -> str:
+        function, *arguments = re.split(r" (?=\S)", found[1].strip(), maxsplit=1)
+        arguments = arguments[0].split("; ") if arguments else []
+        return f"<!-- table {found[1]} -->\n{globals()[function](*arguments)}\n<!-- end -->"
+
+    return re.sub(r"<!-- table (.*?) -->\n.*?<!-- end -->", table, text, flags=re.S)
+
+
+def main() -> None:
+    """Write what has changed."""
+    for page in PAGES:
+        old = page.read_text()
+        if (new := render(old)) != old:
+            page.write_text(new)
+            print(f"wrote {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,306 @@
+"""`Run`, with a toy in the place of training: checkpoints, crashes, logs, signals, ranks, and what is refused."""
+
+import csv
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+import toy
+from helpers import environment, only_run, scalars_of, torchrun
+from test_running import free_port, outcomes, place_in_group
+
+import communicators
+
+TOY = Path(toy.__file__)
+
+
+def args_of(run_dir, *argv, **changes):
+    """The toy's arguments."""
+    return communicators.parse_args(toy.Args, toy.check_args, ["--run-dir", str(run_dir), *argv])
+
+
+def resume(folder, *argv):
+    """Go on with a run."""
+    return toy.main(communicators.parse_args(toy.Args, toy.check_args, ["--resume", str(folder), *map(str, argv)]))
+
+
+def logs_of(folder):
+    """All CSV files as text, without the column that depends on the clock."""
+    tables = {path.name: pandas.read_csv(path) for path in sorted(folder.glob("*.csv"))}
+    return {
+        name: table.drop(columns="agent_steps_per_second", errors="ignore").to_csv() for name, table in tables.items()
+    }
+
+
+def assert_same(folder, other):
+    """The same weights, bit for bit, the same rows, the same points in TensorBoard, none missing and none twice."""
+    for path in sorted(other.glob("agent_*.pt")):
+        for ours, theirs in zip(torch.load(folder / path.name).values(), torch.load(path).values(), strict=True):
+            assert torch.equal(ours, theirs)
+    assert logs_of(folder) == logs_of(other)
+    charts, expected = scalars_of(folder), scalars_of(other)
+    assert {tag for tag in charts.keys() | expected.keys() if charts.get(tag) != expected.get(tag)} <= {"charts/SPS"}
+    assert len(charts["charts/SPS"]) == len(expected["charts/SPS"])
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, other)]
+    same = "iterations", "communication_bytes", "training_return", "evaluation", "completed", "diverged"
+    assert [[summary[name] for name in same] for summary in summaries][0] == [summaries[1][name] for name in same]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that nothing interrupts."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    toy.main(args_of(run_dir))
+    return only_run(run_dir)
+
+
+def files_of(folder):
+    """The iterations of every agent's checkpoints."""
+    agents = sorted(folder.glob("checkpoints/agent_*"))
+    return [sorted(int(path.stem) for path in agent.glob("*.pt")) for agent in agents]
+
+
+# --- crashes ---
+
+
+@pytest.mark.parametrize(
+    ("moment", "agent", "iteration", "left"),
+    [
+        ("half a file", 1, 4, [[2, 4], [2], [2]]),
+        ("not in its place", 1, 4, [[2, 4], [2], [2]]),
+        ("complete", 0, 4, [[2, 4], [2], [2]]),
+        ("complete", 2, 4, [[2, 4]] * 3),
+        ("complete", 0, 6, [[2, 4, 6], [2, 4], [2, 4]]),
+        ("complete", 0, 2, [[2]]),
+        ("half a file", 0, 2, [[]]),
+    ],
+)
+def test_a_crash_anywhere_in_a_save_changes_nothing(moment, agent, iteration, left, whole, crashing, tmp_path):
+    """All agents go on from the newest checkpoint that all completed, and the run becomes the uninterrupted one."""
+    crashing(moment, agent, iteration, lambda: toy.main(args_of(tmp_path)))
+    folder = only_run(tmp_path)
+    assert files_of(folder) == left
+    if agent < 2:  # and again in the same place
+        crashing(moment, agent, iteration, lambda: resume(folder))
+    resume(folder)
+    assert_same(folder, whole)
+    assert files_of(folder) == [[4, 6]] * 3
+
+
+def test_a_truncated_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capsys):
+    """With a message; the others step back with it."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    (folder / "checkpoints/agent_1/6.pt").write_bytes((folder / "checkpoints/agent_1/6.pt").read_bytes()[:-100])
+    resume(folder)
+    assert_same(folder, whole)
+    assert re.search(r"agent_1/6.pt is truncated", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("missing", ["one agent", "its newest two"])
+def test_missing_checkpoints_of_one_agent_are_an_error(missing, whole, tmp_path):
+    """It must not start anew, silently, beside the others."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.rmtree(folder / "checkpoints/agent_1") if missing == "one agent" else None
+    for path in folder.glob("checkpoints/agent_1/*.pt"):
+        path.write_bytes(b"")
+    with pytest.raises(SystemExit) as end:
+        resume(folder)
+    assert "agent 1: none" in end.value.code and "agent 0: [4, 6]" in end.value.code and "\n" not in end.value.code
+    assert logs_of(folder) == logs_of(whole)
+
+
+def test_damaged_logs_lose_only_what_is_damaged(whole, crashing, tmp_path):
+    """Half a line and NUL bytes at the end of a log, as a power cut leaves them."""
+    crashing("complete", 2, 4, lambda: toy.main(args_of(tmp_path)))
+    folder = only_run(tmp_path)
+    for name in ("metrics.csv", "communicator.csv"):
+        with open(folder / name, "ab") as file:
+            file.write(b"4,1,lin" + bytes(100))
+    resume(folder)
+    assert_same(folder, whole)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"script": "toy"}', "[1]", "\0\0"])
+def test_a_damaged_config_is_refused_in_one_line(text, whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    (folder / "config.json").write_text(text)
+    with pytest.raises(SystemExit) as end:
+        resume(folder)
+    assert str(folder) in end.value.code and "\n" not in end.value.code
+
+
+def test_a_full_disk_ends_with_one_line_and_keeps_what_was_saved(whole, tmp_path, monkeypatch):
+    """When a checkpoint, a log or the summary cannot be written; then there is room again."""
+    fsync, full = os.fsync, []
+
+    def no_space(descriptor):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(SystemExit) as end:
+        toy.main(args_of(tmp_path), at=lambda iteration: full.append(1) if iteration == 4 else None)
+    message = end.value.code
+    assert "No space left" in message and "--resume" in message and "\n" not in message
+    folder = only_run(tmp_path)
+    assert files_of(folder) == [[2]] * 3
+    full.clear()
+    time.sleep(1)  # TensorBoard orders its files by the second
+    resume(folder)
+    assert logs_of(folder) == logs_of(whole)
+
+
+# --- names, folders, logs ---
+
+
+@pytest.mark.parametrize("name", ["../..", "/etc", "a/b\\c", "x" * 300, "..", "ü?*:"])
+def test_no_name_leaves_the_folder_of_runs(name, tmp_path):
+    """Long ones are cut, and whatever is no good in a file's name is replaced."""
+    (tmp_path / "runs").mkdir()
+    args = args_of(tmp_path / "runs", "--exp-name", name, "--iterations", "1")
+    toy.main(args, name="+".join(["MiniGrid-KeyCorridorS3R3-v0"] * 20))
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    folder = only_run(tmp_path / "runs")
+    assert len(folder.name.encode()) <= 255 and (folder / "summary.json").exists()
+    assert set(pandas.read_csv(folder / "metrics.csv")["exp_name"]) == {name}
+
+
+def test_tables_that_a_person_analyses(whole):
+    """metrics.csv says whose row it is, of which seed and experiment; communicator.csv has C whenever it changed."""
+    metrics = pandas.read_csv(whole / "metrics.csv")
+    assert list(metrics.columns[:6]) == ["iteration", "agent", "env_id", "timesteps", "seed", "exp_name"]
+    assert list(metrics["timesteps"]) == [5 * k for k in range(1, 7) for _ in range(3)]
+    assert set(metrics["env_id"]) == {"line 0", "line 1", "line 2"} and set(metrics["exp_name"]) == {"toy"}
+    communicator = pandas.read_csv(whole / "communicator.csv")
+    weights = communicator.query("listener == 0 and peer == 2").set_index("iteration")["weight"]
+    assert weights.to_dict() == pytest.approx({k: k / 10 for k in range(1, 7)})
+    assert communicator.query("listener == 2 and peer == 0")["weight"].eq(0).all()
+
+
+def test_time_left_beyond_a_day(tmp_path, monkeypatch, capsys):
+    """Hours go on counting."""
+    now = iter(range(0, 10**9, 10_000))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
+    toy.main(args_of(tmp_path, "--iterations", "20"), at=lambda iteration: None)
+    left = re.findall(r"iteration 1/20 .* (\d+):(\d\d):(\d\d) left", capsys.readouterr().out)
+    assert (
+        left and int(left[0][0]) >= 24 and (int(left[0][0]) * 3600 + int(left[0][1]) * 60 + int(left[0][2])) % 19 == 0
+    )
+
+
+def test_a_diverged_agent_is_named_once(tmp_path, capsys):
+    """The others go on, and summary.json knows which."""
+
+    def poison(iteration):
+        if iteration == 3:
+            raise_nan.append(1)
+
+    raise_nan, log = [], communicators.Run.log
+
+    def with_nan(self, rows, *rest):
+        if raise_nan:
+            rows[1]["losses/policy_loss"] = float("nan")
+        return log(self, rows, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicators.Run, "log", with_nan)
+        summary = toy.main(args_of(tmp_path), at=poison)
+    output = capsys.readouterr().out
+    assert output.count("has diverged") == 1 and "iteration 3: agent 1 has diverged" in output
+    assert summary["diverged"] == [1] and summary["completed"]
+    losses = pandas.read_csv(only_run(tmp_path) / "metrics.csv").query("agent == 1")["policy_loss"]
+    assert list(losses.isna()) == [False, False, True, True, True, True]
+
+
+# --- extending a run ---
+
+
+def test_a_run_can_be_extended(whole, tmp_path):
+    """More iterations, other intervals; the folder remembers what was asked for last, and a shorter run is refused."""
+    toy.main(args_of(tmp_path))
+    folder = only_run(tmp_path)
+
+    def parse(*argv):
+        argv = ["--resume", str(folder), *argv]
+        return communicators.parse_args(toy.Args, toy.check_args, argv, may_change=("iterations",))
+
+    toy.main(parse("--iterations", "9", "--save-every", "4", "--eval-every", "3"))
+    again = parse()
+    assert (again.iterations, again.save_every, again.eval_every) == (9, 4, 3)
+    metrics = pandas.read_csv(folder / "metrics.csv")
+    assert list(metrics["iteration"].unique()) == list(range(1, 10))
+    assert metrics[metrics["iteration"] <= 6]["x"].to_list() == pandas.read_csv(whole / "metrics.csv")["x"].to_list()
+    with pytest.raises(SystemExit) as end:
+        toy.main(parse("--iterations", "5"))
+    assert "9 iterations already" in end.value.code
+
+
+# --- signals and ranks ---
+
+
+def test_a_signal_ends_the_run_after_its_iteration(whole, tmp_path, capsys):
+    """With a checkpoint, a summary and the signal's exit code; the resumed run is the whole one."""
+    with pytest.raises(SystemExit) as end:
+        toy.main(
+            args_of(tmp_path), at=lambda iteration: os.kill(os.getpid(), signal.SIGTERM) if iteration == 3 else None
+        )
+    assert end.value.code == 128 + signal.SIGTERM
+    folder = only_run(tmp_path)
+    assert f"interrupted after iteration 3 of 6; go on with --resume {folder}" in capsys.readouterr().out
+    assert files_of(folder) == [[2, 3]] * 3 and not json.loads((folder / "summary.json").read_text())["completed"]
+    time.sleep(1)  # TensorBoard orders its files by the second
+    resume(folder)
+    assert_same(folder, whole)
+
+
+@pytest.mark.parametrize("other", [["--seed", "2"], ["--eval-every", "3"], ["--exp-name", "x"]])
+def test_ranks_with_other_settings_are_refused(other, tmp_path):
+    """Before there is a folder: rank 0's config.json would not be true."""
+    port, processes = free_port(), []
+    for rank in range(2):
+        command = [sys.executable, TOY, "--num-agents", "2", "--run-dir", tmp_path / "runs", *(other if rank else [])]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+        processes.append(subprocess.Popen(command, env=environment(**place_in_group(2, rank, port)), **pipes))
+    results = outcomes(processes)
+    assert [code for _, code in results] == [1, 1]
+    assert "ranks 1 differ from rank 0 in settings" in results[0][0][1] and results[1][0][1] == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_torchrun_recognises_its_own_run_after_a_restart(tmp_path):
+    """Beside a newer run with the same settings that another torchrun made."""
+    once, program = tmp_path / "died", tmp_path / "dying.py"
+    program.write_text(
+        "import os, shutil, sys, pathlib, toy, communicators, json\n"
+        f"once = pathlib.Path({str(once)!r})\n"
+        "def die(iteration):\n"
+        "    if iteration == 5 and os.environ['RANK'] == '0' and not once.exists():\n"
+        "        own = next(pathlib.Path('runs').iterdir())\n"
+        "        prefix, _, stamp = own.name.rpartition('__')\n"
+        "        other = shutil.copytree(own, own.with_name(f'{prefix}__{int(stamp) + 5}'))\n"
+        "        config = json.loads((other / 'config.json').read_text()) | {'elastic_run': 'another'}\n"
+        "        (other / 'config.json').write_text(json.dumps(config, indent=2))\n"
+        "        once.touch()\n"
+        "        os._exit(1)\n"
+        "toy.main(communicators.parse_args(toy.Args, toy.check_args), at=die)\n"
+    )
+    flags = ["--num-agents", 2, "--run-dir", "runs"]
+    path = os.pathsep.join([str(TOY.parent), environment()["PYTHONPATH"]])
+    run = torchrun(2, program, *flags, options=("--max-restarts", 1), cwd=tmp_path, PYTHONPATH=path)
+    assert run.returncode == 0, run.stderr
+    assert "resuming after iteration 4 of 6" in run.stdout
+    own, other = sorted((tmp_path / "runs").iterdir())
+    assert (own / "summary.json").exists() and not (other / "summary.json").exists()
+    with open(own / "metrics.csv", newline="") as file:
+        assert [row["iteration"] for row in csv.DictReader(file)] == [str(k) for k in range(1, 7) for _ in range(2)]

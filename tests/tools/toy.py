@@ -1,0 +1,81 @@
+"""A toy on `Run`: every agent fits a line to noise. python toy.py flags...
+
+It holds one of everything that a checkpoint can hold, and takes milliseconds.
+"""
+
+import os
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import communicators
+from communicators import Count, Exchange, Run, RunArgs
+
+
+@dataclass
+class Args(RunArgs):
+    num_agents: Count = 3
+    """number of agents"""
+    iterations: Count = 6
+    """length of the run"""
+    save_every: Count = 2
+    """iterations between checkpoints"""
+    eval_every: Count = 2
+    """iterations between evaluations"""
+
+
+def check_args(args):
+    """Nothing more to check."""
+
+
+def main(args, name="toy", at=lambda iteration: None):
+    """Train; at(iteration) is called in the middle of each iteration."""
+    torch.manual_seed(args.seed)
+    exchange = Exchange(args.num_agents, "cpu", args.timeout)
+    held, env_ids = exchange.agents, [f"line {i}" for i in range(args.num_agents)]
+    run = Run(args, exchange, name, total=args.iterations, work=10, stride=5, headline="charts/x", env_ids=env_ids)
+    modules = [torch.nn.Linear(2, 1) for _ in range(args.num_agents)][held.start : held.stop]
+    optimizers = [torch.optim.Adam(module.parameters(), 0.1) for module in modules]
+    generators = [torch.Generator().manual_seed(100 * args.seed + i) for i in held]
+    C = torch.eye(args.num_agents)
+    state = {
+        i: {"module": modules[k], "optimizer": optimizers[k], "generator": generators[k], "tensor": torch.zeros(2)}
+        | {"list": [], "deque": deque(maxlen=3), "communicator": C}
+        for k, i in enumerate(held)
+    }
+    run.restore(state)
+    for iteration in run.iterations():
+        C[0, -1], C[0, 0] = iteration / 10, 1 - iteration / 10
+        rows = []
+        for k, i in enumerate(held):
+            x = torch.randn(8, 2, generator=generators[k])
+            loss = (modules[k](x) - x.sum(1, keepdim=True) * i).square().mean()
+            optimizers[k].zero_grad()
+            loss.backward()
+            optimizers[k].step()
+            own = state[i]
+            own["tensor"] += x[0]
+            own["list"].append(x[0, 0].item())
+            own["deque"].append(iteration)
+            value = sum(own["list"]) + sum(own["deque"]) + own["tensor"].sum().item()
+            rows.append({"charts/x": value, "losses/policy_loss": loss.item()})
+        at(iteration)
+        exchange.bytes_sent += 7
+        run.tick("all")
+        run.log(rows, C, torch.full_like(C, torch.nan), {"charts/learning_rate": 1 / iteration})
+        if run.due(args.eval_every):
+            run.log_evaluation(
+                [{"line": {"return": np.array([value, iteration])}} for value in own["list"][:1] * len(held)]
+            )
+        if run.saves():
+            run.save(state)
+    for k, i in enumerate(held):
+        torch.save(modules[k].state_dict(), run.folder / f"agent_{i}.pt")
+    return run.finish()
+
+
+if __name__ == "__main__":
+    print("pid", os.getpid(), flush=True)
+    main(communicators.parse_args(Args, check_args))
