@@ -113,7 +113,7 @@ def softmax_reward(returns: Tensor, temperature: float = 1.0) -> Tensor:
     returns = _fill_unknown(returns)
     returns = returns / returns.abs().max().clamp(min=torch.finfo(returns.dtype).tiny)  # keeps the spread finite
     spread = returns.std(correction=0)
-    scores = (returns - returns.max()) / spread / temperature if spread > 0 else torch.zeros_like(returns)
+    scores = (returns - returns.max()) / spread / temperature if spread > 1e-9 else torch.zeros_like(returns)
     return _normalise_rows(scores.exp().expand(len(scores), -1))
 
 

@@ -159,7 +159,7 @@ def main(args: Args) -> dict:
     optimizers = [torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True) for agent in agents]
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
     for agent in agents if args.compile else ():
-        agent.compile(dynamic=True)
+        agent.compile(dynamic=True if family is prpo_minigrid else None)  # there batches vary with what is distinct
 
     # Communication: the matrix C, everybody's parameters of the last round, how far apart these are on public states
     communicator = communicators.identity(args.num_agents)  # [agents, agents]; before the first round nobody has spoken
@@ -253,6 +253,7 @@ def main(args: Args) -> dict:
         if run.saves():
             run.save(state)
             envs.close()
+            actors = None  # its memory is free before the new one's is taken
             envs, actors = family.Envs(args, held, iteration), family.make_actors(args, agents)
 
     # Weights, videos, and the evaluation of every agent on every task in the official environments

@@ -609,9 +609,10 @@ def main(args: Args) -> dict:
         for k, i in enumerate(held)
     }
     run.restore(state)
-    own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
-    for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
-        vector_to_parameters(parameters, snapshot.parameters())
+    if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
+        own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
+        for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
+            vector_to_parameters(parameters, snapshot.parameters())
     envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
     for iteration in run.iterations():

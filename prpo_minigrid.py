@@ -129,6 +129,8 @@ def check_envs(args: Args) -> None:
         try:
             env = make_env(env_id)
             shape, problem = env.reset(seed=0)[0].shape, "shows no 7x7x3 codes"
+            if env.spec.id != env_id:  # gymnasium takes a name without a version, envpool does not
+                shape, problem = None, f"is {env.spec.id}"
         except Exception as error:  # unknown, with what was perhaps meant, or what it needs is not installed
             shape, problem = None, str(error).splitlines()[0]
         if shape != (7, 7, 3):
@@ -587,9 +589,10 @@ def main(args: Args) -> dict:
         for k, i in enumerate(held)
     }
     run.restore(state)
-    own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
-    for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
-        vector_to_parameters(parameters, snapshot.parameters())
+    if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
+        own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
+        for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
+            vector_to_parameters(parameters, snapshot.parameters())
     envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
     for iteration in run.iterations():

@@ -112,13 +112,6 @@ MINIGRID, ATARI = [PRPO_MINIGRID, FEDAVG_MINIGRID], [PRPO_ATARI, FEDAVG_ATARI]
 SCRIPTS = [PRPO_MINIGRID, PRPO_ATARI, FEDAVG_MINIGRID]
 
 
-def converted(variants):  # INTERIM
-    return [v for v in variants if hasattr(v.of_family, "rollout") and not hasattr(v.module, "save_checkpoint")]
-
-
-MINIGRID, ATARI, SCRIPTS = converted(MINIGRID), converted(ATARI), converted(SCRIPTS)  # INTERIM
-
-
 def on(variants):
     """Run a test with each of these as `script`."""
     return pytest.mark.parametrize("script", variants, ids=str)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers import ATARI, MINIGRID, PRPO_MINIGRID, every_script, on_minigrid, only_run, rows_of, tiny
+from helpers import PRPO_ATARI, PRPO_MINIGRID, on, on_minigrid, only_run, rows_of, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +18,7 @@ GAMMA, LAMBDA = 0.97, 0.9
 BACKENDS = ["gymnasium"] + ["envpool"] * (importlib.util.find_spec("envpool") is not None)
 needs_envpool = pytest.mark.skipif("envpool" not in BACKENDS, reason="envpool is not installed")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_family = on([PRPO_MINIGRID, PRPO_ATARI])  # FedAvg takes these from there
 RUNNING, TERMINATED, TRUNCATED = range(3)
 
 
@@ -55,7 +56,7 @@ some_kinds = st.integers(1, 3).flatmap(
 )
 
 
-@every_script
+@every_family
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32), kinds=some_kinds)
 def test_gae_equals_the_definition_episode_by_episode(script, seed, kinds):
@@ -74,7 +75,7 @@ def test_gae_equals_the_definition_episode_by_episode(script, seed, kinds):
             start = end + 1
 
 
-@every_script
+@every_family
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 2**32), end=st.integers(0, 11), kind=st.sampled_from([TERMINATED, TRUNCATED]))
 def test_nothing_leaks_from_later_episodes(script, seed, end, kind):
@@ -121,7 +122,7 @@ def value_of(state):
     return np.sin(np.asarray(state) @ [1.7, 0.9, 0.4])
 
 
-@every_script
+@every_family
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_gae_through_gymnasium_vector_environments(script, mode):
     """In both autoreset modes the advantages of real steps are those of the corridors walked one by one."""
@@ -277,11 +278,26 @@ def test_envpool_and_official_environments_agree_statistically(env_id):
     assert pooled[0].max() == official[0].max()  # the time limit
 
 
+@every_backend
+def test_a_goal_on_the_last_allowed_step_is_a_termination(backend):
+    """The official environment reports both there, envpool by itself a truncation only: it would bootstrap."""
+    args = PRPO_MINIGRID.Args(env_id="MiniGrid-Empty-5x5-v0", num_agents=1, num_envs=2, env_backend=backend)
+    envs, ends = PRPO_MINIGRID.Envs(args, range(1), 0), []
+    turn, forward, wait = 1, 2, 6
+    for action in [wait] * 95 + [forward, forward, turn, forward, forward]:
+        rewards, terminations, truncations, _, episodes = envs.step(np.array([[action, wait]]))
+        ends.append((terminations | truncations).tolist())
+    envs.close()
+    assert ends == [[[False, False]]] * 99 + [[[True, True]]]
+    assert rewards[0, 0] == pytest.approx(0.1) and rewards[0, 1] == 0
+    assert terminations.tolist() == [[True, False]] and truncations[0, 1]
+    assert [tuple(map(float, episode)) for episode in episodes] == [(0, pytest.approx(0.1), 100), (0, 0, 100)]
+
+
 @needs_envpool
-@on_minigrid
-def test_envpool_and_official_environments_agree_step_by_step(script):
+def test_envpool_and_official_environments_agree_step_by_step():
     """DistShift2 is always the same level: the same actions give the same observations, rewards and ends."""
-    made = []
+    made, script = [], PRPO_MINIGRID
     for backend in BACKENDS:
         args = script.Args(env_id="MiniGrid-DistShift2-v0", num_agents=2, num_envs=4, env_backend=backend)
         made.append(script.Envs(args, range(2), 0))
@@ -300,9 +316,9 @@ def test_envpool_and_official_environments_agree_step_by_step(script):
     assert (totals > 0).all()  # goals, ends and time limits were all among them
 
 
-def walk(script, args, agents, checkpoint=0, steps=250):
+def walk(script, args, agents, checkpoint=0):
     """What one fixed sequence of actions shows in the environments of `agents`: bytes [agents][environments]."""
-    envs = script.Envs(args, agents, checkpoint)
+    envs, steps = script.Envs(args, agents, checkpoint), {"MiniGrid": 250, "Atari": 170}[script.family]
     frames = [envs.obs.copy()]
     for action in np.random.default_rng(0).choice(4, p=[0.25, 0.2, 0.45, 0.1], size=steps):
         script.step(envs, np.full((len(agents), args.num_envs), action))
@@ -320,12 +336,10 @@ TASKS = {
 @pytest.mark.parametrize(
     ("script", "changes"),
     [
-        pytest.param(script, {"env_backend": backend}, id=f"{script}-{backend}")
-        for script in MINIGRID
-        for backend in BACKENDS
-    ]
-    + [pytest.param(script, {"sticky_actions": True}, id=f"{script}-sticky") for script in ATARI]
-    + [pytest.param(script, {}, id=str(script)) for script in ATARI[:1]],
+        *((PRPO_MINIGRID, {"env_backend": backend}) for backend in BACKENDS),
+        *((PRPO_ATARI, {"sticky_actions": sticky}) for sticky in (False, True)),
+    ],
+    ids=str,
 )
 def test_an_agents_environments_depend_on_its_own_seeds_only(script, changes):
     """The same levels or games, resets included, whatever pool or company they are in.

@@ -550,6 +550,20 @@ def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monk
         assert (folder / name).read_text() == (whole / name).read_text()
 
 
+def test_ranks_go_on_from_a_run_of_one_process(files, tmp_path):
+    """Between two rounds: what an agent hears of its peers, it gets from their checkpoints."""
+    whole, _ = train(files, tmp_path, save_every=1, learning_rate=1e-3)
+    rows, weights = rows_of(whole), weights_of(whole)
+    (whole / "checkpoints" / "agent_1" / "4.pt").unlink()
+    run = torchrun(2, prpo_llm.__file__, "--resume", whole, cwd=tmp_path)
+    assert run.returncode == 0 and "resuming after step 3 of 4" in run.stdout, run.stderr
+    for a, b in zip(weights_of(whole), weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    assert [float(row["kl_reference"]) for row in rows_of(whole)] == pytest.approx(
+        [float(row["kl_reference"]) for row in rows], rel=1e-3, abs=1e-6
+    )
+
+
 def test_resuming_a_finished_run_keeps_what_it_knows(files, tmp_path):
     """The last step's rewards are in the checkpoint, also for a run that has no step left."""
     folder, summary = train(files, tmp_path, total_steps=2)

@@ -31,6 +31,7 @@ from helpers import (
     call,
     evaluations_of,
     every_script,
+    every_variant,
     flags,
     on_atari,
     on_minigrid,
@@ -154,7 +155,16 @@ def test_bad_input_ends_with_one_line(script, argv, parts):
     """It names the flag, the value and what would be valid."""
     message = complaint(script, argv)
     assert all(part in message for part in parts), message
-    assert script.parse_args([]) == script.Args()  # and good input passes
+
+
+@every_variant
+def test_good_input_passes(script):
+    """The defaults stand, and what is automatic is settled."""
+    found, expected = vars(script.parse_args([])), vars(script.Args())
+    assert found.pop("precision") in ("float32", "bfloat16") and expected.pop("precision") == "auto"
+    assert found == expected
+    for precision in ("float32", "bfloat16"):
+        assert script.parse_args(["--precision", precision]).precision == precision
 
 
 @on_atari
@@ -253,6 +263,7 @@ def test_device_that_is_not_there(script, monkeypatch):
         message = complaint(script, ["--device", value])
         assert f"--device {value}" in message and "choose auto, cpu" in message
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
     for value in ("cuda", "cuda:1"):
         assert script.parse_args(["--device", value]).device == value
 
@@ -365,7 +376,7 @@ TASKS = {
     "MiniGrid": ("MiniGrid-Empty-5x5-v0", "MiniGrid-Empty-Random-5x5-v0", "MiniGrid-Empty-5x5-v0"),
     "Atari": (GAME, "ALE/Breakout-v5", GAME),
 }
-EPISODES = {"MiniGrid": 6, "Atari": 3}
+EPISODES = {"MiniGrid": 6, "Atari": 2}
 
 
 @pytest.fixture(scope="session")
@@ -592,7 +603,17 @@ OF_FAMILY = {"check_envs", "num_actions", "choose_backend", "Envs", "public_stat
 OF_FAMILY |= {"make_actors", "rollout", "evaluate", "make_tests"}
 # What may differ between definitions of the same name: only lines that contain one of these words
 FAMILIES = {
-    "Args": ("precision", "save_every", "start anew", "record one", "eval_episodes", "per agent and task", "env_id")
+    "check_args": ("precision",),
+    "Args": (
+        "precision",
+        "float32",
+        "save_every",
+        "start anew",
+        "record one",
+        "eval_episodes",
+        "per agent and task",
+        "env_id",
+    )
     + ("the task of all agents", "the game of all agents", "per agent, instead", "levels", "env_backend", "envpool")
     + ("sticky_actions", "with probability", "full_action_space", "of the console", "local_updates")
     + ("between communication rounds", "total_timesteps", "environment steps of each"),

@@ -189,7 +189,7 @@ PLAIN = {
     "uniform": (MINIGRID, THREE | {"communicator": "uniform", "local_updates": 2}, torch.full((3, 3), 1 / 3)),
     "two agents": (
         [PRPO_ATARI],
-        {"num_agents": 2, "local_updates": 1, "communicator": "uniform"},
+        {"num_agents": 2, "local_updates": 1, "communicator": "uniform", "num_steps": 48},
         torch.full((2, 2), 1 / 2),
     ),
     "one peer": (MINIGRID, THREE | {"communicator": "uniform", "top_k": 1}, NEXT_ONE),
@@ -200,7 +200,7 @@ PLAIN = {
         PREFERRED,
     ),
     "any matrix": (MINIGRID, THREE | {"local_updates": 2}, OF_THREE),
-    "any matrix, two agents": (ATARI, {"num_agents": 2, "local_updates": 1, "iterations": 3}, OF_TWO),
+    "any matrix, two agents": (ATARI, {"num_agents": 2, "local_updates": 1, "num_steps": 64}, OF_TWO),
     "any matrix, snapshots": ([PRPO_MINIGRID], THREE | SNAPSHOTS | APART, OF_THREE),
 }
 
@@ -444,13 +444,13 @@ def test_a_layer_that_is_added_acts_and_learns(script, tmp_path, monkeypatch):
 @every_script
 def test_isolated_agents_do_not_depend_on_how_many_others_exist(script, tmp_path):
     """Agent 0 of three isolated ones has the rows and weights of agent 0 alone, and the others are not copies of it."""
-    changes = {"communicator": "identity", "iterations": 6 if script.family == "MiniGrid" else 3}
+    changes = {"communicator": "identity"} | ({"iterations": 3, "num_steps": 48} if script.family == "Atari" else {})
     three, _ = train(script, tmp_path / "three", **changes)
     one, _ = train(script, tmp_path / "one", num_agents=1, **changes)
     weights = weights_of(three)
-    torch.testing.assert_close(weights[0], weights_of(one)[0], rtol=0, atol=1e-5)
+    assert_weights(weights[0], weights_of(one)[0], tiny(script, tmp_path, **changes))
     assert not torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
-    assert_same_rows(rows_of(three)[::3], rows_of(one))
+    assert_same_rows(rows_of(three)[::3], rows_of(one), 1e-4, apart={"explained_variance"})
     assert {row["agent"] for row in rows_of(one)} == {"0"}
 
 
@@ -514,7 +514,7 @@ def test_pr_ppo_exchanges_policies_and_keeps_parameters(tmp_path):
 def test_similarity_is_computed_from_what_agents_may_tell(script, tmp_path):
     """In real runs the logged C is the similarity of the exchanged policies on the public states."""
     n = 3 if script.family == "MiniGrid" else 2
-    changes = {"num_agents": n, "communicator": "similarity", "iterations": 1, "local_updates": 1, "num_steps": 192}
+    changes = {"num_agents": n, "communicator": "similarity", "iterations": 1, "local_updates": 1, "num_steps": 64}
     folder, summary = train(script, tmp_path / "similarity", **changes)
     sent = n * (n - 1) * script.parameters * 4
     assert summary["communication_rounds"] == 1 and summary["communication_bytes"] == sent
@@ -628,7 +628,8 @@ def test_an_agent_that_diverges_is_named_and_its_peers_go_on(script, tmp_path, m
     for i in range(n):
         result = summary["evaluation"]["agents"][i][summary["settings"]["env_id"]]["mean"]
         finite = heals or i != 1
-        assert (result is not None) == weights_of(folder)[i].isfinite().all() == finite
+        assert (result is not None) == finite
+        assert weights_of(folder)[i].isnan().sum() == (0 if finite else 1)  # it has not taken another step
     (lost,) = {row["mean_return"] for row in evaluations_of(folder) if row["agent"] == "1"} if not heals else {"nan"}
     assert lost == "nan"
     for row in rows_of(folder):
@@ -649,7 +650,7 @@ def test_a_run_in_which_everybody_diverges_ends_well(script, tmp_path, monkeypat
     folder, summary = train(script, tmp_path, eval_episodes=1)
     assert summary["diverged"] == [0, 1, 2] and summary["evaluation"]["group"] is None
     for weights in weights_of(folder).values():
-        assert weights.isnan().any() and weights.count_nonzero() > len(weights) / 2
+        assert weights.isnan().sum() == 1 and weights.count_nonzero() > len(weights) / 2
 
 
 @on([FEDAVG_MINIGRID])
