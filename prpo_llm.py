@@ -741,7 +741,7 @@ def positions(mask: Tensor, size: int = 64) -> list[tuple]:
 def remember(args: Args, model, batch: dict, name: str, numbers: tuple[int, ...] | None = None) -> Tensor:
     """`predict` with these adapters for the batch, in micro-batches: [agents, prompts, group, tokens, hidden]."""
     shape, Adapters.selected = (*batch["tokens"].shape, model.config.hidden_size), (name, numbers)
-    states = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    states = torch.zeros(shape, dtype=model.lm_head.weight.dtype, device=model.device)  # heads are float32
     for part in torch.arange(args.batch_size).split(args.micro_batch_size):
         hidden = predict(model, take(batch, part.expand(shape[0], -1)))
         states[:, part, :, : hidden.shape[3]] = hidden

@@ -618,12 +618,23 @@ FAMILIES = {
     + ("sticky_actions", "with probability", "full_action_space", "of the console", "local_updates")
     + ("between communication rounds", "total_timesteps", "environment steps of each"),
     "learn": ("obs:", "agent(obs[", "distinct"),  # MiniGrid's observations repeat
-    "main": ("make_actors", "envs = Envs("),
+    "main": ("make_actors", "envs = Envs(", "agent.compile("),
 }
 ALGORITHMS = {
     "Args": (*FAMILIES["Args"], "KL", "kl_coef", "mixture", "mixes", "self_reference", "own part", "who listens")
     + ("__post_init__", "family_of", "setattr", "getattr", "DEFAULTS"),
-    "main": ("snapshot", "family_of", "average", "drop_invalid", "Reference", "reference", "references", "generator")
+    "main": (
+        "actors = None",
+        "agent.compile(",
+        "snapshot",
+        "family_of",
+        "average",
+        "drop_invalid",
+        "Reference",
+        "reference",
+        "references",
+        "generator",
+    )
     + ("communicator", "all_gather(own)", "parameters", "for k, i in enumerate(held)", "for batch", "else", "local =")
     + ("rollout(", "gae("),
 }
