@@ -811,7 +811,7 @@ class Run:
                         target.load_state_dict(stored[name])
             run = stored["run"]
             self.train_seconds, self._wall_seconds, self.latest = run["train"], run["wall"], run["latest"]
-            self.clock, self.exchange.bytes_sent = Counter(run["clock"]), run["bytes"]
+            self.clock, self.exchange.bytes_sent, self._shown = Counter(run["clock"]), run["bytes"], run["shown"]
         self._open_logs()
 
     def saves(self) -> bool:
@@ -821,7 +821,7 @@ class Run:
     @_or_one_line
     def save(self, state: dict[int, dict]) -> None:
         """Write each agent's checkpoint; the one before it is kept. Returns when all ranks have."""
-        run = {"train": self.train_seconds, "wall": self._wall(), "latest": self.latest}
+        run = {"train": self.train_seconds, "wall": self._wall(), "latest": self.latest, "shown": self._shown}
         run |= {"clock": dict(self.clock), "bytes": self.exchange.bytes_sent}
         if self.chief:
             for log in self._logs:
@@ -931,6 +931,8 @@ class Run:
         self.interrupted = bool(gathered[:, -1].any())
         self.train_seconds += time.perf_counter() - self._began
         before, self.latest = self.latest, dict(zip(rows[0], gathered.T[:-1].tolist(), strict=True))
+        shown_before, shown = self._shown, torch.stack((communicator, distances)).tolist()
+        self._shown = repr(shown)  # as text NaN is equal to NaN
         if not self.chief:
             return
         for i, loss in enumerate(self.latest["losses/policy_loss"]):
@@ -955,12 +957,9 @@ class Run:
             row |= {"communication_bytes": self.exchange.bytes_sent, f"{self.unit.replace('-', '_')}_per_second": rate}
             self._write(self._metrics, row)
         self._metrics.flush()
-        shown = torch.stack((communicator, distances)).tolist()
-        if repr(shown) != self._shown:  # NaN is equal to NaN here
-            self._shown = repr(shown)
-            for i, j in itertools.product(range(n), repeat=2):
-                row = {self.counter: self.iteration, "listener": i, "peer": j}
-                self._write(self._communicators, row | {"weight": shown[0][i][j], "distance": shown[1][i][j]})
+        for i, j in itertools.product(range(n), repeat=2) if self._shown != shown_before else ():
+            row = {self.counter: self.iteration, "listener": i, "peer": j}
+            self._write(self._communicators, row | {"weight": shown[0][i][j], "distance": shown[1][i][j]})
         live = sys.stdout.isatty()
         if live or time.time() - self._line > 10 or self.iteration == self.total:
             seconds = round((self.total - self.iteration) * self.train_seconds / self.iteration)

@@ -148,6 +148,8 @@ def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
     resume(script, folder)
     assert_same_run(folder, whole_run(script), exactly=True)
     assert_same_charts(folder, whole_run(script))
+    logged, expected = ((path / "communicator.csv").read_text() for path in (folder, whole_run(script)))
+    assert logged == expected  # once for every change of C, also across the restart
 
 
 @on_minigrid
