@@ -422,38 +422,25 @@ Fraction = Annotated[float, Must("lie in [0, 1]", lambda v: 0 <= v <= 1)]
 class RunArgs:
     """The flags that every script has: how a run is named, kept, resumed and tracked, and who may hear whom in it."""
 
-    exp_name: str = ""
-    """the name of this experiment, part of the run's folder name (default: the script's)"""
-    seed: Natural = 1
-    """seed of everything random, keyed with the agent's number"""
-    device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: cuda where there is one"""
-    run_dir: str = "runs"
-    """folder that holds one folder per run"""
-    resume: str = ""
-    """folder of a run that was cut off: go on in it, with its settings"""
+    exp_name: str = ""  # the name of this experiment, part of the run's folder name (default: the script's)
+    seed: Natural = 1  # seed of everything random, keyed with the agent's number
+    device: str = "auto"  # cpu, cuda, cuda:N, or auto: cuda where there is one
+    run_dir: str = "runs"  # folder that holds one folder per run
+    resume: str = ""  # folder of a run that was cut off: go on in it, with its settings
     save_every: Count = 32
     """iterations between checkpoints; the environments start anew at each, so that a resumed run is the same run"""
-    eval_every: Natural = 0
-    """iterations between evaluations during training (0: only at the end)"""
+    eval_every: Natural = 0  # iterations between evaluations during training (0: only at the end)
     timeout: Positive = 600.0
     """torchrun: seconds that ranks wait for each other before the run ends and names who is missing"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "prpo"
-    """the W&B project"""
-    wandb_entity: str | None = None
-    """the W&B team or user"""
-    num_agents: Count = 3
-    """number of agents"""
-    self_preference: Fraction = 0.6
-    """c_ii of the self-preferred communicator"""
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "prpo"  # the W&B project
+    wandb_entity: str | None = None  # the W&B team or user
+    num_agents: Count = 3  # number of agents
+    self_preference: Fraction = 0.6  # c_ii of the self-preferred communicator
     communicator_temperature: Positive = 1.0
     """temperature of the softmax-reward communicator, relative to the spread of the agents' returns"""
-    topology: Literal["full", "ring"] = "full"
-    """who may hear whom: everybody, or the two neighbours on a ring"""
-    top_k: Natural = 0
-    """keep only the k heaviest peers of each agent (0: all)"""
+    topology: Literal["full", "ring"] = "full"  # who may hear whom: everybody, or the two neighbours on a ring
+    top_k: Natural = 0  # keep only the k heaviest peers of each agent (0: all)
 
     def __post_init__(self):
         self.exp_name = self.exp_name or script_of(self).stem
@@ -718,7 +705,7 @@ class Run:
         self.folder = self._open(f"{'__'.join(parts)}__{args.seed}__")
         self.iteration, self.interrupted, self.clock, self.train_seconds = 0, False, Counter(), 0.0
         self._wall_seconds, self._started, self._line, self._shown = 0.0, time.time(), 0.0, None
-        self._cores = torch.get_num_threads()
+        self.cores = torch.get_num_threads()
         self.latest, self.results = {}, {}  # the last metrics {key: [agents]}, evaluation {task: [agents, columns]}
         # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends it at once
         self._stop, numbers = [], (signal.SIGINT, signal.SIGTERM)
@@ -1005,7 +992,7 @@ class Run:
         """
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        torch.set_num_threads(self._cores)
+        torch.set_num_threads(self.cores)
         agents, unit = range(self.args.num_agents), self.unit.replace("-", "_")
         recent = self.latest.get(self.headline, [math.nan] * len(agents))
         matrix = [

@@ -38,30 +38,24 @@ class Args(RunArgs):
     # The environments
     env_id: str = "MiniGrid-FourRooms-v0"
     """the task of all agents: a MiniGrid or BabyAI task, or a game, as <Game>NoFrameskip-v4 or ALE/<Game>-v5"""
-    env_ids: tuple[str, ...] = ()
-    """one task per agent, instead of --env-id"""
-    sticky_actions: bool = False
-    """Atari: repeat the last action with probability 0.25, as in the newer protocol"""
-    full_action_space: bool = False
-    """Atari: all 18 actions of the console instead of those that the game needs"""
+    env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
+    sticky_actions: bool = False  # Atari: repeat the last action with probability 0.25, as in the newer protocol
+    full_action_space: bool = False  # Atari: all 18 actions of the console instead of those that the game needs
     levels_per_agent: Natural = 0
     """MiniGrid: agent i trains on K private levels only (0: unlimited levels); needs the gymnasium backend"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
     """MiniGrid: envpool is several times faster; auto takes it where it is installed and knows the task"""
-    num_envs: Count = 4
-    """parallel environments per agent"""
+    num_envs: Count = 4  # parallel environments per agent
     eval_episodes: Natural | None = None
     """episodes or whole games per agent and task at the end (default: MiniGrid 100, Atari 10; 0: no evaluation)"""
-    capture_video: bool = False
-    """record one episode or game per agent at the end"""
+    capture_video: bool = False  # record one episode or game per agent at the end
 
     # The agents and their communication
     communicator: Literal[
         "identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward"
     ] = "uniform"
     """who listens to whom, as in PR-PPO; uniform is FedAvg, identity is isolated PPO"""
-    local_updates: Count | None = None
-    """iterations between communication rounds (default: MiniGrid 32, Atari 16)"""
+    local_updates: Count | None = None  # iterations between communication rounds (default: MiniGrid 32, Atari 16)
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the agent's own policy before the update"""
     kl_direction: Literal["forward", "reverse"] = "forward"
@@ -70,38 +64,23 @@ class Args(RunArgs):
     # PPO
     total_timesteps: Count | None = None
     """environment steps of each agent (default: MiniGrid 5 million, Atari 10 million)"""
-    learning_rate: Positive = 2.5e-4
-    """learning rate of Adam"""
-    num_steps: Count = 512
-    """steps per environment and rollout"""
-    anneal_lr: bool = True
-    """anneal the learning rate linearly to 0"""
-    gamma: Fraction = 0.99
-    """discount factor"""
-    gae_lambda: Fraction = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: Count = 4
-    """minibatches per epoch"""
-    update_epochs: Count = 4
-    """epochs per rollout"""
-    norm_adv: bool = True
-    """normalise advantages in each minibatch"""
-    clip_coef: NonNegative = 0.1
-    """clip range of the surrogate objective (0: no clipping)"""
-    clip_vloss: bool = True
-    """clip the value loss with the same range"""
-    ent_coef: NonNegative = 0.01
-    """coefficient of the entropy bonus"""
-    vf_coef: NonNegative = 0.5
-    """coefficient of the value loss"""
-    max_grad_norm: Positive = 0.5
-    """maximum norm of each agent's gradient"""
-    target_kl: Positive | None = None
-    """skip an agent's further epochs once its approximate KL exceeds this"""
+    learning_rate: Positive = 2.5e-4  # learning rate of Adam
+    num_steps: Count = 512  # steps per environment and rollout
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0
+    gamma: Fraction = 0.99  # discount factor
+    gae_lambda: Fraction = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: Count = 4  # minibatches per epoch
+    update_epochs: Count = 4  # epochs per rollout
+    norm_adv: bool = True  # normalise advantages in each minibatch
+    clip_coef: NonNegative = 0.1  # clip range of the surrogate objective (0: no clipping)
+    clip_vloss: bool = True  # clip the value loss with the same range
+    ent_coef: NonNegative = 0.01  # coefficient of the entropy bonus
+    vf_coef: NonNegative = 0.5  # coefficient of the value loss
+    max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
+    target_kl: Positive | None = None  # skip an agent's further epochs once its approximate KL exceeds this
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the convolutions (autocast), heads and losses are always float32; auto: as in the environments' script"""
-    compile: bool = False
-    """compile the networks with torch.compile"""
+    compile: bool = False  # compile the networks with torch.compile
 
     def __post_init__(self):
         super().__post_init__()

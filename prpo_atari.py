@@ -40,72 +40,48 @@ class Args(RunArgs):
     # The environments
     env_id: str = "BeamRiderNoFrameskip-v4"
     """the game of all agents, as <Game>NoFrameskip-v4 or ALE/<Game>-v5; either way with the usual wrappers"""
-    env_ids: tuple[str, ...] = ()
-    """one game per agent, instead of --env-id; they must have the same actions"""
-    sticky_actions: bool = False
-    """repeat the last action with probability 0.25, as in the newer protocol"""
-    full_action_space: bool = False
-    """all 18 actions of the console instead of those that the game needs"""
-    num_envs: Count = 4
-    """parallel environments per agent"""
+    env_ids: tuple[str, ...] = ()  # one game per agent, instead of --env-id; they must have the same actions
+    sticky_actions: bool = False  # repeat the last action with probability 0.25, as in the newer protocol
+    full_action_space: bool = False  # all 18 actions of the console instead of those that the game needs
+    num_envs: Count = 4  # parallel environments per agent
     save_every: Count = 128
     """iterations between checkpoints; the environments start anew at each, so that a resumed run is the same run"""
-    eval_episodes: Natural = 10
-    """whole games per agent and task at the end, with unclipped scores (0: no evaluation)"""
-    capture_video: bool = False
-    """record one game per agent at the end"""
+    eval_episodes: Natural = 10  # whole games per agent and task at the end, with unclipped scores (0: no evaluation)
+    capture_video: bool = False  # record one game per agent at the end
 
     # The agents and their communication
     communicator: Literal[
         "identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward"
     ] = "uniform"
     """who listens to whom, see `make_communicator`; identity is isolated PPO"""
-    local_updates: Count = 16
-    """iterations between communication rounds"""
+    local_updates: Count = 16  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the reference policy"""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
-    mixture: Literal["arithmetic", "geometric"] = "arithmetic"
-    """how the reference mixes the agents' distributions"""
+    mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
 
     # PPO
-    total_timesteps: Count = 10_000_000
-    """environment steps of each agent; a step is four frames"""
-    learning_rate: Positive = 2.5e-4
-    """learning rate of Adam"""
-    num_steps: Count = 512
-    """steps per environment and rollout"""
-    anneal_lr: bool = True
-    """anneal the learning rate linearly to 0"""
-    gamma: Fraction = 0.99
-    """discount factor"""
-    gae_lambda: Fraction = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: Count = 4
-    """minibatches per epoch"""
-    update_epochs: Count = 4
-    """epochs per rollout"""
-    norm_adv: bool = True
-    """normalise advantages in each minibatch"""
-    clip_coef: NonNegative = 0.1
-    """clip range of the surrogate objective (0: no clipping)"""
-    clip_vloss: bool = True
-    """clip the value loss with the same range"""
-    ent_coef: NonNegative = 0.01
-    """coefficient of the entropy bonus"""
-    vf_coef: NonNegative = 0.5
-    """coefficient of the value loss"""
-    max_grad_norm: Positive = 0.5
-    """maximum norm of each agent's gradient"""
-    target_kl: Positive | None = None
-    """skip an agent's further epochs once its approximate KL exceeds this"""
+    total_timesteps: Count = 10_000_000  # environment steps of each agent; a step is four frames
+    learning_rate: Positive = 2.5e-4  # learning rate of Adam
+    num_steps: Count = 512  # steps per environment and rollout
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0
+    gamma: Fraction = 0.99  # discount factor
+    gae_lambda: Fraction = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: Count = 4  # minibatches per epoch
+    update_epochs: Count = 4  # epochs per rollout
+    norm_adv: bool = True  # normalise advantages in each minibatch
+    clip_coef: NonNegative = 0.1  # clip range of the surrogate objective (0: no clipping)
+    clip_vloss: bool = True  # clip the value loss with the same range
+    ent_coef: NonNegative = 0.01  # coefficient of the entropy bonus
+    vf_coef: NonNegative = 0.5  # coefficient of the value loss
+    max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
+    target_kl: Positive | None = None  # skip an agent's further epochs once its approximate KL exceeds this
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the convolutions (autocast), heads and losses are always float32; auto: bfloat16 where the hardware has it"""
-    compile: bool = False
-    """compile the networks with torch.compile"""
+    compile: bool = False  # compile the networks with torch.compile
 
 
 def check_args(args: Args) -> None:

@@ -46,8 +46,7 @@ from communicators import Count, Exchange, Fraction, Natural, NonNegative, Posit
 class Args(RunArgs):
     save_every: Count = 10
     """steps between checkpoints"""
-    eval_every: Natural = 0
-    """steps between evaluations during training (0: only before and after)"""
+    eval_every: Natural = 0  # steps between evaluations during training (0: only before and after)
     eval_prompts: Natural = 16
     """held-out prompts of an evaluation, common ones and of each topic, greedily completed (0: no evaluation)"""
 
@@ -62,22 +61,15 @@ class Args(RunArgs):
     """docstrings (of the installed libraries), a JSONL file, a local folder or a hub id with prompt and completion"""
     partition: Literal["iid", "topic", "preference", "coverage", "hardness"] = "iid"
     """how prompts are dealt to agents: evenly, a topic each, or by the partitions of the FedAgent paper"""
-    partition_strength: NonNegative = 0.0
-    """omega of preference, xi of coverage, xi' of hardness (0: 0.9, 1 and 1)"""
-    partition_overlap: float = 1.0
-    """agents that see each prompt on average, in coverage and hardness"""
-    prompts_per_agent: Count = 256
-    """training prompts of each agent (on average in coverage)"""
-    max_prompt_tokens: Count = 300
-    """longer prompts are left out"""
+    partition_strength: NonNegative = 0.0  # omega of preference, xi of coverage, xi' of hardness (0: 0.9, 1 and 1)
+    partition_overlap: float = 1.0  # agents that see each prompt on average, in coverage and hardness
+    prompts_per_agent: Count = 256  # training prompts of each agent (on average in coverage)
+    max_prompt_tokens: Count = 300  # longer prompts are left out
     reward: str = "rouge"
     """rouge (ROUGE-L F against the reference completion), or FILE.py:function(prompts, completions, references)"""
-    reward_model: str = ""
-    """a sequence-classification model instead, a local folder or hub id"""
-    missing_eos_penalty: NonNegative = 1.0
-    """taken from the reward of a completion that does not end"""
-    min_response_tokens: Natural = 0
-    """completions with fewer tokens (table 5's code: 18) pay the same penalty"""
+    reward_model: str = ""  # a sequence-classification model instead, a local folder or hub id
+    missing_eos_penalty: NonNegative = 1.0  # taken from the reward of a completion that does not end
+    min_response_tokens: Natural = 0  # completions with fewer tokens (table 5's code: 18) pay the same penalty
 
     # The agents and their communication
     aggregation: Literal["policy", "weights", "none"] = "policy"
@@ -94,56 +86,36 @@ class Args(RunArgs):
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), eq. 7; auto: reverse for GRPO"""
     kl_estimator: Literal["full", "k1", "k2", "k3"] = "full"
     """exact over the vocabulary, or estimated from the sampled token (reverse only)"""
-    mixture: Literal["arithmetic", "geometric"] = "arithmetic"
-    """how the reference mixes the agents' distributions"""
+    mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "snapshot"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
-    sft_anchor: NonNegative = 0.0
-    """coefficient of another KL penalty, towards the policy from which all agents started"""
+    sft_anchor: NonNegative = 0.0  # coefficient of another KL penalty, towards the policy from which all agents started
     lora_average: Literal["exact", "naive"] = "exact"
     """FedAvg with a common frozen A, so that mean(BA) = mean(B)A; or A and B averaged separately"""
 
     # PPO and GRPO
     algorithm: Literal["grpo", "ppo"] = "grpo"
     """group-relative advantages, or a value model with generalized advantage estimation"""
-    total_steps: Count = 40
-    """steps of each agent: completions are sampled, rewarded and learned from"""
-    batch_size: Count = 4
-    """prompts per agent and step"""
-    group_size: Count = 8
-    """completions per prompt (PPO: 1)"""
-    response_length: Count = 58
-    """maximum tokens of a completion"""
-    temperature: Positive = 0.7
-    """sampling temperature, which scales the logits wherever a probability is taken"""
-    learning_rate: Positive = 1e-4
-    """learning rate of AdamW"""
-    update_epochs: Count = 2
-    """epochs per step"""
-    minibatch_size: Natural = 0
-    """prompts per agent and optimizer step (0: the whole batch)"""
-    micro_batch_size: Count = 1
-    """prompts per agent that pass through the model at once"""
-    clip_coef: NonNegative = 0.2
-    """clip range of the surrogate objective (0: no clipping)"""
+    total_steps: Count = 40  # steps of each agent: completions are sampled, rewarded and learned from
+    batch_size: Count = 4  # prompts per agent and step
+    group_size: Count = 8  # completions per prompt (PPO: 1)
+    response_length: Count = 58  # maximum tokens of a completion
+    temperature: Positive = 0.7  # sampling temperature, which scales the logits wherever a probability is taken
+    learning_rate: Positive = 1e-4  # learning rate of AdamW
+    update_epochs: Count = 2  # epochs per step
+    minibatch_size: Natural = 0  # prompts per agent and optimizer step (0: the whole batch)
+    micro_batch_size: Count = 1  # prompts per agent that pass through the model at once
+    clip_coef: NonNegative = 0.2  # clip range of the surrogate objective (0: no clipping)
     loss_type: Literal["grpo", "dr-grpo"] = "grpo"
     """GRPO divides by the group's deviation and each completion's length, Dr. GRPO by neither"""
-    gamma: Fraction = 1.0
-    """PPO: discount factor per token"""
-    gae_lambda: Fraction = 0.95
-    """PPO: lambda of generalized advantage estimation"""
-    vf_coef: NonNegative = 0.1
-    """PPO: coefficient of the value loss"""
-    max_grad_norm: Positive = 1.0
-    """maximum norm of each agent's gradient"""
-    lora_rank: Count = 64
-    """rank of the policy's adapters"""
-    lora_alpha: int = 16
-    """the policy's adapters are scaled by alpha / rank"""
-    value_lora_rank: Count = 16
-    """PPO: rank of the value model's adapters"""
-    value_lora_alpha: int = 32
-    """PPO: the value model's adapters are scaled by alpha / rank"""
+    gamma: Fraction = 1.0  # PPO: discount factor per token
+    gae_lambda: Fraction = 0.95  # PPO: lambda of generalized advantage estimation
+    vf_coef: NonNegative = 0.1  # PPO: coefficient of the value loss
+    max_grad_norm: Positive = 1.0  # maximum norm of each agent's gradient
+    lora_rank: Count = 64  # rank of the policy's adapters
+    lora_alpha: int = 16  # the policy's adapters are scaled by alpha / rank
+    value_lora_rank: Count = 16  # PPO: rank of the value model's adapters
+    value_lora_alpha: int = 32  # PPO: the value model's adapters are scaled by alpha / rank
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
     """the linear layers that get adapters"""
 

@@ -39,72 +39,50 @@ LOSSES = "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "
 @dataclass
 class Args(RunArgs):
     # The environments
-    env_id: str = "MiniGrid-FourRooms-v0"
-    """the task of all agents"""
-    env_ids: tuple[str, ...] = ()
-    """one task per agent, instead of --env-id"""
+    env_id: str = "MiniGrid-FourRooms-v0"  # the task of all agents
+    env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
     levels_per_agent: Natural = 0
     """agent i trains on K private levels only (0: unlimited levels); needs the gymnasium backend"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
     """envpool is several times faster; auto takes it where it is installed and knows the task"""
-    num_envs: Count = 4
-    """parallel environments per agent"""
+    num_envs: Count = 4  # parallel environments per agent
     eval_episodes: Natural = 100
     """episodes per agent and task in the official environment at the end (0: no evaluation)"""
-    capture_video: bool = False
-    """record one episode per agent in the official environment at the end"""
+    capture_video: bool = False  # record one episode per agent in the official environment at the end
 
     # The agents and their communication
     communicator: Literal[
         "identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward"
     ] = "uniform"
     """who listens to whom, see `make_communicator`; identity is isolated PPO"""
-    local_updates: Count = 32
-    """iterations between communication rounds"""
+    local_updates: Count = 32  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the reference policy"""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
-    mixture: Literal["arithmetic", "geometric"] = "arithmetic"
-    """how the reference mixes the agents' distributions"""
+    mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
 
     # PPO
-    total_timesteps: Count = 5_000_000
-    """environment steps of each agent"""
-    learning_rate: Positive = 2.5e-4
-    """learning rate of Adam"""
-    num_steps: Count = 512
-    """steps per environment and rollout"""
-    anneal_lr: bool = True
-    """anneal the learning rate linearly to 0"""
-    gamma: Fraction = 0.99
-    """discount factor"""
-    gae_lambda: Fraction = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: Count = 4
-    """minibatches per epoch"""
-    update_epochs: Count = 4
-    """epochs per rollout"""
-    norm_adv: bool = True
-    """normalise advantages in each minibatch"""
-    clip_coef: NonNegative = 0.1
-    """clip range of the surrogate objective (0: no clipping)"""
-    clip_vloss: bool = True
-    """clip the value loss with the same range"""
-    ent_coef: NonNegative = 0.01
-    """coefficient of the entropy bonus"""
-    vf_coef: NonNegative = 0.5
-    """coefficient of the value loss"""
-    max_grad_norm: Positive = 0.5
-    """maximum norm of each agent's gradient"""
-    target_kl: Positive | None = None
-    """skip an agent's further epochs once its approximate KL exceeds this"""
+    total_timesteps: Count = 5_000_000  # environment steps of each agent
+    learning_rate: Positive = 2.5e-4  # learning rate of Adam
+    num_steps: Count = 512  # steps per environment and rollout
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0
+    gamma: Fraction = 0.99  # discount factor
+    gae_lambda: Fraction = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: Count = 4  # minibatches per epoch
+    update_epochs: Count = 4  # epochs per rollout
+    norm_adv: bool = True  # normalise advantages in each minibatch
+    clip_coef: NonNegative = 0.1  # clip range of the surrogate objective (0: no clipping)
+    clip_vloss: bool = True  # clip the value loss with the same range
+    ent_coef: NonNegative = 0.01  # coefficient of the entropy bonus
+    vf_coef: NonNegative = 0.5  # coefficient of the value loss
+    max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
+    target_kl: Positive | None = None  # skip an agent's further epochs once its approximate KL exceeds this
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the convolutions (autocast), heads and losses are always float32; auto: float32 for so small a network"""
-    compile: bool = False
-    """compile the networks with torch.compile"""
+    compile: bool = False  # compile the networks with torch.compile
 
 
 def check_args(args: Args) -> None:
@@ -194,45 +172,64 @@ def choose_backend(args: Args) -> str:
     return "gymnasium" if args.env_backend == "auto" else args.env_backend
 
 
+class SyncEnvs(SyncVectorEnv):
+    """gymnasium's environments in one process, with envpool's two halves of a step."""
+
+    def send(self, actions: np.ndarray) -> None:
+        """What `recv` is to do."""
+        self.sent = actions
+
+    def recv(self) -> tuple:
+        """What `step` returns."""
+        return self.step(self.sent)
+
+
 class Envs:
-    """The environments of some agents, stepped together: arrays are [agents, envs, ...].
+    """The environments of some agents: arrays are [agents, envs, ...].
 
     Each environment starts anew in the step *after* its episode's end; that step ignores the action and is not valid.
     Seeds are keyed by (seed, agent, environment, checkpoint), so that nothing depends on who holds which agent.
+    While one of the `parts` (slices of the agents) is stepped, the policies of another answer.
     """
 
     def __init__(self, args: Args, agents: range, checkpoint: int):
-        self.shape, self.pools, obs = (len(agents), args.num_envs), [], []
-        tasks, backend = task_ids(args), choose_backend(args)
-        for env_id, group in itertools.groupby(agents, key=lambda i: tasks[i]):  # one large pool beats small ones
-            owners = list(itertools.product(group, range(args.num_envs)))
+        shape, tasks, backend = (len(agents), args.num_envs), task_ids(args), choose_backend(args)
+        self.obs, self.pools, self.parts = np.zeros((*shape, 7, 7, 3), dtype=np.uint8), [], []  # obs: to answer next
+        halves = itertools.groupby(range(len(agents)), key=lambda k: (tasks[agents[k]], 2 * k < len(agents)))
+        for (env_id, _), own in halves:  # a large pool beats small ones
+            own = [*own]
+            self.parts.append(slice(own[0], own[-1] + 1))
+            owners = list(itertools.product(agents[self.parts[-1]], range(args.num_envs)))
             seeds = [derive_seed(args.seed, agent, number, checkpoint, 1) for agent, number in owners]
             if backend == "envpool":
                 make = importlib.import_module("envpool").make
                 self.pools.append(make(env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds))
-                obs.append(self.pools[-1].reset()[0]["image"])
+                obs = self.pools[-1].reset()[0]["image"]
             else:
                 thunks = [lambda env_id=env_id, i=i: make_env(env_id, level_seeds(args, i)) for i, _ in owners]
-                self.pools.append(SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP))
-                obs.append(self.pools[-1].reset(seed=seeds)[0])
-        self.obs = np.concatenate(obs).reshape(*self.shape, 7, 7, 3)  # what the next actions answer
-        self.bounds = np.cumsum([len(own) for own in obs])[:-1]
-        self.ended, self.returns, self.lengths = np.zeros(self.shape, bool), np.zeros(self.shape), np.zeros(self.shape)
+                self.pools.append(SyncEnvs(thunks, autoreset_mode=AutoresetMode.NEXT_STEP))
+                obs = self.pools[-1].reset(seed=seeds)[0]
+            self.obs[self.parts[-1]] = obs.reshape(-1, *self.obs.shape[1:])
+        self.ended, self.returns, self.lengths = np.zeros(shape, bool), np.zeros(shape), np.zeros(shape)
 
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+    def send(self, part: int, actions: np.ndarray) -> None:
+        """Let this part take these actions, [agents of the part, envs]."""
+        self.pools[part].send(actions.ravel())
+
+    def receive(self, part: int) -> tuple[np.ndarray, ...]:
         """Returns rewards, terminations, truncations, valid, and the episodes that ended: [(k, return, length)]."""
-        results = []
-        for pool, own in zip(self.pools, np.split(actions.ravel(), self.bounds), strict=True):
-            obs, *signals, _ = pool.step(own)
-            results.append((obs["image"] if isinstance(obs, dict) else obs, *signals))
-        obs, *signals = results[0] if len(results) == 1 else map(np.concatenate, zip(*results, strict=True))
-        rewards, terminations, truncations = (signal.reshape(self.shape) for signal in signals)
+        obs, *signals, _ = self.pools[part].recv()
+        own = self.parts[part]
+        self.obs[own] = (obs["image"] if isinstance(obs, dict) else obs).reshape(-1, *self.obs.shape[1:])
+        rewards, terminations, truncations = (signal.reshape(-1, self.obs.shape[1]) for signal in signals)
         terminations = terminations | (truncations & (rewards != 0))  # envpool: a goal on the last allowed step
-        valid, self.ended = ~self.ended, terminations | truncations
-        self.returns, self.lengths = self.returns + rewards, self.lengths + valid
-        episodes = [(k, self.returns[k, e], self.lengths[k, e]) for k, e in np.argwhere(self.ended)]
-        self.returns[self.ended] = self.lengths[self.ended] = 0.0
-        self.obs = obs.reshape(self.obs.shape)
+        valid, self.ended[own] = ~self.ended[own], terminations | truncations
+        self.returns[own] += rewards
+        self.lengths[own] += valid
+        ended = [(k + own.start, e) for k, e in np.argwhere(self.ended[own])]
+        episodes = [(k, self.returns[k, e], self.lengths[k, e]) for k, e in ended]
+        for over in ended:
+            self.returns[over] = self.lengths[over] = 0.0
         return rewards, terminations, truncations, valid, episodes
 
     def close(self) -> None:
@@ -313,6 +310,7 @@ class Table(dict):
         self.clear()
         self.ask(list(dict.fromkeys(itertools.chain(*self.seen))))
 
+    @torch.inference_mode()
     def ask(self, keys: list[bytes]) -> None:
         """Ask the policy about these observations."""
         if keys:
@@ -383,25 +381,28 @@ def rollout(args: Args, envs: Envs, actors: list[Table], generators: list, run: 
     noise = [torch.empty(*shape[1:], table.agent.actor.out_features) for table in actors]
     noise = [own.exponential_(generator=generator) for own, generator in zip(noise, generators, strict=True)]
     gumbel, history = -torch.stack(noise).log().numpy(), [[] for _ in actors]
-    for table in actors:
-        table.start()
-    for step in range(args.num_steps):
-        for k, table in enumerate(actors):
-            keys, logits = table.look_up(envs.obs[k])
-            history[k] += keys
-            actions[k, step] = (logits + gumbel[k, step]).argmax(-1)  # a sample of softmax(logits)
-        run.tick("rollout_forward")
-
-        *signals, ended = envs.step(actions[:, step])
-        rewards[:, step], terminations[:, step], truncations[:, step], valid[:, step] = signals
-        for k, *episode in ended:
-            episodes[k].append(tuple(map(float, episode)))
-        run.tick("environments")
+    communicators.take_turns([map(Table.start, [table]) for table in actors], min(len(actors), run.cores))
+    for step in range(args.num_steps + 1):
+        for number, part in enumerate(envs.parts):
+            if step > 0:
+                *signals, ended = envs.receive(number)
+                own = part, step - 1
+                rewards[own], terminations[own], truncations[own], valid[own] = signals
+                for k, *episode in ended:
+                    episodes[k].append(tuple(map(float, episode)))
+                run.tick("environments")
+            for k in range(part.start, part.stop):
+                keys, logits = actors[k].look_up(envs.obs[k])
+                history[k] += keys
+                if step < args.num_steps:
+                    actions[k, step] = (logits + gumbel[k, step]).argmax(-1)  # a sample of softmax(logits)
+            if step < args.num_steps:
+                envs.send(number, actions[part, step])
+            run.tick("rollout_forward")
     storage = {"rewards": rewards, "terminations": terminations, "dones": terminations | truncations, "valid": valid}
     storage = {name: torch.from_numpy(x) for name, x in (storage | {"actions": actions}).items()}
     states, values, logprobs, obs, behaviour = [], [], [], [], []
     for k, table in enumerate(actors):
-        history[k] += table.look_up(envs.obs[k])[0]
         row_of = {key: row for row, key in enumerate(dict.fromkeys(history[k]))}
         table.seen.append(list(row_of))
         states.append(torch.tensor([row_of[key] for key in history[k]]).view(-1, args.num_envs))  # [steps + 1, envs]
@@ -459,8 +460,9 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tens
             mb = {name: tensor[mb_inds] for name, tensor in batch.items()}
             # A policy is a function of the observation: once for each distinct one, which leaves the gradient as it is
             distinct, states = mb["states"].unique(return_inverse=True)
-            logits, newvalue = (x.index_select(0, states) for x in agent(obs[distinct]))
-            newlogprobs = logits.log_softmax(-1)  # [minibatch, actions]
+            logits, value = agent(obs[distinct])
+            newlogprobs = logits.log_softmax(-1).index_select(0, states)  # [minibatch, actions]
+            newvalue = value.index_select(0, states)
             logratio = newlogprobs.gather(-1, mb["actions"][:, None]).squeeze(-1) - mb["logprobs"]
             ratio = logratio.exp()
 

@@ -5,16 +5,15 @@
 A table stands between <!-- table NAME --> and <!-- end -->; NAME is a function below, with its arguments.
 """
 
-import ast
 import dataclasses
 import importlib
-import inspect
 import re
 import sys
 import typing
 from pathlib import Path
 
 import pandas as pd
+from tyro._docstrings import get_field_docstring
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -32,14 +31,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def helps(Args: type) -> dict[str, str]:
-    """The help text of every field: the docstring below it, also of inherited ones."""
-    texts = {}
-    for cls in reversed(Args.__mro__[:-1]):
-        body = ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls))).body[0].body
-        for field, text in zip(body, body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                texts[field.target.id] = text.value.value
-    return texts
+    """The help text of every field, as tyro finds it: the comment beside it or the docstring below it."""
+    return {field.name: get_field_docstring(Args, field.name, ()) for field in dataclasses.fields(Args)}
 
 
 def choices(hint) -> tuple[str, ...]:

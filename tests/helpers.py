@@ -86,9 +86,12 @@ class Variant:
         return parse_args(self.module, argv)
 
     def step(self, envs, actions):
-        """Step all environments, [agents, envs]; on Atari they are played in parts."""
+        """Step all environments, [agents, envs]; they are played in parts, on MiniGrid of the agents."""
         if self.family == "MiniGrid":
-            return envs.step(actions)
+            for number, part in enumerate(envs.parts):
+                envs.send(number, actions[part])
+            *signals, episodes = zip(*map(envs.receive, range(len(envs.parts))), strict=True)
+            return *map(np.concatenate, signals), sum(episodes, [])
         *signals, games = zip(*(envs.step(part, actions[:, part]) for part in envs.parts), strict=True)
         return *(np.concatenate(signal, axis=1) for signal in signals), sum(games, [])
 

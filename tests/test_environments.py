@@ -178,11 +178,11 @@ def test_training_advantages_equal_those_of_separate_episodes(script, backend, t
     The logged episodes are those of the replay too: reset steps count in neither returns nor lengths.
     """
     acted, batches, policies = [], {}, {}
-    step, learn = script.Envs.step, script.learn
+    send, learn = script.Envs.send, script.learn
 
-    def record_actions(envs, actions):
-        acted.append(actions.copy())
-        return step(envs, actions)
+    def record_actions(envs, part, actions):
+        acted.append(actions.copy())  # each of the two agents is a part
+        return send(envs, part, actions)
 
     def record_batch(agent, optimizer, generator, obs, batch, args):
         own = {name: tensor.clone() for name, tensor in batch.items()} | {"obs": obs[batch["states"]]}
@@ -190,7 +190,7 @@ def test_training_advantages_equal_those_of_separate_episodes(script, backend, t
         policies.setdefault(id(agent), []).append(copy.deepcopy(agent))
         return learn(agent, optimizer, generator, obs, batch, args)
 
-    monkeypatch.setattr(script.Envs, "step", record_actions)
+    monkeypatch.setattr(script.Envs, "send", record_actions)
     script.patch(monkeypatch, "learn", record_batch)
     monkeypatch.setattr(torch, "randperm", lambda number, generator=None: torch.arange(number))
     shape = {"num_agents": 2, "num_envs": 4, "num_steps": 50, "update_epochs": 1, "num_minibatches": 1}
@@ -254,7 +254,7 @@ def first_episodes(env_id, backend, number):
     while running.any():
         for channel, seen in enumerate(codes):
             seen.update(np.unique(envs.obs[0, running][..., channel]).tolist())
-        rewards, terminations, truncations, *_ = envs.step(generator.integers(7, size=(1, number)))
+        rewards, terminations, truncations, *_ = PRPO_MINIGRID.step(envs, generator.integers(7, size=(1, number)))
         lengths += running
         returns += rewards[0] * running
         truncated |= truncations[0] & running
@@ -285,7 +285,7 @@ def test_a_goal_on_the_last_allowed_step_is_a_termination(backend):
     envs, ends = PRPO_MINIGRID.Envs(args, range(1), 0), []
     turn, forward, wait = 1, 2, 6
     for action in [wait] * 95 + [forward, forward, turn, forward, forward]:
-        rewards, terminations, truncations, _, episodes = envs.step(np.array([[action, wait]]))
+        rewards, terminations, truncations, _, episodes = PRPO_MINIGRID.step(envs, np.array([[action, wait]]))
         ends.append((terminations | truncations).tolist())
     envs.close()
     assert ends == [[[False, False]]] * 99 + [[[True, True]]]
@@ -307,8 +307,8 @@ def test_envpool_and_official_environments_agree_step_by_step():
     for _ in range(600):
         actions = generator.choice(7, p=[0.2, 0.2, 0.5, 0.02, 0.02, 0.03, 0.03], size=(2, 4))
         actions[0, :2] %= 2  # who only turns meets the time limit
-        *expected, episodes = official.step(actions)
-        *found, own = pooled.step(actions)
+        *expected, episodes = script.step(official, actions)
+        *found, own = script.step(pooled, actions)
         for ours, theirs in zip([pooled.obs, *found], [official.obs, *expected], strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
         np.testing.assert_allclose(np.array(own), np.array(episodes), rtol=0, atol=1e-5)

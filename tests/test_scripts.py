@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import csv
+import dataclasses
 import difflib
 import importlib.util
 import inspect
@@ -41,6 +42,7 @@ from helpers import (
     tiny,
 )
 from safetensors.torch import load_file
+from tyro._docstrings import get_field_docstring
 
 ROOMS, GAME = "MiniGrid-FourRooms-v0", "BreakoutNoFrameskip-v4"
 
@@ -356,12 +358,10 @@ def test_help_explains_every_flag(script, capsys):
         script.parse_args(["--help"])
     assert end.value.code == 0
     shown = re.sub(r"[^\w:,.()\[\]/*+-]+", "", capsys.readouterr().out)  # without frames, colours and line breaks
-    (body,) = [node.body for node in ast.parse(inspect.getsource(script.Args)).body]
-    body = [node for node in body if not isinstance(node, ast.FunctionDef)]
-    for field, explanation in zip(body[::2], body[1::2], strict=True):
-        text = explanation.value.value
+    for field in dataclasses.fields(script.Args):
+        text = get_field_docstring(script.Args, field.name, ())
         assert len(text.split()) >= 2
-        assert f"--{field.target.id.replace('_', '-')}" in shown
+        assert f"--{field.name.replace('_', '-')}" in shown
         assert re.sub(r"[^\w:,.()\[\]/*+-]+", "", text) in shown, text
 
 

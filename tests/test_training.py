@@ -345,15 +345,20 @@ class Screens:
 
     def __init__(self, rollout):
         self.rows = iter(rollout)
-        self.obs = next(self.rows)[None]
+        self.obs, self.parts = next(self.rows)[None], [slice(0, 1)]
 
-    def step(self, actions):
+    def send(self, part, actions):
+        self.obs = None  # what is shown next is not known before it is received
+
+    def receive(self, part):
         self.obs = next(self.rows)[None]
-        nothing = np.zeros(actions.shape)
+        nothing = np.zeros(self.obs.shape[:2])
         return nothing, nothing > 0, nothing > 0, nothing == 0, []
 
 
 class NoRun:
+    cores = 1
+
     def tick(self, phase):
         pass
 
@@ -705,25 +710,25 @@ def test_before_the_first_round_agents_are_isolated(script, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["reward", "softmax-reward", "rank-reward"])
 def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypatch):
     """Also over a restart; who never had one counts as the others' mean."""
-    script, step, told = PRPO_MINIGRID, PRPO_MINIGRID.Envs.step, []
+    script, receive, told = PRPO_MINIGRID, PRPO_MINIGRID.Envs.receive, []
     make = script.make_communicator
     rounds = [[0.5, None, 0.3], [None, None, 0.9], [None, 0.2, None]]  # mean return of each agent, if there is one
     known = torch.tensor([[0.5, torch.nan, 0.3], [0.5, torch.nan, 0.9], [0.5, 0.2, 0.9]], dtype=torch.float64)
     clock = [0]
 
-    def tell(envs, actions):
-        *signals, _ = step(envs, actions)
-        clock[0] += 1
+    def tell(envs, part):
+        *signals, _ = receive(envs, part)
+        clock[0] += part == 0
         of_round = rounds[(clock[0] - 1) // 64 % 3]
         games = [(k, value, 9.0) for k, value in enumerate(of_round) if value is not None and clock[0] % 64 == 5]
-        return *signals, games
+        return *signals, [game for game in games if game[0] in range(3)[envs.parts[part]]]
 
     def watch(args, returns=None, *rest, **more):
         if returns is not None:
             told.append((returns.clone(), make(args, returns, *rest, **more)))
         return make(args, returns, *rest, **more)
 
-    monkeypatch.setattr(script.Envs, "step", tell)
+    monkeypatch.setattr(script.Envs, "receive", tell)
     script.patch(monkeypatch, "make_communicator", watch)
     changes = {"communicator": name, "iterations": 3, "local_updates": 1, "save_every": 1}
     train(script, tmp_path, **changes)
