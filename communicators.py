@@ -138,6 +138,55 @@ def _fill_unknown(returns: Tensor) -> Tensor:
     return returns.nan_to_num(nan=float((known / scale).mean() * scale) if scale else 0.0)
 
 
+def surrogate(gains: Tensor, temperature: float = 1.0) -> Tensor:
+    """c_ij = softmax_j(10 L_i(pi_j) / temperature): whom agent i's *own* data say that it should listen to.
+
+    gains: [agents, agents], row i is L_i of `surrogate_gains`, in standard deviations of the advantage, of which the
+    temperature counts tenths; c_ii belongs to L_i(pi_i) = 0. NaN, for a peer that is invalid, gets weight 0; a row of
+    NaN becomes uniform. Nobody has to report a return, so nobody can gain listeners by a false one. Returns
+    [agents, agents].
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} must be positive")
+    scores = (10 * gains.detach().double() / temperature).nan_to_num(nan=-math.inf, posinf=-math.inf)
+    best = scores.max(1, keepdim=True).values.nan_to_num(neginf=0.0)
+    return _normalise_rows((scores - best).exp())
+
+
+def surrogate_gains(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, max_ratio: float = 10.0) -> Tensor:
+    """L_i(pi_j) = E[min(rho_j, max_ratio) A], rho_j = pi_j / pi_i, over the actions of agent i's last rollout.
+
+    By the performance difference lemma J(pi_j) - J(pi_i) = E[A_i(s, a)] over the states and actions of pi_j; over
+    agent i's own states, as in TRPO's surrogate, and its own actions, weighted by rho_j, it is what agent i can
+    estimate alone. Advantages are normalised, so that the constant policy rho = 1 has L = 0; the truncation bounds
+    the variance. log_probs [policies, samples]: of the actions under the peers; behaviour [samples]: under the policy
+    that took them; advantages [samples]. Returns [policies]; NaN for a policy that is.
+    """
+    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+    return ((log_probs - behaviour).exp().clamp(max=max_ratio) * advantages).mean(-1)
+
+
+@functools.cache
+def from_csv(path: str, num_agents: int) -> Tensor:
+    """A matrix of one's own: a row of comma-separated weights for each agent, # begins a comment.
+
+    Returns [agents, agents]. Raises ValueError if it is not square for so many agents, finite and row-stochastic, and
+    OSError if it cannot be read.
+    """
+    communicator = torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2))
+    if communicator.shape != (num_agents, num_agents):
+        raise ValueError(f"has {' x '.join(map(str, communicator.shape))} weights, not {num_agents} x {num_agents}")
+    if not ((communicator >= 0).all() and (communicator.sum(1) - 1).abs().max() < 1e-6):
+        raise ValueError("has a row that is not on the simplex: weights must be at least 0 and sum to 1")
+    return _normalise_rows(communicator)
+
+
+def participants(num_agents: int, fraction: float, seed: int) -> Tensor:
+    """Who takes part in a round: round(fraction * agents) of them, drawn with this seed. Returns bool [agents]."""
+    order = torch.randperm(num_agents, generator=torch.Generator().manual_seed(seed))
+    return torch.zeros(num_agents, dtype=torch.bool).index_fill(0, order[: round(fraction * num_agents)], True)
+
+
 def ring(num_agents: int) -> Tensor:
     """The ring topology: each agent hears itself and its two neighbours. Returns a bool mask [agents, agents]."""
     index = torch.arange(num_agents)
@@ -263,6 +312,12 @@ def total_variation(log_probs: Tensor) -> Tensor:
 # Parameters
 
 
+def flatten(networks: list[nn.Module], numel: int) -> Tensor:
+    """Every network's parameters, flat and padded with zeros to `numel`. Returns [networks, numel]."""
+    flat = [nn.utils.parameters_to_vector(network.parameters()).detach() for network in networks]
+    return torch.stack([nn.functional.pad(own, (0, numel - len(own))) for own in flat])
+
+
 def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
     """FedAvg with a communicator: row i is sum_j c_ij theta_j. parameters: [agents, numel]. Returns [agents, numel].
 
@@ -380,15 +435,17 @@ class Exchange:
         dist.all_gather(list(gathered.chunk(self.world_size)), local.to(self._wire).flatten())
         return gathered.view(self.num_agents, -1).to(local.device)
 
-    def snapshots(self, local: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
+    def snapshots(self, local: Tensor, heard: Tensor, sizes: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """One communication round: every agent's flat parameters, and which of them are usable.
 
-        local: [agents held, numel]; heard: bool [agents, agents], whom each agent may listen to (for the byte counter).
+        local: [agents held, numel]; heard: bool [agents, agents], whom each agent may listen to, and sizes: how many of
+        each agent's numel are no padding (default: all), both for the byte counter.
         Returns (parameters [agents, numel], valid bool [agents]) as `check_snapshots` does.
         """
         gathered = self.all_gather(local)
-        listeners = int(heard.sum() - heard.diagonal().sum())
-        self.bytes_sent += listeners * local.shape[1] * local.element_size()
+        listeners = (heard.sum(0) - heard.diagonal().long()).tolist()  # of each agent
+        sizes = sizes or [local.shape[1]] * self.num_agents
+        self.bytes_sent += sum(n * size for n, size in zip(listeners, sizes, strict=True)) * local.element_size()
         parameters, valid = check_snapshots(list(gathered), local[0])
         if self.rank == 0 and not valid.all():
             dropped = (~valid).nonzero().flatten().tolist()
@@ -436,9 +493,23 @@ class RunArgs:
     wandb_project_name: str = "prpo"  # the W&B project
     wandb_entity: str | None = None  # the W&B team or user
     num_agents: Count = 3  # number of agents
+    communicator: (
+        Literal[
+            "identity",
+            "uniform",
+            "self-preferred",
+            "similarity",
+            "reward",
+            "softmax-reward",
+            "rank-reward",
+            "surrogate",
+        ]
+        | str
+    ) = "uniform"
+    """who listens to whom, see `make_communicator`; identity is isolated training; or FILE.csv, a matrix of your own"""
     self_preference: Fraction = 0.6  # c_ii of the self-preferred communicator
     communicator_temperature: Positive = 1.0
-    """temperature of the softmax-reward communicator, relative to the spread of the agents' returns"""
+    """softmax-reward: relative to the spread of the agents' returns; surrogate: in tenths of the advantages' spread"""
     topology: Literal["full", "ring"] = "full"  # who may hear whom: everybody, or the two neighbours on a ring
     top_k: Natural = 0  # keep only the k heaviest peers of each agent (0: all)
 
@@ -459,7 +530,7 @@ def stop(message: str) -> NoReturn:
 def refuse(args: RunArgs, flag: str, valid: str) -> NoReturn:
     """End with one line that names the flag, its value and what would be valid."""
     value = getattr(args, flag)
-    value = " ".join(value) if isinstance(value, tuple) else value
+    value = " ".join(map(str, value)) if isinstance(value, tuple) else value
     stop(f"--{flag.replace('_', '-')} {value}: {valid}")
 
 
@@ -518,6 +589,13 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     if args.num_agents % world_size:
         refuse(args, "num_agents", f"must be a multiple of the {world_size} processes")
+    named = typing.get_args(typing.get_args(typing.get_type_hints(Args)["communicator"])[0])
+    if args.communicator not in named:
+        try:
+            from_csv(args.communicator, args.num_agents)
+        except (OSError, ValueError) as error:
+            own = args.communicator.endswith(".csv")
+            refuse(args, "communicator", str(error) if own else f"choose from {', '.join(named)}, or the CSV file of C")
     if args.top_k >= args.num_agents:
         refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
     cuda = torch.cuda.is_available()

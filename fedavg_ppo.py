@@ -41,6 +41,10 @@ class Args(RunArgs):
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
     sticky_actions: bool = False  # Atari: repeat the last action with probability 0.25, as in the newer protocol
     full_action_space: bool = False  # Atari: all 18 actions of the console instead of those that the game needs
+    missions: tuple[str, ...] = ()
+    """MiniGrid: one word per agent, which meets only levels whose mission has it; gymnasium only"""
+    hidden_sizes: tuple[int, ...] = ()
+    """MiniGrid: width of each agent's hidden layer, here the same for all, for there is no average of others"""
     levels_per_agent: Natural = 0
     """MiniGrid: agent i trains on K private levels only (0: unlimited levels); needs the gymnasium backend"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
@@ -50,16 +54,14 @@ class Args(RunArgs):
     """episodes or whole games per agent and task at the end (default: MiniGrid 100, Atari 10; 0: no evaluation)"""
     capture_video: bool = False  # record one episode or game per agent at the end
 
-    # The agents and their communication
-    communicator: Literal[
-        "identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward"
-    ] = "uniform"
-    """who listens to whom, as in PR-PPO; uniform is FedAvg, identity is isolated PPO"""
+    # Communication
     local_updates: Count | None = None  # iterations between communication rounds (default: MiniGrid 32, Atari 16)
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the agent's own policy before the update"""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(old policy || policy), eq. 3; reverse: KL(policy || old policy), mirror descent"""
+
+    participation: Positive = 1.0  # fraction of the agents, drawn anew, that takes part in a communication round
 
     # PPO
     total_timesteps: Count | None = None
@@ -107,8 +109,11 @@ def check_args(args: Args) -> None:
     family = family_of(args)
     if len({is_atari(env_id) for env_id in args.env_ids}) > 1:
         communicators.refuse(args, "env_ids", "must all be of MiniGrid or all of Atari")
-    if family is prpo_atari and args.levels_per_agent:
-        communicators.refuse(args, "levels_per_agent", "is for MiniGrid")
+    if len(set(args.hidden_sizes)) > 1:
+        communicators.refuse(args, "hidden_sizes", "must be equal: networks of different sizes have no average")
+    for flag in ("levels_per_agent", "missions", "hidden_sizes"):
+        if family is prpo_atari and getattr(args, flag):
+            communicators.refuse(args, flag, "is for MiniGrid")
     if family is prpo_atari and args.env_backend != "auto":
         communicators.refuse(args, "env_backend", "is for MiniGrid; leave it at auto")
     for flag in ("sticky_actions", "full_action_space"):
@@ -122,40 +127,45 @@ def main(args: Args) -> dict:
     family = family_of(args)
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    num_rounds, tasks = num_iterations // args.local_updates, family.task_ids(args)
+    n, num_rounds, tasks = args.num_agents, num_iterations // args.local_updates, family.task_names(args)
     exchange = Exchange(args.num_agents, args.device, args.timeout)  # who holds which agents, what passes between them
     held, device = exchange.agents, exchange.device  # agent i of all is the k-th held; lists are in the order of k
-    run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * args.num_agents,
+    run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * n,
               headline="charts/return_last_100", env_ids=tasks, stride=batch_size,
               about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds")  # fmt: skip
     workers, threads = family.share_cores(held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
-    torch.manual_seed(args.seed)
-    first = family.Agent(family.num_actions(args), args.precision == "bfloat16").to(device)
-    vector_to_parameters(exchange.broadcast(parameters_to_vector(first.parameters()).detach()), first.parameters())
-    agents = [copy.deepcopy(first) for _ in held]
+    first = [agent.to(device) for agent in family.make_agents(args)]
+    sizes = [len(parameters_to_vector(agent.parameters())) for agent in first]
+    for agent, parameters in zip(first, exchange.broadcast(communicators.flatten(first, max(sizes))), strict=True):
+        vector_to_parameters(parameters, agent.parameters())
+    agents = [copy.deepcopy(first[i]) for i in held]
     optimizers = [torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True) for agent in agents]
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
     for agent in agents if args.compile else ():
         agent.compile(dynamic=True if family is prpo_minigrid else None)  # there batches vary with what is distinct
 
     # Communication: the matrix C, everybody's parameters of the last round, how far apart these are on public states
-    communicator = communicators.identity(args.num_agents)  # [agents, agents]; before the first round nobody has spoken
+    communicator = communicators.identity(n)  # [agents, agents]; before the first round nobody has spoken
     distances = torch.full_like(communicator, torch.nan)
-    snapshots = [copy.deepcopy(first).requires_grad_(False) for _ in range(args.num_agents)]
-    reference_states = family.public_states(args).to(device) if args.communicator != "identity" else None
+    snapshots = [agent.requires_grad_(False) for agent in first]
+    reference_states = family.public_states(args).to(device)
     last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
     known_returns = [deque(maxlen=1) for _ in held]  # the mean of the last round in which an episode ended
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
-        i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k]}
+        i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k], "snapshot": snapshots[i]}
         | {"last_returns": last_returns[k], "round_returns": round_returns[k], "known_returns": known_returns[k]}
         | {"communicator": communicator, "distances": distances}
         for k, i in enumerate(held)
     }
     run.restore(state)
+    if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
+        own = exchange.all_gather(communicators.flatten([snapshots[i] for i in held], max(sizes)))
+        for snapshot, parameters in zip(snapshots, own, strict=True):
+            vector_to_parameters(parameters, snapshot.parameters())
     envs, actors = family.Envs(args, held, run.iteration), family.make_actors(args, agents)
 
     for iteration in run.iterations():
@@ -182,6 +192,8 @@ def main(args: Args) -> dict:
         # Update: every agent takes its minibatches in order, and the agents take turns, so that all cores work
         learners = zip(agents, optimizers, generators, obs, batches, strict=True)
         losses = communicators.take_turns([family.learn(*own, args) for own in learners], workers, threads)
+        moved = zip(held, agents, obs, behaviour, batches, strict=True)
+        moved = [family.diagnose(*own, snapshots, communicator, args) for own in moved]
         run.tick("update")
 
         # Communication round: exchange parameters, refresh the communicator, average
@@ -192,20 +204,32 @@ def main(args: Args) -> dict:
             for known, own in zip(known_returns, round_returns, strict=True):
                 known.extend([mean(own)] if own else [])
                 own.clear()
-            if args.communicator != "identity":  # isolated: nothing leaves an agent
-                local = torch.stack([parameters_to_vector(agent.parameters()).detach() for agent in agents])
+            local = communicators.flatten(agents, max(sizes))
+            if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
+                for k, i in enumerate(held):
+                    vector_to_parameters(local[k].clone(), snapshots[i].parameters())
+                public = [agent.predict(reference_states)[0].log_softmax(-1).cpu().flatten() for agent in agents]
+                public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
+            else:
+                part = communicators.participants(n, args.participation, derive_seed(args.seed, iteration, 7))
                 means = exchange.all_gather(torch.tensor([[mean(own)] for own in known_returns], dtype=torch.float64))
-                heard = family.make_communicator(args, means.flatten()) > 0  # what is counted as sent
-                parameters, usable = exchange.snapshots(local, heard)
+                heard = family.make_communicator(args, means.flatten(), usable=part) > 0
+                heard &= part[:, None]  # who must be sent
+                parameters, usable = exchange.snapshots(local, heard, sizes)
                 for snapshot, own in zip(snapshots, parameters, strict=True):
                     vector_to_parameters(own, snapshot.parameters())
                 public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                communicator[:] = family.make_communicator(args, means.flatten(), public, usable)
-                distances[:] = communicators.total_variation(public)
+                gains = None
+                if args.communicator == "surrogate":
+                    gains = [family.gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in enumerate(held)]
+                    gains = exchange.all_gather(torch.stack(gains))
+                made = family.make_communicator(args, means.flatten(), public, gains, usable & part)
+                communicator[part] = made[part]
                 averages = communicators.average_parameters(communicator, parameters)
-                for k, i in enumerate(held):
-                    if usable[communicator[i] > 0].all():  # or there is nobody to average; optimizer moments are kept
+                for k, i in enumerate(held):  # who sits out goes on with what it has; optimizer moments are kept
+                    if part[i] and usable[communicator[i] > 0].all():  # or there is nobody to average
                         vector_to_parameters(averages[i].clone(), agents[k].parameters())
+            distances[:] = communicators.total_variation(public)
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -220,6 +244,7 @@ def main(args: Args) -> dict:
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
             }
             row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in family.LOSSES}
+            row |= {f"policy/{name}": value for name, value in moved[k].items()}
             rows.append(row)
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
         run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
@@ -241,7 +266,7 @@ def main(args: Args) -> dict:
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
         if args.capture_video and not run.interrupted:
             level, film = [derive_seed(args.seed, i, 5)], str(run.folder / "videos" / f"agent_{i}")
-            family.evaluate(args, agents[k], tasks[i], level, derive_seed(args.seed, i, 6), film)
+            family.evaluate(args, agents[k], family.task_ids(args)[i], level, derive_seed(args.seed, i, 6), film)
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(family.evaluate_all(args, agents, held))
     return run.finish(env_backend=family.choose_backend(args), communication_rounds=run.iteration // args.local_updates)

@@ -49,11 +49,7 @@ class Args(RunArgs):
     eval_episodes: Natural = 10  # whole games per agent and task at the end, with unclipped scores (0: no evaluation)
     capture_video: bool = False  # record one game per agent at the end
 
-    # The agents and their communication
-    communicator: Literal[
-        "identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward"
-    ] = "uniform"
-    """who listens to whom, see `make_communicator`; identity is isolated PPO"""
+    # Communication
     local_updates: Count = 16  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the reference policy"""
@@ -62,6 +58,8 @@ class Args(RunArgs):
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
+
+    participation: Positive = 1.0  # fraction of the agents, drawn anew, that takes part in a communication round
 
     # PPO
     total_timesteps: Count = 10_000_000  # environment steps of each agent; a step is four frames
@@ -92,6 +90,8 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "num_minibatches", f"must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
         communicators.refuse(args, "total_timesteps", f"must be at least one rollout, {batch_size} steps")
+    if not 2 <= round(args.participation * args.num_agents) <= args.num_agents and args.participation != 1:
+        communicators.refuse(args, "participation", f"must let 2..{args.num_agents} agents take part in a round")
     if len(args.env_ids) not in (0, args.num_agents):
         communicators.refuse(args, "env_ids", f"must name one task for each of {args.num_agents} agents")
     if args.capture_video and not find_spec("moviepy"):
@@ -117,6 +117,11 @@ def check_envs(args: Args) -> None:
 def task_ids(args: Args) -> list[str]:
     """The environment id of every agent."""
     return list(args.env_ids) or [args.env_id] * args.num_agents
+
+
+def task_names(args: Args) -> list[str]:
+    """The name of every agent's task."""
+    return task_ids(args)
 
 
 def num_actions(args: Args) -> int:
@@ -310,6 +315,13 @@ class Agent(nn.Module):
         return torch.cat(logits), torch.cat(value)
 
 
+def make_agents(args: Args) -> list[Agent]:
+    """Every agent's network at the start, all equal."""
+    torch.manual_seed(args.seed)
+    first = Agent(num_actions(args), args.precision == "bfloat16")
+    return [copy.deepcopy(first) for _ in range(args.num_agents)]
+
+
 class Actors:
     """`Agent.forward` of all agents at once, each on its own observations.
 
@@ -345,11 +357,12 @@ def share_cores(held: range, device: torch.device) -> tuple[int, int]:
 # --- PR-PPO ---
 
 
-def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> Tensor:
+def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i says whom agent i listens to, and lies on the simplex.
 
-    returns [agents]: last known means; log_probs [agents, states, actions]: on the public states; usable, bool
-    [agents]: whose snapshot is valid. Another communicator is two more lines here and a word in Args.
+    returns [agents]: last known means; log_probs [agents, states, actions]: on the public states; gains [agents,
+    agents]: see `gains_of_peers`; usable, bool [agents]: whose snapshot is valid. Another communicator is two more
+    lines here and a word in RunArgs.
     """
     n, name = args.num_agents, args.communicator
     if name == "identity":
@@ -365,7 +378,12 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
-    k = 0 if name == "similarity" and log_probs is None else args.top_k  # it must hear all before it can choose
+    elif name == "surrogate" and gains is not None:
+        C = communicators.surrogate(gains, args.communicator_temperature)
+    elif name.endswith(".csv"):
+        C = communicators.from_csv(name, n)
+    compared = {"similarity": log_probs, "surrogate": gains}.get(name, C)
+    k = 0 if compared is None else args.top_k  # who compares policies must hear all before it can choose
     return communicators.restrict(C, args.topology, k, usable, keep_self=name == "self-preferred")
 
 
@@ -449,6 +467,13 @@ def refer(i: int, obs: Tensor, behaviour: Tensor, snapshots: list[Agent], commun
     yield communicators.mix_log_probs(torch.stack(log_probs), communicator[i, heard].to(obs.device), args.mixture)
 
 
+def gains_of_peers(i: int, obs: Tensor, batch: dict[str, Tensor], snapshots: list[Agent]) -> Tensor:
+    """L_i(pi_j): how much agent i's own rollout says that listening to each peer would help. Returns [agents]."""
+    log_probs = [peer.predict(obs)[0].log_softmax(-1)[batch["states"], batch["actions"]] for peer in snapshots]
+    gains = communicators.surrogate_gains(torch.stack(log_probs), batch["logprobs"], batch["advantages"]).cpu()
+    return gains.index_fill(0, torch.tensor(i), 0.0)  # oneself is what the others are measured by
+
+
 @torch.enable_grad()
 def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tensor], args: Args) -> Iterator[dict]:
     """One agent's epochs over its rollout (eq. 4), a minibatch with every step. Yields the losses of each.
@@ -502,6 +527,27 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tens
             return
 
 
+def diagnose(i: int, agent: Agent, obs: Tensor, behaviour: Tensor, batch: dict, snapshots: list[Agent],
+             communicator: Tensor, args: Args, number: int = 128) -> dict[str, float]:  # fmt: skip
+    """What an update did to the policy, on about `number` states of the rollout; distances are total variations.
+
+    tv_update is |pi^k - pi^k+1| of Observation 1, as a mean over states; tv_snapshot and tv_peers are the distances to
+    the agent's own snapshot and, as a mean, to those of the peers that it hears.
+    """
+    every = len(batch["states"]) // number or 1
+    rows, reference = batch["states"][::every], batch["reference"][::every]
+    before, after = behaviour[rows], agent.predict(obs[rows])[0].log_softmax(-1)
+    heard = [j for j in communicator[i].nonzero().flatten().tolist() if j != i]
+    own, *peers = (snapshots[j].predict(obs[rows])[0].log_softmax(-1) for j in (i, *heard))
+    kls = (communicators.kl_to_reference(policy, reference, args.kl_direction) for policy in (before, after))
+    tv = [communicators.total_variation(torch.stack((after, other)))[0, 1].item() for other in (before, own, *peers)]
+    return {
+        **dict(zip(("kl_reference_before", "kl_reference_after"), (kl.mean().item() for kl in kls), strict=True)),
+        "reference_entropy": -(reference.exp() * reference).nansum(-1).mean().item(),
+        "tv_update": tv[0], "tv_snapshot": tv[1], "tv_peers": mean(tv[2:]),
+    }  # fmt: skip
+
+
 def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, film: str = "") -> np.ndarray:
     """One whole game of sampled actions for each level, a seed. Returns their unclipped scores [levels].
 
@@ -551,43 +597,46 @@ def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    num_rounds, tasks = num_iterations // args.local_updates, task_ids(args)
+    n, num_rounds, tasks = args.num_agents, num_iterations // args.local_updates, task_names(args)
     exchange = Exchange(args.num_agents, args.device, args.timeout)  # who holds which agents, what passes between them
     held, device = exchange.agents, exchange.device  # agent i of all is the k-th held; lists are in the order of k
-    run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * args.num_agents,
+    run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * n,
               headline="charts/return_last_100", env_ids=tasks, stride=batch_size,
               about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds")  # fmt: skip
     workers, threads = share_cores(held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
-    torch.manual_seed(args.seed)
-    first = Agent(num_actions(args), args.precision == "bfloat16").to(device)
-    vector_to_parameters(exchange.broadcast(parameters_to_vector(first.parameters()).detach()), first.parameters())
-    agents = [copy.deepcopy(first) for _ in held]
+    first = [agent.to(device) for agent in make_agents(args)]
+    sizes = [len(parameters_to_vector(agent.parameters())) for agent in first]
+    for agent, parameters in zip(first, exchange.broadcast(communicators.flatten(first, max(sizes))), strict=True):
+        vector_to_parameters(parameters, agent.parameters())
+    agents = [copy.deepcopy(first[i]) for i in held]
     optimizers = [torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True) for agent in agents]
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
     for agent in agents if args.compile else ():
         agent.compile()
 
     # Communication: the matrix C, everybody's snapshot of the last round, and how far apart these are on public states
-    communicator = communicators.identity(args.num_agents)  # [agents, agents]; before the first round nobody has spoken
+    communicator = communicators.identity(n)  # [agents, agents]; before the first round nobody has spoken
     distances = torch.full_like(communicator, torch.nan)
-    snapshots = [copy.deepcopy(first).requires_grad_(False) for _ in range(args.num_agents)]
-    reference_states = public_states(args).to(device) if args.communicator != "identity" else None
+    snapshots = [agent.requires_grad_(False) for agent in first]
+    views = [snapshots if args.participation == 1 else copy.deepcopy(snapshots) for _ in held]  # of the agents held
+    reference_states = public_states(args).to(device)
     last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
     known_returns = [deque(maxlen=1) for _ in held]  # the mean of the last round in which an episode ended
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
         i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k], "snapshot": snapshots[i]}
+        | ({"view": nn.ModuleList(views[k])} if args.participation < 1 else {})
         | {"last_returns": last_returns[k], "round_returns": round_returns[k], "known_returns": known_returns[k]}
         | {"communicator": communicator, "distances": distances}
         for k, i in enumerate(held)
     }
     run.restore(state)
     if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
-        own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
-        for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
+        own = exchange.all_gather(communicators.flatten([snapshots[i] for i in held], max(sizes)))
+        for snapshot, parameters in zip(snapshots, own, strict=True):
             vector_to_parameters(parameters, snapshot.parameters())
     envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
@@ -608,7 +657,7 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies, on agent i's own states
-        references = [refer(i, obs[k], behaviour[k], snapshots, communicator, args) for k, i in enumerate(held)]
+        references = [refer(i, obs[k], behaviour[k], views[k], communicator, args) for k, i in enumerate(held)]
         for batch, (*_, reference) in zip(batches, communicators.take_turns(references, workers, threads), strict=True):
             batch["reference"] = reference[batch["states"]]
         run.tick("reference")
@@ -616,6 +665,8 @@ def main(args: Args) -> dict:
         # Update: every agent takes its minibatches in order, and the agents take turns, so that all cores work
         learners = zip(agents, optimizers, generators, obs, batches, strict=True)
         losses = communicators.take_turns([learn(*own, args) for own in learners], workers, threads)
+        moved = zip(held, agents, obs, behaviour, batches, views, strict=True)
+        moved = [diagnose(*own, communicator, args) for own in moved]
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
@@ -626,19 +677,30 @@ def main(args: Args) -> dict:
             for known, own in zip(known_returns, round_returns, strict=True):
                 known.extend([mean(own)] if own else [])
                 own.clear()
-            local = torch.stack([parameters_to_vector(agent.parameters()).detach() for agent in agents])
-            if args.communicator == "identity":  # isolated: nothing leaves an agent
+            local = communicators.flatten(agents, max(sizes))
+            if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
                 for k, i in enumerate(held):
                     vector_to_parameters(local[k].clone(), snapshots[i].parameters())
+                public = [agent.predict(reference_states)[0].log_softmax(-1).cpu().flatten() for agent in agents]
+                public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
             else:
+                part = communicators.participants(n, args.participation, derive_seed(args.seed, iteration, 7))
                 means = exchange.all_gather(torch.tensor([[mean(own)] for own in known_returns], dtype=torch.float64))
-                heard = make_communicator(args, means.flatten()) > 0  # what is counted as sent
-                parameters, usable = exchange.snapshots(local, heard)
+                heard = (make_communicator(args, means.flatten(), usable=part) > 0) & part[:, None]  # who must be sent
+                parameters, usable = exchange.snapshots(local, heard, sizes)
                 for snapshot, own in zip(snapshots, parameters, strict=True):
                     vector_to_parameters(own, snapshot.parameters())
                 public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                communicator[:] = make_communicator(args, means.flatten(), public, usable)
-                distances[:] = communicators.total_variation(public)
+                gains = None
+                if args.communicator == "surrogate":
+                    gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in enumerate(held)]
+                    gains = exchange.all_gather(torch.stack(gains))
+                made = make_communicator(args, means.flatten(), public, gains, usable & part)
+                communicator[part] = made[part]
+                for k, i in enumerate(held):  # who sits out goes on with what it knows
+                    for j in part.nonzero().flatten().tolist() if args.participation < 1 and part[i] else ():
+                        views[k][j].load_state_dict(snapshots[j].state_dict())
+            distances[:] = communicators.total_variation(public)
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -653,6 +715,7 @@ def main(args: Args) -> dict:
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
             }
             row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in LOSSES}
+            row |= {f"policy/{name}": value for name, value in moved[k].items()}
             rows.append(row)
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
         run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
@@ -673,7 +736,7 @@ def main(args: Args) -> dict:
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
         if args.capture_video and not run.interrupted:
             level, film = [derive_seed(args.seed, i, 5)], str(run.folder / "videos" / f"agent_{i}")
-            evaluate(args, agents[k], tasks[i], level, derive_seed(args.seed, i, 6), film)
+            evaluate(args, agents[k], task_ids(args)[i], level, derive_seed(args.seed, i, 6), film)
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_all(args, agents, held))
     return run.finish(env_backend=choose_backend(args), communication_rounds=run.iteration // args.local_updates)

@@ -74,10 +74,6 @@ class Args(RunArgs):
     # The agents and their communication
     aggregation: Literal["policy", "weights", "none"] = "policy"
     """policy: peers mix in the reference (PR); weights: adapters are averaged (FedAvg); none: isolated agents"""
-    communicator: Literal[
-        "identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward"
-    ] = "uniform"
-    """who listens to whom, see `make_communicator`; identity is isolated training"""
     local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
     """steps between communication rounds, which update the reference"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.1
@@ -143,6 +139,11 @@ def check_args(args: Args) -> None:
         ("micro_batch_size", minibatch % args.micro_batch_size, f"must divide the minibatch of {minibatch}"),
         ("prompts_per_agent", args.prompts_per_agent < args.batch_size, f"must be at least {args.batch_size}, a batch"),
         ("group_size", args.group_size < 2 and args.algorithm == "grpo", "must be at least 2 for GRPO"),
+        (
+            "communicator",
+            args.communicator == "surrogate",
+            "is for control: a response has one advantage, not one per state",
+        ),
         ("communicator", similar and not args.eval_prompts, "must compare on held-out prompts: --eval-prompts 1"),
         ("self_preference", swaps and not args.self_preference, "must be positive, or agents would swap adapters"),
         ("kl_estimator", estimated and forward, "must be full for the forward KL, whose samples are the reference's"),
@@ -656,7 +657,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     """The matrix C of a round, [agents, agents]: row i says whom agent i listens to, and lies on the simplex.
 
     returns [agents]: last known means; log_probs [agents, states, actions]: on the public states; usable, bool
-    [agents]: whose snapshot is valid. Another communicator is two more lines here and a word in Args.
+    [agents]: whose snapshot is valid. Another communicator is two more lines here and a word in RunArgs.
     """
     n, name = args.num_agents, args.communicator
     if name == "identity":
@@ -672,6 +673,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
+    elif name.endswith(".csv"):
+        C = communicators.from_csv(name, n)
     k = 0 if name == "similarity" and log_probs is None else args.top_k  # it must hear all before it can choose
     return communicators.restrict(C, args.topology, k, usable, keep_self=name == "self-preferred")
 

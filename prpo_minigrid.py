@@ -9,6 +9,7 @@ Each agent trains on its own environments; what travels between agents is parame
 """
 
 import copy
+import functools
 import importlib
 import itertools
 import warnings
@@ -41,6 +42,10 @@ class Args(RunArgs):
     # The environments
     env_id: str = "MiniGrid-FourRooms-v0"  # the task of all agents
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
+    missions: tuple[str, ...] = ()
+    """one word per agent, which meets only levels whose mission has it, which it does not see; gymnasium only"""
+    hidden_sizes: tuple[int, ...] = ()
+    """width of each agent's hidden layer, a multiple of 8, its convolutions in proportion (default: 128 for all)"""
     levels_per_agent: Natural = 0
     """agent i trains on K private levels only (0: unlimited levels); needs the gymnasium backend"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
@@ -50,11 +55,7 @@ class Args(RunArgs):
     """episodes per agent and task in the official environment at the end (0: no evaluation)"""
     capture_video: bool = False  # record one episode per agent in the official environment at the end
 
-    # The agents and their communication
-    communicator: Literal[
-        "identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward", "rank-reward"
-    ] = "uniform"
-    """who listens to whom, see `make_communicator`; identity is isolated PPO"""
+    # Communication
     local_updates: Count = 32  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the reference policy"""
@@ -63,6 +64,8 @@ class Args(RunArgs):
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
+
+    participation: Positive = 1.0  # fraction of the agents, drawn anew, that takes part in a communication round
 
     # PPO
     total_timesteps: Count = 5_000_000  # environment steps of each agent
@@ -93,8 +96,14 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "num_minibatches", f"must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
         communicators.refuse(args, "total_timesteps", f"must be at least one rollout, {batch_size} steps")
+    if not 2 <= round(args.participation * args.num_agents) <= args.num_agents and args.participation != 1:
+        communicators.refuse(args, "participation", f"must let 2..{args.num_agents} agents take part in a round")
     if len(args.env_ids) not in (0, args.num_agents):
         communicators.refuse(args, "env_ids", f"must name one task for each of {args.num_agents} agents")
+    if len(args.hidden_sizes) not in (0, args.num_agents) or any(size < 8 or size % 8 for size in args.hidden_sizes):
+        communicators.refuse(args, "hidden_sizes", f"must be {args.num_agents} multiples of 8")
+    if len(args.missions) not in (0, args.num_agents):
+        communicators.refuse(args, "missions", f"must be one word for each of {args.num_agents} agents")
     if args.capture_video and not find_spec("moviepy"):
         communicators.refuse(args, "capture_video", "moviepy is not installed")
     check_envs(args)
@@ -114,13 +123,19 @@ def check_envs(args: Args) -> None:
         if shape != (7, 7, 3):
             communicators.refuse(args, flag, f"must be a MiniGrid or BabyAI task; {env_id} {problem}")
         actions[int(env.action_space.n)] = env_id
-        if len({env.reset(seed=level) and env.unwrapped.mission for level in range(9)}) > 1:
+        missions = {env.reset(seed=level) and env.unwrapped.mission for level in range(1000 if args.missions else 9)}
+        for word in (word for word, task in zip(args.missions, task_ids(args), strict=False) if task == env_id):
+            if not any(word in mission for mission in missions):
+                known = ", ".join(sorted(missions)[:5])
+                communicators.refuse(args, "missions", f"no mission of {env_id} has {word!r}; some are {known}")
+        if len(missions) > 1 and not args.missions:
             warnings.warn(f"{env_id}: levels have different missions, which agents are not shown", stacklevel=2)
     if len(actions) > 1:
         communicators.refuse(args, flag, f"need the same number of actions, not {actions}")
     if args.env_backend == "envpool":
-        if args.levels_per_agent:
-            communicators.refuse(args, "levels_per_agent", "needs --env-backend gymnasium")
+        for flag in ("levels_per_agent", "missions"):
+            if getattr(args, flag):
+                communicators.refuse(args, flag, "needs --env-backend gymnasium")
         if not find_spec("envpool"):
             communicators.refuse(args, "env_backend", "envpool is not installed")
         if unknown := set(task_ids(args)) - set(importlib.import_module("envpool").list_all_envs()):
@@ -132,6 +147,16 @@ def task_ids(args: Args) -> list[str]:
     return list(args.env_ids) or [args.env_id] * args.num_agents
 
 
+def tasks_of(args: Args) -> list[tuple[str, str]]:
+    """What every agent is to learn: its environment id, and the word of its missions ("": all)."""
+    return list(zip(task_ids(args), args.missions or [""] * args.num_agents, strict=True))
+
+
+def task_names(args: Args) -> list[str]:
+    """The name of every agent's task."""
+    return [" ".join(task).strip() for task in tasks_of(args)]
+
+
 def num_actions(args: Args) -> int:
     """The number of actions, the same in every task."""
     return int(make_env(task_ids(args)[0]).action_space.n)
@@ -141,32 +166,46 @@ def num_actions(args: Args) -> int:
 
 
 class PrivateLevels(gym.Wrapper):
-    """Every episode is one of a fixed set of levels, drawn with the environment's own generator."""
+    """Every episode is a level whose mission has a word, of a fixed set of levels if there is one."""
 
-    def __init__(self, env: gym.Env, level_seeds: list[int]):
+    def __init__(self, env: gym.Env, levels: list[int], word: str):
         super().__init__(env)
-        self.level_seeds = level_seeds
+        self.levels, self.word = levels, word
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         if seed is not None:
             self.generator = np.random.default_rng(seed)
-        return self.env.reset(seed=int(self.generator.choice(self.level_seeds)), options=options)
+        while True:
+            level = self.generator.choice(self.levels) if self.levels else self.generator.integers(2**31)
+            result = self.env.reset(seed=int(level), options=options)
+            if self.word in self.env.unwrapped.mission:
+                return result
+
+
+@functools.cache
+def find_levels(env_id: str, word: str, number: int, *key: int) -> list[int]:
+    """The first levels whose mission has the word: seeds derived from a key ([...,] number of the level, purpose)."""
+    seeds = (derive_seed(*key[:-1], level, key[-1]) for level in itertools.count())
+    if not word:
+        return list(itertools.islice(seeds, number))
+    env = make_env(env_id)
+    return list(itertools.islice((s for s in seeds if env.reset(seed=s) and word in env.unwrapped.mission), number))
 
 
 def level_seeds(args: Args, agent: int) -> list[int]:
     """The seeds of the private levels of `agent`, none if it has no such levels."""
-    return [derive_seed(args.seed, agent, level, 2) for level in range(args.levels_per_agent)]
+    return find_levels(*tasks_of(args)[agent], args.levels_per_agent, args.seed, agent, 2)
 
 
-def make_env(env_id: str, levels: list[int] = (), **kwargs) -> gym.Env:
+def make_env(env_id: str, levels: list[int] = (), word: str = "", **kwargs) -> gym.Env:
     """One environment of the official package, showing its image only: [7, 7, 3] uint8 codes."""
     env = minigrid.wrappers.ImgObsWrapper(gym.make(env_id, disable_env_checker=True, **kwargs))
-    return PrivateLevels(env, levels) if levels else env
+    return PrivateLevels(env, levels, word) if levels or word else env
 
 
 def choose_backend(args: Args) -> str:
     """The environment backend that this run uses."""
-    if args.env_backend == "auto" and not args.levels_per_agent and find_spec("envpool"):
+    if args.env_backend == "auto" and not (args.levels_per_agent or args.missions) and find_spec("envpool"):
         known = importlib.import_module("envpool").list_all_envs()
         return "envpool" if set(task_ids(args)) <= set(known) else "gymnasium"
     return "gymnasium" if args.env_backend == "auto" else args.env_backend
@@ -206,7 +245,8 @@ class Envs:
                 self.pools.append(make(env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds))
                 obs = self.pools[-1].reset()[0]["image"]
             else:
-                thunks = [lambda env_id=env_id, i=i: make_env(env_id, level_seeds(args, i)) for i, _ in owners]
+                keys = [(env_id, level_seeds(args, i), tasks_of(args)[i][1]) for i, _ in owners]
+                thunks = [functools.partial(make_env, *key) for key in keys]
                 self.pools.append(SyncEnvs(thunks, autoreset_mode=AutoresetMode.NEXT_STEP))
                 obs = self.pools[-1].reset(seed=seeds)[0]
             self.obs[self.parts[-1]] = obs.reshape(-1, *self.obs.shape[1:])
@@ -267,18 +307,18 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
 class Agent(nn.Module):
     """Policy and value function on MiniGrid's 7x7x3 codes, with a common trunk."""
 
-    def __init__(self, num_actions: int, bfloat16: bool = False):
+    def __init__(self, num_actions: int, bfloat16: bool = False, hidden: int = 128):
         super().__init__()
         self.bfloat16 = bfloat16
         self.network = nn.Sequential(
-            layer_init(nn.Conv2d(3, 16, 2)), nn.Tanh(),
-            layer_init(nn.Conv2d(16, 32, 2)), nn.Tanh(),
-            layer_init(nn.Conv2d(32, 64, 2)), nn.Tanh(),
+            layer_init(nn.Conv2d(3, hidden // 8, 2)), nn.Tanh(),
+            layer_init(nn.Conv2d(hidden // 8, hidden // 4, 2)), nn.Tanh(),
+            layer_init(nn.Conv2d(hidden // 4, hidden // 2, 2)), nn.Tanh(),
             nn.Flatten(),
-            layer_init(nn.Linear(64 * 4 * 4, 128)), nn.Tanh(),
+            layer_init(nn.Linear(hidden // 2 * 4 * 4, hidden)), nn.Tanh(),
         )  # fmt: skip
-        self.actor = layer_init(nn.Linear(128, num_actions), std=0.01)
-        self.critic = layer_init(nn.Linear(128, 1), std=1)
+        self.actor = layer_init(nn.Linear(hidden, num_actions), std=0.01)
+        self.critic = layer_init(nn.Linear(hidden, 1), std=1)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs: [batch, 7, 7, 3] uint8. Returns (logits [batch, actions], value [batch]), float32."""
@@ -293,6 +333,15 @@ class Agent(nn.Module):
         """`forward` for many states and no gradient, in chunks that stay in the cache."""
         logits, value = zip(*map(self, obs.split(1024)), strict=True)
         return torch.cat(logits), torch.cat(value)
+
+
+def make_agents(args: Args) -> list[Agent]:
+    """Every agent's network at the start, equal ones for agents of equal size."""
+    first = {}
+    for size in dict.fromkeys(args.hidden_sizes or [128]):
+        torch.manual_seed(args.seed)
+        first[size] = Agent(num_actions(args), args.precision == "bfloat16", size)
+    return [copy.deepcopy(first[size]) for size in args.hidden_sizes or [128] * args.num_agents]
 
 
 class Table(dict):
@@ -344,11 +393,12 @@ def make_actors(args: Args, agents: list[Agent]) -> list[Table]:
 # --- PR-PPO ---
 
 
-def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> Tensor:
+def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i says whom agent i listens to, and lies on the simplex.
 
-    returns [agents]: last known means; log_probs [agents, states, actions]: on the public states; usable, bool
-    [agents]: whose snapshot is valid. Another communicator is two more lines here and a word in Args.
+    returns [agents]: last known means; log_probs [agents, states, actions]: on the public states; gains [agents,
+    agents]: see `gains_of_peers`; usable, bool [agents]: whose snapshot is valid. Another communicator is two more
+    lines here and a word in RunArgs.
     """
     n, name = args.num_agents, args.communicator
     if name == "identity":
@@ -364,7 +414,12 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
-    k = 0 if name == "similarity" and log_probs is None else args.top_k  # it must hear all before it can choose
+    elif name == "surrogate" and gains is not None:
+        C = communicators.surrogate(gains, args.communicator_temperature)
+    elif name.endswith(".csv"):
+        C = communicators.from_csv(name, n)
+    compared = {"similarity": log_probs, "surrogate": gains}.get(name, C)
+    k = 0 if compared is None else args.top_k  # who compares policies must hear all before it can choose
     return communicators.restrict(C, args.topology, k, usable, keep_self=name == "self-preferred")
 
 
@@ -448,6 +503,13 @@ def refer(i: int, obs: Tensor, behaviour: Tensor, snapshots: list[Agent], commun
     yield communicators.mix_log_probs(torch.stack(log_probs), communicator[i, heard].to(obs.device), args.mixture)
 
 
+def gains_of_peers(i: int, obs: Tensor, batch: dict[str, Tensor], snapshots: list[Agent]) -> Tensor:
+    """L_i(pi_j): how much agent i's own rollout says that listening to each peer would help. Returns [agents]."""
+    log_probs = [peer.predict(obs)[0].log_softmax(-1)[batch["states"], batch["actions"]] for peer in snapshots]
+    gains = communicators.surrogate_gains(torch.stack(log_probs), batch["logprobs"], batch["advantages"]).cpu()
+    return gains.index_fill(0, torch.tensor(i), 0.0)  # oneself is what the others are measured by
+
+
 @torch.enable_grad()
 def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tensor], args: Args) -> Iterator[dict]:
     """One agent's epochs over its rollout (eq. 4), a minibatch with every step. Yields the losses of each.
@@ -504,6 +566,27 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tens
             return
 
 
+def diagnose(i: int, agent: Agent, obs: Tensor, behaviour: Tensor, batch: dict, snapshots: list[Agent],
+             communicator: Tensor, args: Args, number: int = 128) -> dict[str, float]:  # fmt: skip
+    """What an update did to the policy, on about `number` states of the rollout; distances are total variations.
+
+    tv_update is |pi^k - pi^k+1| of Observation 1, as a mean over states; tv_snapshot and tv_peers are the distances to
+    the agent's own snapshot and, as a mean, to those of the peers that it hears.
+    """
+    every = len(batch["states"]) // number or 1
+    rows, reference = batch["states"][::every], batch["reference"][::every]
+    before, after = behaviour[rows], agent.predict(obs[rows])[0].log_softmax(-1)
+    heard = [j for j in communicator[i].nonzero().flatten().tolist() if j != i]
+    own, *peers = (snapshots[j].predict(obs[rows])[0].log_softmax(-1) for j in (i, *heard))
+    kls = (communicators.kl_to_reference(policy, reference, args.kl_direction) for policy in (before, after))
+    tv = [communicators.total_variation(torch.stack((after, other)))[0, 1].item() for other in (before, own, *peers)]
+    return {
+        **dict(zip(("kl_reference_before", "kl_reference_after"), (kl.mean().item() for kl in kls), strict=True)),
+        "reference_entropy": -(reference.exp() * reference).nansum(-1).mean().item(),
+        "tv_update": tv[0], "tv_snapshot": tv[1], "tv_peers": mean(tv[2:]),
+    }  # fmt: skip
+
+
 def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, film: str = "") -> np.ndarray:
     """One episode of sampled actions in the official environment for each level. Returns their returns [levels].
 
@@ -533,15 +616,15 @@ def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int
 def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
     """What every agent is evaluated on: name -> (environment id, seeds of its levels).
 
-    Unseen levels of every task and, with private levels, the levels of every agent: the agents x tasks matrix.
+    Unseen levels of every task, of its missions with the word, and, with private levels, those of every agent: the
+    agents x tasks matrix.
     """
     tests = {}
-    for env_id in dict.fromkeys(task_ids(args)):
-        tests[env_id] = env_id, [derive_seed(args.seed, episode, 3) for episode in range(args.eval_episodes)]
-        for i, task in enumerate(task_ids(args) if args.levels_per_agent else []):
-            if task == env_id:
-                levels = itertools.islice(itertools.cycle(level_seeds(args, i)), args.eval_episodes)
-                tests[f"{env_id} levels of agent {i}"] = env_id, list(levels)
+    for name, task in zip(task_names(args), tasks_of(args), strict=True):
+        tests[name] = task[0], find_levels(*task, args.eval_episodes, args.seed, 3)
+    for i, name in enumerate(task_names(args) if args.levels_per_agent else []):
+        levels = itertools.islice(itertools.cycle(level_seeds(args, i)), args.eval_episodes)
+        tests[f"{name} levels of agent {i}"] = task_ids(args)[i], list(levels)
     return tests
 
 
@@ -557,43 +640,46 @@ def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    num_rounds, tasks = num_iterations // args.local_updates, task_ids(args)
+    n, num_rounds, tasks = args.num_agents, num_iterations // args.local_updates, task_names(args)
     exchange = Exchange(args.num_agents, args.device, args.timeout)  # who holds which agents, what passes between them
     held, device = exchange.agents, exchange.device  # agent i of all is the k-th held; lists are in the order of k
-    run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * args.num_agents,
+    run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * n,
               headline="charts/return_last_100", env_ids=tasks, stride=batch_size,
               about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds")  # fmt: skip
     workers, threads = share_cores(held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
-    torch.manual_seed(args.seed)
-    first = Agent(num_actions(args), args.precision == "bfloat16").to(device)
-    vector_to_parameters(exchange.broadcast(parameters_to_vector(first.parameters()).detach()), first.parameters())
-    agents = [copy.deepcopy(first) for _ in held]
+    first = [agent.to(device) for agent in make_agents(args)]
+    sizes = [len(parameters_to_vector(agent.parameters())) for agent in first]
+    for agent, parameters in zip(first, exchange.broadcast(communicators.flatten(first, max(sizes))), strict=True):
+        vector_to_parameters(parameters, agent.parameters())
+    agents = [copy.deepcopy(first[i]) for i in held]
     optimizers = [torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True) for agent in agents]
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
     for agent in agents if args.compile else ():
         agent.compile(dynamic=True)
 
     # Communication: the matrix C, everybody's snapshot of the last round, and how far apart these are on public states
-    communicator = communicators.identity(args.num_agents)  # [agents, agents]; before the first round nobody has spoken
+    communicator = communicators.identity(n)  # [agents, agents]; before the first round nobody has spoken
     distances = torch.full_like(communicator, torch.nan)
-    snapshots = [copy.deepcopy(first).requires_grad_(False) for _ in range(args.num_agents)]
-    reference_states = public_states(args).to(device) if args.communicator != "identity" else None
+    snapshots = [agent.requires_grad_(False) for agent in first]
+    views = [snapshots if args.participation == 1 else copy.deepcopy(snapshots) for _ in held]  # of the agents held
+    reference_states = public_states(args).to(device)
     last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
     known_returns = [deque(maxlen=1) for _ in held]  # the mean of the last round in which an episode ended
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
         i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k], "snapshot": snapshots[i]}
+        | ({"view": nn.ModuleList(views[k])} if args.participation < 1 else {})
         | {"last_returns": last_returns[k], "round_returns": round_returns[k], "known_returns": known_returns[k]}
         | {"communicator": communicator, "distances": distances}
         for k, i in enumerate(held)
     }
     run.restore(state)
     if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
-        own = torch.stack([parameters_to_vector(snapshots[i].parameters()) for i in held])
-        for snapshot, parameters in zip(snapshots, exchange.all_gather(own), strict=True):
+        own = exchange.all_gather(communicators.flatten([snapshots[i] for i in held], max(sizes)))
+        for snapshot, parameters in zip(snapshots, own, strict=True):
             vector_to_parameters(parameters, snapshot.parameters())
     envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
@@ -614,7 +700,7 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies, on agent i's own states
-        references = [refer(i, obs[k], behaviour[k], snapshots, communicator, args) for k, i in enumerate(held)]
+        references = [refer(i, obs[k], behaviour[k], views[k], communicator, args) for k, i in enumerate(held)]
         for batch, (*_, reference) in zip(batches, communicators.take_turns(references, workers, threads), strict=True):
             batch["reference"] = reference[batch["states"]]
         run.tick("reference")
@@ -622,6 +708,8 @@ def main(args: Args) -> dict:
         # Update: every agent takes its minibatches in order, and the agents take turns, so that all cores work
         learners = zip(agents, optimizers, generators, obs, batches, strict=True)
         losses = communicators.take_turns([learn(*own, args) for own in learners], workers, threads)
+        moved = zip(held, agents, obs, behaviour, batches, views, strict=True)
+        moved = [diagnose(*own, communicator, args) for own in moved]
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
@@ -632,19 +720,30 @@ def main(args: Args) -> dict:
             for known, own in zip(known_returns, round_returns, strict=True):
                 known.extend([mean(own)] if own else [])
                 own.clear()
-            local = torch.stack([parameters_to_vector(agent.parameters()).detach() for agent in agents])
-            if args.communicator == "identity":  # isolated: nothing leaves an agent
+            local = communicators.flatten(agents, max(sizes))
+            if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
                 for k, i in enumerate(held):
                     vector_to_parameters(local[k].clone(), snapshots[i].parameters())
+                public = [agent.predict(reference_states)[0].log_softmax(-1).cpu().flatten() for agent in agents]
+                public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
             else:
+                part = communicators.participants(n, args.participation, derive_seed(args.seed, iteration, 7))
                 means = exchange.all_gather(torch.tensor([[mean(own)] for own in known_returns], dtype=torch.float64))
-                heard = make_communicator(args, means.flatten()) > 0  # what is counted as sent
-                parameters, usable = exchange.snapshots(local, heard)
+                heard = (make_communicator(args, means.flatten(), usable=part) > 0) & part[:, None]  # who must be sent
+                parameters, usable = exchange.snapshots(local, heard, sizes)
                 for snapshot, own in zip(snapshots, parameters, strict=True):
                     vector_to_parameters(own, snapshot.parameters())
                 public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                communicator[:] = make_communicator(args, means.flatten(), public, usable)
-                distances[:] = communicators.total_variation(public)
+                gains = None
+                if args.communicator == "surrogate":
+                    gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in enumerate(held)]
+                    gains = exchange.all_gather(torch.stack(gains))
+                made = make_communicator(args, means.flatten(), public, gains, usable & part)
+                communicator[part] = made[part]
+                for k, i in enumerate(held):  # who sits out goes on with what it knows
+                    for j in part.nonzero().flatten().tolist() if args.participation < 1 and part[i] else ():
+                        views[k][j].load_state_dict(snapshots[j].state_dict())
+            distances[:] = communicators.total_variation(public)
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -659,6 +758,7 @@ def main(args: Args) -> dict:
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
             }
             row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in LOSSES}
+            row |= {f"policy/{name}": value for name, value in moved[k].items()}
             rows.append(row)
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
         run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
@@ -678,8 +778,8 @@ def main(args: Args) -> dict:
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
         if args.capture_video and not run.interrupted:
-            level, film = [derive_seed(args.seed, i, 5)], str(run.folder / "videos" / f"agent_{i}")
-            evaluate(args, agents[k], tasks[i], level, derive_seed(args.seed, i, 6), film)
+            level, film = find_levels(*tasks_of(args)[i], 1, args.seed, i, 5), str(run.folder / "videos" / f"agent_{i}")
+            evaluate(args, agents[k], task_ids(args)[i], level, derive_seed(args.seed, i, 6), film)
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_all(args, agents, held))
     return run.finish(env_backend=choose_backend(args), communication_rounds=run.iteration // args.local_updates)

@@ -83,6 +83,12 @@ CONTROL = {
     **SHARED,
     "losses/old_approx_kl": "the same distance, estimated without correction (k1)",
     "losses/explained_variance": "how much of the returns' variance the value function explains",
+    "policy/kl_reference_before": "KL between policy and reference before the update, on 128 states of the rollout",
+    "policy/kl_reference_after": "the same after it",
+    "policy/reference_entropy": "entropy of the reference policy, in nats",
+    "policy/tv_update": "total variation of the policies before and after the update, as a mean over these states",
+    "policy/tv_snapshot": "total variation of the policy and the agent's own snapshot of the last round",
+    "policy/tv_peers": "the same for the snapshots of the peers that it hears, as a mean; nan if there are none",
     "charts/learning_rate": "the annealed learning rate",
     "charts/SPS": "all agents' steps per second of training (`agent_steps_per_second` in the CSV file)",
 }

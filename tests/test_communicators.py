@@ -23,7 +23,8 @@ from communicators import Exchange, average_parameters, categorical_kl, mix_log_
 
 INF, NAN = math.inf, math.nan
 HINTS = typing.get_type_hints(prpo_minigrid.Args)
-COMMUNICATORS, TOPOLOGIES = (typing.get_args(HINTS[name]) for name in ("communicator", "topology"))
+COMMUNICATORS = typing.get_args(typing.get_args(HINTS["communicator"])[0])
+TOPOLOGIES = typing.get_args(HINTS["topology"])
 REWARD_FAMILY = ("reward", "softmax-reward", "rank-reward")
 examples = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 ignore_negative_returns = pytest.mark.filterwarnings("ignore:the reward communicator counts negative")
@@ -36,13 +37,19 @@ def policies(seed, *shape, scale=1.0):
     return torch.log_softmax(scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
+def gains_on(log_probs):
+    """What peers might gain on each agent's states, [agents, agents]: the less, the further they are."""
+    return -communicators.total_variation(log_probs.double())
+
+
 def make_communicator(name, n, returns=None, log_probs=None, valid=None, **options):
     """C as a script's communication round makes it; options: those of its flags."""
     renamed = {"temperature": "communicator_temperature", "num_peers": "top_k"}
     options = {renamed.get(flag, flag): value for flag, value in options.items()}
     args = prpo_minigrid.Args(num_agents=n, communicator=name, **options)
     returns = torch.ones(n) if returns is None else returns
-    return prpo_minigrid.make_communicator(args, returns, log_probs, valid)
+    gains = None if log_probs is None else gains_on(log_probs)
+    return prpo_minigrid.make_communicator(args, returns, log_probs, gains, valid)
 
 
 def simplex(seed, n, rows=1):
@@ -276,11 +283,129 @@ def test_every_name_makes_its_own_communicator():
         "reward": communicators.reward(returns),
         "softmax-reward": communicators.softmax_reward(returns, 2.0),
         "rank-reward": communicators.rank_reward(returns),
+        "surrogate": communicators.surrogate(gains_on(log_probs), 2.0),
     }
     options = {"self_preference": 0.7, "temperature": 2.0, "returns": returns, "log_probs": log_probs}
     assert set(expected) == set(COMMUNICATORS)
     for name, matrix in expected.items():
         assert torch.equal(make_communicator(name, 3, **options), matrix), name
+
+
+# Surrogate: whom one's own data recommend
+
+
+def bandit(seed, peers, states=3, actions=4):
+    """Exact policies [1 + peers, states, actions], and advantages of every action under the first one's values."""
+    log_probs = policies(seed, 1 + peers, states, actions).double()
+    rewards = torch.rand(states, actions, generator=torch.Generator().manual_seed(seed + 1)).double()
+    own = log_probs[0].exp()
+    return log_probs, rewards, rewards - (own * rewards).sum(-1, keepdim=True)
+
+
+def samples_of(policy, number=40_000):
+    """(states, actions) in exactly the proportions of a policy [states, actions], with states equally often."""
+    counts = (policy.exp() * number).round().long().flatten()
+    cells = torch.arange(policy.numel()).repeat_interleave(counts)
+    return cells // policy.shape[1], cells % policy.shape[1]
+
+
+@examples
+@given(seeds, st.integers(1, 4))
+def test_surrogate_gains_are_what_peers_would_earn(seed, peers):
+    """Oracle: J(pi_j) - J(pi_i) of a bandit, in standard deviations of the advantage; of equal policies it is 0."""
+    log_probs, rewards, advantages = bandit(seed % 2**31, peers)
+    log_probs[-1] = log_probs[0]
+    states, actions = samples_of(log_probs[0])
+    taken = log_probs[:, states, actions]
+    gains = communicators.surrogate_gains(taken, taken[0], advantages[states, actions], max_ratio=INF)
+    value = (log_probs.exp() * rewards).sum(-1).mean(-1)
+    spread = advantages[states, actions].std(correction=0)
+    torch.testing.assert_close(gains, (value - value[0]) / spread, rtol=0, atol=2e-2)
+    assert gains[0].item() == pytest.approx(0, abs=1e-9) and gains[-1].item() == pytest.approx(0, abs=1e-9)
+    weights = communicators.surrogate(gains.expand(1 + peers, -1), 1.0)
+    assert weights[0, -1].item() == pytest.approx(weights[0, 0].item())  # a peer equal to oneself: as for L = 0
+    for better in range(1 + peers):
+        for worse in range(1 + peers):
+            if value[better] > value[worse] + 0.05 * spread:
+                assert weights[0, better] > weights[0, worse]
+
+
+def test_surrogate_gains_ignore_scale_and_offset_of_advantages_and_bound_ratios():
+    behaviour, advantages = torch.full((100,), -5.0), torch.linspace(-1, 2, 100)
+    peers = torch.stack((behaviour, torch.zeros(100), torch.full((100,), NAN)))
+    gains = communicators.surrogate_gains(peers, behaviour, advantages)
+    torch.testing.assert_close(
+        gains, communicators.surrogate_gains(peers, behaviour, 7 * advantages - 3), equal_nan=True
+    )
+    picky = torch.where(advantages > 1.9, 0.0, -30.0)
+    gain = communicators.surrogate_gains(picky[None], behaviour, advantages, max_ratio=10.0)
+    normalised = (advantages - advantages.mean()) / advantages.std(correction=0)
+    assert gain.item() == pytest.approx((10 * normalised * (advantages > 1.9)).mean().item(), rel=1e-4)
+    assert gains[2].isnan()
+
+
+def test_surrogate_is_personal_and_deaf_to_nan():
+    gains = torch.tensor([[0.0, 0.1, NAN], [-0.1, 0.0, NAN], [NAN, NAN, NAN]])
+    e = math.e
+    assert_rows(
+        communicators.surrogate(gains), [[1 / (1 + e), e / (1 + e), 0], [1 / (1 + e), e / (1 + e), 0], [1 / 3] * 3]
+    )
+    hot = communicators.surrogate(gains, temperature=2.0)[0]
+    assert hot[1] / hot[0] == pytest.approx(math.exp(0.5))
+    with pytest.raises(ValueError, match="-1"):
+        communicators.surrogate(gains, -1.0)
+
+
+# A matrix of one's own
+
+
+@examples
+@given(seeds, st.integers(1, 5))
+def test_a_matrix_from_a_file_is_used_as_it_is(tmp_path_factory, seed, n):
+    matrix, file = simplex(seed, n, n), tmp_path_factory.mktemp("csv") / "pairs.csv"
+    file.write_text("# who listens to whom\n" + "\n".join(",".join(f"{w:.9f}" for w in row) for row in matrix.tolist()))
+    found = make_communicator(str(file), n)
+    assert_communicator(found, n)
+    torch.testing.assert_close(found, matrix, rtol=0, atol=1e-6)
+    valid = torch.arange(n) > 0
+    dropped = make_communicator(str(file), n, valid=valid)
+    heard = matrix[:, valid].sum(1) > 0
+    torch.testing.assert_close(dropped[heard], communicators.drop_invalid(matrix, valid)[heard], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("1,0\n0,1", "2 x 2 weights, not 3 x 3"),
+        ("1,0,0\n0,1,0", "2 x 3"),
+        ("1,0,0\n0,0.9,0\n0,0,1", "sum to 1"),
+        ("1,0,0\n0,1.5,-0.5\n0,0,1", "at least 0"),
+        ("1,0,0\n0,nan,1\n0,0,1", "simplex"),
+        ("1,0,0\n0,one,0\n0,0,1", "one"),
+    ],
+)
+def test_a_file_without_a_communicator_is_refused(tmp_path, text, named):
+    file = tmp_path / "matrix.csv"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=named):
+        communicators.from_csv(str(file), 3)
+
+
+# Participation
+
+
+@examples
+@given(seeds, st.integers(2, 12), st.floats(0.1, 1.0))
+def test_participants_are_a_seeded_sample_of_the_right_size(seed, n, fraction):
+    part = communicators.participants(n, fraction, seed % 2**31)
+    assert part.shape == (n,) and part.dtype == torch.bool and part.sum() == round(fraction * n)
+    assert torch.equal(part, communicators.participants(n, fraction, seed % 2**31))
+    assert communicators.participants(n, 1.0, seed % 2**31).all()
+
+
+def test_everybody_takes_part_equally_often():
+    counts = sum(communicators.participants(5, 0.4, seed).int() for seed in range(2000))
+    assert counts.sum() == 2 * 2000 and (counts - 800).abs().max() < 100
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0001, 7.0, NAN, INF])

@@ -51,6 +51,9 @@ ROOMS, GAME = "MiniGrid-FourRooms-v0", "BreakoutNoFrameskip-v4"
 
 BAD = {
     "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "uniform", "rank-reward"]),
+    "no such matrix": (["--communicator", "nowhere.csv"], ["--communicator nowhere.csv", "not found"]),
+    "too few in a round": (["--participation", "0.3"], ["--participation 0.3", "2..3"]),
+    "more than all in a round": (["--participation", "1.2"], ["--participation 1.2", "2..3"]),
     "self-preference above 1": (["--self-preference", "1.5"], ["--self-preference 1.5", "[0, 1]"]),
     "self-preference below 0": (["--self-preference", "-0.1"], ["--self-preference -0.1", "[0, 1]"]),
     "gamma above 1": (["--gamma", "1.01"], ["--gamma 1.01", "[0, 1]"]),
@@ -100,6 +103,19 @@ BAD_MINIGRID = {
         ["--levels-per-agent 3", "--env-backend gymnasium"],
     ),
 }
+BAD_MINIGRID |= {
+    "missions for some": (["--missions", "red", "blue"], ["--missions red blue", "one word for each of 3 agents"]),
+    "a mission that there is not": (
+        ["--env-id", "BabyAI-GoToLocalS5N2-v0", "--missions", "red", "blue", "pink"],
+        ["--missions red blue pink", "'pink'", "go to a blue b"],
+    ),
+    "missions in envpool": (
+        ["--env-id", "BabyAI-GoToLocalS5N2-v0", "--missions", "red", "blue", "green", "--env-backend", "envpool"],
+        ["--missions red blue green", "--env-backend gymnasium"],
+    ),
+    "sizes for some": (["--hidden-sizes", "64", "32"], ["--hidden-sizes 64 32", "3 multiples of 8"]),
+    "an odd size": (["--hidden-sizes", "64", "32", "12"], ["--hidden-sizes 64 32 12", "3 multiples of 8"]),
+}
 BAD_ATARI = {
     "unknown game": (
         ["--env-id", "BreakotNoFrameskip-v4"],
@@ -116,6 +132,11 @@ BAD_ATARI = {
     ),
 }
 BAD_FEDAVG = {
+    "no average": (["--hidden-sizes", "64", "64", "32"], ["--hidden-sizes 64 64 32", "must be equal"]),
+    "missions of a game": (
+        ["--env-id", GAME, "--missions", "red", "blue", "green"],
+        ["--missions red blue green", "is for MiniGrid"],
+    ),
     "a room and a game": (
         ["--num-agents", "2", "--env-ids", ROOMS, GAME],
         ["--env-ids", ROOMS, GAME, "must all be of MiniGrid or all of Atari"],
@@ -136,7 +157,12 @@ BAD_FEDAVG = {
     "all actions in a room": (["--full-action-space"], ["--full-action-space True", "is for Atari"]),
 }
 CASES = [(script, case, *BAD[case]) for script in SCRIPTS for case in BAD]
-CASES += [(script, case, *BAD_MINIGRID[case]) for script in MINIGRID for case in BAD_MINIGRID]
+CASES += [
+    (script, case, *BAD_MINIGRID[case])
+    for script in MINIGRID
+    for case in BAD_MINIGRID
+    if "size" not in case or script is PRPO_MINIGRID  # FedAvg refuses different sizes first
+]
 CASES += [(script, case, *BAD_ATARI[case]) for script in ATARI for case in BAD_ATARI]
 CASES += [(FEDAVG_MINIGRID, case, *BAD_FEDAVG[case]) for case in BAD_FEDAVG]
 
@@ -371,6 +397,8 @@ def test_help_explains_every_flag(script, capsys):
 CHARTS = ("episodic_return", "episodic_length", "episodes", "return_last_100")
 LOSSES = ("explained_variance", "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 METRICS = {name: f"charts/{name}" for name in CHARTS} | {name: f"losses/{name}" for name in (*LOSSES, "kl_reference")}
+POLICY = "kl_reference_before", "kl_reference_after", "reference_entropy", "tv_update", "tv_snapshot", "tv_peers"
+METRICS |= {name: f"policy/{name}" for name in POLICY}
 
 TASKS = {
     "MiniGrid": ("MiniGrid-Empty-5x5-v0", "MiniGrid-Empty-Random-5x5-v0", "MiniGrid-Empty-5x5-v0"),
@@ -600,11 +628,14 @@ def test_wandb_offline(script, tmp_path):
 # --- the scripts agree ---
 
 OF_FAMILY = {"check_envs", "num_actions", "choose_backend", "Envs", "public_states", "Agent", "share_cores"}
-OF_FAMILY |= {"make_actors", "rollout", "evaluate", "make_tests"}
+OF_FAMILY |= {"make_actors", "make_agents", "rollout", "evaluate", "make_tests", "task_names"}
 # What may differ between definitions of the same name: only lines that contain one of these words
 FAMILIES = {
-    "check_args": ("precision",),
+    "check_args": ("precision", "missions", "hidden_sizes"),
     "Args": (
+        "missions",
+        "hidden",
+        "gymnasium only",
         "precision",
         "float32",
         "save_every",
@@ -617,11 +648,22 @@ FAMILIES = {
     + ("the task of all agents", "the game of all agents", "per agent, instead", "levels", "env_backend", "envpool")
     + ("sticky_actions", "with probability", "full_action_space", "of the console", "local_updates")
     + ("between communication rounds", "total_timesteps", "environment steps of each"),
-    "learn": ("obs:", "agent(obs[", "distinct"),  # MiniGrid's observations repeat
-    "main": ("make_actors", "envs = Envs(", "agent.compile("),
+    # MiniGrid's observations repeat
+    "learn": ("obs:", "agent(obs[", "distinct", "index_select", "newlogprobs = logits"),
+    "main": ("make_actors", "envs = Envs(", "agent.compile(", "level, film =", "task_ids(args)[i], level"),
 }
 ALGORITHMS = {
-    "Args": (*FAMILIES["Args"], "KL", "kl_coef", "mixture", "mixes", "self_reference", "own part", "who listens")
+    "Args": (
+        *FAMILIES["Args"],
+        "average of others",
+        "KL",
+        "kl_coef",
+        "mixture",
+        "mixes",
+        "self_reference",
+        "own part",
+        "compile",
+    )
     + ("__post_init__", "family_of", "setattr", "getattr", "DEFAULTS"),
     "main": (
         "actors = None",
@@ -636,7 +678,19 @@ ALGORITHMS = {
         "generator",
     )
     + ("communicator", "all_gather(own)", "parameters", "for k, i in enumerate(held)", "for batch", "else", "local =")
-    + ("rollout(", "gae("),
+    + (
+        "rollout(",
+        "gae(",
+        "diagnose",
+        "moved = zip",
+        "views",
+        "heard",
+        "sits out",
+        "level, film =",
+        "part.nonzero()",
+        "average of others",
+    )
+    + ("hidden layer", "missions has it"),
 }
 
 

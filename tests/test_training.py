@@ -132,10 +132,11 @@ def plain_loss(script, args, agent, batch):
 def plain_training(script, args, communicator):
     """Train as the script does, isolated up to the first round and with this communicator from then on: the agents."""
     n, iterations = args.num_agents, args.total_timesteps // (args.num_envs * args.num_steps)
-    torch.manual_seed(args.seed)
-    agents = [script.new_agent()]
-    agents += [copy.deepcopy(agents[0]) for _ in range(n - 1)]
-    snapshots = copy.deepcopy(agents)
+    agents = []
+    for i in range(n):
+        torch.manual_seed(args.seed)
+        agents.append(script.new_agent(**({"hidden": args.hidden_sizes[i]} if vars(args).get("hidden_sizes") else {})))
+    views, matrix = [copy.deepcopy(agents) for _ in range(n)], torch.eye(n)  # nobody has spoken yet
     optimizers = [torch.optim.Adam(agent.parameters(), eps=1e-5) for agent in agents]
     generators = [torch.Generator().manual_seed(script.derive_seed(args.seed, i)) for i in range(n)]
     for iteration in range(iterations):
@@ -145,8 +146,7 @@ def plain_training(script, args, communicator):
             batch = plain_batch(args, plain_rollout(script, args, agent, envs[i], generators[i]))
             batch["reference"] = batch["policy"]
             if script.module is not fedavg_ppo:
-                matrix = communicator if iteration >= args.local_updates else torch.eye(n)
-                batch["reference"] = plain_reference(args, batch, i, matrix, snapshots)
+                batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
                 for part in np.array_split(order.numpy(), args.num_minibatches):
@@ -160,11 +160,16 @@ def plain_training(script, args, communicator):
                     optimizers[i].param_groups[0]["lr"] = annealed if args.anneal_lr else args.learning_rate
                     optimizers[i].step()
         if (iteration + 1) % args.local_updates == 0:
+            seed = script.derive_seed(args.seed, iteration + 1, 7)
+            part = communicators.participants(n, args.participation, seed).nonzero().flatten().tolist()
             if script.module is fedavg_ppo:
                 theta = communicator @ torch.stack([parameters_to_vector(agent.parameters()) for agent in agents])
-                for agent, row in zip(agents, theta.detach(), strict=True):
-                    vector_to_parameters(row, agent.parameters())
-            snapshots = copy.deepcopy(agents)
+                for i in part:
+                    vector_to_parameters(theta[i].detach(), agents[i].parameters())
+            for i in part:
+                matrix[i] = communicator[i]
+                for j in part:
+                    views[i][j] = copy.deepcopy(agents[j])
     return agents
 
 
@@ -200,6 +205,8 @@ PLAIN = {
         PREFERRED,
     ),
     "any matrix": (MINIGRID, THREE | {"local_updates": 2}, OF_THREE),
+    "two of three take part": (MINIGRID, THREE | APART | {"participation": 0.67, "iterations": 6}, OF_THREE),
+    "networks of three sizes": ([PRPO_MINIGRID], THREE | APART | {"hidden_sizes": (32, 64, 16)}, OF_THREE),
     "any matrix, two agents": (ATARI, {"num_agents": 2, "local_updates": 1, "num_steps": 64}, OF_TWO),
     "any matrix, snapshots": ([PRPO_MINIGRID], THREE | SNAPSHOTS | APART, OF_THREE),
 }
@@ -665,7 +672,7 @@ def test_fedavg_without_a_valid_peer_keeps_parameters(script, tmp_path, monkeypa
     only_others = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     changes = {"num_agents": 2, "iterations": 3}
 
-    def make(args, returns=None, log_probs=None, usable=None):
+    def make(args, returns=None, log_probs=None, gains=None, usable=None):
         if usable is None:
             return only_others.clone()
         return communicators.drop_invalid(only_others, usable)

@@ -1,0 +1,236 @@
+"""What questions about sharing need: missions, networks of different sizes, participation, surrogate, diagnostics."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    FEDAVG_MINIGRID,
+    PRPO_ATARI,
+    PRPO_MINIGRID,
+    REPOSITORY,
+    assert_same_run,
+    flags,
+    on,
+    only_run,
+    rows_of,
+    tiny,
+    torchrun,
+    weights_of,
+)
+from torch.distributions import Categorical, kl_divergence
+
+import communicators
+
+GO_TO = {"env_id": "BabyAI-GoToLocalS5N2-v0", "missions": ("red", "green", "blue"), "num_agents": 3}
+MIXED = {"num_agents": 3, "hidden_sizes": (32, 16, 24), "participation": 0.67, "communicator": "surrogate"}
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def mission_of(env_id, level):
+    env = PRPO_MINIGRID.make_env(env_id)
+    env.reset(seed=level)
+    return env.unwrapped.mission
+
+
+# --- missions ---
+
+
+@pytest.mark.parametrize("levels", [0, 3])
+def test_an_agent_meets_only_levels_of_its_missions(levels):
+    """Also over many restarts; without private levels these are many, with K of them at most K."""
+    args = PRPO_MINIGRID.Args(**GO_TO, levels_per_agent=levels, num_envs=2)
+    envs, generator = PRPO_MINIGRID.Envs(args, range(3), 0), np.random.default_rng(0)
+    assert PRPO_MINIGRID.choose_backend(args) == "gymnasium"
+    met, screens = [set() for _ in range(3)], [set() for _ in range(3)]
+    for _ in range(300):
+        before = envs.ended.copy()
+        PRPO_MINIGRID.step(envs, generator.integers(3, size=(3, 2)))
+        games = list(itertools.chain(*(pool.envs for pool in envs.pools)))
+        for k, e in itertools.product(range(3), range(2)):
+            met[k].add(games[2 * k + e].unwrapped.mission)
+            screens[k] |= {envs.obs[k, e].tobytes()} if before[k, e] else set()  # the first of an episode
+    envs.close()
+    for word, own, first in zip(args.missions, met, screens, strict=True):
+        assert all(word in mission for mission in own) and (len(own) > 1 or levels)
+        assert len(first) <= levels or levels == 0 and len(first) > 6
+
+
+def test_agents_are_judged_on_unseen_levels_of_everybodys_missions(tmp_path):
+    """The matrix of agents and missions; an agent's own column is its own word's."""
+    args = tiny(PRPO_MINIGRID, tmp_path, **GO_TO, levels_per_agent=2, eval_episodes=3)
+    tests = PRPO_MINIGRID.make_tests(args)
+    own = [f"{args.env_id} {word}" for word in args.missions]
+    assert list(tests) == own + [f"{name} levels of agent {i}" for i, name in enumerate(own)]
+    trained = {level for i in range(3) for level in PRPO_MINIGRID.level_seeds(args, i)}
+    for name, (env_id, levels) in tests.items():
+        word = name.split()[1]
+        assert len(levels) == 3 and all(word in mission_of(env_id, level) for level in levels)
+        assert (set(levels) <= trained) == ("levels of" in name)
+    PRPO_MINIGRID.main(args)
+    evaluation = summary_of(only_run(tmp_path))["evaluation"]
+    assert [list(row) for row in evaluation["agents"]] == [list(tests)] * 3
+    diagonal = [evaluation["agents"][i][name]["mean"] for i, name in enumerate(own)]
+    assert evaluation["group"] == pytest.approx(np.mean(diagonal))
+    assert [row["env_id"] for row in rows_of(only_run(tmp_path))[:3]] == own
+
+
+# --- networks of different sizes, participation, surrogate: together, over a restart and over ranks ---
+
+
+def test_bytes_of_networks_of_different_sizes_are_their_own(tmp_path):
+    """Padding is not sent: of two listeners each, the parameters of every size."""
+    args = tiny(PRPO_MINIGRID, tmp_path, num_agents=3, hidden_sizes=(32, 16, 24), communicator="uniform")
+    PRPO_MINIGRID.main(args)
+    sizes = [len(weights) for weights in weights_of(only_run(tmp_path)).values()]
+    assert len(set(sizes)) == 3
+    summary = summary_of(only_run(tmp_path))
+    assert summary["communication_bytes"] == summary["communication_rounds"] * 2 * sum(sizes) * 4 > 0
+
+
+@pytest.fixture(scope="module")
+def mixed_run(tmp_path_factory):
+    """One process, never interrupted."""
+    folder = tmp_path_factory.mktemp("mixed")
+    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, folder, **MIXED, iterations=6, local_updates=1))
+    return only_run(folder)
+
+
+def test_mixed_agents_resume_exactly(mixed_run, crashing, tmp_path):
+    """Who sat out before the crash goes on with the snapshots that it knew."""
+    args = tiny(PRPO_MINIGRID, tmp_path, **MIXED, iterations=6, local_updates=1)
+    crashing("complete", 0, 4, lambda: PRPO_MINIGRID.main(args))
+    folder = only_run(tmp_path)
+    PRPO_MINIGRID.main(PRPO_MINIGRID.parse_args(["--resume", str(folder)]))
+    assert_same_run(folder, mixed_run, exactly=True)
+    assert (folder / "communicator.csv").read_text() == (mixed_run / "communicator.csv").read_text()
+
+
+def test_mixed_agents_train_alike_on_three_ranks(mixed_run, tmp_path):
+    args = flags(PRPO_MINIGRID, tmp_path / "runs", **MIXED | {"hidden_sizes": ""}, iterations=6, local_updates=1)
+    at = args.index("--hidden-sizes")
+    args[at + 1 : at + 2] = map(str, MIXED["hidden_sizes"])
+    run = torchrun(3, REPOSITORY / "prpo_minigrid.py", *args, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert_same_run(only_run(tmp_path / "runs"), mixed_run)
+    assert (
+        summary_of(only_run(tmp_path / "runs"))["communication_bytes"] == summary_of(mixed_run)["communication_bytes"]
+    )
+
+
+def test_who_sits_out_keeps_its_row(mixed_run):
+    """In communicator.csv a row changes only in rounds in which its agent takes part, and then hears participants."""
+    rows = np.genfromtxt(mixed_run / "communicator.csv", delimiter=",", names=True)
+    before, sat_out, args = np.eye(3), 0, json.loads((mixed_run / "config.json").read_text())
+    for iteration in range(1, 7):
+        own = rows[rows["iteration"] == iteration]
+        matrix = own["weight"].reshape(3, 3) if len(own) else before
+        seed = communicators.derive_seed(args["seed"], iteration, 7)
+        part = communicators.participants(3, args["participation"], seed).numpy()
+        assert np.array_equal(matrix[~part], before[~part]) and (matrix[part] != before[part]).any()
+        assert (matrix[part][:, part] > 0).all() and (matrix[part][:, ~part] == 0).all()
+        before, sat_out = matrix, sat_out + (~part).sum()
+    assert sat_out == 6
+    assert len(set(before[before > 0])) > 3  # the surrogate is not uniform
+
+
+def test_a_pair_talks_and_a_third_is_alone(tmp_path):
+    """--communicator FILE: who has no peers trains like an isolated agent, bit for bit, and nothing is sent for it."""
+    (tmp_path / "pair.csv").write_text("0.5,0.5,0\n0.5,0.5,0\n0,0,1\n")
+    weights, settings = {}, {"num_agents": 3, "local_updates": 1, "eval_episodes": 0}
+    for name in (str(tmp_path / "pair.csv"), "identity"):
+        folder = tmp_path / name.rpartition("/")[2].partition(".")[0]
+        PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, folder, **settings, communicator=name))
+        weights[name != "identity"] = weights_of(only_run(folder))
+    assert torch.equal(weights[True][2], weights[False][2])
+    for i in range(2):
+        assert not torch.allclose(weights[True][i], weights[False][i], atol=1e-6)
+    summary = summary_of(only_run(tmp_path / "pair"))
+    assert summary["communication_bytes"] == summary["communication_rounds"] * 2 * len(weights[True][0]) * 4
+
+
+def acting(script, number, seed=0):
+    """Agents that differ, and what the first of them met: (agents, obs, batch)."""
+    torch.manual_seed(seed)
+    agents = [script.new_agent() for _ in range(number)]
+    for agent in agents:
+        torch.nn.init.orthogonal_(agent.actor.weight)
+    obs = script.random_obs(6)
+    behaviour = agents[0].predict(obs)[0].log_softmax(-1)
+    states = torch.randint(6, (60,))
+    actions = Categorical(logits=behaviour[states]).sample()
+    logprobs = behaviour[states].gather(1, actions[:, None])[:, 0]
+    batch = {"states": states, "actions": actions, "logprobs": logprobs, "advantages": torch.randn(60)}
+    return agents, obs, behaviour, batch
+
+
+@on([PRPO_MINIGRID, PRPO_ATARI])
+def test_gains_of_peers_come_from_ones_own_rollout(script):
+    agents, obs, _, batch = acting(script, 3)
+    expected = []
+    advantages = (batch["advantages"] - batch["advantages"].mean()) / batch["advantages"].std(correction=0)
+    for agent in agents:
+        taken = Categorical(logits=agent.predict(obs)[0][batch["states"]]).log_prob(batch["actions"])
+        expected.append(((taken - batch["logprobs"]).exp().clamp(max=10) * advantages).mean())
+    found = script.gains_of_peers(0, obs, batch, agents)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
+    assert found[0] == 0 and found[1:].abs().min() > 1e-4
+    assert script.gains_of_peers(2, obs, batch, agents)[2] == 0  # whatever it has become since
+
+
+# --- diagnostics ---
+
+
+@on([PRPO_MINIGRID, PRPO_ATARI])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_diagnostics_are_what_they_say(script, direction):
+    (agent, own, first, second), obs, behaviour, batch = acting(script, 4)
+    reference = first.predict(obs)[0].log_softmax(-1)
+    batch["reference"] = reference[batch["states"]]
+    agent = second  # what the update has made of agents[0], the policy that acted
+    args = script.Args(kl_direction=direction, num_agents=4)
+    row = torch.tensor([0.2, 0.0, 0.3, 0.5])
+    found = script.diagnose(
+        1, agent, obs, behaviour, batch, [first, own, first, own], row.repeat(4, 1), args, number=60
+    )
+
+    def on_rollout(policy):
+        return Categorical(logits=policy[batch["states"]])
+
+    def tv(policy, other):
+        return ((on_rollout(policy).probs - on_rollout(other).probs).abs().sum(-1) / 2).mean().item()
+
+    def kl(policy):
+        pair = (on_rollout(reference), on_rollout(policy))
+        return kl_divergence(*(pair if direction == "forward" else reversed(pair))).mean().item()
+
+    after, snapshot = agent.predict(obs)[0], own.predict(obs)[0]
+    expected = {
+        "kl_reference_before": kl(behaviour),
+        "kl_reference_after": kl(after),
+        "reference_entropy": on_rollout(reference).entropy().mean().item(),
+        "tv_update": tv(behaviour, after),
+        "tv_snapshot": tv(snapshot, after),
+        "tv_peers": np.mean([tv(reference, after), tv(reference, after), tv(snapshot, after)]),
+    }
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert len({round(value, 4) for value in found.values()}) == 6
+
+
+@on([PRPO_MINIGRID, FEDAVG_MINIGRID])
+def test_isolated_agents_tell_distances_but_send_nothing(script, tmp_path):
+    """Pairwise on public states in communicator.csv, to their own snapshots in metrics.csv."""
+    script.main(tiny(script, tmp_path, num_agents=2, communicator="identity", local_updates=1, eval_episodes=0))
+    folder = only_run(tmp_path)
+    assert summary_of(folder)["communication_bytes"] == 0
+    distances = np.genfromtxt(folder / "communicator.csv", delimiter=",", names=True)
+    apart = distances[distances["listener"] != distances["peer"]]
+    assert (apart["weight"] == 0).all() and 0 < np.nanmin(apart["distance"]) < np.nanmax(apart["distance"]) < 1
+    for row in rows_of(folder):
+        assert row["tv_peers"] == "nan" and 0 < float(row["tv_snapshot"]) < 1
+        assert abs(float(row["kl_reference_before"])) < 1e-6 < float(row["kl_reference_after"])
