@@ -6,6 +6,11 @@
     from benchmark.plot import load_runs  # every iteration of each agent, for pandas
     load_runs("runs").groupby(["exp_name", "timesteps"]).return_last_100.mean().unstack(0).plot()
 
+The same without this file, but for evaluations and settings; every row names its run:
+
+    import pandas as pd; from pathlib import Path
+    runs = pd.concat(map(pd.read_csv, Path("runs").rglob("metrics.csv")), ignore_index=True)
+
 Writes OUT.csv (curves) and OUT_runs.csv (a row per run), and from these OUT.png and OUT_table.csv. Runs are grouped by
 environment and --exp-name; a run without summary.json, or cut off, is left out, and of repeated runs the newest counts.
 A curve is the training return, the mean of the last 100 episodes, or the reward of a step's completions, averaged over

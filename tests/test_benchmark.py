@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import sys
 
@@ -13,6 +14,7 @@ from helpers import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 plot, throughput = importlib.import_module("plot"), importlib.import_module("throughput")
+table, choose = importlib.import_module("table"), importlib.import_module("choose")
 RESULTS = REPOSITORY / "benchmark" / "results"
 
 
@@ -23,10 +25,10 @@ def fake_run(root, seed, curve, evaluation=0.5, stamp=1, old=False, completed=Tr
     """
     settings = {"exp_name": "pr", "seed": seed, "env_id": "Task", "env_ids": [], "learning_rate": 0.5} | settings
     settings |= {"communication_coef" if old else "kl_coef": settings.pop("kl_coef", 2.0)}
-    folder = root / f"Task__{settings['exp_name']}__{seed}__{stamp}"
+    folder, tasks = root / f"Task__{settings['exp_name']}__{seed}__{stamp}", settings["env_ids"] or ["Task", "Task"]
     folder.mkdir(parents=True)
     rows = [
-        {"iteration": k + 1, "agent": i, "env_id": "Task", "timesteps": 100 * (k + 1)}
+        {"iteration": k + 1, "agent": i, "env_id": tasks[i], "timesteps": 100 * (k + 1)}
         | ({} if old else {"seed": seed, "exp_name": settings["exp_name"], "learning_rate": 0.1})
         | {"return_last_100": value + 0.02 * i}
         for k, value in enumerate(curve)
@@ -37,7 +39,7 @@ def fake_run(root, seed, curve, evaluation=0.5, stamp=1, old=False, completed=Tr
         {"iteration": len(curve), "agent": i, "task": task, "timesteps": 100 * len(curve), "episodes": 9}
         | {"mean_return": evaluation + 0.1 * i + 0.5 * (task == "Other"), "ci95": 0.01}
         for i in range(2)
-        for task in ("Other", "Task")
+        for task in ("Other", *dict.fromkeys(tasks))
     ]
     pd.DataFrame(tests).to_csv(folder / "evaluations.csv", index=False)
     (folder / "config.json").write_text(json.dumps({"script": "prpo_minigrid"} | settings))
@@ -66,10 +68,10 @@ def test_mean_and_interval_are_those_of_student(tmp_path, plotted):
     for (seed, curve), evaluation in zip(curves.items(), (0.2, 0.4, 0.9), strict=True):
         fake_run(tmp_path / "runs", seed, curve, evaluation)
     fake_run(tmp_path / "runs", 7, [0.3, 0.4], exp_name="alone")
-    drawn, runs, table, _ = plotted(points=2, threshold=0.61)
+    drawn, runs, results, _ = plotted(points=2, threshold=0.61)
     deviation = np.sqrt(((0.2 - 0.5) ** 2 + (0.4 - 0.5) ** 2 + (0.9 - 0.5) ** 2) / 2)
     half = 4.302652729911275 * deviation / np.sqrt(3)
-    alone, row = table.set_index("method").loc["alone"], table.set_index("method").loc["pr"]
+    alone, row = (results.set_index("method").loc[name] for name in ("alone", "pr"))
     assert [row.evaluation, row.evaluation_ci_low, row.evaluation_ci_high] == pytest.approx(
         [0.5, 0.5 - half, 0.5 + half], 1e-5
     )
@@ -89,10 +91,10 @@ def test_steps_to_the_threshold_have_an_interval_once_all_seeds_are_there(tmp_pa
     """The first time counts, and the mean is over seeds."""
     fake_run(tmp_path / "runs", 1, [0.9, 0.1, 0.9])
     fake_run(tmp_path / "runs", 2, [0.1, 0.1, 0.9])
-    *_, table, _ = plotted()
-    assert float(table["steps_to_0.8"][0]) == 200 and table.steps_per_seed[0] == "100 300"
+    *_, results, _ = plotted()
+    assert float(results["steps_to_0.8"][0]) == 200 and results.steps_per_seed[0] == "100 300"
     half = 12.706204736432095 * np.std([100, 300], ddof=1) / np.sqrt(2)
-    assert float(table["steps_to_0.8_ci_low"][0]) == pytest.approx(200 - half, abs=1)
+    assert float(results["steps_to_0.8_ci_low"][0]) == pytest.approx(200 - half, abs=1)
 
 
 def test_of_repeated_runs_the_newest_counts(tmp_path, plotted):
@@ -113,13 +115,13 @@ def test_all_runs_are_one_table(tmp_path):
     fake_run(tmp_path / "a", 1, [0.1, 0.2], evaluation=0.7)
     fake_run(tmp_path / "b", 2, [0.3, 0.4], evaluation=0.5, old=True, env_ids=["Task", "Task"])
     (fake_run(tmp_path / "b", 3, [0.6], old=True) / "summary.json").unlink()  # it has not ended
-    table = plot.load_runs(tmp_path / "a", tmp_path / "b").set_index(["seed", "iteration", "agent"])
-    assert len(table) == 4 + 4 + 2 and table.index.is_unique and set(table.exp_name) == {"pr"}
-    assert table.evaluation[1, 2, 1] == pytest.approx(0.8) and table.evaluation[2, 2, 0] == pytest.approx(0.5)
-    assert table.evaluation[:, 1, :].isna().sum() == 4  # of the iterations before the last ones
-    assert set(table.kl_coef) == {2.0} and set(table.learning_rate_setting) == {0.5}
-    assert table.learning_rate.groupby("seed").max()[1] == 0.1  # the metric is another thing than the setting
-    assert table.env_ids[2, 1, 0] == "Task Task" and table.completed.groupby("seed").all().tolist() == [
+    runs = plot.load_runs(tmp_path / "a", tmp_path / "b").set_index(["seed", "iteration", "agent"])
+    assert len(runs) == 4 + 4 + 2 and runs.index.is_unique and set(runs.exp_name) == {"pr"}
+    assert runs.evaluation[1, 2, 1] == pytest.approx(0.8) and runs.evaluation[2, 2, 0] == pytest.approx(0.5)
+    assert runs.evaluation[:, 1, :].isna().sum() == 4  # of the iterations before the last ones
+    assert set(runs.kl_coef) == {2.0} and set(runs.learning_rate_setting) == {0.5}
+    assert runs.learning_rate.groupby("seed").max()[1] == 0.1  # the metric is another thing than the setting
+    assert runs.env_ids[2, 1, 0] == "Task Task" and runs.completed.groupby("seed").all().tolist() == [
         True,
         True,
         False,
@@ -127,12 +129,214 @@ def test_all_runs_are_one_table(tmp_path):
     assert plot.load_runs(tmp_path / "nothing").empty
 
 
+def test_one_line_for_notebooks_reads_all_runs(tmp_path, monkeypatch):
+    """The line in plot.py's docstring, as it stands there: whose row it is needs no reading of folder names."""
+    for seed in (1, 2):
+        fake_run(tmp_path / "runs" / "deeper", seed, [0.1, 0.2])
+    monkeypatch.chdir(tmp_path)
+    lines, found = re.findall(r"^    (import pandas.*|runs = .*)$", plot.__doc__, re.M), {}
+    exec("\n".join(lines), found)
+    runs = found["runs"].set_index(["exp_name", "seed", "agent", "timesteps"])
+    assert len(lines) == 2 and len(runs) == 8 and runs.index.is_unique
+    assert runs.return_last_100["pr", 2, 1, 200] == pytest.approx(0.22)
+
+
+@pytest.fixture
+def tabled(tmp_path, capsys):
+    """tabled(**options): the table of tmp_path/runs, as Markdown's cells by row and as CSV, by method."""
+
+    def run(**options):
+        table.main(table.Args(runs=(str(tmp_path / "runs"),), csv=str(tmp_path / "t.csv"), **options))
+        head, _, *rows = (
+            [cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()
+        )
+        shown = [dict(zip(head, row, strict=True)) for row in rows]
+        return {row["method"]: row for row in shown}, pd.read_csv(tmp_path / "t.csv", comment="#").set_index("method")
+
+    return run
+
+
+def test_table_of_methods_takes_a_seed_as_one_sample(tmp_path, tabled):
+    """Two agents of a run, on one task or two, are no two samples: all figures by hand from a number per seed."""
+    for seed, value in enumerate((0.2, 0.5, 0.6, 0.75), start=1):
+        fake_run(tmp_path / "runs", seed, [0.1], evaluation=value)
+        fake_run(tmp_path / "runs", seed, [0.1], evaluation=0.5, exp_name="isolated")
+    shown, exact = tabled(threshold=0.7)
+    assert exact.Task["pr"] == pytest.approx((0.5 + 0.6) / 2 + 0.05)  # the agents' mean is 0.05 above the first's
+    limits = table.interquartile_mean([[0.25], [0.55], [0.65], [0.8]])[1:]
+    assert list(exact[["Task_ci_low", "Task_ci_high"]].loc["pr"]) == pytest.approx(limits)
+    assert exact.Task["isolated"] == exact.Task_ci_low["isolated"] == 0.55
+    assert exact["better than isolated"]["pr"] == pytest.approx((0 + 0.5 + 1 + 1) / 4)
+    assert shown["isolated"]["better than isolated"] == "" and "all tasks" not in shown["pr"]
+    assert exact.success["pr"] == 0.25  # every agent has to reach it
+    assert tabled(threshold=0.7, success="max")[1].success["pr"] == 0.5  # 0.6 + 0.1 does exactly
+    assert exact.success_ci_low["pr"] == pytest.approx(0.0456, abs=1e-4)  # of one in four, not of two in eight
+    assert shown["pr"]["success"] == "0.25 [0.05, 0.70]" and shown["pr"]["seeds"] == "1 2 3 4"
+    assert "# python prpo_minigrid.py --exp-name pr" in (tmp_path / "t.csv").read_text()
+    shown, exact = tabled(measure="final", methods=("pr",))
+    assert exact.Task["pr"] == pytest.approx(0.11) and list(shown) == ["pr"]
+
+
+def test_table_has_a_column_per_task(tmp_path, tabled):
+    """Agents with different tasks: each on its own; and all tasks together, whose seeds are resampled together."""
+    for seed, value in enumerate((0.1, 0.3, 0.5, 0.9), start=1):
+        for name in ("isolated", "pr"):
+            fake_run(tmp_path / "runs", seed, [0.1], evaluation=value, exp_name=name, env_ids=["Easy", "Hard"])
+    _, exact = tabled()
+    assert exact.Easy["pr"] == pytest.approx(0.4) and exact.Hard["pr"] == pytest.approx(0.5)
+    assert exact["all tasks"]["pr"] == pytest.approx((0.3 + 0.4 + 0.5 + 0.6) / 4)
+    whole, apart = (
+        table.interquartile_mean(np.array([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6], [0.9, 1]]), p) for p in (1, 0)
+    )
+    limits = exact[["all tasks_ci_low", "all tasks_ci_high"]].loc["pr"]
+    assert list(limits) == pytest.approx(whole[1:]) and list(limits) != pytest.approx(apart[1:])
+    assert exact.success["pr"] == 0.25 and exact.success_ci_low["pr"] == pytest.approx(0.0456, abs=1e-4)  # one of four
+    fake_run(tmp_path / "runs", 1, [0.1], env_ids=["Easy", "Easy"], exp_name="pr", stamp=2)
+    with pytest.raises(SystemExit, match="one task in runs of several kinds"):
+        tabled()
+
+
+def test_tasks_of_separate_runs_are_strata(tmp_path, tabled):
+    """They are resampled on their own; a seed without all tasks counts where it has one."""
+    for seed, value in enumerate((0.1, 0.3, 0.5, 0.9, 0.7), start=1):
+        for task in ("Easy", "Hard")[: 2 - (seed == 5)]:
+            fake_run(tmp_path / "runs", seed, [0.1], evaluation=value, env_ids=[task] * 2)
+            shutil.move(next((tmp_path / "runs").glob(f"Task__pr__{seed}__*")), tmp_path / "runs" / f"{task}{seed}__1")
+    _, exact = tabled()
+    scores = np.array([[value + 0.05] * 2 for value in (0.1, 0.3, 0.5, 0.9)])
+    expected, limits = table.interquartile_mean(scores), table.interquartile_mean(scores, paired=True)
+    assert list(exact.filter(like="all tasks").loc["pr"]) == pytest.approx(expected) and expected != limits
+    assert exact.Easy["pr"] == pytest.approx((0.35 + 0.55 + 0.75) / 3) and exact.Hard["pr"] == pytest.approx(0.45)
+    assert exact["success in Easy"]["pr"] == 0.2 and exact["success in Hard"]["pr"] == 0.25
+
+
+def fake_language_run(root, seed, name, training, held_out, **settings):
+    """A run of language models as prpo_llm.py leaves it."""
+    folder = root / f"x__{name}__{seed}__1"
+    folder.mkdir(parents=True)
+    settings = {"exp_name": name, "seed": seed, "base_model": "smollm2", "dataset": "docstrings"} | settings
+    settings = {"communicator": "uniform", "self_preference": 0.6, "partition": "iid", "algorithm": "ppo"} | settings
+    rows = [
+        {"step": k + 1, "agent": i, "reward": training, "seed": seed, "exp_name": name} for k in (0, 1) for i in (0, 1)
+    ]
+    pd.DataFrame(rows).to_csv(folder / "metrics.csv", index=False)
+    summary = {"script": "prpo_llm", "completed": True, "seed": seed, "settings": settings, "versions": {}}
+    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": held_out, "agents": []}}))
+
+
+def test_table_of_searches_is_the_papers(tmp_path, tabled):
+    """The setting chosen in training with its held-out score, not the best of these; EVP for each seed."""
+    kinds = {"isolated": {"aggregation": "none"}, "fedavg": {"aggregation": "weights"}}
+    kinds["pr0.2"] = {"aggregation": "policy", "communicator": "self-preferred", "self_preference": 0.2}
+    kinds["pr0.6"] = kinds["pr0.2"] | {"self_preference": 0.6}
+    for name, own in kinds.items():
+        for k, (training, held_out) in enumerate([(0.9, 0.3), (0.1, 0.5), (0.2, 0.4)]):
+            for seed in (1, 2):
+                value = held_out + 0.1 * (seed == 2) + 0.3 * (name == "pr0.2")
+                fake_language_run(tmp_path / "runs", seed, f"{name}_{k}", training, value, **own)
+    shown, exact = tabled(evp=2)
+    assert list(shown) == ["isolated", "FedAvg", "PR, p = 0.6", "PR, p = 0.2"]
+    assert exact["best setting"]["isolated"] == "isolated_0" and exact["held-out"]["isolated"] == pytest.approx(0.35)
+    best = (0.5 + 0.5 + 0.4) / 3  # of two of the three, without replacement; 0.1 more with the second seed
+    assert exact["EVP of 2"]["isolated"] == pytest.approx(best + 0.05, abs=1e-5)
+    half = 12.706204736432095 * np.std([best, best + 0.1], ddof=1) / np.sqrt(2)
+    assert exact["EVP of 2_ci_high"]["isolated"] == pytest.approx(best + 0.05 + half, abs=1e-5)
+    assert exact.deviation["isolated"] == pytest.approx(np.std([0.5, 0.5, 0.4]), abs=1e-3)
+    assert shown["PR, p = 0.2"]["gain over isolated"] == f"{0.3 / (best + 0.05):+.1%}"
+    assert shown["PR, p = 0.6"]["gain over FedAvg"] == "+0.0%" and shown["isolated"]["gain over FedAvg"] == ""
+    with_replacement = (5 * 0.5 + 3 * 0.4 + 0.3) / 9
+    assert tabled(evp=2, replacement=True)[1]["EVP of 2"]["isolated"] == pytest.approx(
+        with_replacement + 0.05, abs=1e-5
+    )
+    assert "EVP of 3" in tabled()[1]
+    with pytest.raises(SystemExit, match="fewer settings than --evp 4"):
+        tabled(evp=4)
+
+
+@pytest.fixture
+def selected(tmp_path, capsys):
+    """selected(**options): the commands that choose.py prints, and what it tells, of the grid below tmp_path/runs."""
+
+    def run(**options):
+        options = {"seeds": (1, 2), "commands": str(tmp_path / "tuning.txt")} | options
+        choose.main(choose.Args(runs=(str(tmp_path / "runs"),), **options))
+        said = capsys.readouterr()
+        return said.out.splitlines(), said.err
+
+    return run
+
+
+def fake_grid(root, left_out=()):
+    """Two methods, two settings, two tuning seeds, and the commands of these runs."""
+    curves = {
+        "pr_coef0.5": [0.1, 0.9],
+        "pr_coef2": [0.6, 0.7],
+        "isolated_coef0.5": [0.2, 0.2],
+        "isolated_coef2": [0.1, 0],
+    }
+    evaluations, lines = {"pr_coef0.5": 0.6, "pr_coef2": 0.5, "isolated_coef0.5": 0.1, "isolated_coef2": 0.1}, []
+    for seed in (101, 102):
+        for name, curve in curves.items():
+            coef = name.partition("coef")[2]
+            line = f"OMP_NUM_THREADS=1 python prpo_minigrid.py --seed {seed} --kl-coef {float(coef):.1e} --env-id Task"
+            lines.append(f"{line} --run-dir runs/tuning --exp-name {name} --kl-direction 'reverse'")
+            if (name, seed) not in left_out:
+                own = {"exp_name": name, "kl_coef": float(coef), "kl_direction": "reverse"}
+                fake_run(root / "runs", seed, [x + 0.2 * (seed == 102) for x in curve], evaluations[name], **own)
+    (root / "tuning.txt").write_text("\n".join(lines))
+
+
+def test_settings_are_chosen_on_tuning_seeds(tmp_path, selected):
+    """The best mean of each method; its command with a fresh seed, the method's name and a folder, else as it was."""
+    fake_grid(tmp_path)
+    commands, told = selected(seeds=(3, 1), out_dir="runs/final")
+    expected = [
+        f"OMP_NUM_THREADS=1 python prpo_minigrid.py --seed {seed} --kl-coef {coef} --env-id Task --run-dir runs/final"
+        f" --exp-name {name} --kl-direction 'reverse'"
+        for seed in (3, 1)
+        for name, coef in (("pr", "2.0e+00"), ("isolated", "5.0e-01"))
+    ]
+    assert commands == expected  # by the mean over training the second of PR's
+    row = next(line for line in told.splitlines() if "pr_coef2" in line)
+    assert row.split()[-4:] == ["0.7600", "*", "0.6600", "0.8600"]  # mean, chosen, seeds; 0.01 is of the agents' mean
+    assert told.count("*") == 2
+    for criterion in ("final", "evaluation"):  # and by these the first, and of isolated's equal ones the first
+        commands, _ = selected(criterion=criterion)
+        assert [re.search("kl-coef (.*?) ", line)[1] for line in commands] == ["5.0e-01"] * 4
+
+
+def test_tuning_seeds_are_not_reported_and_effort_is_equal(tmp_path, selected):
+    """Refused, in one line: a seed of any tuning run or command, missing runs, a method that was tuned less."""
+    fake_grid(tmp_path, left_out=[("pr_coef2", 102)])
+    with pytest.raises(SystemExit, match="--seeds 102: tuned on"):
+        selected(seeds=(1, 102))
+    with pytest.raises(SystemExit, match="1 of 8 --commands have no finished run"):
+        selected()
+    (tmp_path / "tuning.txt").write_text((tmp_path / "tuning.txt").read_text().replace("--seed 101", "--seed 103"))
+    with pytest.raises(SystemExit, match="--seeds 103: tuned on"):  # whose run is not there yet
+        selected(seeds=(103,))
+    (tmp_path / "tuning.txt").write_text((tmp_path / "tuning.txt").read_text().replace("--seed 103", "--seed 101"))
+    commands = (tmp_path / "tuning.txt").read_text().splitlines()
+    (tmp_path / "tuning.txt").write_text("\n".join(line for line in commands if "--seed 101" in line))
+    with pytest.raises(SystemExit, match="unequal effort, settings x seeds: isolated 2 x 2, pr 2 x 1 or 2"):
+        selected()
+    with pytest.raises(SystemExit, match="--seeds 102: tuned on"):  # by a run that is no longer in the list
+        selected(seeds=(102,))
+    assert len(selected(unequal=True)[0]) == 4
+    changed = (
+        (tmp_path / "tuning.txt").read_text().replace("--kl-coef", "--gamma 0.9 --kl-coef").replace("2.0e+00", "3")
+    )
+    (tmp_path / "tuning.txt").write_text(changed)
+    with pytest.raises(SystemExit, match="none has the name and settings of .*pr_coef2"):
+        selected(unequal=True)
+
+
 def test_methods_are_chosen_and_ordered(tmp_path, plotted):
     """--methods takes patterns, in this order."""
     for name in ("pr-a", "pr-b", "isolated"):
         fake_run(tmp_path / "runs", 1, [0.1, 0.2], exp_name=name)
-    *_, table, _ = plotted(methods=("isolated", "pr-b"))
-    assert list(table.method) == ["isolated", "pr-b"]
+    *_, results, _ = plotted(methods=("isolated", "pr-b"))
+    assert list(results.method) == ["isolated", "pr-b"]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RESULTS.glob("*.png")))

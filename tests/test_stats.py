@@ -1,0 +1,92 @@
+"""benchmark/stats.py: every figure against enumeration or by hand."""
+
+import importlib
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+stats = importlib.import_module("benchmark.stats")
+RESULTS = st.lists(st.integers(-3, 3), min_size=1, max_size=5)  # few different numbers: with ties
+
+
+@settings(max_examples=40, deadline=None)
+@given(RESULTS, st.booleans())
+def test_expected_maximum_is_that_of_all_draws(results, replacement):
+    """Mean and variance of the maximum over every ordered draw with, every subset without replacement."""
+    mean, variance = stats.expected_maximum(np.array(results), replacement)
+    assert mean.shape == variance.shape == (len(results),)
+    for n in range(1, len(results) + 1):
+        draws = product(results, repeat=n) if replacement else combinations(results, n)
+        best = [max(draw) for draw in draws]
+        assert mean[n - 1] == pytest.approx(np.mean(best), abs=1e-9)
+        assert variance[n - 1] == pytest.approx(np.var(best), abs=1e-9)
+
+
+def test_expected_maximum_at_its_ends():
+    """One draw has the mean; all N of N the maximum, but not with replacement; large searches do not overflow."""
+    without, spread = stats.expected_maximum([0.1, 0.9, 0.5])
+    assert without == pytest.approx([0.5, 2.1 / 3 + 0.2 / 3, 0.9]) and spread[-1] == pytest.approx(0)
+    assert stats.expected_maximum([0.1, 0.9, 0.5], replacement=True)[0][-1] < 0.9
+    assert stats.expected_maximum(np.arange(1500))[0][[0, -1]] == pytest.approx([749.5, 1499])
+    for results in ([], [0.1, np.nan], [[0.1, 0.2]]):
+        with pytest.raises(ValueError, match="results of a search"):
+            stats.expected_maximum(results)
+
+
+def test_interquartile_mean_is_of_the_middle_half():
+    """Over seeds and tasks together; a seed gone wrong does not move it; a single seed has no limits."""
+    scores = np.array([[0.0], [1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [100.0]])
+    value, low, high = stats.interquartile_mean(scores)
+    assert value == 3.5 and low < 3.5 < high < 100
+    assert stats.interquartile_mean(scores.reshape(4, 2))[0] == 3.5
+    value, *limits = stats.interquartile_mean([[0.2, 0.6]])
+    assert value == pytest.approx(0.4) and np.isnan(limits).all()
+    with pytest.raises(ValueError, match="without NaN"):
+        stats.interquartile_mean([[0.1], [np.nan]])
+
+
+def test_intervals_are_those_of_all_resamples():
+    """Four seeds have 256 resamples: the percentiles of their means, by enumeration; twice the same."""
+    seeds = np.array([[0.0], [0.5], [0.6], [0.9]])
+    every = [np.mean(draw) for draw in product(seeds[:, 0], repeat=4)]
+    low, high = np.percentile(every, [2.5, 97.5], method="inverted_cdf")
+    found = [stats.bootstrap(lambda scores: scores.mean(axis=(-2, -1)), seeds) for _ in range(2)]
+    assert found[0] == found[1] == pytest.approx((0.5, low, high)) and 0 < low < high < 0.9
+
+
+def test_tasks_are_strata_unless_trained_in_the_same_runs():
+    """Two tasks that rise and fall together: the mean of a stratified resample varies less than that of whole seeds."""
+    column = np.linspace(0, 1, 8)
+    same, separate = (
+        np.diff(stats.bootstrap(lambda scores: scores.mean(axis=(-2, -1)), np.stack([column] * 2, 1), paired=p)[1:])
+        for p in (True, False)
+    )
+    assert same / separate == pytest.approx(np.sqrt(2), rel=0.05)
+    opposed = np.stack([column, 1 - column], 1)  # whole seeds: their mean is always a half
+    assert stats.bootstrap(lambda scores: scores.mean(axis=(-2, -1)), opposed, paired=True) == pytest.approx([0.5] * 3)
+
+
+def test_probability_of_improvement_counts_pairs():
+    """Wins and half the ties over all pairs, averaged over tasks; equal methods have a half; its opposite is 1 - it."""
+    x, y = np.array([[1.0, 5.0], [2.0, 5.0]]), np.array([[0.0, 5.0], [2.0, 5.0], [3.0, 5.0]])
+    pairs = [np.mean([(a > b) + (a == b) / 2 for a in x[:, k] for b in y[:, k]]) for k in range(2)]
+    value, low, high = stats.probability_of_improvement(x, y)
+    assert value == pytest.approx(np.mean(pairs)) and pairs == [pytest.approx(2.5 / 6), 0.5]
+    assert low <= value <= high
+    assert stats.probability_of_improvement(y, x)[0] == pytest.approx(1 - value)
+    assert stats.probability_of_improvement(x + 10, y) == (1, 1, 1)
+    assert stats.probability_of_improvement(x, y, paired=True)[0] == pytest.approx(value)
+
+
+def test_success_rate_has_wilsons_interval():
+    """By hand for 3 of 4: Wilson's formula. What reaches the threshold exactly counts; agents are no samples."""
+    z, p, n = 1.959963984540054, 0.75, 4
+    centre, half = p + z**2 / (2 * n), z * np.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    limits = [(centre - half) / (1 + z**2 / n), (centre + half) / (1 + z**2 / n)]
+    assert stats.success_rate([0.8, 0.79, 0.9, 1.0], 0.8) == pytest.approx((0.75, *limits))
+    assert 0 < stats.success_rate([1.0] * 3, 0.5)[1] < 0.5  # three of three are no certainty
+    with pytest.raises(ValueError, match="one score per seed"):
+        stats.success_rate([[0.8, 0.9]], 0.8)
