@@ -19,11 +19,12 @@ the agents of a run; then runs with different seeds give mean and interval.
 
 import fnmatch
 import json
+import os
 import re
 import shlex
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +54,12 @@ class Args:
     """training return of the table's steps to threshold"""
     points: int = 100
     """points of a curve"""
+    per_task: bool = False
+    """agents that have different tasks: a panel for each, with the agents that have it, instead of their mean"""
+    matrix: bool = False
+    """also OUT_matrix.csv and OUT_matrix.png: every agent's evaluation on every task"""
     from_csv: bool = False
-    """only write OUT.png from OUT.csv, and OUT_table.csv from OUT_runs.csv where that is there"""
+    """only write OUT.png from OUT.csv, and OUT_table.csv and OUT_matrix.png where OUT_runs.csv, OUT_matrix.csv are"""
 
 
 def run_folders(folders: tuple[str, ...]) -> list[Path]:
@@ -106,10 +111,14 @@ class Run:
     settings: dict
     curve: pd.Series
     """training return, or reward, averaged over agents, by environment steps per agent, or steps"""
+    part: str = ""
+    """the task of the agents that this is about, if not of all"""
 
     @property
     def task(self) -> str:
         """What was trained on."""
+        if self.part:
+            return self.part
         if "base_model" in self.settings:
             return f"{self.settings['dataset']}, {self.settings['partition']}"
         return "+".join(dict.fromkeys(self.settings.get("env_ids") or [self.settings["env_id"]]))
@@ -126,6 +135,17 @@ def read_run(folder: Path) -> Run:
     x, y = ("timesteps", "return_last_100") if "timesteps" in table else ("step", "reward")
     curve = table.groupby(x)[y].agg(lambda agents: agents.mean(skipna=False))
     return Run(folder, *read_settings(folder), curve.dropna())  # before its first episode ends an agent has no return
+
+
+def by_task(run: Run) -> list[Run]:
+    """The same run once for each of its agents' tasks: curve and evaluation of the agents that have it."""
+    parts = []
+    for task, own in load_run(run.folder).groupby("env_id", sort=False):
+        curve = own.groupby("timesteps").return_last_100.agg(lambda agents: agents.mean(skipna=False)).dropna()
+        last = own[own.timesteps == own.timesteps.max()]
+        value = last.evaluation.mean() if "evaluation" in last else np.nan
+        parts.append(Run(run.folder, run.summary | {"evaluation": {"group": value}}, run.settings, curve, task))
+    return parts
 
 
 def read_groups(args: Args) -> dict[tuple[str, str], list[Run]]:
@@ -158,7 +178,14 @@ def read_groups(args: Args) -> dict[tuple[str, str], list[Run]]:
         return key[0], matches[:1], key[1]
 
     keys = sorted((key for key in groups if groups[key]), key=order)
-    return {key: [groups[key][seed] for seed in sorted(groups[key])] for key in keys}
+    groups = {key: [groups[key][seed] for seed in sorted(groups[key])] for key in keys}
+    if args.per_task:
+        parts = [(name, part) for (_, name), runs in groups.items() for run in runs for part in by_task(run)]
+        tasks = dict.fromkeys(part.task for _, part in parts)
+        groups = {(task, name): [] for task in tasks for _, name in groups}
+        for name, part in parts:
+            groups[part.task, name].append(part)
+    return groups
 
 
 def command(run: Run) -> str:
@@ -235,6 +262,23 @@ def make_rows(groups: dict[tuple[str, str], list[Run]], threshold: float) -> pd.
     return pd.DataFrame(rows).astype({"evaluation": float})
 
 
+def make_matrix(groups: dict[tuple[str, str], list[Run]]) -> pd.DataFrame:
+    """Every agent's evaluation on every task: the mean over seeds and its interval."""
+    rows = [
+        {"method": method, "agent": agent, "task": task, "seed": run.settings["seed"], "value": cell["mean"]}
+        for (_, method), runs in groups.items()
+        for run in runs
+        for agent, row in enumerate(run.summary["evaluation"]["agents"])
+        for task, cell in row.items()
+    ]
+    by_seed = (
+        pd.DataFrame(rows).drop_duplicates().pivot(index=["method", "agent", "task"], columns="seed", values="value")
+    )
+    return with_interval(
+        by_seed.reindex(dict.fromkeys((r["method"], r["agent"], r["task"]) for r in rows))
+    ).reset_index()
+
+
 def make_table(rows: pd.DataFrame) -> pd.DataFrame:
     """From rows per run: means and intervals of each method. Steps: `not reached` unless every seed got there."""
     table = []
@@ -297,6 +341,29 @@ def draw(csv_path: Path, png_path: Path) -> None:
     figure.savefig(png_path, dpi=150)
 
 
+def draw_matrix(csv_path: Path, png_path: Path) -> None:
+    """OUT_matrix.png from OUT_matrix.csv: a panel per method, agents down and tasks across."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    table = pd.read_csv(csv_path, comment="#")
+    methods, tasks = table.method.unique(), list(table.task.unique())
+    start = len(os.path.commonprefix(tasks)) if len(tasks) > 1 else 0  # what differs is enough
+    figure, axes = plt.subplots(1, len(methods), figsize=(2.6 * len(methods), 2.9), squeeze=False, layout="constrained")
+    for axis, method in zip(axes[0], methods, strict=True):
+        values = table[table.method == method].pivot(index="agent", columns="task", values="mean")[tasks]
+        axis.imshow(values, vmin=0, vmax=max(1, table["mean"].max()), cmap="cividis")
+        for (row, column), value in np.ndenumerate(values):
+            colour = "white" if value < 0.6 * max(1, table["mean"].max()) else "black"
+            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+        axis.set_title(method)
+        axis.set_xticks(range(len(tasks)), [task[start:].removesuffix("-v0") for task in tasks], rotation=20)
+        axis.set_yticks(range(len(values)), [f"agent {agent}" for agent in values.index])
+    figure.savefig(png_path, dpi=150)
+
+
 def main(args: Args) -> None:
     curves, rows, table, picture = (Path(args.out + end) for end in (".csv", "_runs.csv", "_table.csv", ".png"))
     if not args.from_csv:
@@ -305,6 +372,9 @@ def main(args: Args) -> None:
             sys.exit(f"--runs {' '.join(args.runs)}: no finished run of these methods in there")
         write(curves, header(groups), make_curves(groups, args.points))
         write(rows, header(groups), make_rows(groups, args.threshold))
+        if args.matrix:
+            whole = read_groups(replace(args, per_task=False))
+            write(Path(f"{args.out}_matrix.csv"), header(whole), make_matrix(whole))
     elif not curves.is_file():
         sys.exit(f"--from-csv: there is no {curves}")
     if rows.is_file():
@@ -313,6 +383,8 @@ def main(args: Args) -> None:
         results = make_table(pd.read_csv(rows, comment="#"))
         write(table, comments, results)
         print(results.to_string(index=False))
+    if Path(f"{args.out}_matrix.csv").is_file():
+        draw_matrix(Path(f"{args.out}_matrix.csv"), Path(f"{args.out}_matrix.png"))
     draw(curves, picture)
     print(f"wrote {picture}")
 

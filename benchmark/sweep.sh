@@ -5,11 +5,13 @@ set -euo pipefail
 usage() {
     cat <<END
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
+       bash benchmark/sweep.sh doorkey|missions|levels|networks|crowd [--tune | --results]
 
-Prints training commands, one per line, for a shell or a job array; runs nothing. The lines assume the root of the
-repository as working directory; those of minigrid and atari use one core each (on a GPU machine several share a GPU):
+Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as Slurm arrays, and goes
+on where it was cut off. The lines assume the root of the repository as working directory; but for those of llm they use
+one core each (on a GPU machine several share a GPU):
 
-    bash benchmark/sweep.sh minigrid --quick | xargs -P 2 -I{} sh -c '{}'
+    bash benchmark/sweep.sh minigrid --quick | python benchmark/run.py
     python benchmark/plot.py --runs runs/minigrid-quick --out minigrid-quick
 
 (default)  the paper's grid. minigrid, atari: table 2, three tasks or two games, ten seeds, five methods. llm: table 5,
@@ -19,13 +21,18 @@ repository as working directory; those of minigrid and atari use one core each (
            seeds, 1 M steps; llm: three agents and the small model on documentation
 --results  the runs behind benchmark/results/: half an hour, three hours, an hour and a half on two cores
 
+When does sharing pay (docs/results.md): doorkey, agents with an easy, a middling and a hard task; missions, with
+conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 16 agents on one hard task.
+--tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
+--results  the chosen settings on five fresh seeds (also the default)
+
 --exp-name tells the method and what is searched over. An estimate of the time goes to stderr.
 END
 }
 
 family=${1:-} mode=${2:-}
 case $family in
-minigrid | atari | llm) ;;
+minigrid | atari | llm | doorkey | missions | levels | networks | crowd) ;;
 --help | -h)
     usage
     exit 0
@@ -35,8 +42,10 @@ minigrid | atari | llm) ;;
     exit 2
     ;;
 esac
-case $mode in
-"" | --quick | --results) ;;
+case $family$mode in
+minigrid | atari | llm | minigrid--quick | atari--quick | llm--quick | *--results) ;;
+doorkey | missions | levels | networks | crowd) mode=--results ;;
+doorkey--tune | missions--tune | levels--tune | networks--tune | crowd--tune) ;;
 *)
     echo "sweep.sh: unknown option $mode; try --help" >&2
     exit 2
@@ -77,6 +86,19 @@ atari--results)
     TASKS=(BeamRiderNoFrameskip-v4) SEEDS=(1 2) STEPS=1001472 METHODS=(isolated pr-reward)
     RATES=(2.5e-4) KL_COEFS=(1) PEER_COEFS=(1) COMMON=(--eval-every 122)
     ;;
+doorkey*)
+    METHODS=(isolated fedavg-uniform fedavg-reward pr-uniform pr-reward pr-similarity pr-surrogate)
+    STEPS=250000 SPEED=6000
+    ;;&
+missions*)
+    METHODS=(isolated fedavg-uniform pr-uniform pr-self0.2 pr-self0.6 pr-similarity pr-surrogate)
+    STEPS=61440 SPEED=1500
+    ;;&
+levels*) METHODS=(isolated fedavg-uniform pr-uniform) STEPS=250000 SPEED=2000 ;;&
+networks*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=250000 SPEED=6000 ;;&
+crowd*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=500000 SPEED=6000 ;;&
+doorkey* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3 4 5) PEER_COEFS=(0.5) ;;&
+*--tune) SEEDS=(101) PEER_COEFS=(0.5 2) ;;
 llm)
     LAUNCH="torchrun --nproc-per-node 7 prpo_llm.py --num-agents 7"
     PARTITIONS=(iid topic) METHODS=(isolated fedavg pr0.6 pr0.2) SEEDS=(1) KL_COEFS=(0.03 0.1 0.3) INTERVALS=(1 3 7)
@@ -128,6 +150,43 @@ control() {
     done
 }
 
+# What agents differ in: a line for each variant, name:flags
+variants() {
+    case $family in
+    doorkey) echo ":--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0" ;;
+    missions) echo ":--env-id BabyAI-GoToLocalS5N2-v0 --missions red green blue" ;;
+    levels) printf -- "%s:--env-id MiniGrid-SimpleCrossingS9N1-v0 --levels-per-agent %s\n" 4 4 16 16 64 64 ;;
+    networks)
+        echo "equal:--env-id MiniGrid-DoorKey-6x6-v0 --hidden-sizes 64 64 64"
+        echo "unequal:--env-id MiniGrid-DoorKey-6x6-v0 --hidden-sizes 128 32 32"
+        ;;
+    crowd) printf -- "%s:--env-id MiniGrid-DoorKey-8x8-v0 --num-agents %s\n" 1 1 2 2 4 4 8 8 16 16 ;;
+    esac
+}
+
+sharing() {
+    for seed in "${SEEDS[@]}"; do
+        while IFS=: read -r variant task; do
+            for method in "${METHODS[@]}"; do
+                script=prpo_minigrid.py communicator=${method#*-} more=()
+                case $method in
+                isolated) communicator=identity ;;
+                fedavg-*) script=fedavg_ppo.py ;;
+                pr-self*) communicator=self-preferred more=(--self-preference "${method#pr-self}") ;;
+                esac
+                [[ $script$variant == fedavg_ppo.pyunequal ]] && continue # there is no average of these
+                for coef in "${PEER_COEFS[@]}"; do
+                    name=$method${variant:+-$variant}
+                    [[ $mode == --tune ]] && name+=_coef$coef
+                    echo "OMP_NUM_THREADS=1 python $script --communicator $communicator" "${more[@]}" "$task --seed $seed" \
+                        "--total-timesteps $STEPS --learning-rate 1e-3 --kl-coef $coef --kl-direction reverse" \
+                        "--local-updates 4 --eval-episodes 50 --run-dir $folder --exp-name $name"
+                done
+            done
+        done < <(variants)
+    done
+}
+
 llm() {
     for seed in "${SEEDS[@]}"; do
         for algorithm in grpo ppo; do
@@ -157,9 +216,13 @@ llm() {
     done
 }
 
-if [[ $family == llm ]]; then
-    llm | tee >(wc -l | sed 's/$/ runs/' >&2)
-else
-    control | tee >(awk -v each=$((STEPS * 3 / SPEED / 2)) \
+estimate() { # a run's agent-steps are those of three agents
+    tee >(awk -v each=$((STEPS * 3 / SPEED / 2)) \
         '{ n++ } END { printf "%d runs, about %.1f h on two cores\n", n, n * each / 3600 }' >&2)
-fi
+}
+
+case $family in
+minigrid | atari) control | estimate ;;
+doorkey | missions | levels | networks | crowd) sharing | estimate ;;
+llm) llm | tee >(wc -l | sed 's/$/ runs/' >&2) ;;
+esac

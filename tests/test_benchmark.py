@@ -45,7 +45,8 @@ def fake_run(root, seed, curve, evaluation=0.5, stamp=1, old=False, completed=Tr
     (folder / "config.json").write_text(json.dumps({"script": "prpo_minigrid"} | settings))
     summary = {"script": "prpo_minigrid", "completed": completed, "seed": seed, "settings": settings}
     summary |= {"versions": {"torch": "2"}, "timesteps_per_agent": 100 * len(curve)}
-    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": evaluation, "agents": []}}))
+    cells = [{test["task"]: {"mean": test["mean_return"]} for test in tests if test["agent"] == i} for i in range(2)]
+    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": evaluation, "agents": cells}}))
     return folder
 
 
@@ -329,6 +330,22 @@ def test_tuning_seeds_are_not_reported_and_effort_is_equal(tmp_path, selected):
     (tmp_path / "tuning.txt").write_text(changed)
     with pytest.raises(SystemExit, match="none has the name and settings of .*pr_coef2"):
         selected(unequal=True)
+
+
+def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
+    """--per-task: curves and evaluations of the agents that have a task; --matrix: every agent on every task."""
+    for seed, curve in ((1, [0.1, 0.2]), (2, [0.3, 0.8])):
+        fake_run(tmp_path / "runs", seed, curve, evaluation=0.1 * seed, env_ids=["Easy", "Hard"])
+    drawn, runs, results, _ = plotted(points=2, per_task=True, matrix=True, threshold=0.82)
+    assert list(results.env) == ["Easy", "Hard"] and list(drawn.env.unique()) == ["Easy", "Hard"]
+    easy, hard = (drawn[drawn.env == env]["mean"].tolist() for env in ("Easy", "Hard"))
+    assert easy == pytest.approx([0.2, 0.5]) and hard == pytest.approx([0.22, 0.52])
+    assert results.evaluation.tolist() == pytest.approx([0.15, 0.25])
+    assert results.steps_per_seed.tolist() == ["- -", "- 200"] and len(runs) == 4
+    matrix = pd.read_csv(tmp_path / "x_matrix.csv", comment="#").set_index(["agent", "task"])
+    assert matrix.loc[(1, "Other"), "mean"] == pytest.approx(0.15 + 0.1 + 0.5)  # off the diagonal
+    assert matrix.loc[(0, "Hard"), "mean"] == pytest.approx(0.15) and len(matrix) == 6
+    assert (tmp_path / "x_matrix.png").stat().st_size > 5_000
 
 
 def test_methods_are_chosen_and_ordered(tmp_path, plotted):

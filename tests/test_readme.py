@@ -1,7 +1,6 @@
 """The commands of the README and of docs/ run as they stand, on a small budget."""
 
 import importlib
-import os
 import re
 import shlex
 import subprocess
@@ -20,6 +19,8 @@ COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "2", "--run-dir"]
 FEW = ["--total-steps", "1", "--batch-size", "1", "--group-size", "2", "--response-length", "8", "--eval-prompts", "1"]
 SWEEPS = [(family, mode) for family in ("minigrid", "atari", "llm") for mode in ("", "--quick", "--results")]
+SHARING = "doorkey", "missions", "levels", "networks", "crowd"
+SWEEPS += [(family, mode) for family in SHARING for mode in ("--tune", "--results")]
 
 
 def words_of(command):
@@ -96,15 +97,15 @@ def test_sweep_commands_run_and_are_plotted(tmp_path):
     (sweep,) = [c for c in COMMANDS if c.startswith("bash benchmark/sweep.sh")]
     (plot,) = [c for c in COMMANDS if c.startswith("python benchmark/plot.py --runs")]
     generator, runner = sweep.split(" | ")
-    assert runner == "xargs -P 2 -I{} sh -c '{}'"
+    assert runner == "python benchmark/run.py"
     lines = subprocess.run(shlex.split(generator), cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
     assert len(lines) == len(set(lines)) == 60
     one_of_each = [next(line for line in lines if name in line) for name in ("pr-similarity", "fedavg-uniform")]
     small = ["--env-id", "MiniGrid-Empty-5x5-v0", *SMALL, str(tmp_path / "runs")]  # where episodes end soon
     shortened = "\n".join(shlex.join([*shlex.split(line), *small]) for line in one_of_each)
-    env = environment(PATH=f"{sys.exec_prefix}/bin:{os.environ['PATH']}")
-    xargs = subprocess.run(shlex.split(runner), cwd=REPOSITORY, input=shortened, text=True, env=env)
-    assert xargs.returncode == 0 and len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
+    words = [sys.executable, *shlex.split(runner)[1:]]
+    runs = subprocess.run(words, cwd=REPOSITORY, input=shortened, text=True, env=environment())
+    assert runs.returncode == 0 and len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
     words = words_of(plot)
     out = words.index("--out") + 1
     process = call(words[1], "--runs", tmp_path / "runs", "--out", tmp_path / words[out], cwd=REPOSITORY)
