@@ -290,21 +290,28 @@ WATCHED += [(PRPO_ATARI, "similarity")]
 
 
 @pytest.fixture(scope="session")
-def watched_runs(tmp_path_factory):
+def watched_runs(once):
     """Runs of four agents on two ranks while torch.distributed is watched: (a report for each rank, their folder).
 
     A report says for each run which functions were called, with the dtype and size of every tensor in their arguments.
     """
-    folder = tmp_path_factory.mktemp("watched")
-    runs = {
-        f"{script}/{name}": [script.__name__, *flags(script, folder / str(script) / name, communicator=name, **FOUR)]
-        for script, name in WATCHED
-    }
-    command = REPOSITORY / "tests" / "tools" / "wire.py", folder / "{rank}.json", json.dumps(runs)
-    results = outcomes(start_ranks(2, *command, cwd=folder), timeout=240)
-    assert [code for _, code in results] == [0, 0], results
-    reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    assert all(report.keys() == runs.keys() for report in reports)
+
+    def watch(folder):
+        runs = {
+            f"{script}/{name}": [
+                script.__name__,
+                *flags(script, folder / str(script) / name, communicator=name, **FOUR),
+            ]
+            for script, name in WATCHED
+        }
+        command = REPOSITORY / "tests" / "tools" / "wire.py", folder / "{rank}.json", json.dumps(runs)
+        results = outcomes(start_ranks(2, *command, cwd=folder), timeout=240)
+        assert [code for _, code in results] == [0, 0], results
+        reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+        assert all(report.keys() == runs.keys() for report in reports)
+        return reports
+
+    folder, reports = once("watched", watch)
     return reports, folder
 
 
@@ -312,9 +319,12 @@ def watched_runs(tmp_path_factory):
 def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name, watched_runs):
     """What moves is whole parameters, the run's stamp, and per agent fewer numbers than a rollout has steps.
 
-    Nothing is pickled; the parameters move at the common start and in every round, those of isolated agents never.
+    Nothing is pickled; the parameters move at the common start and in every round, those of isolated agents never: in
+    their place, for the log, distributions over actions on public states, which show nothing of what an agent has met.
     """
-    parameters = script.parameters
+    parameters, public = script.parameters, 0
+    if name == "identity":
+        public = len(script.public_states(tiny(script, ".", **FOUR))) * script.num_actions
     for calls in (report[f"{script}/{name}"] for report in watched_runs[0]):
         assert not [function for function, _ in calls if "object" in function]
         silent = {function for function, tensors in calls if not tensors}  # nothing of the agents' is in such a call
@@ -323,6 +333,8 @@ def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name,
             for dtype, numel in tensors:
                 if numel >= parameters:
                     assert dtype == "float32" and numel in (parameters, 2 * parameters, 4 * parameters)
+                elif dtype == "float32":
+                    assert numel == 2 * public
                 else:
                     assert dtype in ("float64", "int64") and numel <= 4 * 32 < 4 * script.tiny["num_steps"]
         moved = Counter(tensors[0][1] >= parameters for _, tensors in calls if tensors)

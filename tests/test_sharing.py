@@ -124,7 +124,11 @@ def test_mixed_agents_train_alike_on_three_ranks(mixed_run, tmp_path):
 
 
 def test_who_sits_out_keeps_its_row(mixed_run):
-    """In communicator.csv a row changes only in rounds in which its agent takes part, and then hears participants."""
+    """In communicator.csv a row changes only in rounds in which its agent takes part, and then hears participants.
+
+    These send their parameters to one another, and nobody else anything.
+    """
+    sizes, sent = np.array([len(weights) for weights in weights_of(mixed_run).values()]), 0
     rows = np.genfromtxt(mixed_run / "communicator.csv", delimiter=",", names=True)
     before, sat_out, args = np.eye(3), 0, json.loads((mixed_run / "config.json").read_text())
     for iteration in range(1, 7):
@@ -134,8 +138,8 @@ def test_who_sits_out_keeps_its_row(mixed_run):
         part = communicators.participants(3, args["participation"], seed).numpy()
         assert np.array_equal(matrix[~part], before[~part]) and (matrix[part] != before[part]).any()
         assert (matrix[part][:, part] > 0).all() and (matrix[part][:, ~part] == 0).all()
-        before, sat_out = matrix, sat_out + (~part).sum()
-    assert sat_out == 6
+        before, sat_out, sent = matrix, sat_out + (~part).sum(), sent + sizes[part].sum() * 4
+    assert sat_out == 6 and summary_of(mixed_run)["communication_bytes"] == sent
     assert len(set(before[before > 0])) > 3  # the surrogate is not uniform
 
 
