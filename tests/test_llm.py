@@ -729,6 +729,7 @@ def test_nan_rewards_are_counted_and_ignored(files, tmp_path):
 
 
 BAD = {
+    "surrogate": (["--communicator", "surrogate"], ["--communicator surrogate", "is for control"]),
     "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "rank-reward"]),
     "nothing to compare": (
         ["--communicator", "similarity", "--eval-prompts", "0"],

@@ -158,6 +158,17 @@ def test_a_pair_talks_and_a_third_is_alone(tmp_path):
     assert summary["communication_bytes"] == summary["communication_rounds"] * 2 * len(weights[True][0]) * 4
 
 
+@on([PRPO_MINIGRID, FEDAVG_MINIGRID])
+def test_row_i_of_the_surrogate_is_made_of_agent_is_gains(script, tmp_path, monkeypatch):
+    gains = torch.tensor([[0.0, 0.1, -0.2], [0.05, 0.0, 0.02], [-0.3, -0.1, 0.0]])
+    script.patch(monkeypatch, "gains_of_peers", lambda i, *_: gains[i])
+    settings = {"communicator": "surrogate", "communicator_temperature": 2.0, "eval_episodes": 0, "iterations": 1}
+    script.main(tiny(script, tmp_path, num_agents=3, local_updates=1, **settings))
+    rows = np.genfromtxt(only_run(tmp_path) / "communicator.csv", delimiter=",", names=True)
+    expected = (5 * gains).softmax(-1).flatten().tolist()
+    assert rows["weight"].tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def acting(script, number, seed=0):
     """Agents that differ, and what the first of them met: (agents, obs, batch)."""
     torch.manual_seed(seed)
