@@ -673,7 +673,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
-    elif name.endswith(".csv"):
+    elif name not in ("uniform", "similarity"):  # then it is a file
         C = communicators.from_csv(name, n)
     k = 0 if name == "similarity" and log_probs is None else args.top_k  # it must hear all before it can choose
     return communicators.restrict(C, args.topology, k, usable, keep_self=name == "self-preferred")

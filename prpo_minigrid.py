@@ -416,7 +416,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
         C = communicators.rank_reward(returns)
     elif name == "surrogate" and gains is not None:
         C = communicators.surrogate(gains, args.communicator_temperature)
-    elif name.endswith(".csv"):
+    elif name not in ("uniform", "similarity", "surrogate"):  # then it is a file
         C = communicators.from_csv(name, n)
     compared = {"similarity": log_probs, "surrogate": gains}.get(name, C)
     k = 0 if compared is None else args.top_k  # who compares policies must hear all before it can choose

@@ -408,6 +408,11 @@ def test_everybody_takes_part_equally_often():
     assert counts.sum() == 2 * 2000 and (counts - 800).abs().max() < 100
 
 
+def test_a_name_that_nothing_has_is_no_communicator():
+    with pytest.raises(OSError, match="uniforn"):
+        make_communicator("uniforn", 3)
+
+
 @pytest.mark.parametrize("p", [-0.1, 1.0001, 7.0, NAN, INF])
 def test_self_preference_outside_the_unit_interval_is_refused(p):
     with pytest.raises(ValueError, match=f"{p}"):
