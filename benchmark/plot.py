@@ -39,6 +39,8 @@ DASHES = ("-", "--", ":", "-.")
 UNCOMPARED = {"seed", "run_dir", "resume", "save_every", "timeout", "track", "capture_video"}
 UNCOMPARED |= {"wandb_project_name", "wandb_entity"}
 FORMER = {"communication_coef": "kl_coef", "update_every": "local_updates"}  # flags that had another name
+# Of metrics.csv, into the rows per run: means over the run and its agents
+DIAGNOSTICS = ("kl_reference_before", "kl_reference_after", "reference_entropy", "tv_update", "tv_snapshot", "tv_peers")
 BOTH = {"env_id", "learning_rate", "reward", "response_length"}  # what is a setting and a metric
 
 
@@ -247,7 +249,7 @@ def own_topic(run: Run) -> float:
 
 
 def make_rows(groups: dict[tuple[str, str], list[Run]], threshold: float) -> pd.DataFrame:
-    """A row per run: the evaluation at the end, the mean training return over the budget, the steps to `threshold`."""
+    """A row per run: evaluation at the end, means over the run of return and diagnostics, steps to `threshold`."""
     rows = []
     for (env, method), runs in groups.items():
         for run in runs:
@@ -257,6 +259,9 @@ def make_rows(groups: dict[tuple[str, str], list[Run]], threshold: float) -> pd.
             if any(env.endswith(", topic") for env, _ in groups):  # language models: each agent on its own topic
                 row["own_topic"] = own_topic(run) if env.endswith(", topic") else np.nan
             row["mean_training_return"] = run.curve.mean()
+            metrics = load_run(run.folder)
+            own = metrics[metrics.env_id == run.part] if run.part else metrics
+            row |= {name: own[name].mean() for name in DIAGNOSTICS if name in own}
             reached = run.curve.index[run.curve >= threshold]
             rows.append(row | {f"steps_to_{threshold:g}": reached[0] if len(reached) else np.nan})
     return pd.DataFrame(rows).astype({"evaluation": float})
@@ -284,7 +289,7 @@ def make_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = []
     for (env, method), runs in rows.groupby(["env", "method"], sort=False):
         row = {"env": env, "method": method, "timesteps": runs.timesteps.iloc[0]}
-        for name in rows.columns[rows.columns.get_loc("evaluation") :]:
+        for name in rows.columns[rows.columns.get_loc("evaluation") :].difference(DIAGNOSTICS, sort=False):
             interval = with_interval(runs[[name]].T).iloc[0]
             mean, low, high = (f"{x:.0f}" if name.startswith("steps") else f"{x:.6g}" for x in interval)
             if name.startswith("steps") and runs[name].isna().any():  # a mean over the lucky seeds would flatter

@@ -30,7 +30,7 @@ def fake_run(root, seed, curve, evaluation=0.5, stamp=1, old=False, completed=Tr
     rows = [
         {"iteration": k + 1, "agent": i, "env_id": tasks[i], "timesteps": 100 * (k + 1)}
         | ({} if old else {"seed": seed, "exp_name": settings["exp_name"], "learning_rate": 0.1})
-        | {"return_last_100": value + 0.02 * i}
+        | {"return_last_100": value + 0.02 * i, "tv_update": 0.1 * value}
         for k, value in enumerate(curve)
         for i in range(2)
     ]
@@ -342,6 +342,7 @@ def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
     assert easy == pytest.approx([0.2, 0.5]) and hard == pytest.approx([0.22, 0.52])
     assert results.evaluation.tolist() == pytest.approx([0.15, 0.25])
     assert results.steps_per_seed.tolist() == ["- -", "- 200"] and len(runs) == 4
+    assert runs.tv_update.tolist() == pytest.approx([0.015, 0.055] * 2) and "tv_update" not in results
     matrix = pd.read_csv(tmp_path / "x_matrix.csv", comment="#").set_index(["agent", "task"])
     assert matrix.loc[(1, "Other"), "mean"] == pytest.approx(0.15 + 0.1 + 0.5)  # off the diagonal
     assert matrix.loc[(0, "Hard"), "mean"] == pytest.approx(0.15) and len(matrix) == 6

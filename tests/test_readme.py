@@ -12,6 +12,7 @@ import tyro
 from command import parse_args
 from helpers import REPOSITORY, call, environment, only_run, torchrun
 
+README = (REPOSITORY / "README.md").read_text()
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)]
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
@@ -70,9 +71,10 @@ def test_training_commands_run(words, tmp_path):
 
 @commands_of("prpo_llm")
 def test_language_model_commands_run(words, tmp_path, request):
-    """The same for language models, with the real small one and the real data; three of it in `-m slow`."""
-    if words[0] == "torchrun" and "slow" not in request.config.getoption("-m").replace("not slow", ""):
-        pytest.skip("three language models: -m slow")
+    """The same for language models, with the real small one and the real data; all but two in `-m slow`."""
+    quick = " ".join(words) in README or "ppo" in words
+    if not quick and "slow" not in request.config.getoption("-m").replace("not slow", ""):
+        pytest.skip("a minute each: -m slow")
     assert (run(words, *FEW, cwd=tmp_path) / "summary.json").exists()
 
 
