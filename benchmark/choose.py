@@ -1,7 +1,7 @@
 """Chooses each method's setting on tuning seeds, with equal effort, and prints its commands for fresh seeds.
 
-    bash benchmark/sweep.sh minigrid --quick > tuning.txt && xargs -P 2 -I{} sh -c '{}' < tuning.txt
-    python benchmark/choose.py --runs runs/minigrid-quick --commands tuning.txt --out-dir runs/final --seeds 11 12 13
+    bash benchmark/sweep.sh doorkey --tune > tuning.txt && python benchmark/run.py tuning.txt
+    python benchmark/choose.py --runs runs/doorkey-tune --commands tuning.txt --out-dir runs/doorkey --seeds 1 2 3 4 5
 
 A method is the beginning of --exp-name, before the first `_`; what follows tells the setting. For each task and method
 the setting with the best mean over the tuning seeds is chosen, the first of equal ones. What was compared goes to
