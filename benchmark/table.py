@@ -9,7 +9,7 @@ a setting; the held-out score of the best in training, and expected validation p
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -123,7 +123,7 @@ def main(args: Args) -> None:
             for k, end in ((1, "_ci_low"), (2, "_ci_high")):
                 table.insert(table.columns.get_loc(name) + k, name + end, table[name].str[k])
             table[name] = table[name].str[0]
-        write(Path(args.csv), f"{header(groups)}# {args}\n", table)
+        write(Path(args.csv), f"{header(groups)}# {replace(args, csv='')}\n", table)
 
 
 if __name__ == "__main__":

@@ -216,35 +216,40 @@ def llm() -> str:
     return markdown(["", "common held-out prompts", "of the own library", "training, mean of all steps"], rows)
 
 
-def sharing(name: str) -> str:
-    """When does sharing pay: a row per task and method."""
-    table, rows = read(f"{name}_table"), []
-    for _, row in table.iterrows():
-        steps = ", ".join(f"{float(own):,.0f}" if own != "-" else own for own in str(row.steps_per_seed).split())
-        cells = (cell(row, column, low=0, high=1) for column in ("evaluation", "mean_training_return"))
-        rows.append([row.env.removeprefix("MiniGrid-").removesuffix("-v0"), row.method, *cells, steps])
-    return markdown(
-        ["task", "method", "evaluation", "training return, mean over the run", "steps to 0.8, each seed"], rows
-    )
+SHARING = {
+    "isolated": "isolated",
+    "fedavg-uniform": "FedAvg, uniform",
+    "fedavg-reward": "FedAvg, reward",
+    "pr-uniform": "PR-PPO, uniform",
+    "pr-similarity": "PR-PPO, similarity",
+    "pr-surrogate": "PR-PPO, surrogate",
+    "pr-reward": "PR-PPO, reward",
+    "pr-self0.2": "PR-PPO, self-preferred 0.2",
+    "pr-self0.6": "PR-PPO, self-preferred 0.6",
+}
+
+
+def tasks(name: str, column: str = "mean_training_return") -> str:
+    """When does sharing pay: methods x tasks."""
+    table = read(f"{name}_table").set_index(["method", "env"])
+    envs = list(dict.fromkeys(table.index.get_level_values("env")))
+    rows = [
+        [label, *(cell(table.loc[method, env], column, low=0, high=1) for env in envs)]
+        for method, label in SHARING.items()
+        if method in table.index
+    ]
+    return markdown(["", *(re.sub("^MiniGrid-|^BabyAI-|-v0", "", env) for env in envs)], rows)
 
 
 def methods(name: str) -> str:
-    """Over all agents: interquartile mean, probability of improvement over isolated agents, success rate."""
-    table, rows = read(f"{name}_methods"), []
-    whole = "all tasks" if "all tasks" in table else table.columns[table.columns.get_loc("seeds") + 1]
-    for _, row in table.iterrows():
-        compared = "" if pd.isna(row["better than isolated"]) else cell(row, "better than isolated", low=0, high=1)
-        rows.append([row.method, cell(row, whole), compared, cell(row, "success", low=0, high=1), row.seeds])
-    return markdown(["method", "evaluation (IQM)", "better than isolated", "all agents ≥ 0.8", "seeds"], rows)
-
-
-def matrix(name: str) -> str:
-    """Every agent on every task, means over seeds."""
-    table, rows = read(f"{name}_matrix"), []
-    tasks = list(table.task.unique())
-    for (method, agent), own in table.groupby(["method", "agent"], sort=False):
-        rows.append([method, agent, *(f"{own.set_index('task')['mean'][task]:.2f}" for task in tasks)])
-    return markdown(["method", "agent", *(re.sub("^MiniGrid-|-v0", "", task) for task in tasks)], rows)
+    """Over all agents: share of seeds in which all succeed, probability of a run to beat one of isolated agents."""
+    table, rows = read(f"{name}_methods").set_index("method"), []
+    for method, label in SHARING.items():
+        if method in table.index:
+            row = table.loc[method]
+            better = "" if pd.isna(row["better than isolated"]) else cell(row, "better than isolated", low=0, high=1)
+            rows.append([label, cell(row, "success", low=0, high=1), better, len(row.seeds.split())])
+    return markdown(["", "all agents at 0.8 or more", "better than isolated", "seeds"], rows)
 
 
 # Speed
