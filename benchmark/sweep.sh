@@ -91,8 +91,8 @@ doorkey*)
     STEPS=250000 SPEED=6000
     ;;&
 missions*)
-    METHODS=(isolated fedavg-uniform pr-uniform pr-self0.2 pr-self0.6 pr-similarity pr-surrogate)
-    STEPS=61440 SPEED=1500
+    METHODS=(isolated fedavg-uniform pr-uniform pr-surrogate pr-similarity)
+    STEPS=143360 SPEED=3000
     ;;&
 levels*) METHODS=(isolated fedavg-uniform pr-uniform) STEPS=250000 SPEED=2000 ;;&
 networks*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=250000 SPEED=6000 ;;&
@@ -154,7 +154,7 @@ control() {
 variants() {
     case $family in
     doorkey) echo ":--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0" ;;
-    missions) echo ":--env-id BabyAI-GoToLocalS5N2-v0 --missions red green blue" ;;
+    missions) echo ":--env-id MiniGrid-Fetch-5x5-N2-v0 --missions key ball key" ;;
     levels) printf -- "%s:--env-id MiniGrid-SimpleCrossingS9N1-v0 --levels-per-agent %s\n" 4 4 16 16 64 64 ;;
     networks)
         echo "equal:--env-id MiniGrid-DoorKey-6x6-v0 --hidden-sizes 64 64 64"
