@@ -276,12 +276,9 @@ def make_matrix(groups: dict[tuple[str, str], list[Run]]) -> pd.DataFrame:
         for agent, row in enumerate(run.summary["evaluation"]["agents"])
         for task, cell in row.items()
     ]
-    by_seed = (
-        pd.DataFrame(rows).drop_duplicates().pivot(index=["method", "agent", "task"], columns="seed", values="value")
-    )
-    return with_interval(
-        by_seed.reindex(dict.fromkeys((r["method"], r["agent"], r["task"]) for r in rows))
-    ).reset_index()
+    cells = pd.DataFrame(rows).drop_duplicates().groupby(["method", "agent", "task"], sort=False).value
+    table = {key: with_interval(values.to_frame().T).iloc[0] for key, values in cells}
+    return pd.DataFrame(table).T.rename_axis(["method", "agent", "task"]).reset_index()
 
 
 def make_table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -336,14 +336,18 @@ def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
     """--per-task: curves and evaluations of the agents that have a task; --matrix: every agent on every task."""
     for seed, curve in ((1, [0.1, 0.2]), (2, [0.3, 0.8])):
         fake_run(tmp_path / "runs", seed, curve, evaluation=0.1 * seed, env_ids=["Easy", "Hard"])
+    fake_run(tmp_path / "runs", 1, [0.1, 0.2], 0.7, exp_name="zzz", env_ids=["Easy", "Hard"])  # with fewer seeds
     drawn, runs, results, _ = plotted(points=2, per_task=True, matrix=True, threshold=0.82)
+    drawn, runs, results = (own[own.method == "pr"] for own in (drawn, runs, results))
     assert list(results.env) == ["Easy", "Hard"] and list(drawn.env.unique()) == ["Easy", "Hard"]
     easy, hard = (drawn[drawn.env == env]["mean"].tolist() for env in ("Easy", "Hard"))
     assert easy == pytest.approx([0.2, 0.5]) and hard == pytest.approx([0.22, 0.52])
     assert results.evaluation.tolist() == pytest.approx([0.15, 0.25])
     assert results.steps_per_seed.tolist() == ["- -", "- 200"] and len(runs) == 4
     assert runs.tv_update.tolist() == pytest.approx([0.015, 0.055] * 2) and "tv_update" not in results
-    matrix = pd.read_csv(tmp_path / "x_matrix.csv", comment="#").set_index(["agent", "task"])
+    matrix = pd.read_csv(tmp_path / "x_matrix.csv", comment="#").set_index("method")
+    assert matrix.loc["zzz", "mean"].tolist() == pytest.approx([1.2, 0.7, 0.7, 1.3, 0.8, 0.8])
+    matrix = matrix.loc["pr"].set_index(["agent", "task"])
     assert matrix.loc[(1, "Other"), "mean"] == pytest.approx(0.15 + 0.1 + 0.5)  # off the diagonal
     assert matrix.loc[(0, "Hard"), "mean"] == pytest.approx(0.15) and len(matrix) == 6
     assert (tmp_path / "x_matrix.png").stat().st_size > 5_000
