@@ -17,9 +17,19 @@ tables = importlib.import_module("tables")
 
 PAGES = [*tables.PAGES, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"]
 SCRIPT_NAMES = ("prpo_minigrid", "prpo_atari", "prpo_llm", "fedavg_ppo")
-BENCHMARKS = ("plot", "throughput", "baselines/sb3_ppo", "baselines/trl_grpo")
-# Of torchrun, TensorBoard, pip, trl, pytest and bash scripts
-OTHERS = {"--nproc-per-node", "--max-restarts", "--logdir", "--no-deps", "--quick", "--results", "--help"}
+BENCHMARKS = ("plot", "run", "choose", "table", "throughput", "baselines/sb3_ppo", "baselines/trl_grpo")
+# Of torchrun, TensorBoard, pip, trl, pytest, sbatch and bash scripts
+OTHERS = {
+    "--nproc-per-node",
+    "--max-restarts",
+    "--logdir",
+    "--no-deps",
+    "--quick",
+    "--results",
+    "--tune",
+    "--gres",
+    "--help",
+}
 PAST = {"--cudagraphs"}  # the changelog says that they are gone
 
 
