@@ -367,7 +367,7 @@ def test_private_levels_are_few_and_private(script, tmp_path, monkeypatch):
         class Spy(script.PrivateLevels):
             def reset(self, **kwargs):
                 result = super().reset(**kwargs)
-                seen.setdefault(tuple(self.level_seeds), set()).add(self.unwrapped.hash())
+                seen.setdefault(tuple(self.levels), set()).add(self.unwrapped.hash())
                 return result
 
         with monkeypatch.context() as patch:

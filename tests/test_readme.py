@@ -37,6 +37,11 @@ def commands_of(*scripts):
     return pytest.mark.parametrize("words", sorted(found), ids=" ".join)
 
 
+def runs_slow(request):
+    """Whether pytest was asked for the slow tests."""
+    return "slow" in request.config.getoption("-m").replace("not slow", "")
+
+
 def run(words, *budget, cwd):
     """Run the command with a small budget, in this process if it is for one. Returns the run's folder."""
     start = next(k for k, word in enumerate(words) if word.endswith(".py"))
@@ -62,8 +67,10 @@ def test_both_set_up_everything_and_ci_runs_the_same_tests():
 
 
 @commands_of("prpo_minigrid", "prpo_atari", "fedavg_ppo")
-def test_training_commands_run(words, tmp_path):
-    """Every training command ends with a summary; only its budget is cut."""
+def test_training_commands_run(words, tmp_path, request):
+    """Every training command ends with a summary; only its budget is cut. Three processes of Atari in `-m slow`."""
+    if words[0] == "torchrun" and "prpo_atari.py" in words and not runs_slow(request):
+        pytest.skip("a minute: -m slow")
     folder = run(words, *SMALL[:-1], cwd=tmp_path)
     assert (folder / "summary.json").exists()
     assert len(list(folder.glob("videos/*.mp4"))) == (3 if "--capture-video" in words else 0)
@@ -73,7 +80,7 @@ def test_training_commands_run(words, tmp_path):
 def test_language_model_commands_run(words, tmp_path, request):
     """The same for language models, with the real small one and the real data; all but two in `-m slow`."""
     quick = " ".join(words) in README or "ppo" in words
-    if not quick and "slow" not in request.config.getoption("-m").replace("not slow", ""):
+    if not quick and not runs_slow(request):
         pytest.skip("a minute each: -m slow")
     assert (run(words, *FEW, cwd=tmp_path) / "summary.json").exists()
 

@@ -353,7 +353,7 @@ def test_resume_of_something_else(script, finished, tmp_path):
     args = script.parse_args(["--resume", str(folder), "--eval-episodes", "7"])  # this may change, and the rest is kept
     kept = {name: value for name, value in vars(args).items() if name not in ("resume", "eval_episodes")}
     assert (args.resume, args.eval_episodes) == (str(folder), 7)
-    assert {name: list(value) if name == "env_ids" else value for name, value in kept.items()} == {
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()} == {
         name: value for name, value in settings.items() if name in kept
     }
 
