@@ -24,7 +24,7 @@ import re
 import shlex
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +113,8 @@ class Run:
     settings: dict
     curve: pd.Series
     """training return, or reward, averaged over agents, by environment steps per agent, or steps"""
+    diagnostics: dict[str, float]
+    """their means over the run and its agents"""
     part: str = ""
     """the task of the agents that this is about, if not of all"""
 
@@ -131,23 +133,36 @@ class Run:
         return {name: value for name, value in self.settings.items() if name not in UNCOMPARED}
 
 
-def read_run(folder: Path) -> Run:
-    """A run from its summary.json and metrics.csv."""
-    table = load_run(folder)
+def make_run(folder: Path, summary: dict, settings: dict, table: pd.DataFrame, part: str = "") -> Run:
+    """A run, or the part of it that is in `table`."""
     x, y = ("timesteps", "return_last_100") if "timesteps" in table else ("step", "reward")
     curve = table.groupby(x)[y].agg(lambda agents: agents.mean(skipna=False))
-    return Run(folder, *read_settings(folder), curve.dropna())  # before its first episode ends an agent has no return
+    diagnostics = {name: table[name].mean() for name in DIAGNOSTICS if name in table}
+    return Run(folder, summary, settings, curve.dropna(), diagnostics, part)  # no return before the first episode ends
+
+
+def read_run(folder: Path) -> Run:
+    """A run from its summary.json and metrics.csv."""
+    return make_run(folder, *read_settings(folder), load_run(folder))
 
 
 def by_task(run: Run) -> list[Run]:
     """The same run once for each of its agents' tasks: curve and evaluation of the agents that have it."""
     parts = []
     for task, own in load_run(run.folder).groupby("env_id", sort=False):
-        curve = own.groupby("timesteps").return_last_100.agg(lambda agents: agents.mean(skipna=False)).dropna()
         last = own[own.timesteps == own.timesteps.max()]
         value = last.evaluation.mean() if "evaluation" in last else np.nan
-        parts.append(Run(run.folder, run.summary | {"evaluation": {"group": value}}, run.settings, curve, task))
+        parts.append(make_run(run.folder, run.summary | {"evaluation": {"group": value}}, run.settings, own, task))
     return parts
+
+
+def split_groups(groups: dict[tuple[str, str], list[Run]]) -> dict[tuple[str, str], list[Run]]:
+    """(task of an agent, method) -> the parts of its runs."""
+    parts = [(name, part) for (_, name), runs in groups.items() for run in runs for part in by_task(run)]
+    split = {(task, name): [] for task in dict.fromkeys(part.task for _, part in parts) for _, name in groups}
+    for name, part in parts:
+        split[part.task, name].append(part)
+    return split
 
 
 def read_groups(args: Args) -> dict[tuple[str, str], list[Run]]:
@@ -180,14 +195,7 @@ def read_groups(args: Args) -> dict[tuple[str, str], list[Run]]:
         return key[0], matches[:1], key[1]
 
     keys = sorted((key for key in groups if groups[key]), key=order)
-    groups = {key: [groups[key][seed] for seed in sorted(groups[key])] for key in keys}
-    if args.per_task:
-        parts = [(name, part) for (_, name), runs in groups.items() for run in runs for part in by_task(run)]
-        tasks = dict.fromkeys(part.task for _, part in parts)
-        groups = {(task, name): [] for task in tasks for _, name in groups}
-        for name, part in parts:
-            groups[part.task, name].append(part)
-    return groups
+    return {key: [groups[key][seed] for seed in sorted(groups[key])] for key in keys}
 
 
 def command(run: Run) -> str:
@@ -259,9 +267,7 @@ def make_rows(groups: dict[tuple[str, str], list[Run]], threshold: float) -> pd.
             if any(env.endswith(", topic") for env, _ in groups):  # language models: each agent on its own topic
                 row["own_topic"] = own_topic(run) if env.endswith(", topic") else np.nan
             row["mean_training_return"] = run.curve.mean()
-            metrics = load_run(run.folder)
-            own = metrics[metrics.env_id == run.part] if run.part else metrics
-            row |= {name: own[name].mean() for name in DIAGNOSTICS if name in own}
+            row |= run.diagnostics
             reached = run.curve.index[run.curve >= threshold]
             rows.append(row | {f"steps_to_{threshold:g}": reached[0] if len(reached) else np.nan})
     return pd.DataFrame(rows).astype({"evaluation": float})
@@ -369,13 +375,13 @@ def draw_matrix(csv_path: Path, png_path: Path) -> None:
 def main(args: Args) -> None:
     curves, rows, table, picture = (Path(args.out + end) for end in (".csv", "_runs.csv", "_table.csv", ".png"))
     if not args.from_csv:
-        groups = read_groups(args)
+        whole = read_groups(args)
+        groups = split_groups(whole) if args.per_task else whole
         if not groups:
             sys.exit(f"--runs {' '.join(args.runs)}: no finished run of these methods in there")
         write(curves, header(groups), make_curves(groups, args.points))
         write(rows, header(groups), make_rows(groups, args.threshold))
         if args.matrix:
-            whole = read_groups(replace(args, per_task=False))
             write(Path(f"{args.out}_matrix.csv"), header(whole), make_matrix(whole))
     elif not curves.is_file():
         sys.exit(f"--from-csv: there is no {curves}")
