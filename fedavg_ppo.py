@@ -150,7 +150,7 @@ def main(args: Args) -> dict:
     communicator = communicators.identity(n)  # [agents, agents]; before the first round nobody has spoken
     distances = torch.full_like(communicator, torch.nan)
     snapshots = [agent.requires_grad_(False) for agent in first]
-    reference_states = family.public_states(args).to(device)
+    reference_states = family.public_states(args).to(device) if num_rounds else None
     last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
     known_returns = [deque(maxlen=1) for _ in held]  # the mean of the last round in which an episode ended
 

@@ -621,7 +621,7 @@ def main(args: Args) -> dict:
     distances = torch.full_like(communicator, torch.nan)
     snapshots = [agent.requires_grad_(False) for agent in first]
     views = [snapshots if args.participation == 1 else copy.deepcopy(snapshots) for _ in held]  # of the agents held
-    reference_states = public_states(args).to(device)
+    reference_states = public_states(args).to(device) if num_rounds else None
     last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
     known_returns = [deque(maxlen=1) for _ in held]  # the mean of the last round in which an episode ended
 

@@ -124,7 +124,7 @@ def check_envs(args: Args) -> None:
             communicators.refuse(args, flag, f"must be a MiniGrid or BabyAI task; {env_id} {problem}")
         actions[int(env.action_space.n)] = env_id
         missions = {env.reset(seed=level) and env.unwrapped.mission for level in range(1000 if args.missions else 9)}
-        for word in (word for word, task in zip(args.missions, task_ids(args), strict=False) if task == env_id):
+        for word in (word for task, word in tasks_of(args) if task == env_id):
             if not any(word in mission for mission in missions):
                 known = ", ".join(sorted(missions)[:5])
                 communicators.refuse(args, "missions", f"no mission of {env_id} has {word!r}; some are {known}")
@@ -664,7 +664,7 @@ def main(args: Args) -> dict:
     distances = torch.full_like(communicator, torch.nan)
     snapshots = [agent.requires_grad_(False) for agent in first]
     views = [snapshots if args.participation == 1 else copy.deepcopy(snapshots) for _ in held]  # of the agents held
-    reference_states = public_states(args).to(device)
+    reference_states = public_states(args).to(device) if num_rounds else None
     last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
     known_returns = [deque(maxlen=1) for _ in held]  # the mean of the last round in which an episode ended
 
