@@ -12,6 +12,7 @@ from helpers import (
     PRPO_MINIGRID,
     REPOSITORY,
     assert_same_run,
+    assert_weights,
     flags,
     on,
     only_run,
@@ -249,3 +250,27 @@ def test_isolated_agents_tell_distances_but_send_nothing(script, tmp_path):
     for row in rows_of(folder):
         assert row["tv_peers"] == "nan" and 0 < float(row["tv_snapshot"]) < 1
         assert abs(float(row["kl_reference_before"])) < 1e-6 < float(row["kl_reference_after"])
+
+
+# --- clones ---
+
+
+@on([PRPO_MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
+def test_clones_learn_like_isolated_agents_if_they_talk_after_every_iteration(script, tmp_path, monkeypatch):
+    """Clones have nothing to tell each other, so what still changes their training is the age of the snapshots.
+
+    With a round after every iteration there is none; with one after every third, peers pull towards the past.
+    """
+    original, weights = communicators.derive_seed, {}
+    script.patch(monkeypatch, "derive_seed", lambda seed, agent, *key: original(seed, 0, *key))
+    settings = {"num_agents": 2, "eval_episodes": 0, "kl_coef": 5.0, "kl_direction": "reverse"}
+    for communicator, interval in (("identity", 1), ("uniform", 1), ("uniform", 3)):
+        name, changes = f"{communicator}{interval}", {"communicator": communicator, "local_updates": interval}
+        args = tiny(script, tmp_path / name, **settings, **changes)
+        script.main(args)
+        first, second = weights_of(only_run(tmp_path / name)).values()
+        assert torch.equal(first, second)
+        weights[name] = first
+    assert_weights(weights["uniform1"], weights["identity1"], args)
+    with pytest.raises(AssertionError):
+        assert_weights(weights["uniform3"], weights["identity1"], args)
