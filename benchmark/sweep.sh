@@ -6,6 +6,7 @@ usage() {
     cat <<END
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh doorkey|missions|levels|networks|crowd [--tune | --results]
+       bash benchmark/sweep.sh anchor [--results]
 
 Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as Slurm arrays, and goes
 on where it was cut off. The lines assume the root of the repository as working directory; but for those of llm they use
@@ -23,6 +24,7 @@ one core each (on a GPU machine several share a GPU):
 
 When does sharing pay (docs/results.md): doorkey, agents with an easy, a middling and a hard task; missions, with
 conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 16 agents on one hard task.
+anchor: why mixing slows learning down on BeamRider, peers or the age of the snapshots.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
 --results  the chosen settings on five fresh seeds (also the default)
 
@@ -32,7 +34,7 @@ END
 
 family=${1:-} mode=${2:-}
 case $family in
-minigrid | atari | llm | doorkey | missions | levels | networks | crowd) ;;
+minigrid | atari | llm | doorkey | missions | levels | networks | crowd | anchor) ;;
 --help | -h)
     usage
     exit 0
@@ -44,7 +46,7 @@ minigrid | atari | llm | doorkey | missions | levels | networks | crowd) ;;
 esac
 case $family$mode in
 minigrid | atari | llm | minigrid--quick | atari--quick | llm--quick | *--results) ;;
-doorkey | missions | levels | networks | crowd) mode=--results ;;
+doorkey | missions | levels | networks | crowd | anchor) mode=--results ;;
 doorkey--tune | missions--tune | levels--tune | networks--tune | crowd--tune) ;;
 *)
     echo "sweep.sh: unknown option $mode; try --help" >&2
@@ -91,13 +93,14 @@ doorkey*)
     STEPS=250000 SPEED=6000
     ;;&
 missions*)
-    METHODS=(isolated fedavg-uniform pr-uniform pr-surrogate pr-similarity)
+    METHODS=(isolated fedavg-uniform pr-uniform pr-self0.6 pr-self0.2 pr-similarity pr-surrogate)
     STEPS=143360 SPEED=3000
     ;;&
 levels*) METHODS=(isolated fedavg-uniform pr-uniform) STEPS=250000 SPEED=2000 ;;&
 networks*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=250000 SPEED=6000 ;;&
 crowd*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=500000 SPEED=6000 ;;&
 doorkey* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3 4 5) PEER_COEFS=(0.5) ;;&
+anchor*) SEEDS=(1 2 3) STEPS=131072 SPEED=650 ;;&
 *--tune) SEEDS=(101) PEER_COEFS=(0.5 2) ;;
 llm)
     LAUNCH="torchrun --nproc-per-node 7 prpo_llm.py --num-agents 7"
@@ -187,6 +190,20 @@ sharing() {
     done
 }
 
+anchor() {
+    for seed in "${SEEDS[@]}"; do
+        while IFS=: read -r name method; do
+            echo "OMP_NUM_THREADS=1 python prpo_atari.py $method --env-id BeamRiderNoFrameskip-v4 --seed $seed" \
+                "--total-timesteps $STEPS --save-every 16 --eval-episodes 0 --run-dir $folder --exp-name $name"
+        done <<END
+isolated:--communicator identity
+pr-uniform:--communicator uniform
+isolated-snapshot:--communicator identity --self-reference snapshot --kl-coef 0.6667
+pr-uniform-every1:--communicator uniform --local-updates 1
+END
+    done
+}
+
 llm() {
     for seed in "${SEEDS[@]}"; do
         for algorithm in grpo ppo; do
@@ -224,5 +241,6 @@ estimate() { # a run's agent-steps are those of three agents
 case $family in
 minigrid | atari) control | estimate ;;
 doorkey | missions | levels | networks | crowd) sharing | estimate ;;
+anchor) anchor | estimate ;;
 llm) llm | tee >(wc -l | sed 's/$/ runs/' >&2) ;;
 esac
