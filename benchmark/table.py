@@ -5,7 +5,8 @@
 
 Control: interquartile mean over seeds, chance of a run to beat one of --reference, share of seeds that succeed. A seed
 is one sample: a run's agents on one task are averaged, on several resampled together. Language models: an --exp-name is
-a setting; the held-out score of the best in training, and expected validation performance. Intervals are of 95 %.
+a setting; the held-out score of the best in training, and expected validation performance, of rewards or, with
+--measure win_rate, of what benchmark/judge.py found before. Intervals are of 95 %.
 """
 
 import sys
@@ -26,7 +27,8 @@ class Args:
     runs: tuple[str, ...] = ("runs",)  # folders to search for runs, at any depth
     methods: tuple[str, ...] = ()  # only these experiments, in this order; * stands for anything (empty: all)
     reference: str = "isolated"  # the method that others are compared with, where it is there
-    measure: Literal["evaluation", "auc", "final"] = "evaluation"  # auc: mean training return; final: the last one
+    measure: Literal["evaluation", "auc", "final", "win_rate"] = "evaluation"
+    """auc: mean training return; final: the last one; win_rate: language models, all agents' against the references"""
     threshold: float = 0.8  # score of a success
     success: Literal["min", "mean", "max"] = "min"  # of a run's agents: has every one to reach it, their mean, or one
     evp: int = 0  # language models: settings that are tried (0: as many as the smallest search has)
@@ -73,6 +75,23 @@ def control_table(groups: dict[tuple[str, str], list[Run]], args: Args) -> list[
     return rows
 
 
+def held_out(run: Run, measure: str) -> float:
+    """The score of a language model's run on the common held-out prompts."""
+    if measure != "win_rate":
+        return float("nan" if run.summary["evaluation"]["group"] is None else run.summary["evaluation"]["group"])
+    if not (path := run.folder / "win_rates.csv").is_file():
+        sys.exit(f"{run.folder}: has no win_rates.csv; run benchmark/judge.py first")
+    rates = pd.read_csv(path)
+    return rates[(rates.task == "validation") & (rates.agent == "all")].win_rate.iloc[-1]
+
+
+def on_topics(run: Run) -> tuple[float, float]:
+    """Mean reward of the agents on their own topics, and on the others', which follow the common prompts in order."""
+    matrix = np.array([[cell["mean"] for cell in row.values()] for row in run.summary["evaluation"]["agents"]])[:, 1:]
+    own = np.eye(*matrix.shape, dtype=bool)
+    return matrix[own].mean(), matrix[~own].mean() if len(matrix) > 1 else np.nan
+
+
 def search_table(groups: dict[tuple[str, str], list[Run]], args: Args) -> list[dict]:
     """A row per algorithm, data and method: what its search over settings found."""
     searches = {}
@@ -80,12 +99,14 @@ def search_table(groups: dict[tuple[str, str], list[Run]], args: Args) -> list[d
         own = runs[0].settings
         p, kind = own["self_preference"], ["none", "weights", "policy"].index(own["aggregation"])
         how = f"p = {p:g}" if own["communicator"] == "self-preferred" else own["communicator"]
-        key = own["algorithm"] != "ppo", data, kind, -p, ("isolated", "FedAvg", f"PR, {how}")[kind]  # the paper's order
+        average = own.get("lora_average", "exact")
+        methods = "isolated", "FedAvg" + f", {average}" * (average != "exact"), f"PR, {how}"
+        key = own["algorithm"] != "ppo", data, kind, -p, methods[kind]  # the paper's order
         searches.setdefault(key, {})[name] = runs
     n, rows, found = args.evp or min(map(len, searches.values())), [], {}
     for (grpo, data, *_, method), settings in sorted(searches.items()):
         runs = pd.DataFrame({name: {run.settings["seed"]: run for run in runs} for name, runs in settings.items()})
-        held = runs.map(lambda run: run.summary["evaluation"]["group"], na_action="ignore").astype(float)
+        held = runs.map(lambda run: held_out(run, args.measure), na_action="ignore").astype(float)
         if held.isna().any(axis=None) or n > len(settings):
             sys.exit(f"{data}, {method}: fewer settings than --evp {n}, or one without evaluation for every seed")
         mean, variance = np.array([expected_maximum(own, args.replacement) for own in held.to_numpy()])[:, :, n - 1].T
@@ -93,6 +114,11 @@ def search_table(groups: dict[tuple[str, str], list[Run]], args: Args) -> list[d
         row = {"algorithm": "GRPO" if grpo else "PPO", "data": data, "method": method, "settings": len(settings)}
         row |= {"seeds": " ".join(map(str, held.index)), "best setting": best}
         row["held-out"] = tuple(with_interval(held[[best]].T).iloc[0])
+        if runs[best].iloc[0].settings["partition"] == "topic":
+            topics = pd.DataFrame([on_topics(run) for run in runs[best]]).T
+            row |= dict(
+                zip(("own topic", "others' topics"), with_interval(topics).itertuples(False, None), strict=True)
+            )
         row[f"EVP of {n}"] = tuple(with_interval(pd.DataFrame([mean])).iloc[0])
         row["deviation"] = f"{np.sqrt(variance.mean()):.3f}"  # within a seed: the shades of the paper's figures
         found[grpo, data, method] = mean.mean()
@@ -115,6 +141,8 @@ def main(args: Args) -> None:
     kinds = {search_table if "algorithm" in runs[0].settings else control_table for runs in groups.values()}
     if len(kinds) != 1:
         sys.exit(f"--runs {' '.join(args.runs)}: needs finished runs, of control or of language models")
+    if kinds == {control_table} and args.measure == "win_rate":
+        sys.exit("--measure win_rate: is for language models")
     table = pd.DataFrame(kinds.pop()(groups, args))
     for line in ([*table], ["---" for _ in table], *table.map(cell).to_numpy()):
         print(f"| {' | '.join(line)} |")

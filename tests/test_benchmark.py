@@ -211,7 +211,7 @@ def test_tasks_of_separate_runs_are_strata(tmp_path, tabled):
     assert exact["success in Easy"]["pr"] == 0.2 and exact["success in Hard"]["pr"] == 0.25
 
 
-def fake_language_run(root, seed, name, training, held_out, **settings):
+def fake_language_run(root, seed, name, training, held_out, agents=(), **settings):
     """A run of language models as prpo_llm.py leaves it."""
     folder = root / f"x__{name}__{seed}__1"
     folder.mkdir(parents=True)
@@ -222,7 +222,8 @@ def fake_language_run(root, seed, name, training, held_out, **settings):
     ]
     pd.DataFrame(rows).to_csv(folder / "metrics.csv", index=False)
     summary = {"script": "prpo_llm", "completed": True, "seed": seed, "settings": settings, "versions": {}}
-    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": held_out, "agents": []}}))
+    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": held_out, "agents": agents}}))
+    return folder
 
 
 def test_table_of_searches_is_the_papers(tmp_path, tabled):
@@ -252,6 +253,29 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
     assert "EVP of 3" in tabled()[1]
     with pytest.raises(SystemExit, match="fewer settings than --evp 4"):
         tabled(evp=4)
+
+
+def test_table_of_win_rates_and_topics(tmp_path, tabled):
+    """What a judge found, of all agents on the common prompts; rewards on own and others' topics; both averages."""
+    kinds = {"isolated": {"aggregation": "none"}, "fedavg": {"aggregation": "weights", "lora_average": "exact"}}
+    kinds["fedavg-naive"] = {"aggregation": "weights", "lora_average": "naive"}
+    for k, (name, own) in enumerate(kinds.items()):
+        rewards = [0.9, 0.1 * k, 0.2], [0.9, 0.4, 0.3 + k]  # common, first topic, second topic
+        agents = [{task: {"mean": value} for task, value in zip("cxy", row, strict=True)} for row in rewards]
+        for seed in (1, 2):
+            folder = fake_language_run(tmp_path / "runs", seed, name, 0.5, 0.9, agents, partition="topic", **own)
+            rates = {"agent": [0, "all", "all"], "task": ["validation", "x", "validation"]}
+            pd.DataFrame(rates | {"win_rate": [0.1, 0.2, 0.4 + 0.1 * k]}).to_csv(folder / "win_rates.csv", index=False)
+    shown, exact = tabled(measure="win_rate")
+    assert list(shown) == ["isolated", "FedAvg", "FedAvg, naive"]
+    assert exact["held-out"].tolist() == pytest.approx([0.4, 0.5, 0.6])
+    assert exact["own topic"].tolist() == pytest.approx([0.15, 0.7, 1.25])
+    assert exact["others' topics"].tolist() == pytest.approx([0.3] * 3)
+    assert shown["FedAvg, naive"]["gain over FedAvg"] == "+20.0%"
+    assert tabled()[1]["held-out"].tolist() == pytest.approx([0.9] * 3)
+    (folder / "win_rates.csv").unlink()
+    with pytest.raises(SystemExit, match="run benchmark/judge.py first"):
+        tabled(measure="win_rate")
 
 
 @pytest.fixture
