@@ -5,22 +5,28 @@ set -euo pipefail
 usage() {
     cat <<END
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
+       bash benchmark/sweep.sh table1 [--quick]
        bash benchmark/sweep.sh doorkey|missions|levels|networks|crowd [--tune | --results]
        bash benchmark/sweep.sh anchor [--results]
 
 Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as Slurm arrays, and goes
-on where it was cut off. The lines assume the root of the repository as working directory; but for those of llm they use
-one core each (on a GPU machine several share a GPU):
+on where it was cut off. The lines assume the root of the repository as working directory; but for those of llm and
+table1 they use one core each (on a GPU machine several share a GPU):
 
     bash benchmark/sweep.sh minigrid --quick | python benchmark/run.py
     python benchmark/plot.py --runs runs/minigrid-quick --out minigrid-quick
 
 (default)  the paper's grid. minigrid, atari: table 2, three tasks or two games, ten seeds, five methods. llm: table 5,
-           seven agents on TL;DR, one GPU each; the reward model is to be trained first and to lie in
-           runs/reward-model, as \`trl reward\` writes it
+           seven agents on TL;DR, one GPU each, with the reward model that benchmark/pipeline.sh trains
 --quick    a night on two cores. minigrid: two tasks, three seeds, two learning rates, 1 M steps; atari: BeamRider, two
            seeds, 1 M steps; llm: three agents and the small model on documentation
 --results  the runs behind benchmark/results/: half an hour, three hours, an hour and a half on two cores
+
+table1, the paper's table 1 at small scale (docs/pipeline.md): SmolLM2 on documentation, three agents, from the adapter
+and with the reward model of \`benchmark/pipeline.sh all --quick\`.
+(default)  PPO and GRPO, iid and by topic, five methods, three KL coefficients, three seeds: more than a day on two cores,
+           estimated from those of llm
+--quick    one KL coefficient, one seed: three hours
 
 When does sharing pay (docs/results.md): doorkey, agents with an easy, a middling and a hard task; missions, with
 conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 16 agents on one hard task.
@@ -34,7 +40,7 @@ END
 
 family=${1:-} mode=${2:-}
 case $family in
-minigrid | atari | llm | doorkey | missions | levels | networks | crowd | anchor) ;;
+minigrid | atari | llm | table1 | doorkey | missions | levels | networks | crowd | anchor) ;;
 --help | -h)
     usage
     exit 0
@@ -45,7 +51,8 @@ minigrid | atari | llm | doorkey | missions | levels | networks | crowd | anchor
     ;;
 esac
 case $family$mode in
-minigrid | atari | llm | minigrid--quick | atari--quick | llm--quick | *--results) ;;
+table1--results) echo "sweep.sh: table1 has no $mode; try --help" >&2 && exit 2 ;;
+minigrid | atari | llm | table1 | minigrid--quick | atari--quick | llm--quick | table1--quick | *--results) ;;
 doorkey | missions | levels | networks | crowd | anchor) mode=--results ;;
 doorkey--tune | missions--tune | levels--tune | networks--tune | crowd--tune) ;;
 *)
@@ -106,10 +113,19 @@ llm)
     LAUNCH="torchrun --nproc-per-node 7 prpo_llm.py --num-agents 7"
     PARTITIONS=(iid topic) METHODS=(isolated fedavg pr0.6 pr0.2) SEEDS=(1) KL_COEFS=(0.03 0.1 0.3) INTERVALS=(1 3 7)
     # Table 5: 64 prompts per step, 26 steps x 6 epochs, 32 prompts per optimizer step, two PPO epochs
-    COMMON=(--base-model mistral-community/Mistral-7B-v0.2 --dataset trl-lib/tldr --reward-model runs/reward-model)
+    COMMON=(--base-model mistral-community/Mistral-7B-v0.2 --dataset trl-lib/tldr --reward-model runs/tldr/reward)
     COMMON+=(--batch-size 64 --minibatch-size 32 --micro-batch-size 8 --total-steps 156 --prompts-per-agent 1664)
     COMMON+=(--eval-prompts 128 --max-prompt-tokens 512 --missing-eos-penalty 3 --min-response-tokens 18)
     ;;
+table1*)
+    LAUNCH="python prpo_llm.py"
+    PARTITIONS=(iid topic) METHODS=(isolated fedavg fedavg-naive pr0.6 pr0.2) SEEDS=(1 2 3) INTERVALS=(3)
+    KL_COEFS=(0.03 0.1 0.3)
+    COMMON=(--base-model runs/docstrings/base --adapter runs/docstrings/sft-adapter --reward-model runs/docstrings/reward)
+    COMMON+=(--dataset runs/docstrings/prompts.jsonl --prompts-per-agent 64 --total-steps 12 --learning-rate 3e-4)
+    COMMON+=(--max-prompt-tokens 128 --response-length 40 --eval-prompts 16)
+    ;;&
+table1--quick) SEEDS=(1) KL_COEFS=(0.1) ;;
 llm--*)
     LAUNCH="python prpo_llm.py"
     PARTITIONS=(topic) METHODS=(isolated fedavg pr0.6 pr0.2) SEEDS=(1 2) KL_COEFS=(0.1) INTERVALS=(3)
@@ -212,16 +228,18 @@ llm() {
                     case $method in
                     isolated) aggregation="--aggregation none" ;;
                     fedavg) aggregation="--aggregation weights --communicator uniform" ;;
+                    fedavg-naive) aggregation="--aggregation weights --lora-average naive --communicator uniform" ;;
                     pr) aggregation="--aggregation policy --communicator uniform" ;;
                     pr*) aggregation="--aggregation policy --communicator self-preferred --self-preference ${method#pr}" ;;
                     esac
                     for coef in "${KL_COEFS[@]}"; do
                         for interval in "${INTERVALS[@]}"; do
                             name=${algorithm}_${partition}_${method}_kl${coef}_every$interval size=()
-                            if [[ $mode == --results ]]; then
+                            if [[ $mode == --results || $family == table1 ]]; then
                                 prompts=$([[ $algorithm == grpo ]] && echo 2 || echo 6)
-                                name=$method-$algorithm size=(--batch-size "$prompts" --micro-batch-size "$prompts")
+                                size=(--batch-size "$prompts" --micro-batch-size "$prompts")
                             fi
+                            [[ $mode == --results ]] && name=$method-$algorithm
                             echo "$LAUNCH --algorithm $algorithm --partition $partition $aggregation --kl-coef $coef" \
                                 "--local-updates $interval --seed $seed" "${size[@]}" "${COMMON[@]}" \
                                 "--run-dir $folder --exp-name $name"
@@ -242,5 +260,5 @@ case $family in
 minigrid | atari) control | estimate ;;
 doorkey | missions | levels | networks | crowd) sharing | estimate ;;
 anchor) anchor | estimate ;;
-llm) llm | tee >(wc -l | sed 's/$/ runs/' >&2) ;;
+llm | table1) llm | tee >(wc -l | sed 's/$/ runs/' >&2) ;;
 esac

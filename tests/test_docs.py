@@ -17,10 +17,21 @@ tables = importlib.import_module("tables")
 
 PAGES = [*tables.PAGES, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"]
 SCRIPT_NAMES = ("prpo_minigrid", "prpo_atari", "prpo_llm", "fedavg_ppo")
-BENCHMARKS = ("plot", "run", "choose", "table", "throughput", "baselines/sb3_ppo", "baselines/trl_grpo")
-# Of torchrun, TensorBoard, pip, trl, pytest, sbatch and bash scripts
+BENCHMARKS = (
+    "plot",
+    "run",
+    "choose",
+    "table",
+    "judge",
+    "pipeline",
+    "throughput",
+    "baselines/sb3_ppo",
+    "baselines/trl_grpo",
+)
+# Of torchrun, transformers, TensorBoard, pip, trl, pytest, sbatch and bash scripts
 OTHERS = {
     "--nproc-per-node",
+    "--port",
     "--max-restarts",
     "--logdir",
     "--no-deps",
