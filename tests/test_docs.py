@@ -24,6 +24,7 @@ BENCHMARKS = (
     "table",
     "judge",
     "pipeline",
+    "skills",
     "throughput",
     "baselines/sb3_ppo",
     "baselines/trl_grpo",
