@@ -41,7 +41,7 @@ UNCOMPARED |= {"wandb_project_name", "wandb_entity"}
 FORMER = {"communication_coef": "kl_coef", "update_every": "local_updates"}  # flags that had another name
 # Of metrics.csv, into the rows per run: means over the run and its agents
 DIAGNOSTICS = ("kl_reference_before", "kl_reference_after", "reference_entropy", "tv_update", "tv_snapshot", "tv_peers")
-BOTH = {"env_id", "learning_rate", "reward", "response_length"}  # what is a setting and a metric
+BOTH = {"env_id", "learning_rate", "epsilon", "reward", "response_length"}  # what is a setting and a metric
 
 
 @dataclass

@@ -7,7 +7,7 @@ usage() {
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh table1 [--quick]
        bash benchmark/sweep.sh doorkey|missions|levels|networks|crowd [--tune | --results]
-       bash benchmark/sweep.sh anchor [--results]
+       bash benchmark/sweep.sh anchor|trpo [--results]
 
 Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as Slurm arrays, and goes
 on where it was cut off. The lines assume the root of the repository as working directory; but for those of llm and
@@ -30,7 +30,8 @@ and with the reward model of \`benchmark/pipeline.sh all --quick\`.
 
 When does sharing pay (docs/results.md): doorkey, agents with an easy, a middling and a hard task; missions, with
 conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 16 agents on one hard task.
-anchor: why mixing slows learning down on BeamRider, peers or the age of the snapshots.
+anchor: why mixing slows learning down on BeamRider, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
+PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
 --results  the chosen settings on five fresh seeds (also the default)
 
@@ -40,7 +41,7 @@ END
 
 family=${1:-} mode=${2:-}
 case $family in
-minigrid | atari | llm | table1 | doorkey | missions | levels | networks | crowd | anchor) ;;
+minigrid | atari | llm | table1 | doorkey | missions | levels | networks | crowd | anchor | trpo) ;;
 --help | -h)
     usage
     exit 0
@@ -53,7 +54,7 @@ esac
 case $family$mode in
 table1--results) echo "sweep.sh: table1 has no $mode; try --help" >&2 && exit 2 ;;
 minigrid | atari | llm | table1 | minigrid--quick | atari--quick | llm--quick | table1--quick | *--results) ;;
-doorkey | missions | levels | networks | crowd | anchor) mode=--results ;;
+doorkey | missions | levels | networks | crowd | anchor | trpo) mode=--results ;;
 doorkey--tune | missions--tune | levels--tune | networks--tune | crowd--tune) ;;
 *)
     echo "sweep.sh: unknown option $mode; try --help" >&2
@@ -108,6 +109,7 @@ networks*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=250000 S
 crowd*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=500000 SPEED=6000 ;;&
 doorkey* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3 4 5) PEER_COEFS=(0.5) ;;&
 anchor*) SEEDS=(1 2 3) STEPS=131072 SPEED=650 ;;&
+trpo*) SEEDS=(1 2 3 4 5) STEPS=122880 SPEED=2500 ;;&
 *--tune) SEEDS=(101) PEER_COEFS=(0.5 2) ;;
 llm)
     LAUNCH="torchrun --nproc-per-node 7 prpo_llm.py --num-agents 7"
@@ -220,6 +222,30 @@ END
     done
 }
 
+trpo() {
+    local ppo="prpo_minigrid.py --learning-rate 1e-3 --kl-coef 0.5 --kl-direction reverse" # as chosen for doorkey
+    while IFS=: read -r variant task methods; do
+        for seed in "${SEEDS[@]}"; do
+            for name in $methods; do
+                case $name in
+                isolated-trpo) method="prtrpo_minigrid.py --communicator identity --local-updates 4" ;;
+                pr-trpo) method="prtrpo_minigrid.py --local-updates 4" ;;
+                pr-uniform) method="$ppo --local-updates 4" ;;
+                fixed) method=prtrpo_minigrid.py ;;
+                bounded) method="prtrpo_minigrid.py --delta 0.2" ;;
+                esac
+                echo "OMP_NUM_THREADS=1 python $method $task --seed $seed --total-timesteps $STEPS --eval-episodes 50" \
+                    "--run-dir $folder/$variant --exp-name $name"
+            done
+        done
+    done <<END
+doorkey6x6:--env-id MiniGrid-DoorKey-6x6-v0:isolated-trpo pr-trpo pr-uniform
+bound:--env-id MiniGrid-DoorKey-6x6-v0:fixed bounded
+fourrooms:--env-id MiniGrid-FourRooms-v0:isolated-trpo pr-trpo pr-uniform
+doorkey:--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0:isolated-trpo pr-trpo pr-uniform
+END
+}
+
 llm() {
     for seed in "${SEEDS[@]}"; do
         for algorithm in grpo ppo; do
@@ -259,6 +285,6 @@ estimate() { # a run's agent-steps are those of three agents
 case $family in
 minigrid | atari) control | estimate ;;
 doorkey | missions | levels | networks | crowd) sharing | estimate ;;
-anchor) anchor | estimate ;;
+anchor | trpo) "$family" | estimate ;;
 llm | table1) llm | tee >(wc -l | sed 's/$/ runs/' >&2) ;;
 esac

@@ -1,7 +1,8 @@
-"""Speed and memory of whole training runs, side by side: our scripts against stable-baselines3's PPO and TRL's GRPO.
+"""Speed and memory of whole training runs, side by side: our scripts against stable-baselines3, sb3-contrib and TRL.
 
     python benchmark/throughput.py  # the comparison, and where the time goes
     python benchmark/throughput.py --env-id BeamRiderNoFrameskip-v4 --repeats 3  # the same on Atari
+    python benchmark/throughput.py --trpo  # PR-TRPO against sb3-contrib
     python benchmark/throughput.py --llm --repeats 3  # language models against TRL
     python benchmark/throughput.py --scaling  # and the cost per agent as agents are added
     python benchmark/throughput.py --csv benchmark/results/throughput.csv
@@ -29,7 +30,7 @@ from statistics import median
 import tyro  # and nothing heavy: on Linux a child's peak memory starts at what its parent held
 
 ROOT = Path(__file__).resolve().parent.parent
-SB3, TRL = "stable-baselines3", "TRL's GRPOTrainer"
+SB3, CONTRIB, TRL = "stable-baselines3", "sb3-contrib's TRPO", "TRL's GRPOTrainer"
 TASK = "runs/llm-task"  # written once by `trl_grpo.py --prepare`
 
 
@@ -43,6 +44,8 @@ class Args:
     """iterations between communication rounds, of which even a short run needs many: before the first, C is I"""
     env_id: str = "MiniGrid-FourRooms-v0"
     """the task, of MiniGrid or Atari"""
+    trpo: bool = False
+    """PR-TRPO instead, against sb3-contrib's TRPO"""
     llm: bool = False
     """language models instead: completions per second against TRL, 300-token prompts, full completions"""
     total_steps: int = 3
@@ -105,10 +108,27 @@ def llm_contenders(args: Args) -> dict[str, list[str]]:
     }
 
 
+def trpo_contenders(args: Args) -> dict[str, list[str]]:
+    """What is compared with sb3-contrib: name -> command."""
+    timesteps = str(args.timesteps or 32_768)
+    common = ["--env-id", args.env_id, "--total-timesteps", timesteps, "--eval-episodes", "0"]
+    prtrpo, contrib = ["prtrpo_minigrid.py", *common], ["benchmark/baselines/sb3_trpo.py", *common]
+    rounds = ["--local-updates", str(args.local_updates)]
+    return {
+        CONTRIB: [*contrib, "--threads", str(args.sb3_threads)],
+        CONTRIB + ", 1 thread": [*contrib, "--threads", "1"],
+        "1 agent": [*prtrpo, "--num-agents", "1", "--communicator", "identity"],
+        "3 agents isolated": [*prtrpo, "--num-agents", "3", "--communicator", "identity"],
+        "3 agents dense": [*prtrpo, "--num-agents", "3", "--communicator", "uniform", *rounds],
+    }
+
+
 def contenders(args: Args) -> dict[str, list[str]]:
     """What is compared, the baseline first: name -> command."""
     if args.llm:
         return llm_contenders(args)
+    if args.trpo:
+        return trpo_contenders(args)
     timesteps = args.timesteps or (32_768 if is_atari(args.env_id) else 65_536)
     common = ["--env-id", args.env_id, "--total-timesteps", str(timesteps), "--eval-episodes", "0"]
     prpo, sb3 = [script(args.env_id), *common], ["benchmark/baselines/sb3_ppo.py", *common]

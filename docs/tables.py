@@ -92,6 +92,19 @@ CONTROL = {
     "charts/learning_rate": "the annealed learning rate",
     "charts/SPS": "all agents' steps per second of training (`agent_steps_per_second` in the CSV file)",
 }
+CLIPPING = "losses/kl_reference", "losses/approx_kl", "losses/clipfrac", "losses/old_approx_kl"
+TRPO = {name: meaning for name, meaning in CONTROL.items() if name not in CLIPPING} | {
+    "losses/policy_loss": "the surrogate objective of the new policy, negated; 0 where nothing moved",
+    "losses/entropy": "entropy of the new policy, in nats",
+    "policy/kl_reference_before": "c, KL between reference and policy before the update: what epsilon bounds",
+    "policy/tv_update": "how far the update moved the policy, in total variation: what the bound is on",
+    "trust_region/epsilon": "the largest KL between reference and policy after the update, in nats",
+    "trust_region/slack": "epsilon - c + b H⁻¹ b / 2; if it is not positive no step is good enough",
+    "trust_region/step": "kind of the step: 1 normal, -1 recovery, towards the reference only, 0 rejected",
+    "trust_region/tv_reference": "total variation of the new policy and its reference",
+    "trust_region/bound": "largest total variation of the update by Observation 1: `--delta`, or what epsilon allows",
+    "trust_region/share_within_bound": "share of the agent's updates so far that kept the bound",
+}
 LANGUAGE = {
     "objective/reward": "mean reward of the step's completions: the training reward of figures and tables",
     "objective/reward_std": "its standard deviation over the completions",
@@ -118,8 +131,8 @@ COMMUNICATION = {
 
 
 def metrics(kind: str) -> str:
-    """What TensorBoard and the CSV files hold, of `control` or `language` models."""
-    shown = {"control": CONTROL, "language": LANGUAGE}[kind] | COMMUNICATION
+    """What TensorBoard and the CSV files hold, of `control`, `trpo` or `language` models."""
+    shown = {"control": CONTROL, "trpo": TRPO, "language": LANGUAGE}[kind] | COMMUNICATION
     return markdown(["metric", "meaning"], [[f"`{name}`", meaning] for name, meaning in shown.items()])
 
 

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import fedavg_ppo
 import prpo_atari
 import prpo_minigrid
+import prtrpo_minigrid
 
 REPOSITORY = Path(prpo_minigrid.__file__).parent
 
@@ -110,6 +111,7 @@ class Variant:
 
 
 PRPO_MINIGRID, FEDAVG_MINIGRID = Variant(prpo_minigrid, "MiniGrid"), Variant(fedavg_ppo, "MiniGrid")
+PRTRPO_MINIGRID = Variant(prtrpo_minigrid, "MiniGrid")
 PRPO_ATARI, FEDAVG_ATARI = Variant(prpo_atari, "Atari"), Variant(fedavg_ppo, "Atari")
 MINIGRID, ATARI = [PRPO_MINIGRID, FEDAVG_MINIGRID], [PRPO_ATARI, FEDAVG_ATARI]
 SCRIPTS = [PRPO_MINIGRID, PRPO_ATARI, FEDAVG_MINIGRID]

@@ -15,6 +15,7 @@ from helpers import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 plot, throughput = importlib.import_module("plot"), importlib.import_module("throughput")
 table, choose = importlib.import_module("table"), importlib.import_module("choose")
+bound = importlib.import_module("bound")
 RESULTS = REPOSITORY / "benchmark" / "results"
 
 
@@ -393,11 +394,24 @@ def test_committed_figures_come_from_committed_data(name, tmp_path):
     for path in RESULTS.glob(f"{name}*.csv"):
         shutil.copy(path, tmp_path)
     before = {path: path.read_text() for path in tmp_path.glob("*_table.csv")}
-    plot.main(plot.Args(out=str(tmp_path / name), from_csv=True))
+    tool = bound if name == "trpo_bound" else plot
+    tool.main(tool.Args(out=str(tmp_path / name), from_csv=True))
     for path in (RESULTS / f"{name}.png", *RESULTS.glob(f"{name}_matrix.png")):
         drawn, committed = plt.imread(tmp_path / path.name), plt.imread(path)
         assert drawn.shape == committed.shape and np.abs(drawn - committed).mean() < 0.01
     assert {path: path.read_text() for path in tmp_path.glob("*_table.csv")} == before
+
+
+def test_movements_are_the_largest_of_an_iterations_agents(tmp_path):
+    """bound.py keeps, per run and iteration, who moved most, and the share of agents that kept the bound."""
+    agents = {"exp_name": "bounded", "seed": 3, "epsilon": 0.005, "return_last_100": [0.0, 0.5, 0.25, 1.0]}
+    agents |= {"timesteps": [64, 64, 128, 128], "tv_update": [0.1, 0.3, 0.2, 0.1], "bound": 0.2}
+    rows = bound.make_rows(pd.DataFrame(agents | {"tv_reference": [0.4, 0.3, 0.2, 0.1]}))
+    assert rows[["method", "seed", "timesteps"]].values.tolist() == [["bounded", 3, 64], ["bounded", 3, 128]]
+    assert rows[["tv_update", "tv_reference", "within", "return_last_100"]].values.tolist() == [
+        [0.3, 0.4, 0.5, 0.25],
+        [0.2, 0.2, 1.0, 0.625],
+    ]
 
 
 @pytest.mark.parametrize("env_id", ["MiniGrid-FourRooms-v0", "BeamRiderNoFrameskip-v4"])
@@ -411,3 +425,17 @@ def test_speed_is_measured_with_communication_rounds(env_id):
     assert len(talking) > 8
     for run in talking:
         assert run.total_timesteps // (run.num_envs * run.num_steps) >= 3 * run.local_updates
+
+
+def test_sb3_contrib_is_run_at_the_settings_of_pr_trpo():
+    """What both have is the same by default; three agents that communicate have several rounds."""
+    sys.path.insert(0, str(REPOSITORY / "benchmark" / "baselines"))
+    ours, theirs = (importlib.import_module(name).Args for name in ("prtrpo_minigrid", "sb3_trpo"))
+    common = (vars(theirs()).keys() & vars(ours()).keys()) - {"exp_name", "device"}
+    assert {name: vars(theirs())[name] for name in common} == {name: vars(ours())[name] for name in common}
+    assert common >= {"epsilon", "cg_iters", "damping_coef", "backtrack_coef", "learning_rate", "update_epochs"}
+    commands = throughput.contenders(throughput.Args(trpo=True)).values()
+    assert "sb3_trpo" in next(iter(commands))[0]
+    runs = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prtrpo_minigrid.py"]
+    (talking,) = [run for run in runs if run.communicator != "identity"]
+    assert talking.num_agents == 3 and talking.total_timesteps // 2048 >= 3 * talking.local_updates

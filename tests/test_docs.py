@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from helpers import REPOSITORY, SCRIPTS, call, on, scalars_of
+from helpers import PRTRPO_MINIGRID, REPOSITORY, SCRIPTS, call, on, scalars_of
 
 sys.path.insert(0, str(REPOSITORY / "docs"))
 tables = importlib.import_module("tables")
 
 PAGES = [*tables.PAGES, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"]
-SCRIPT_NAMES = ("prpo_minigrid", "prpo_atari", "prpo_llm", "fedavg_ppo")
+SCRIPT_NAMES = ("prpo_minigrid", "prpo_atari", "prpo_llm", "fedavg_ppo", "prtrpo_minigrid")
 BENCHMARKS = (
     "plot",
     "run",
@@ -26,7 +26,9 @@ BENCHMARKS = (
     "pipeline",
     "skills",
     "throughput",
+    "bound",
     "baselines/sb3_ppo",
+    "baselines/sb3_trpo",
     "baselines/trl_grpo",
 )
 # Of torchrun, transformers, TensorBoard, pip, trl, pytest, sbatch and bash scripts
@@ -125,11 +127,12 @@ def test_every_script_has_its_page():
     assert len(readme.splitlines()) <= 110
 
 
-@on(SCRIPTS)
+@on([*SCRIPTS, PRTRPO_MINIGRID])
 def test_metrics_are_those_of_a_run(script, whole_run):
     """Whatever a run of control writes is explained, and nothing else is."""
     folder = whole_run(script)
-    explained = set(tables.CONTROL) | set(tables.COMMUNICATION)
+    kind = tables.TRPO if script is PRTRPO_MINIGRID else tables.CONTROL
+    explained = set(kind) | set(tables.COMMUNICATION)
     general = {
         re.sub(r"/agent_\d+$|(?<=c)_\d+_\d+$", "", re.sub(r"^eval/.*/", "eval/TASK/", tag))
         for tag in scalars_of(folder)

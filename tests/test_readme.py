@@ -22,7 +22,7 @@ FEW = ["--total-steps", "1", "--batch-size", "1", "--group-size", "2", "--respon
 SWEEPS = [(family, mode) for family in ("minigrid", "atari", "llm") for mode in ("", "--quick", "--results")]
 SWEEPS += [("table1", mode) for mode in ("", "--quick")]
 SHARING = "doorkey", "missions", "levels", "networks", "crowd"
-SWEEPS += [(family, mode) for family in SHARING for mode in ("--tune", "--results")] + [("anchor", "")]
+SWEEPS += [(family, mode) for family in SHARING for mode in ("--tune", "--results")] + [("anchor", ""), ("trpo", "")]
 
 
 def words_of(command):
@@ -69,7 +69,7 @@ def test_both_set_up_everything_and_ci_runs_the_same_tests():
     assert all(step in ci for step in tests.split(" && "))
 
 
-@commands_of("prpo_minigrid", "prpo_atari", "fedavg_ppo")
+@commands_of("prpo_minigrid", "prpo_atari", "fedavg_ppo", "prtrpo_minigrid")
 def test_training_commands_run(words, tmp_path, request):
     """Every training command ends with a summary; only its budget is cut. Three processes of Atari in `-m slow`."""
     if words[0] == "torchrun" and "prpo_atari.py" in words and not runs_slow(request):

@@ -26,6 +26,7 @@ from helpers import (
     MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRTRPO_MINIGRID,
     REPOSITORY,
     SCRIPTS,
     WORDS,
@@ -693,6 +694,16 @@ ALGORITHMS = {
     + ("hidden layer", "missions has it"),
 }
 
+# Lines of PR-PPO's that are its own, and those of PR-TRPO
+TRUST_REGION = {
+    "Args": ("local_updates", "kl_", "KL", "epsilon", "delta", "instead", "cg_iters", "damping", "backtrack")
+    + ("clip_", "_coef", "target_kl", "compile", "learning_rate", "minibatches", "epochs", "norm", "# PPO")
+    + ("value function",),
+    "main": ("Agent(", "copy.deepcopy(first[i])", "compile", "fitted", "optimizers = ", "variations", "reference")
+    + ("# Update", "groups", "epsilons", "learners", "learn(", "told", "What the next", "agent.policy", "y_pred")
+    + ("flatten(agents", "losses/", "policy/", "trust_region/", "for batch", '"communicator": communicator'),
+}
+
 
 def definitions(script):
     """name -> source of every function, class and table at the top level of a script."""
@@ -730,16 +741,18 @@ def test_what_has_the_same_name_is_the_same():
     assert same >= {"Args", "check_args", "task_ids", "make_communicator", "gae", "refer", "learn", "evaluate_all"}
     assert same >= {"layer_init", "LOSSES", "main"}
     assert_same_definitions(minigrid, fedavg, ALGORITHMS, apart={"check_args"})
+    trpo = definitions(PRTRPO_MINIGRID)
+    assert_same_definitions(minigrid, trpo, TRUST_REGION, apart={"check_args", "Agent", "learn"})
     assert minigrid.keys() & atari.keys() >= OF_FAMILY
     for name in OF_FAMILY - {"Agent"}:  # FedAvg calls both alike
         signatures = [inspect.signature(getattr(script.module, name)) for script in (PRPO_MINIGRID, PRPO_ATARI)]
         names = [[parameter for parameter in own.parameters if parameter != "num_steps"] for own in signatures]
         assert names[0] == names[1], name
 
-    steps = [re.findall(r"^ +# ([A-Z][a-z]+)", own["main"], re.MULTILINE) for own in (minigrid, atari, fedavg)]
-    assert [[step for step in own if step != "Many"] for own in steps[1:]] == [
+    steps = [re.findall(r"^ +# ([A-Z][a-z]+)", own["main"], re.MULTILINE) for own in (minigrid, atari, fedavg, trpo)]
+    assert [[step for step in own if step not in ("Many", "What")] for own in steps[1:]] == [
         [step for step in steps[0] if step != "Many"]
-    ] * 2
+    ] * 3
     assert {"Rollout", "Advantages", "Reference", "Update", "Communication", "Checkpoint"} <= set(steps[0])
 
 
@@ -749,6 +762,8 @@ def test_fedavg_compares_one_thing_only():
     assert not taken & definitions(FEDAVG_MINIGRID).keys()
     scripts = {path.stem for path in REPOSITORY.glob("*.py")} - {"communicators"}
     assert imports(FEDAVG_MINIGRID) & scripts == {"prpo_minigrid", "prpo_atari"}
+    assert imports(PRTRPO_MINIGRID) & scripts == {"prpo_minigrid"}
+    assert not taken & definitions(PRTRPO_MINIGRID).keys() - {"learn", "Agent"}
     for script in (PRPO_MINIGRID, PRPO_ATARI):
         assert not imports(script) & scripts
     assert PRPO_ATARI.make_tests(PRPO_ATARI.Args(eval_episodes=3, seed=7)) == FEDAVG_ATARI.make_tests(

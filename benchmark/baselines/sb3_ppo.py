@@ -21,6 +21,7 @@ import json
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ class Args:
     """maximum norm of the gradient"""
 
 
-def check_args(args: Args) -> None:
+def check_args(args: Args, atari: bool = True) -> None:
     """End with one line that names the flag, its value and what would be valid, before anything expensive starts."""
     batch_size = args.num_envs * args.num_steps
     if min(args.num_envs, args.num_steps, args.num_minibatches) < 1 or batch_size % args.num_minibatches:
@@ -102,9 +103,10 @@ def check_args(args: Args) -> None:
     if args.total_timesteps < batch_size:
         sys.exit(f"--total-timesteps {args.total_timesteps}: must be at least one rollout, {batch_size} steps")
     if args.env_id not in gym.registry or not (
-        is_atari(args.env_id) or args.env_id.startswith(("MiniGrid-", "BabyAI-"))
+        atari and is_atari(args.env_id) or args.env_id.startswith(("MiniGrid-", "BabyAI-"))
     ):
-        sys.exit(f"--env-id {args.env_id}: unknown; MiniGrid-FourRooms-v0 and BeamRiderNoFrameskip-v4 are fine")
+        fine = "MiniGrid-FourRooms-v0" + " and BeamRiderNoFrameskip-v4" * atari
+        sys.exit(f"--env-id {args.env_id}: unknown; {fine} will do")
 
 
 def is_atari(env_id: str) -> bool:
@@ -213,18 +215,23 @@ def make_envs(args: Args) -> VecEnv:
     return DummyVecEnv([lambda: make_env(args.env_id)] * args.num_envs)
 
 
-def make_model(args: Args) -> PPO:
-    """PPO at our settings. It wraps the environments itself so that channels come first."""
+def annealed(args: Args) -> Callable:
+    """The learning rate as a function of the progress that remains."""
     num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
 
     def learning_rate(progress_remaining: float) -> float:
         # it asks after the rollout, when 1/num_iterations of the progress is gone; we anneal from the full rate
         return args.learning_rate * (progress_remaining + 1 / num_iterations if args.anneal_lr else 1.0)
 
+    return learning_rate
+
+
+def make_model(args: Args) -> PPO:
+    """PPO at our settings. It wraps the environments itself so that channels come first."""
     return PPO(
         "CnnPolicy",
         make_envs(args),
-        learning_rate=learning_rate,
+        learning_rate=annealed(args),
         n_steps=args.num_steps,
         batch_size=args.num_envs * args.num_steps // args.num_minibatches,
         n_epochs=args.update_epochs,
@@ -271,7 +278,7 @@ def make_run_folder(args: Args) -> Path:
             stamp += 1
 
 
-def main(args: Args) -> dict:
+def main(args: Args, make_model: Callable = make_model) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     started = time.time()
     if args.threads:
@@ -296,13 +303,14 @@ def main(args: Args) -> dict:
         returns = evaluate(model, args.env_id, levels) if levels else np.full(1, np.nan)
     mean, half = returns.mean(), 1.96 * returns.std(ddof=len(returns) > 1) / np.sqrt(len(returns))
     train_seconds = recorder.clock.total()
+    packages = (*PACKAGES, *(["sb3-contrib"] if "sb3_contrib" in sys.modules else []))
     summary = {
-        "script": Path(__file__).stem,
+        "script": Path(sys.modules[type(args).__module__].__file__).stem,
         "run": run_folder.name,
         "completed": True,
         "settings": dataclasses.asdict(args),
         "seed": args.seed,
-        "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in packages},
         "env_backend": "gymnasium",
         "device": str(model.device),
         "threads": torch.get_num_threads(),

@@ -1,0 +1,586 @@
+"""PR-TRPO: the step of eq. 9 against other solvers, what a run does with it, and the theory on small problems."""
+
+import copy
+import json
+import math
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from helpers import (
+    PRTRPO_MINIGRID,
+    REPOSITORY,
+    assert_same_run,
+    flags,
+    only_run,
+    rows_of,
+    tiny,
+    torchrun,
+    weights_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sb3_contrib import TRPO
+from scipy.optimize import minimize
+from torch.distributions import Categorical, kl_divergence
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import communicators
+import prpo_minigrid
+import prtrpo_minigrid
+from prtrpo_minigrid import NORMAL, RECOVERY, REJECTED
+
+EXACT = {"cg_iters": 300, "norm_adv": False}
+
+
+class Small(nn.Module):
+    """A policy in double precision: [states, features] -> (logits [states, actions], nothing)."""
+
+    def __init__(self, features=3, hidden=5, actions=4):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, actions)).double()
+
+    def forward(self, obs):
+        return self.layers(obs), None
+
+
+def problem(seed, distance, policy=None, states=6, samples=80, actions=4):
+    """A policy, what it met, and a reference at some distance: (policy, obs, reference, batch)."""
+    torch.manual_seed(seed)
+    policy = policy or Small(actions=actions)
+    obs = torch.randn(states, 3, dtype=torch.double)
+    with torch.no_grad():
+        behaviour = policy(obs)[0].log_softmax(-1)
+    peer = torch.randn(states, actions, dtype=torch.double).log_softmax(-1)
+    weights = torch.tensor([1 - distance, distance], dtype=torch.double)
+    reference = communicators.mix_log_probs(torch.stack((behaviour, peer)), weights) if distance else behaviour
+    rows = torch.randint(states - 1, (samples,))  # one of the observations was not valid
+    taken = Categorical(logits=behaviour[rows]).sample()
+    batch = {"states": rows, "actions": taken, "advantages": torch.randn(samples, dtype=torch.double)}
+    return policy, obs, reference, batch | {"logprobs": behaviour[rows, taken]}
+
+
+def on_samples(policy, obs, reference, batch):
+    """Surrogate and KL of eq. 9 as they are written: means over all samples, none of them merged."""
+    probs = policy(obs[batch["states"]])[0].softmax(-1)
+    ratio = probs.gather(1, batch["actions"][:, None])[:, 0] / batch["logprobs"].exp()
+    kl = kl_divergence(Categorical(logits=reference[batch["states"]]), Categorical(probs))
+    return (ratio * batch["advantages"]).mean(), kl.mean()
+
+
+def dense_step(policy, obs, reference, batch, epsilon, damping):
+    """g, b, H with its damping, and the step, by automatic differentiation over all samples and a dense solve."""
+    start = {name: own.detach() for name, own in policy.named_parameters()}
+    split = [own.numel() for own in start.values()]
+
+    def at(flat):
+        parts = [part.view_as(own) for part, own in zip(flat.split(split), start.values(), strict=True)]
+        return lambda obs: torch.func.functional_call(policy, dict(zip(start, parts, strict=True)), (obs,))
+
+    flat = parameters_to_vector(start.values())
+    before = policy(obs)[0].log_softmax(-1).detach()
+    g = torch.func.grad(lambda x: on_samples(at(x), obs, reference, batch)[0])(flat)
+    b = torch.func.grad(lambda x: on_samples(at(x), obs, reference, batch)[1])(flat)
+    fisher = torch.func.hessian(lambda x: on_samples(at(x), obs, before, batch)[1])(flat)
+    H = fisher + damping * torch.eye(len(flat), dtype=torch.double)
+    c = on_samples(policy, obs, reference, batch)[1].item()
+    u, s = torch.linalg.solve(H, b), torch.linalg.solve(H, g)
+    slack = epsilon - c + (b @ u).item() / 2
+    step = math.sqrt(2 * slack / (g @ s).item()) * s - u if slack > 0 else -u
+    return g, b, H, c, slack, step, -u
+
+
+# --- the step ---
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**31), size=st.integers(1, 6), epsilon=st.floats(0.01, 2.0))
+def test_the_closed_form_is_what_a_generic_solver_finds(seed, size, epsilon):
+    """scipy maximises g x in the region c + b x + x H x / 2 <= epsilon; an empty region is missed by the least."""
+    generator = np.random.default_rng(seed)
+    root = generator.normal(size=(size, size))
+    H, (g, b), c = root @ root.T + 0.3 * np.eye(size), generator.normal(size=(2, size)), generator.uniform(0, 1.5)
+
+    def excess(x):
+        return c + b @ x + x @ H @ x / 2 - epsilon
+
+    tensors = (torch.from_numpy(x) for x in (g, b))
+    product = torch.from_numpy(H).__matmul__
+    step, centre, slack = prtrpo_minigrid.solve(product, *tensors, c, epsilon, 10 * size)
+    step, centre = step.numpy(), centre.numpy()
+    nearest = minimize(excess, np.zeros(size), jac=lambda x: b + H @ x, tol=1e-10)
+    assert excess(centre) == pytest.approx(nearest.fun, abs=1e-4) and slack == pytest.approx(-nearest.fun, abs=1e-4)
+    if slack <= 0:
+        assert np.array_equal(step, centre)
+    elif slack > 1e-2:
+        region = {"type": "ineq", "fun": lambda x: -excess(x), "jac": lambda x: -(b + H @ x)}
+        options = {"maxiter": 1000, "ftol": 1e-12}
+        best = minimize(
+            lambda x: -g @ x, nearest.x, jac=lambda x: -g, constraints=region, method="SLSQP", options=options
+        )
+        assert excess(best.x) < 1e-6 and excess(step) == pytest.approx(0, abs=1e-3)
+        assert g @ step == pytest.approx(g @ best.x, rel=2e-3, abs=2e-3)
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.3])
+def test_products_over_distinct_observations_are_those_of_the_dense_matrix(distance):
+    """H is the Hessian over all samples at the policy itself, whatever the reference is."""
+    policy, obs, reference, batch = problem(0, distance)
+    g, b, H, *_ = dense_step(policy, obs, reference, batch, 0.01, damping=0.1)
+    rows, counts = batch["states"].unique(return_counts=True)
+    parameters = list(policy.parameters())
+    product = prtrpo_minigrid.fisher_product(policy(obs[rows])[0], counts / counts.sum(), parameters, 0.1)
+    for v in torch.randn(5, len(g), dtype=torch.double):
+        torch.testing.assert_close(product(v), H @ v, rtol=1e-5, atol=1e-7)
+    assert (b.norm() < 1e-12) == (distance == 0)
+
+
+CASES = {"TRPO": (0.0, 0.01), "inside": (0.2, 0.05), "outside, with slack": (0.4, 0.05), "no slack": (0.6, 1e-3)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_that_of_a_dense_solve(case):
+    """With C = I the step is TRPO's; a reference further off makes the others. Damped so much that all are accepted."""
+    distance, epsilon = CASES[case]
+    policy, obs, reference, batch = problem(2, distance)
+    start = parameters_to_vector(policy.parameters()).detach()
+    *_, c, slack, step, _ = dense_step(policy, obs, reference, batch, epsilon, damping=0.3)
+    args = prtrpo_minigrid.Args(damping_coef=0.3, **EXACT)
+    found = prtrpo_minigrid.improve(policy, obs, reference, batch, epsilon, args)
+    torch.testing.assert_close(parameters_to_vector(policy.parameters()) - start, step, rtol=1e-3, atol=1e-5)
+    assert (found["kl_reference_before"], found["slack"]) == pytest.approx((c, slack), rel=1e-4, abs=1e-8)
+    assert found["step"] == (RECOVERY if case == "no slack" else NORMAL)
+    assert (c > epsilon) == (case in ("outside, with slack", "no slack")) and (slack > 0) == (case != "no slack")
+    if distance == 0:
+        assert abs(c) < 1e-12 and slack == pytest.approx(epsilon)
+
+
+def test_isolated_agents_take_the_steps_of_sb3_contrib():
+    """The same network and rollout: the same parameters after the policy's update, line search included."""
+    env = gym.make("CartPole-v1")
+    options = {"net_arch": {"pi": [8], "vf": [8]}}
+    for epsilon, damping in ((0.01, 0.1), (0.3, 1e-3)):  # in the second, the first candidates are rejected
+        model = TRPO("MlpPolicy", env, n_steps=256, seed=3, target_kl=epsilon, cg_damping=damping, n_critic_updates=1,
+                     learning_rate=0.0, policy_kwargs=options, device="cpu")  # fmt: skip
+        nn.init.orthogonal_(model.policy.action_net.weight)
+        update, model.train = model.train, lambda: None
+        model.learn(256)
+        actor = copy.deepcopy(nn.Sequential(model.policy.mlp_extractor.policy_net, model.policy.action_net))
+        policy = SimpleNamespace(parameters=actor.parameters)
+        (data,) = model.rollout_buffer.get(batch_size=None)
+        start = parameters_to_vector(actor.parameters()).detach()
+
+        class Policy(nn.Module):
+            def __init__(self, actor):
+                super().__init__()
+                self.actor = actor
+
+            def forward(self, obs):
+                return self.actor(obs), None
+
+        policy, steps = Policy(actor), torch.arange(256)
+        batch = {"states": steps, "actions": data.actions.long().flatten(), "logprobs": data.old_log_prob}
+        batch["advantages"] = data.advantages
+        reference = policy(data.observations)[0].log_softmax(-1).detach()
+        args = prtrpo_minigrid.Args(damping_coef=damping, cg_iters=15)
+        found = prtrpo_minigrid.improve(policy, data.observations, reference, batch, epsilon, args)
+        update()
+        ours = parameters_to_vector(actor.parameters()) - start
+        trained = nn.Sequential(model.policy.mlp_extractor.policy_net, model.policy.action_net)
+        theirs = parameters_to_vector(trained.parameters()) - start
+        assert found["step"] == NORMAL and theirs.norm() > 0.05
+        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+        shrunk = math.sqrt(2 * epsilon) / found["tv_update"]  # the whole step is about as far as Pinsker says
+        assert shrunk > 1
+
+
+def searched(policy, step, centre, slack, c, epsilon, args, data):
+    """The line search, naively: (kind, the step that is taken, candidates inside the region that gain nothing)."""
+    start, fooled = parameters_to_vector(policy.parameters()).detach().clone(), 0
+
+    def at(step):
+        vector_to_parameters(start + step, policy.parameters())
+        values = [value.item() for value in on_samples(policy, *data)]
+        vector_to_parameters(start, policy.parameters())
+        return values
+
+    lengths = [args.backtrack_coef**k for k in range(args.backtrack_iters)]
+    origin = centre if c > epsilon else torch.zeros_like(centre)
+    for length in lengths if slack > 0 else ():
+        candidate = origin + length * (step - origin)
+        surrogate, kl = at(candidate)
+        if kl <= epsilon:
+            if surrogate > at(origin)[0]:
+                return NORMAL, candidate, fooled
+            fooled += 1
+    for length in lengths if c > epsilon else ():
+        if at(length * centre)[1] < c:
+            return RECOVERY, length * centre, fooled
+    return REJECTED, torch.zeros_like(centre), fooled
+
+
+def test_the_constraint_holds_after_every_accepted_step():
+    """On all samples: normal steps end inside and gain, recoveries come nearer, rejected ones stay; each kind occurs.
+
+    Little damping and large regions make the first candidates bad, by KL or by surrogate.
+    """
+    kinds, shorter, fooled = {NORMAL: 0, RECOVERY: 0, REJECTED: 0}, 0, 0
+    for seed in range(60):
+        generator = np.random.default_rng(seed)
+        policy, obs, reference, batch = problem(seed, generator.choice([0.0, 0.2, 0.5, 0.9]))
+        with torch.no_grad():
+            for own in policy.parameters():
+                own.mul_(2.0)  # far from where the model is good
+        behaviour = policy(obs)[0].log_softmax(-1).detach()
+        batch["logprobs"] = behaviour[batch["states"], batch["actions"]]
+        epsilon, data = 10 ** generator.uniform(-3, 0.7), (obs, reference, batch)
+        args = prtrpo_minigrid.Args(damping_coef=1e-3, backtrack_iters=int(generator.integers(1, 9)), **EXACT)
+        start = parameters_to_vector(policy.parameters()).detach().clone()
+        first, c = (value.item() for value in on_samples(policy, *data))
+        *_, slack, step, centre = dense_step(policy, *data, epsilon, damping=1e-3)
+        kind, wanted, own = searched(policy, step, centre, slack, c, epsilon, args, data)
+        found = prtrpo_minigrid.improve(policy, *data, epsilon, args)
+        change = parameters_to_vector(policy.parameters()).detach() - start
+        assert found["step"] == kind and (change - wanted).norm() <= 0.02 * wanted.norm(), seed
+        surrogate, kl = (value.item() for value in on_samples(policy, *data))
+        if kind == NORMAL:
+            assert kl <= epsilon + 1e-12 and (surrogate > first or c > epsilon)
+        elif kind == RECOVERY:
+            assert epsilon < c and kl < c
+        else:
+            assert not change.any() and surrogate == pytest.approx(first)
+        kinds[kind], fooled = kinds[kind] + 1, fooled + own
+        shorter += kind == NORMAL and bool((change - step).norm() > 0.05 * step.norm())
+
+        after = policy(obs)[0].log_softmax(-1).detach()
+        told = [found[name] for name in ("kl_reference_before", "kl_reference_after", "policy_loss", "tv_update")]
+        rows = batch["states"]
+        movements = [((after.exp() - x.exp()).abs().sum(-1) / 2)[rows].mean().item() for x in (behaviour, reference)]
+        assert told == pytest.approx([c, kl, -surrogate, movements[0]], rel=1e-5, abs=1e-8)
+        entropy = Categorical(logits=after[rows]).entropy().mean().item()
+        assert (found["tv_reference"], found["entropy"]) == pytest.approx((movements[1], entropy), rel=1e-5)
+    assert min(kinds.values()) >= 3 and shorter >= 5 and fooled >= 2, (kinds, shorter, fooled)
+
+
+def test_a_policy_that_is_no_number_takes_no_step():
+    policy, obs, reference, batch = problem(0, 0.3)
+    before = parameters_to_vector(policy.parameters()).detach().clone()
+    batch["advantages"][3] = torch.nan
+    found = prtrpo_minigrid.improve(policy, obs, reference, batch, 0.5, prtrpo_minigrid.Args())
+    assert found["step"] == REJECTED and found["tv_update"] == 0 and math.isnan(found["policy_loss"])
+    assert torch.equal(parameters_to_vector(policy.parameters()), before)
+
+
+def test_fitting_the_value_function_leaves_the_policy_alone(monkeypatch):
+    """It has a network of its own; its loss is half the squared error over samples, and falls."""
+    torch.manual_seed(0)
+    agent = prtrpo_minigrid.Agent(prpo_minigrid.Agent(7, hidden=16))
+    optimizer = torch.optim.Adam(agent.baseline.parameters(), 1e-3)
+    obs, states = PRTRPO_MINIGRID.random_obs(9), torch.randint(9, (64,))
+    batch = {"states": states, "returns": torch.randn(9)[states] + 0.1 * torch.randn(64)}
+    monkeypatch.setattr(prtrpo_minigrid, "improve", lambda *_: {})
+    args, policy = prtrpo_minigrid.Args(num_minibatches=1, update_epochs=60), copy.deepcopy(agent.policy)
+    wanted = 0.5 * (agent(obs)[1][states] - batch["returns"]).square().mean().item()
+    generator = torch.Generator().manual_seed(0)
+    _, *fits = prtrpo_minigrid.learn(agent, optimizer, generator, obs, None, batch, 0.01, args)
+    losses = [fit["value_loss"] for fit in fits]
+    assert losses[0] == pytest.approx(wanted, rel=1e-5) and losses[-1] < 0.5 * losses[0] and len(losses) == 60
+    for own, other in zip(agent.policy.parameters(), policy.parameters(), strict=True):
+        assert torch.equal(own, other)
+    assert torch.equal(agent(obs)[0], policy(obs)[0]) and not torch.allclose(agent(obs)[1], policy(obs)[1])
+
+
+# --- runs ---
+
+# Agents that differ, sit out rounds, and whose epsilons depend on everybody's last update
+MIXED = {"hidden_sizes": (32, 16, 24), "participation": 0.67, "communicator": "surrogate", "delta": 0.2}
+MIXED |= {"local_updates": 1, "num_agents": 3}
+QUICK = {"hidden_sizes": (16, 16, 16), "local_updates": 1, "eval_episodes": 0}
+
+
+@pytest.fixture(scope="module")
+def mixed_run(tmp_path_factory):
+    """One process, never interrupted."""
+    folder = tmp_path_factory.mktemp("mixed")
+    prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, folder, **MIXED))
+    return only_run(folder)
+
+
+def test_resume_after_a_crash_equals_a_whole_run(mixed_run, crashing, tmp_path):
+    """N + resume + N = 2N, bit for bit: also snapshots of who sat out, and the movements that set the next epsilon."""
+    args = tiny(PRTRPO_MINIGRID, tmp_path, **MIXED)
+    crashing("complete", 0, 4, lambda: prtrpo_minigrid.main(args))
+    folder = only_run(tmp_path)
+    prtrpo_minigrid.main(PRTRPO_MINIGRID.parse_args(["--resume", str(folder)]))
+    assert_same_run(folder, mixed_run, exactly=True)
+
+
+def test_three_ranks_train_like_one_process(mixed_run, tmp_path):
+    args = flags(PRTRPO_MINIGRID, tmp_path / "runs", **MIXED | {"hidden_sizes": ""})
+    at = args.index("--hidden-sizes")
+    args[at + 1 : at + 2] = map(str, MIXED["hidden_sizes"])
+    run = torchrun(3, REPOSITORY / "prtrpo_minigrid.py", *args, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert_same_run(only_run(tmp_path / "runs"), mixed_run)
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (only_run(tmp_path / "runs"), mixed_run)]
+    assert summaries[0]["communication_bytes"] == summaries[1]["communication_bytes"] > 0
+
+
+def expected_epsilon(rows, args, gamma=1.0):
+    """The schedule from the last iteration's rows of the group: (epsilon, bound)."""
+    moved, apart = (max((float(row[name]) for row in rows), default=0.0) for name in ("tv_update", "tv_reference"))
+    level = max(0.0, args.delta - gamma * moved - apart) / 2
+    return max(2 * level * level, args.epsilon_min), args.delta
+
+
+@pytest.mark.parametrize("communicator", ["identity", "asymmetric"])
+def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monkeypatch):
+    """Every update's reference is row i of C applied to the *present* policies, and its epsilon that of the schedule.
+
+    C is not symmetric, and a round follows every update; an isolated agent's epsilon comes from itself alone.
+    """
+    matrix = (
+        torch.eye(3) if communicator == "identity" else torch.tensor([[0.5, 0.4, 0.1], [0, 0.7, 0.3], [0.6, 0, 0.4]])
+    )
+    (tmp_path / "C.csv").write_text("\n".join(",".join(map(str, row)) for row in matrix.tolist()))
+    name = "identity" if communicator == "identity" else str(tmp_path / "C.csv")
+    args = tiny(PRTRPO_MINIGRID, tmp_path / "runs", communicator=name, delta=0.2, **QUICK)
+    steps, numbers = [], {}
+    improve, diagnose = prtrpo_minigrid.improve, prtrpo_minigrid.diagnose
+
+    def note(policy, obs, reference, batch, epsilon, args):
+        steps.append((policy, copy.deepcopy(policy), obs, reference, epsilon))
+        return improve(policy, obs, reference, batch, epsilon, args)
+
+    def number(i, agent, *rest):
+        numbers[id(agent.policy)] = i
+        return diagnose(i, agent, *rest)
+
+    monkeypatch.setattr(prtrpo_minigrid, "improve", note)
+    monkeypatch.setattr(prtrpo_minigrid, "diagnose", number)
+    prtrpo_minigrid.main(args)
+    rows = rows_of(only_run(tmp_path / "runs"))
+    assert len(steps) == len(rows) == 18
+    for k in range(6):
+        now = {numbers[id(policy)]: rest for policy, *rest in steps[3 * k : 3 * k + 3]}
+        assert now.keys() == {0, 1, 2}
+        C = matrix if k else torch.eye(3)
+        for i, (_, obs, reference, epsilon) in now.items():
+            policies = torch.stack([now[j][0].predict(obs)[0].softmax(-1) for j in range(3)])
+            torch.testing.assert_close(reference.exp(), (C[i, :, None, None] * policies).sum(0), rtol=0, atol=1e-5)
+            group = [row for row in rows[3 * k - 3 : 3 * k] if communicator != "identity" or int(row["agent"]) == i]
+            wanted = expected_epsilon(group if k else [], args)
+            row = rows[3 * k + i]
+            assert (float(row["epsilon"]), float(row["bound"])) == pytest.approx(wanted, rel=2e-3)
+            assert epsilon == pytest.approx(float(row["epsilon"]), rel=1e-5)
+            own = [float(r["tv_update"]) <= float(r["bound"]) for r in rows[i : 3 * k + i + 1 : 3]]
+            assert float(row["share_within_bound"]) == pytest.approx(np.mean(own), abs=1e-5)
+    kinds = {float(row["step"]) for row in rows}
+    for row in rows:
+        number = {column: float(row[column]) for column in row.keys() - {"env_id", "exp_name"}}
+        if number["step"] == NORMAL:
+            assert number["kl_reference_after"] <= number["epsilon"] * (1 + 1e-4)
+        elif number["step"] == RECOVERY:
+            assert number["kl_reference_before"] > number["kl_reference_after"]
+        else:
+            assert number["tv_update"] == 0
+    assert NORMAL in kinds and len({row["epsilon"] for row in rows}) > 5
+
+
+def test_who_talks_to_nobody_trains_like_an_isolated_agent(tmp_path):
+    """--communicator FILE: bit for bit, and nothing is sent for it."""
+    (tmp_path / "pair.csv").write_text("0.5,0.5,0\n0.5,0.5,0\n0,0,1\n")
+    weights = {}
+    for name in (str(tmp_path / "pair.csv"), "identity"):
+        folder = tmp_path / name.rpartition("/")[2].partition(".")[0]
+        prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, folder, **QUICK | {"iterations": 3}, communicator=name))
+        weights[name != "identity"] = weights_of(only_run(folder))
+    assert torch.equal(weights[True][2], weights[False][2])
+    for i in range(2):
+        assert not torch.allclose(weights[True][i], weights[False][i], atol=1e-6)
+    summary = json.loads((only_run(tmp_path / "pair") / "summary.json").read_text())
+    numbers = len(parameters_to_vector(prpo_minigrid.Agent(7, hidden=16).parameters()))  # of one policy
+    assert summary["communication_bytes"] == 3 * 2 * numbers * 4  # rounds, listeners, float32
+
+
+BAD = {
+    "no region": (["--epsilon", "0"], ["--epsilon 0", "positive"]),
+    "no bound": (["--delta", "-0.1"], ["--delta -0.1", "positive"]),
+    "more than everything": (["--delta", "1.5"], ["--delta 1.5", "(0, 1]"]),
+    "no floor": (["--epsilon-min", "0"], ["--epsilon-min 0", "positive"]),
+    "no iterations": (["--cg-iters", "0"], ["--cg-iters 0", "at least 1"]),
+    "no line search": (["--backtrack-iters", "0"], ["--backtrack-iters 0", "at least 1"]),
+    "no backtracking": (["--backtrack-coef", "1"], ["--backtrack-coef 1", "between 0 and 1"]),
+    "negative damping": (["--damping-coef", "-1"], ["--damping-coef -1", "positive"]),
+    "a flag of PR-PPO": (["--clip-coef", "0.1"], ["--clip-coef"]),
+    "no number": (["--epsilon", "nan"], ["--epsilon nan", "finite"]),
+    "unknown task": (["--env-id", "MiniGrid-FourRoom-v0"], ["--env-id MiniGrid-FourRoom-v0", "MiniGrid-FourRooms"]),
+    "too few in a round": (["--participation", "0.3"], ["--participation 0.3", "2..3"]),
+    "batch not divisible": (["--num-minibatches", "3"], ["--num-minibatches 3", "2048"]),
+    "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "uniform"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_with_one_line(case):
+    argv, parts = BAD[case]
+    with pytest.raises(SystemExit) as end:
+        PRTRPO_MINIGRID.parse_args(argv)
+    message = end.value.code
+    assert isinstance(message, str) and "\n" not in message and all(part in message for part in parts), message
+
+
+def test_defaults_stand():
+    found, expected = vars(PRTRPO_MINIGRID.parse_args([])), vars(prtrpo_minigrid.Args())
+    assert found.pop("precision") == "float32" and expected.pop("precision") == "auto" and found == expected
+
+
+# --- theory ---
+
+
+def stochastic(generator, n):
+    """A row-stochastic matrix that is not symmetric, some of its entries 0."""
+    C = generator.dirichlet(np.full(n, 0.5), size=n)
+    C[C < 0.1] = 0
+    return C / C.sum(1, keepdims=True)
+
+
+def tv(x, y):
+    """|x_i - y_i| of policies [agents, states, actions], the mean over states."""
+    return np.abs(x - y).sum(-1).mean(-1) / 2
+
+
+def towards(reference, target, distance):
+    """From the reference to the target, but no further than `distance` [agents]."""
+    share = np.minimum(1, distance / np.maximum(tv(reference, target), 1e-12))[:, None, None]
+    return reference + share * (target - reference)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**31), n=st.integers(2, 5), delta=st.floats(0.02, 0.9))
+def test_observation_1_holds_along_sequences(seed, n, delta):
+    """Policies that use up every radius, in the worst directions: the schedule keeps each movement within delta.
+
+    With a constant epsilon it is |pi^k - pi^k+1| <= 2 epsilon + gamma |pi^k-1 - pi^k| (B.5), so Observation 1 itself.
+    """
+    generator = np.random.default_rng(seed)
+    C, corners = stochastic(generator, n), np.eye(3)
+    args = prtrpo_minigrid.Args(delta=delta, epsilon_min=1e-300)
+    policies, variations = np.broadcast_to(generator.dirichlet(np.ones(3), size=2), (n, 2, 3)), torch.zeros(n, 2)
+    levels = set()
+    for _ in range(25):
+        epsilon, bound = prtrpo_minigrid.radius(torch.from_numpy(C), variations.double(), args)
+        reference, target = np.einsum("ij,jsa->isa", C, policies), corners[generator.integers(3, size=(n, 2))]
+        if generator.random() < 0.3:  # away from where the agent is
+            target = corners[policies.argmin(-1)]
+        after = towards(reference, target, np.full(n, math.sqrt(epsilon / 2)))
+        variations = torch.from_numpy(np.stack((tv(policies, after), tv(reference, after)), axis=1))
+        assert variations[:, 0].max() <= bound + 1e-9 == delta + 1e-9
+        levels.add(round(epsilon, 9))
+        policies = after
+    assert len(levels) > 1
+
+    epsilon, moved = 0.1 * delta, 0.0
+    policies = np.broadcast_to(policies[:1], policies.shape)  # all alike, and so their own reference
+    for _ in range(25):
+        reference, target = np.einsum("ij,jsa->isa", C, policies), corners[generator.integers(3, size=(n, 2))]
+        after = towards(reference, target, np.full(n, epsilon))
+        assert tv(policies, after).max() <= 2 * epsilon + moved + 1e-9
+        if epsilon <= (delta - moved) / 2:
+            assert tv(policies, after).max() <= delta + 1e-9
+        policies, moved = after, tv(policies, after).max()
+
+
+def test_the_level_of_observation_1_alone_is_not_enough_if_it_changes():
+    """epsilon_k = (delta - |pi^k-1 - pi^k|) / 2, two agents that swap places: the second update moves 1.25 delta.
+
+    The proof needs the level also in the update before, where it was still larger. Ours stops that update at delta.
+    """
+    delta, C = 0.4, np.array([[0.0, 1.0], [1.0, 0.0]])
+    start = np.full((2, 1, 2), 0.5)
+    first = towards(start, np.array([[[1.0, 0.0]], [[0.0, 1.0]]]), np.full(2, delta / 2))
+    reference = np.einsum("ij,jsa->isa", C, first)
+    level = (delta - tv(start, first).max()) / 2
+    second = towards(reference, np.array([[[0.0, 1.0]], [[1.0, 0.0]]]), np.full(2, level))
+    assert tv(first, second).max() == pytest.approx(1.25 * delta)
+    variations = torch.from_numpy(np.stack((tv(start, first), tv(start, first)), axis=1))
+    args = prtrpo_minigrid.Args(delta=delta, epsilon_min=1e-300)
+    assert prtrpo_minigrid.radius(torch.from_numpy(C), torch.zeros(2, 2), args)[0] == pytest.approx(
+        2 * (delta / 2) ** 2
+    )
+    assert prtrpo_minigrid.radius(torch.from_numpy(C), variations, args)[0] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pr_trpo_in_small_mdps_stays_within_the_bound_and_improves(seed):
+    """Tabular policies, exact advantages, C at random: no update moves further than delta, agents' returns rise."""
+    generator, n, S, A, discount = np.random.default_rng(seed), 3, 5, 3, 0.9
+    C = torch.from_numpy(stochastic(generator, n))
+    transitions, rewards = generator.dirichlet(np.full(S, 0.3), size=(S, A)), generator.random(S)
+    policies = [Small(S, 4, A) for _ in range(n)]
+    for policy in policies:
+        policy.layers = copy.deepcopy(policies[0].layers[:1]) if False else nn.Sequential(nn.Linear(S, A, bias=False))
+        nn.init.zeros_(policy.double().layers[0].weight)
+    obs, every = torch.eye(S, dtype=torch.double), torch.cartesian_prod(torch.arange(S), torch.arange(A))
+    args = prtrpo_minigrid.Args(delta=0.15, epsilon_min=1e-9, damping_coef=1e-6, **EXACT)
+    variations, returns, kinds = torch.zeros(n, 2, dtype=torch.double), [], set()
+    for _ in range(40):
+        with torch.no_grad():
+            log_probs = torch.stack([policy(obs)[0].log_softmax(-1) for policy in policies])
+        epsilon, bound = prtrpo_minigrid.radius(C, variations, args)
+        steps = []
+        for i, policy in enumerate(policies):
+            pi = log_probs[i].exp().numpy()
+            values = np.linalg.solve(np.eye(S) - discount * np.einsum("sa,sat->st", pi, transitions), rewards)
+            advantages = rewards[:, None] + discount * transitions @ values - values[:, None]
+            batch = {"states": every[:, 0], "actions": every[:, 1]}  # each pair once, as if drawn with chance 1 / A
+            batch["logprobs"] = torch.full((S * A,), -math.log(A), dtype=torch.double)
+            batch["advantages"] = torch.from_numpy(advantages)[every[:, 0], every[:, 1]]
+            reference = communicators.mix_log_probs(log_probs, C[i])
+            steps.append(prtrpo_minigrid.improve(policy, obs, reference, batch, epsilon, args))
+            returns.append(values.mean())
+        variations = torch.tensor([[step["tv_update"], step["tv_reference"]] for step in steps], dtype=torch.double)
+        assert bound == 0.15 and variations[:, 0].max() <= bound + 1e-9
+        kinds |= {step["step"] for step in steps}
+        for step in steps:
+            if step["step"] == NORMAL:  # Pinsker: the KL that is constrained bounds the total variation
+                assert step["tv_reference"] <= math.sqrt(epsilon / 2) + 1e-9
+    assert NORMAL in kinds and min(returns[-n:]) > max(returns[:n]) + 0.1
+
+
+def mirror_descent(K, step, gradient, targets, rng, noise):
+    """Eq. 12 with C = 1/n: K iterations from uniform policies. Returns the average of all policies of all agents."""
+    n, A = targets.shape
+    log_probs, total = torch.full((n, 1, A), -math.log(A), dtype=torch.double), np.zeros(A)
+    mean = communicators.uniform(n)[0].double()
+    for _ in range(K):
+        policies = log_probs.exp().numpy()[:, 0]
+        total += policies.mean(0)
+        slope = gradient(policies, targets) + noise * rng.normal(size=(n, A))
+        reference = communicators.mix_log_probs(log_probs, mean)
+        log_probs = (reference - step * torch.from_numpy(slope)[:, None]).log_softmax(-1)
+    return total / K
+
+
+@pytest.mark.parametrize(("noise", "wanted"), [(1.0, -0.5), (0.0, -1.0)], ids=["stochastic", "exact"])
+def test_mirror_descent_converges_at_the_stated_rate(noise, wanted):
+    """Theorem C.1 on f_i(x) = |x - t_i|^2 / 2, L = 1: error <= 2 D^2 / (step K) + 2 step M^2, and its slope.
+
+    Noisy gradients of different agents: step D / (sqrt(K) M), slope -1/2 or steeper. Exact and equal ones: step
+    1 / (2 L), the first term alone, slope -1.
+    """
+    rng, n, A = np.random.default_rng(0), 4, 5
+    targets = rng.dirichlet(np.ones(A), size=n) if noise else np.tile(rng.dirichlet(np.ones(A)), (n, 1))
+    best, D2 = targets.mean(0), math.log(A)  # the mean of points of the simplex; the KL from uniform is at most log A
+    M = math.sqrt(1 + noise**2 * 2 * math.log(2 * A)) if noise else 0.0  # of the largest entry
+    lengths, errors = [2**k for k in range(4, 12)], []
+    for K in lengths:
+        step = min(0.5, math.sqrt(D2 / K) / M) if noise else 0.5
+        found = [mirror_descent(K, step, lambda x, t: x - t, targets, rng, noise) for _ in range(4 if noise else 1)]
+        errors.append(np.mean([((x - best) ** 2).sum() / 2 for x in found]))
+        assert errors[-1] <= 2 * D2 / (step * K) + 2 * step * M**2
+    slope = np.polyfit(np.log(lengths), np.log(errors), 1)[0]
+    assert slope <= wanted + 0.1, (slope, errors)
