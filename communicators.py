@@ -825,7 +825,11 @@ class Run:
                 except FileExistsError:  # a run of the same second
                     now += 1
             write_atomically(Path(runs, f"{prefix}{stamp.item()}", "config.json"), lambda f: f.write(config.encode()))
-        return Path(runs, f"{prefix}{self.exchange.broadcast(stamp).item()}")
+        folder = Path(runs, f"{prefix}{self.exchange.broadcast(stamp).item()}")
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not folder.exists():  # a machine with a disk of its own
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "config.json", lambda file: file.write(config.encode()))
+        return folder
 
     # Checkpoints
 
