@@ -329,6 +329,31 @@ def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
     return torch.stack([row[row > 0] @ parameters[row > 0] for row in weights])
 
 
+def average_products(communicator: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FedAvg of adapters: the rank r that is nearest to sum_j c_ij B_j A_j, whose rank may be agents times r.
+
+    communicator: [rows, agents]; A: [agents, r, in]; B: [agents, out, r]. No other product of that rank is nearer
+    (Eckart and Young). Of all its factors A is the one nearest to sum_j c_ij A_j, the orthogonal projection of that
+    (which must not become singular), so that an optimizer's moments still mean the same: equal A stay as they are, and
+    then B is sum_j c_ij B_j. Returns A [rows, r, in], B [rows, out, r], and the squared norms [rows] of the sum and of
+    what is lost of it.
+    """
+    rows, which = communicator.to(A).double().unique(dim=0, return_inverse=True)  # often all are the same
+    basis, coordinates = torch.linalg.qr(A.double().flatten(0, 1).mT)  # [in, m], [m, agents * r]
+    coordinates = coordinates.unflatten(1, A.shape[:2])
+    product = torch.einsum("kn,nor,mnr->kom", rows, B.double(), coordinates)  # times the basis it is the sum
+    mean = torch.einsum("kn,mnr->krm", rows, coordinates)
+    size = product.square().sum((1, 2))
+    small = (1e-12 * size / mean.square().sum((1, 2)).clamp(min=1e-30)).clamp(min=1e-30)  # it decides where B is 0
+    gram = product.mT @ product + small[:, None, None] * (mean.mT @ mean)
+    V = torch.linalg.eigh(gram).eigenvectors[..., -A.shape[1] :]  # [rows, m, r], of the largest eigenvalues
+    left, scales, right = torch.linalg.svd(mean @ V, full_matrices=False)
+    scales = scales.maximum(0.1 * scales[:, :1] + 1e-12)[:, None]
+    new_A, new_B = (left * scales) @ right @ V.mT @ basis.mT, product @ V @ right.mT @ (left / scales).mT
+    lost = (product - product @ V @ V.mT).square().sum((1, 2))
+    return new_A[which].to(A), new_B[which].to(B), size[which], lost[which]
+
+
 def check_snapshots(snapshots: list[Tensor | None], like: Tensor) -> tuple[Tensor, Tensor]:
     """Sort received snapshots into usable and invalid ones.
 

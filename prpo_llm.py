@@ -81,13 +81,13 @@ class Args(RunArgs):
     kl_direction: Literal["auto", "forward", "reverse"] = "auto"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), eq. 7; auto: reverse for GRPO"""
     kl_estimator: Literal["full", "k1", "k2", "k3"] = "full"
-    """exact over the vocabulary, or estimated from the sampled token (reverse only)"""
+    """exact over the vocabulary, or estimated from the sampled token (reverse only; the gradient of k3 is forward)"""
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "snapshot"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
     sft_anchor: NonNegative = 0.0  # coefficient of another KL penalty, towards the policy from which all agents started
-    lora_average: Literal["exact", "naive"] = "exact"
-    """FedAvg with a common frozen A, so that mean(BA) = mean(B)A; or A and B averaged separately"""
+    lora_average: Literal["exact", "frozen-a", "naive"] = "exact"
+    """what FedAvg averages: products BA, back at their rank; B beside a common frozen A (in any method); or A and B"""
 
     # PPO and GRPO
     algorithm: Literal["grpo", "ppo"] = "grpo"
@@ -98,12 +98,16 @@ class Args(RunArgs):
     response_length: Count = 58  # maximum tokens of a completion
     temperature: Positive = 0.7  # sampling temperature, which scales the logits wherever a probability is taken
     learning_rate: Positive = 1e-4  # learning rate of AdamW
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # linear and cosine fall to 0
+    warmup_steps: Natural = 0  # steps in which the learning rate rises before
     update_epochs: Count = 2  # epochs per step
     minibatch_size: Natural = 0  # prompts per agent and optimizer step (0: the whole batch)
     micro_batch_size: Count = 1  # prompts per agent that pass through the model at once
     clip_coef: NonNegative = 0.2  # clip range of the surrogate objective (0: no clipping)
-    loss_type: Literal["grpo", "dr-grpo"] = "grpo"
-    """GRPO divides by the group's deviation and each completion's length, Dr. GRPO by neither"""
+    clip_higher: NonNegative = 0.0  # its upper side, if it is to be wider (0: the same; DAPO: 0.28)
+    loss_type: Literal["grpo", "dr-grpo", "dapo"] = "grpo"
+    """divide by the group's deviation and a completion's length (grpo), all tokens' (dapo), or by neither (dr-grpo)"""
+    mask_truncated_completions: bool = False  # a completion that does not end is judged, but not learned from
     gamma: Fraction = 1.0  # PPO: discount factor per token
     gae_lambda: Fraction = 0.95  # PPO: lambda of generalized advantage estimation
     vf_coef: NonNegative = 0.1  # PPO: coefficient of the value loss
@@ -494,13 +498,13 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tenso
                 side["policy"].data[:] = stored.to(model.device)
             side["snapshot"].requires_grad_(False)[:] = side["policy"].data[0]
             sides.append(side)
-        # In exact averages A is frozen and common to all agents
-        adapters.A["policy"].requires_grad_(args.aggregation != "weights" or args.lora_average != "exact")
+        for side in adapters.A.values():
+            side.requires_grad_(side.requires_grad and args.lora_average != "frozen-a")
     trained = [side["policy"] for side in sides if side["policy"].requires_grad]
     snapshots = as_vector([side["snapshot"] for side in sides if side["policy"].requires_grad])
     if args.algorithm == "ppo":
         model.value_head = nn.Parameter(torch.zeros(held, model.config.hidden_size, device=model.device))
-        trained += [*(side["value"] for side in sides), model.value_head]
+        trained += [*(side["value"] for side in sides if side["value"].requires_grad), model.value_head]
     return as_vector(trained), snapshots
 
 
@@ -634,23 +638,32 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda:
 def token_weights(lengths: Tensor, args: Args) -> Tensor:
     """What each token counts in the loss of an optimizer step whose completions have these lengths; [..., completions].
 
-    GRPO (eq. 7): completions count equally; Dr. GRPO: tokens do, against the maximum length; PPO: all tokens do.
+    GRPO (eq. 7): completions count equally; Dr. GRPO: tokens do, against the maximum length; DAPO, PPO: all tokens do.
     """
     lengths = lengths.float()
-    total = lengths.shape[-1] * (args.response_length if args.loss_type == "dr-grpo" else lengths)
-    return torch.ones_like(lengths) / (lengths.sum(-1, keepdim=True) if args.algorithm == "ppo" else total)
+    total = lengths.shape[-1] * (args.response_length if args.loss_type == "dr-grpo" else lengths.clamp(min=1))
+    together = args.algorithm == "ppo" or args.loss_type == "dapo"
+    return torch.ones_like(lengths) / (lengths.sum(-1, keepdim=True).clamp(min=1) if together else total)
 
 
-def reference_kl(log_policy: Tensor, log_reference: Tensor, tokens: Tensor, args: Args) -> Tensor:
+def learning_rate(args: Args, step: int) -> float:
+    """The learning rate of a step, the first of which is 1."""
+    done = max(step - 1 - args.warmup_steps, 0) / max(args.total_steps - args.warmup_steps, 1)
+    falling = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}
+    return args.learning_rate * min(step / (args.warmup_steps + 1), 1.0) * falling[args.lr_scheduler_type]
+
+
+def reference_kl(log_policy: Tensor, log_reference: Tensor, tokens: Tensor, ratio: Tensor, args: Args) -> Tensor:
     """The KL between policy and reference at each position, exact or estimated from the sampled token.
 
-    log_policy, log_reference: [positions, vocabulary]; k1, k2, k3: http://joschu.net/blog/kl-approx.html.
+    log_policy, log_reference: [positions, vocabulary]; k1, k2, k3: http://joschu.net/blog/kl-approx.html. The gradient
+    of k1 has mean 0 but for its weight, ratio [positions]; k2's is right at ratio 1; k3's is the forward KL's, in GRPO.
     """
     if args.kl_estimator == "full":
         direction = args.kl_direction.replace("auto", "reverse" if args.algorithm == "grpo" else "forward")
         return communicators.kl_to_reference(log_policy, log_reference, direction)
     x = (log_reference - log_policy).gather(-1, tokens[:, None]).squeeze(-1)
-    return {"k1": -x, "k2": x.square() / 2, "k3": x.exp() - 1 - x}[args.kl_estimator]
+    return {"k1": -x * ratio, "k2": x.square() / 2, "k3": x.exp() - 1 - x}[args.kl_estimator]
 
 
 def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> Tensor:
@@ -709,7 +722,7 @@ def take(batch: dict, inds: Tensor) -> dict:
 
 def positions(mask: Tensor, size: int = 64) -> list[tuple]:
     """The tokens of completions in parts, because the vocabulary is large: (k, prompts, completions, tokens)."""
-    return [(k, *part.T) for k, own in enumerate(mask) for part in own.nonzero().split(size)]
+    return [(k, *part.T) for k, own in enumerate(mask) for part in own.nonzero().split(size) if len(part)]
 
 
 @torch.no_grad()
@@ -732,10 +745,11 @@ def token_advantages(args: Args, model, batch: dict) -> dict[str, Tensor]:
     values = (states * model.value_head.detach()[:, None, None, None]).sum(-1) * mask
     final = torch.zeros_like(values).scatter_(-1, batch["lengths"][..., None] - 1, rewards.nan_to_num()[..., None])
     advantages = gae(final, values, mask, args.gamma, args.gae_lambda)
-    returns, advantages = advantages + values, advantages * ~rewards.isnan()[..., None]
-    for own, inside in zip(advantages, mask, strict=True):
-        own[:] = (own - own[inside].mean()) / (own[inside].std() + 1e-8)
-    return {"advantages": advantages, "values": values, "returns": returns}
+    inside, axes = mask & ~rewards.isnan()[..., None], {"dim": (1, 2, 3), "keepdim": True}  # whitened over these only
+    count = inside.sum(**axes).clamp(min=1)
+    centred = (advantages - (advantages * inside).sum(**axes) / count) * inside
+    deviation = (centred.square().sum(**axes) / count).sqrt()
+    return {"advantages": centred / (deviation + 1e-8), "values": values, "returns": advantages + values}
 
 
 @torch.no_grad()
@@ -763,22 +777,40 @@ def refer(args: Args, model, held: range, communicator: Tensor, batch: dict) -> 
     return found, [C[i, own].to(model.device) for i, own in zip(held, heard, strict=True)]
 
 
-def learn(args: Args, model, optimizer, batch: dict, weights: list[Tensor], inds: Tensor) -> dict[str, Tensor]:
+@torch.no_grad()
+def average_adapters(args: Args, model, C: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+    """FedAvg: rows of C, [rows, agents], applied to all that agents train, [agents, numel].
+
+    Returns [rows, numel], and how much of the mean products the rank cuts off, relative to their norms, [rows].
+    """
+    averages, squares, end = communicators.average_parameters(C, parameters), torch.zeros(2, len(C)), 0
+    layers = [layer for layer in model.modules() if isinstance(layer, Adapters)]
+    pairs = [(own.A[kind][0], own.B[kind][0]) for kind in ("policy", "value") for own in layers if kind in own.A]
+    for A, B in pairs if args.lora_average == "exact" else ():  # in the order of `add_adapters`
+        start, middle, end = end, end + A.numel(), end + A.numel() + B.numel()
+        sides = parameters[:, start:middle].unflatten(1, A.shape), parameters[:, middle:end].unflatten(1, B.shape)
+        A, B, size, lost = communicators.average_products(C, *sides)
+        averages[:, start:end] = torch.cat((A.flatten(1), B.flatten(1)), dim=1)
+        squares += torch.stack((lost, size)).cpu()
+    return averages, (squares[0] / squares[1]).sqrt()
+
+
+def learn(args, model, trained: Tensor, optimizer, batch: dict, weights: list[Tensor], inds: Tensor) -> dict:
     """One optimizer step of all agents on a minibatch of their prompts (eq. 4, eq. 7). Returns losses [agents].
 
-    inds: the prompts, [agents, minibatch]; weights: each agent's row of C, of those that it hears.
+    trained: [agents, numel]; inds: the prompts, [agents, minibatch]; weights: each agent's row of C, of whom it hears.
     """
-    lengths = batch["lengths"][torch.arange(len(inds))[:, None], inds]  # [agents, minibatch, group]
+    lengths = batch["mask"][torch.arange(len(inds))[:, None], inds].sum(-1)  # [agents, minibatch, group]
     counted = token_weights(lengths.flatten(1), args).view_as(lengths)
     losses = {name: torch.zeros(len(inds), device=model.device) for name in (*LOSSES, "value_loss", "first_log_ratio")}
-    optimizer.zero_grad(set_to_none=False)
+    low, high = 1 - args.clip_coef, 1 + (args.clip_higher or args.clip_coef)
+    trained.grad.zero_()
     for micro, count in zip(*(x.split(args.micro_batch_size, dim=1) for x in (inds, counted)), strict=True):
         mb = take(batch, micro)
-        if not (args.kl_coef or args.sft_anchor or mb["advantages"].any()):
-            continue  # groups without signal
         Adapters.selected = "policy", None
         hidden = predict(model, mb)
         states = hidden.detach().requires_grad_()  # the vocabulary is large: backward through it in parts
+        states.grad = torch.zeros_like(states)
         for here in positions(mb["mask"]):
             k, m, g, t = here
             newlogprobs, tokens = log_probs(args, model, states[here]), mb["tokens"][here]  # [tokens, vocabulary]
@@ -788,7 +820,7 @@ def learn(args: Args, model, optimizer, batch: dict, weights: list[Tensor], inds
             # Policy loss
             pg_loss = -mb_advantages * ratio
             if args.clip_coef > 0:
-                pg_loss = torch.max(pg_loss, -mb_advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef))
+                pg_loss = torch.max(pg_loss, -mb_advantages * ratio.clamp(low, high))
 
             # The peers' influence: the distance to the reference policy, exact over the vocabulary if not estimated
             with torch.no_grad():
@@ -797,9 +829,9 @@ def learn(args: Args, model, optimizer, batch: dict, weights: list[Tensor], inds
                 anchor = log_probs(args, model, mb["anchor"][here]) if args.sft_anchor else None
                 entropy = -(newlogprobs.exp() * newlogprobs).sum(-1)
                 approx_kl = ratio - 1 - logratio  # k3, http://joschu.net/blog/kl-approx.html
-                clipfrac = ((ratio - 1).abs() > args.clip_coef).float()
-            kl_reference = reference_kl(newlogprobs, reference, tokens, args)
-            kl_anchor = reference_kl(newlogprobs, anchor, tokens, args) if args.sft_anchor else 0.0 * kl_reference
+                clipfrac = ((ratio < low) | (ratio > high)).float() * (args.clip_coef > 0)
+            kl_reference = reference_kl(newlogprobs, reference, tokens, ratio, args)
+            kl_anchor = reference_kl(newlogprobs, anchor, tokens, ratio, args) if args.sft_anchor else 0.0 * ratio
             loss = pg_loss + args.kl_coef * kl_reference + args.sft_anchor * kl_anchor
             (count[k, m, g] * loss).sum().backward()
             measured = pg_loss, kl_reference, kl_anchor, entropy, ratio, approx_kl, clipfrac
@@ -820,9 +852,10 @@ def learn(args: Args, model, optimizer, batch: dict, weights: list[Tensor], inds
             v_loss = 0.5 * ((count * ~mb["rewards"].isnan())[..., None] * mask * v_loss).sum((1, 2, 3))
             (args.vf_coef * v_loss.sum()).backward()
             losses["value_loss"] += v_loss.detach()
-    (trained,) = optimizer.state
     losses["grad_norm"] = sum(part.square().sum(1) for part in trained.grad.split(2**20, dim=1)).sqrt()
     trained.grad.mul_((args.max_grad_norm / (losses["grad_norm"] + 1e-6)).clamp(max=1.0)[:, None])  # each agent's own
+    for k, own in enumerate(optimizer.param_groups[0]["params"]):  # who has no signal makes no step, wherever peers are
+        own.grad = trained.grad[k] if losses["grad_norm"][k] else None
     optimizer.step()
     return losses
 
@@ -856,10 +889,16 @@ def evaluate(args: Args, run: Run, model, tokenizer, score, tests: dict[str, lis
             for name, own in (("reward", reward), ("length", length), ("eos_rate", ends)):
                 results[k][task][name].append(own)
     run.log_evaluation(results)
-    if run.chief:  # what a run that was cut off wrote behind its last checkpoint is done again
-        text = path.read_text(errors="replace") if path.exists() else ""
-        kept = [line for line, at in re.findall(r'({"step": (\d+), .*}\n)', text) if int(at) < run.iteration]
-        communicators.write_atomically(path, lambda file: file.write("".join(kept).encode()))
+    for rank in range(run.exchange.world_size):  # one after the other, because they may share the file
+        if rank == run.exchange.rank:  # what a run that was cut off wrote behind its last checkpoint is done again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = path.read_text(errors="replace") if path.exists() else ""
+            lines = re.findall(r'({"step": (\d+), "agent": (\d+), .*}\n)', text)
+            kept = [line for line, step, i in lines if int(step) < run.iteration or int(i) not in held]
+            text = "".join([*kept, *(json.dumps(row) + "\n" for row in written)])
+            communicators.write_atomically(path, lambda file, text=text: file.write(text.encode()))
+        run.exchange.barrier()
+    if run.chief:
         shown = [row for row in written if row["id"] == tests["validation"][0]["id"]]
         means, table = (f"{row[0]:.3f}" for row in run.results["validation"]), "|agent|completion|reward|\n|-|-|-|"
         print(f"\nevaluation after step {run.iteration}: validation reward of the agents {' '.join(means)}")
@@ -869,9 +908,9 @@ def evaluate(args: Args, run: Run, model, tokenizer, score, tests: dict[str, lis
             plain = "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in row["completion"])  # no Markdown
             table += f"\n|{row['agent']}|{plain}|{row['reward']:.3f}|"
         run.writer.add_text("completions", table, run.iteration)
-    run.exchange.barrier()
-    with open(path, "a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in written)
+        if args.track:
+            wandb = sys.modules["wandb"]
+            wandb.log({"completions": wandb.Table([*written[0]], [[*row.values()] for row in written])})
 
 
 def main(args: Args) -> dict:
@@ -895,9 +934,9 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, [agents, ...], and what is random is keyed by (seed, agent)
     trained[:], policy = exchange.broadcast(trained[0]), trained[:, : snapshots.shape[1]]
-    optimizer = torch.optim.AdamW([trained], args.learning_rate, weight_decay=0.0, fused=True)
-    moments = {name: torch.zeros_like(trained) for name in ("exp_avg", "exp_avg_sq")}  # as AdamW makes them, but now
-    optimizer.state[trained] = {"step": torch.zeros((), device=device)} | moments
+    optimizer = torch.optim.AdamW([*trained], args.learning_rate, weight_decay=0.0, fused=True)
+    for own in optimizer.param_groups[0]["params"]:  # as AdamW makes it, but now, and each agent counts its own steps
+        optimizer.state[own] = {"step": torch.zeros((), device=device), "exp_avg": 0 * own, "exp_avg_sq": 0 * own}
 
     # Communication: the matrix C, everybody's snapshot of the last round, and how far apart these are on public states
     communicator = communicators.identity(args.num_agents)  # [agents, agents]; before the first round nobody has spoken
@@ -907,9 +946,8 @@ def main(args: Args) -> dict:
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
         i: {"trained": trained[k], "snapshot": snapshots[i], "round_rewards": round_rewards[k]}
-        | {"step": optimizer.state[trained]["step"]} | {name: moment[k] for name, moment in moments.items()}
-        | {"communicator": communicator, "distances": distances}
-        for k, i in enumerate(held)
+        | optimizer.state[own] | {"communicator": communicator, "distances": distances}
+        for k, (i, own) in enumerate(zip(held, optimizer.param_groups[0]["params"], strict=True))
     }  # fmt: skip
     run.restore(state)
     if run.iteration and not isolated:
@@ -927,6 +965,7 @@ def main(args: Args) -> dict:
         # Rewards
         judged = judge(args, score, tokenizer, chosen, batch["tokens"].flatten(0, 2), lengths.flatten())
         batch["rewards"], batch["ends"] = (torch.tensor(judged[n], device=device).view_as(lengths) for n in (0, 2))
+        batch["mask"] &= batch["ends"][..., None] | (not args.mask_truncated_completions)
         run.tick("reward")
 
         # Advantages
@@ -940,31 +979,35 @@ def main(args: Args) -> dict:
         run.tick("reference")
 
         # Update: epochs over minibatches of prompts, in an order of each agent's own; all agents at once
-        losses = []
+        losses, optimizer.param_groups[0]["lr"] = [], learning_rate(args, step)
         for epoch in range(args.update_epochs):
             generators = [torch.Generator().manual_seed(derive_seed(args.seed, i, step, epoch, 3)) for i in held]
             orders = torch.stack([torch.randperm(args.batch_size, generator=generator) for generator in generators])
             for inds in orders.split(args.minibatch_size or args.batch_size, dim=1):
-                losses.append(learn(args, model, optimizer, batch, weights, inds))
+                losses.append(learn(args, model, trained, optimizer, batch, weights, inds))
         run.tick("update")
 
         # Communication round: exchange adapters, refresh the communicator, and update the reference or average
         rewards = batch["rewards"].flatten(1).cpu().double()
         round_rewards += torch.stack((rewards.nansum(1), (~rewards.isnan()).sum(1)), dim=1)
+        lost = torch.full((len(held),), torch.nan)  # by averages of adapters
         if step % args.local_updates == 0:
             if isolated:  # nothing leaves an agent
                 snapshots[mine] = policy
             else:
                 means = exchange.all_gather(round_rewards[:, :1] / round_rewards[:, 1:]).flatten()
                 heard = make_communicator(args, means) > 0  # what is counted as sent
-                parameters, usable = exchange.snapshots(policy, heard)
+                parameters, usable = exchange.snapshots(trained if args.aggregation == "weights" else policy, heard)
                 for j in usable.nonzero().flatten().tolist():
-                    snapshots[j] = parameters[j]
+                    snapshots[j] = parameters[j, : snapshots.shape[1]]
                 public = public_log_probs(args, model, tokenizer, tests["validation"][:4]) if tests else None
                 communicator[:] = make_communicator(args, means, public, usable)
                 distances[:] = communicators.total_variation(public) if tests else torch.nan
                 if args.aggregation == "weights":  # optimizer moments are kept
-                    policy[:] = snapshots[mine] = communicators.average_parameters(communicator, parameters)[mine]
+                    able = torch.stack([usable[communicator[i] > 0].all() for i in held])  # or there is nobody
+                    averages, lost = average_adapters(args, model, communicator[mine], parameters)
+                    trained[:] = torch.where(able[:, None].to(device), averages, trained)
+                    snapshots[mine] = policy
                 del parameters  # whole adapters: they need not stay in memory
             Adapters.casts.clear()
             round_rewards.zero_()
@@ -980,9 +1023,11 @@ def main(args: Args) -> dict:
             row |= {"objective/groups_without_signal": silent * (args.algorithm == "grpo")}
             row |= {f"losses/{name}": torch.stack([own[name][k] for own in losses]).mean() for name in losses[0]}
             row["losses/first_log_ratio"] = losses[0]["first_log_ratio"][k]
+            row |= {"communication/lost_by_average": lost[k]} if args.aggregation == "weights" else {}
             rows.append({key: float(value) for key, value in row.items()})
         tokens = exchange.all_gather(lengths.sum((1, 2))[:, None].double()).sum().item()
         scalars = {"time/tokens_per_second": tokens / (time.perf_counter() - began)}
+        scalars["charts/learning_rate"] = learning_rate(args, step)
         run.log(rows, communicator, distances, scalars | {"communication/rounds": step // args.local_updates})
 
         # Evaluation

@@ -117,6 +117,8 @@ LANGUAGE = {
     "losses/ratio": "mean probability ratio",
     "losses/first_log_ratio": "largest log-ratio in the first minibatch: 0 but for rounding",
     "losses/grad_norm": "norm of the agent's gradient before clipping",
+    "charts/learning_rate": "the learning rate of the step",
+    "communication/lost_by_average": "FedAvg, `--lora-average exact`, in a step with a round: what rank r cuts off",
     "time/tokens_per_second": "tokens of completions per second of the whole step",
     "time/completions_per_second": "all agents' completions per second of training",
 }

@@ -1,0 +1,642 @@
+"""Training language models: an independent plain version of the whole step, averages of adapters, exact expectations.
+
+The plain version has one agent after the other, one completion after the other, plain transformers with an adapter at
+each layer, the whole vocabulary, and autograd.
+"""
+
+import contextlib
+import copy
+import csv
+import json
+import math
+import multiprocessing
+import os
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+from command import parse_args
+from helpers import only_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from test_llm import TARGETS, files, flags, plain_model, tiny  # noqa: F401
+from torch.distributions import Categorical, kl_divergence
+
+import communicators
+import prpo_llm
+
+MATRIX = [[0.5, 0.35, 0.15], [0.0, 0.4, 0.6], [0.7, 0.1, 0.2]]  # transposed, or without its weights, it is another one
+RULES = """
+def vowels(prompts, completions, references):
+    scores = [sum((ord(letter) % 7) / 5 for letter in text.split()) for text in completions]
+    return [float("nan") if text[:1] in "qrst" and text else score for text, score in zip(completions, scores)]
+"""
+SETTINGS = {
+    "precision": "float32",
+    "device": "cpu",
+    "num_agents": 3,
+    "total_steps": 3,
+    "local_updates": 1,
+    "batch_size": 4,
+    "group_size": 4,
+    "minibatch_size": 2,
+    "micro_batch_size": 1,
+    "update_epochs": 2,
+    "response_length": 7,
+    "temperature": 0.8,
+    "learning_rate": 1e-2,
+    "kl_coef": 0.5,
+    "clip_coef": 0.1,
+    "missing_eos_penalty": 0.5,
+    "prompts_per_agent": 6,
+    "eval_prompts": 3,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "value_lora_rank": 2,
+    "value_lora_alpha": 4,
+    "vf_coef": 0.3,
+    "gamma": 0.9,
+    "max_grad_norm": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(files, tmp_path_factory):  # noqa: F811
+    """Prompts that all differ, a reward, C, and an adapter that does something from the start."""
+    folder, generator = tmp_path_factory.mktemp("training"), np.random.default_rng(1)
+    texts = sorted({" ".join(generator.choice([*"abcdefghijklm"], size=generator.integers(2, 7))) for _ in range(40)})
+    rows = [{"prompt": text, "completion": text[:3], "topic": "x"} for text in texts]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "rules.py").write_text(RULES)
+    np.savetxt(folder / "C.csv", MATRIX, delimiter=",")
+    torch.manual_seed(3)
+    sides = {}
+    for name, layer in targets(plain_model(files)).items():
+        sides[f"base_model.model.{name}.lora_A.weight"] = torch.randn(4, layer.in_features) / layer.in_features**0.5
+        sides[f"base_model.model.{name}.lora_B.weight"] = 0.1 * torch.randn(layer.out_features, 4)
+    (folder / "adapter").mkdir()
+    save_file(sides, folder / "adapter" / "adapter_model.safetensors")
+    LoraConfig(r=4, lora_alpha=8, target_modules=list(TARGETS)).save_pretrained(folder / "adapter")
+    return folder
+
+
+def targets(model):
+    """The layers that get adapters, in the model's order."""
+    return {name: layer for name, layer in model.named_modules() if name.split(".")[-1] in TARGETS}
+
+
+def settings_of(files, folder, run_dir, **changes):  # noqa: F811
+    """The arguments of a run."""
+    paths = {"base_model": str(files / "model"), "dataset": str(folder / "data.jsonl"), "run_dir": str(run_dir)}
+    paths |= {"communicator": str(folder / "C.csv"), "adapter": str(folder / "adapter")}
+    return prpo_llm.Args(**SETTINGS | paths | {"reward": f"{folder / 'rules.py'}:vowels"} | changes)
+
+
+# --- the plain version ---
+
+
+class Lora(nn.Module):
+    """A linear layer with one adapter."""
+
+    def __init__(self, base, A, B, scale):
+        super().__init__()
+        self.base, self.A, self.B, self.scale = base, nn.Parameter(A), nn.Parameter(B), scale
+
+    def forward(self, x):
+        return self.base(x) + self.scale * (x @ self.A.T) @ self.B.T
+
+
+def with_adapter(files, sides, scale):  # noqa: F811
+    """A plain model with an adapter at each target; sides: layer -> (A, B)."""
+    model = plain_model(files).requires_grad_(False)
+    for name, (A, B) in sides.items():
+        model.set_submodule(name, Lora(model.get_submodule(name), A.clone(), B.clone(), scale))
+    return model
+
+
+class Agent(nn.Module):
+    """A policy, and for PPO a value model, as the script starts them."""
+
+    def __init__(self, files, args):  # noqa: F811
+        super().__init__()
+        stored = load_file(f"{args.adapter}/adapter_model.safetensors")
+        start = {"policy": {}, "value": {}}
+        generator = torch.Generator().manual_seed(communicators.derive_seed(args.seed, 1, 8))
+        for name, layer in targets(plain_model(files)).items():
+            start["policy"][name] = [stored[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB"]
+            for kind, rank in (("policy", args.lora_rank), ("value", args.value_lora_rank)):
+                if kind == "policy" or args.algorithm == "ppo":
+                    A = nn.init.kaiming_uniform_(torch.empty(rank, layer.in_features), a=5**0.5, generator=generator)
+                    if kind == "value":
+                        start[kind][name] = [A, torch.zeros(layer.out_features, rank)]
+        self.policy = with_adapter(files, start["policy"], args.lora_alpha / args.lora_rank)
+        if args.algorithm == "ppo":
+            self.value = with_adapter(files, start["value"], args.value_lora_alpha / args.value_lora_rank)
+            self.head = nn.Parameter(torch.zeros(32))
+
+    def distributions(self, args, prompt, said):
+        """The policy at each token of a completion."""
+        logits = self.policy(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+        return Categorical(logits=logits / args.temperature)
+
+    def values(self, prompt, said):
+        """V at each token of a completion."""
+        states = self.value.model(torch.tensor([prompt + said])).last_hidden_state
+        return states[0, len(prompt) - 1 : -1] @ self.head
+
+    @torch.no_grad()
+    def say(self, args, prompt, uniforms=None):
+        """Complete a prompt, everything read anew for each token: sampled with these uniforms, or greedily."""
+        said = []
+        while len(said) < args.response_length and said[-1:] != [0]:
+            logits = self.policy(torch.tensor([prompt + said])).logits[0, -1].double()
+            cumulative = (logits / args.temperature).softmax(-1).cumsum(-1)
+            said.append(int(logits.argmax() if uniforms is None else (cumulative <= uniforms[len(said)]).sum()))
+        return said
+
+
+def plain_reward(args, said):
+    """The rule above, less the penalty of a completion that does not end."""
+    letters = [chr(96 + token) for token in said if token]
+    score = math.nan if letters and letters[0] in "qrst" else sum(ord(letter) % 7 / 5 for letter in letters)
+    return score - args.missing_eos_penalty * (said[-1] != 0)
+
+
+def plain_prompts(args, i, step, examples):
+    """Whose turn it is: every epoch over an agent's examples has an order of its own."""
+    chosen = []
+    for place in range((step - 1) * args.batch_size, step * args.batch_size):
+        epoch, place = divmod(place, len(examples))
+        key = communicators.derive_seed(args.seed, i, epoch, 1)
+        chosen.append(examples[np.random.default_rng(key).permutation(len(examples))[place]])
+    return chosen
+
+
+def plain_rollout(args, agent, i, step, examples):
+    """What an agent does in a step: groups of completions, [prompt][completion], each a dict."""
+    generator = torch.Generator().manual_seed(communicators.derive_seed(args.seed, i, step, 2))
+    size = args.group_size if args.algorithm == "grpo" else 1
+    uniforms = torch.rand(args.batch_size, size, args.response_length, generator=generator).double()
+    groups = []
+    for example, own in zip(plain_prompts(args, i, step, examples), uniforms, strict=True):
+        said = [agent.say(args, example["ids"], one) for one in own]
+        groups.append([{"prompt": example["ids"], "said": one, "reward": plain_reward(args, one)} for one in said])
+    return groups
+
+
+def plain_advantages(args, agent, groups):
+    """GRPO: against the group; PPO: generalized advantage estimation by its definition, whitened over the batch."""
+    for group in groups if args.algorithm == "grpo" else ():
+        known = [one["reward"] for one in group if one["reward"] == one["reward"]]
+        mean = sum(known) / max(len(known), 1)
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in known) / max(len(known), 1))
+        for one in group:
+            signal = one["reward"] == one["reward"] and max(known) > min(known)
+            scale = 1.0 if args.loss_type == "dr-grpo" else deviation + 1e-6
+            one["advantage"] = torch.tensor([(one["reward"] - mean) / scale if signal else 0.0])
+    if args.algorithm == "grpo":
+        return
+    whole = [group[0] for group in groups]
+    for one in whole:
+        with torch.no_grad():
+            one["values"] = agent.values(one["prompt"], one["said"])
+        length, values = len(one["said"]), [*one["values"].tolist(), 0.0]
+        rewards = [0.0] * (length - 1) + [0.0 if math.isnan(one["reward"]) else one["reward"]]
+        deltas = [rewards[t] + args.gamma * values[t + 1] - values[t] for t in range(length)]
+        decay = args.gamma * args.gae_lambda
+        raw = [sum(decay ** (s - t) * deltas[s] for s in range(t, length)) for t in range(length)]
+        one["advantage"] = torch.tensor(raw)
+        one["returns"] = one["advantage"] + one["values"]
+    known = torch.cat([one["advantage"] for one in whole if one["reward"] == one["reward"]])
+    for one in whole:
+        one["advantage"] = (one["advantage"] - known.mean()) / (known.std(correction=0) + 1e-8)
+        if math.isnan(one["reward"]):
+            one["advantage"] *= 0.0
+
+
+def plain_reference(args, one, i, C, agents, peers, start):
+    """The reference on one completion: C_i applied to the policies, and the policy from which all started."""
+    own = agents[i].distributions(args, one["prompt"], one["said"])
+    one["logprob"], mixed, behaviour = own.log_prob(torch.tensor(one["said"])), 0.0, args.self_reference == "behaviour"
+    for j, peer in enumerate(peers):
+        policy = own if behaviour and i == j else peer.distributions(args, one["prompt"], one["said"])
+        mixed = mixed + C[i][j] * (policy.probs if args.mixture == "arithmetic" else policy.logits)
+    known = {"probs": mixed} if args.mixture == "arithmetic" else {"logits": mixed}
+    one["reference"], one["anchor"] = Categorical(**known), start.distributions(args, one["prompt"], one["said"])
+
+
+def plain_penalty(args, policy, reference, tokens, old):
+    """The KL of eq. 4 or 7 at each token, or its estimate."""
+    if args.kl_estimator == "full":
+        forward = args.kl_direction == "forward" or (args.kl_direction == "auto" and args.algorithm == "ppo")
+        return kl_divergence(reference, policy) if forward else kl_divergence(policy, reference)
+    ratio = (reference.log_prob(tokens) - policy.log_prob(tokens)).exp()
+    weight = (policy.log_prob(tokens) - old).exp()
+    return {"k1": -ratio.log() * weight, "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[args.kl_estimator]
+
+
+def plain_losses(args, agent, one):
+    """The losses of each token of a completion, by the names of the metrics."""
+    tokens, policy = torch.tensor(one["said"]), agent.distributions(args, one["prompt"], one["said"])
+    ratio, advantage = (policy.log_prob(tokens) - one["logprob"]).exp(), one["advantage"]
+    objective, above = ratio * advantage, args.clip_higher or args.clip_coef
+    if args.clip_coef:
+        objective = torch.minimum(objective, ratio.clamp(1 - args.clip_coef, 1 + above) * advantage)
+    found = {
+        "policy_loss": -objective,
+        "kl_reference": plain_penalty(args, policy, one["reference"], tokens, one["logprob"]),
+        "kl_anchor": plain_penalty(args, policy, one["anchor"], tokens, one["logprob"]) * (args.sft_anchor > 0),
+        "entropy": policy.entropy(),
+        "ratio": ratio,
+        "approx_kl": ratio - 1 - ratio.log(),
+        "clipfrac": ((ratio < 1 - args.clip_coef) | (ratio > 1 + above)).float(),
+    }
+    found["value_loss"] = torch.zeros_like(ratio)
+    if args.algorithm == "ppo" and not math.isnan(one["reward"]):
+        value = agent.values(one["prompt"], one["said"])
+        error = (value - one["returns"]) ** 2
+        if args.clip_coef:
+            near = one["values"] + (value - one["values"]).clamp(-args.clip_coef, args.clip_coef)
+            error = torch.maximum(error, (near - one["returns"]) ** 2)
+        found["value_loss"] = error / 2
+    return found
+
+
+def plain_step(args, agent, optimizer, groups):
+    """One optimizer step. Returns its metrics."""
+    completions, metrics = [one for group in groups for one in group], {}
+    learned = [one for one in completions if one["said"][-1] == 0 or not args.mask_truncated_completions]
+    tokens = sum(len(one["said"]) for one in learned)
+    if not learned:
+        return dict.fromkeys((*prpo_llm.LOSSES, "value_loss", "grad_norm"), 0.0)
+    for one in learned:
+        together = args.algorithm == "ppo" or args.loss_type == "dapo"
+        share = 1 / tokens if together else 1 / len(completions) / len(one["said"])
+        if args.loss_type == "dr-grpo":
+            share = 1 / len(completions) / args.response_length
+        for name, values in plain_losses(args, agent, one).items():
+            metrics[name] = metrics.get(name, 0.0) + share * values.sum()
+    loss = metrics["policy_loss"] + args.kl_coef * metrics["kl_reference"] + args.sft_anchor * metrics["kl_anchor"]
+    loss = loss + args.vf_coef * metrics["value_loss"]
+    optimizer.zero_grad()
+    loss.backward()
+    trained = [parameter for parameter in agent.parameters() if parameter.grad is not None]
+    norm = torch.cat([parameter.grad.flatten() for parameter in trained]).norm()
+    for parameter in trained:
+        parameter.grad *= min(1.0, args.max_grad_norm / float(norm))
+    optimizer.step()
+    return {name: float(value.detach()) for name, value in metrics.items()} | {"grad_norm": float(norm)}
+
+
+@torch.no_grad()
+def plain_average(args, agents, C):
+    """FedAvg of all that is trained: parameters, or of adapters the nearest product of their rank to the mean."""
+    before = copy.deepcopy(agents)
+    for i, agent in enumerate(agents):
+        for name, parameter in agent.named_parameters():
+            parameter.copy_(sum(c * own.get_parameter(name) for c, own in zip(C[i], before, strict=True)))
+        for name, layer in agent.named_modules():
+            if isinstance(layer, Lora) and args.lora_average == "exact":
+                others = [own.get_submodule(name) for own in before]
+                U, S, V = torch.linalg.svd(sum(c * own.B @ own.A for c, own in zip(C[i], others, strict=True)))
+                rank = len(layer.A)
+                layer.A.copy_(V[:rank])
+                layer.B.copy_(U[:, :rank] * S[:rank])
+
+
+def plain_rate(args, step):
+    """The learning rate: after the warm-up it stays, or falls to 0 where the step behind the last would be."""
+    if step <= args.warmup_steps:
+        return args.learning_rate * step / (args.warmup_steps + 1)
+    left = (args.total_steps + 1 - step) / (args.total_steps - args.warmup_steps)
+    return (
+        args.learning_rate
+        * {"constant": 1, "linear": left, "cosine": math.sin(math.pi / 2 * left) ** 2}[args.lr_scheduler_type]
+    )
+
+
+def plain_training(files, args, examples):  # noqa: F811
+    """Train as the script does. Returns the agents and the rows of metrics.csv."""
+    agents = [Agent(files, args) for _ in range(args.num_agents)]
+    start, peers = copy.deepcopy(agents[0]), copy.deepcopy(agents)
+    optimizers, rows = [], []
+    for agent in agents:
+        for layer in agent.modules():
+            if isinstance(layer, Lora) and args.lora_average == "frozen-a":
+                layer.A.requires_grad_(False)
+        parameters = [parameter for parameter in agent.parameters() if parameter.requires_grad]
+        optimizers.append(torch.optim.AdamW(parameters, args.learning_rate, weight_decay=0.0))
+    C = np.eye(args.num_agents)  # nobody has spoken yet
+    for step in range(1, args.total_steps + 1):
+        for i, agent in enumerate(agents):
+            groups = plain_rollout(args, agent, i, step, examples[i])
+            plain_advantages(args, agent, groups)
+            with torch.no_grad():
+                for one in (one for group in groups for one in group):
+                    row = C if args.aggregation == "policy" else np.eye(args.num_agents)
+                    plain_reference(args, one, i, row, agents, peers, start)
+            updates = []
+            optimizers[i].param_groups[0]["lr"] = plain_rate(args, step)
+            for epoch in range(args.update_epochs):
+                generator = torch.Generator().manual_seed(communicators.derive_seed(args.seed, i, step, epoch, 3))
+                order = torch.randperm(args.batch_size, generator=generator).tolist()
+                size = args.minibatch_size or args.batch_size
+                for first in range(0, args.batch_size, size):
+                    part = [groups[place] for place in order[first : first + size]]
+                    updates.append(plain_step(args, agent, optimizers[i], part))
+            rewards = [one["reward"] for group in groups for one in group]
+            row = {"step": step, "agent": i, "reward": np.nanmean(rewards), "nan_rewards": np.isnan(rewards).sum()}
+            rows.append(row | {name: np.mean([own[name] for own in updates]) for name in updates[0]})
+        if step % args.local_updates == 0:
+            C = np.eye(args.num_agents) if args.aggregation == "none" else np.loadtxt(args.communicator, delimiter=",")
+            if args.aggregation == "weights":
+                plain_average(args, agents, torch.from_numpy(C).float())
+            peers = copy.deepcopy(agents)
+    return agents, rows
+
+
+PLAIN = {
+    "GRPO": {},
+    "PPO": {"algorithm": "ppo", "batch_size": 8, "minibatch_size": 4, "prompts_per_agent": 10},
+    "GRPO, geometric, behaviour, anchor": {
+        "mixture": "geometric",
+        "self_reference": "behaviour",
+        "sft_anchor": 0.3,
+        "local_updates": 2,
+        "micro_batch_size": 2,
+        "loss_type": "dr-grpo",
+        "lr_scheduler_type": "cosine",
+    },
+    "DAPO, no truncated ones, frozen A": {
+        "loss_type": "dapo",
+        "clip_higher": 0.2,
+        "mask_truncated_completions": True,
+        "kl_estimator": "k1",
+        "lora_average": "frozen-a",
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 1,
+    },
+    "FedAvg-PPO, frozen A": {
+        "algorithm": "ppo",
+        "batch_size": 8,
+        "minibatch_size": 4,
+        "prompts_per_agent": 10,
+        "aggregation": "weights",
+        "lora_average": "frozen-a",
+        "kl_direction": "reverse",
+        "kl_estimator": "k3",
+        "total_steps": 2,
+    },
+    "FedAvg": {"aggregation": "weights", "local_updates": 2, "total_steps": 2, "clip_coef": 0.05},
+}
+
+
+def smaller(part):
+    """Few tokens at a time: what passes through the head in parts must be put together again."""
+    agent, *places = part
+    return [(agent, *own) for own in zip(*(place.split(10) for place in places), strict=True)]
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch, case):  # noqa: F811
+    """Adapters, metrics and evaluations after several steps, rounds and epochs, with a C that is not symmetric."""
+    args, parts = settings_of(files, folder, tmp_path, **PLAIN[case]), prpo_llm.positions
+    monkeypatch.setattr(prpo_llm, "positions", lambda *given: [own for part in parts(*given) for own in smaller(part)])
+    prpo_llm.main(args)
+    run = only_run(tmp_path)
+    _, tokenizer = prpo_llm.load_base(args)
+    examples, tests = prpo_llm.deal(args, prpo_llm.load_examples(args, tokenizer))
+    dealt = [example["prompt"] for own in (*examples, tests["validation"]) for example in own]
+    assert len(set(dealt)) == len(dealt) == 3 * args.prompts_per_agent + 3  # nobody trains on what is held out
+    agents, expected = plain_training(files, args, examples)
+    # Adapters: how far a run can move a parameter is the learning rate times the number of optimizer steps
+    steps = args.total_steps * args.update_epochs * args.batch_size // (args.minibatch_size or args.batch_size)
+    for i, agent in enumerate(agents):
+        found = load_file(run / f"agent_{i}" / "adapter_model.safetensors")
+        for name, layer in agent.policy.named_modules():
+            if isinstance(layer, Lora):
+                A, B = (found[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+                pairs = [(A, layer.A), (B, layer.B)]
+                if args.aggregation == "weights" and args.lora_average == "exact":  # there are other factors
+                    pairs = [(B @ A, layer.B @ layer.A)]
+                for ours, wanted in pairs:
+                    assert (ours - wanted.detach()).abs().max() < 1e-2 * args.learning_rate * steps, (i, name)
+    # Metrics
+    with open(run / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, wanted in zip(rows, expected, strict=True):
+        for name, value in wanted.items():
+            assert float(row[name]) == pytest.approx(value, rel=1e-3, abs=1e-4), (row["step"], row["agent"], name)
+    assert any(float(row["clipfrac"]) > 0.05 for row in rows) and any(float(row["nan_rewards"]) > 0 for row in rows)
+    # Evaluations: what each agent says to the held-out prompts
+    said = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    last = {(row["agent"], row["id"]): row["completion"].split() for row in said if row["step"] == args.total_steps}
+    wanted = {
+        (i, example["id"]): [chr(96 + token) for token in agent.say(args, example["ids"]) if token]
+        for i, agent in enumerate(agents)
+        for example in tests["validation"]
+    }
+    assert last == wanted
+    ids = [example["id"] for example in tests["validation"]]
+    assert any(wanted[0, k] != wanted[1, k] for k in ids) and any(wanted[1, k] != wanted[2, k] for k in ids)
+
+
+# --- averages of adapters ---
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 2**31), agents=st.integers(1, 4), rank=st.integers(1, 4), apart=st.sampled_from([0.0, 0.1, 3.0])
+)
+def test_average_products_is_the_nearest_of_its_rank(seed, agents, rank, apart):
+    """Against a plain singular value decomposition of the mean; equal A stay as they are, beside the mean of B."""
+    generator = torch.Generator().manual_seed(seed)
+    A = torch.randn(rank, 9, generator=generator) + apart * torch.randn(agents, rank, 9, generator=generator)
+    B = torch.randn(agents, 7, rank, generator=generator)
+    C = torch.rand(3, agents, generator=generator).softmax(1)
+    new_A, new_B, size, lost = communicators.average_products(C, A, B)
+    for row, ours, whole, rest in zip(C, new_B @ new_A, size, lost, strict=True):
+        product = sum(c * b @ a for c, a, b in zip(row, A, B, strict=True)).double()
+        S = torch.linalg.svdvals(product)
+        best = float(S[rank:].square().sum())  # no product of this rank is nearer
+        assert float((ours - product).square().sum()) == pytest.approx(best, rel=1e-4, abs=1e-7 * float(whole))
+        assert float(whole) == pytest.approx(float(S.square().sum()), rel=1e-5)
+        assert float(rest) == pytest.approx(float(S[rank:].square().sum()), rel=1e-4, abs=1e-7 * float(whole))
+    if apart == 0:
+        torch.testing.assert_close(new_A, A[:1].expand(3, -1, -1), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(new_B, torch.einsum("kn,nor->kor", C, B), rtol=1e-3, atol=1e-3)
+
+
+def test_average_products_that_are_zero_leave_a_to_learn_from():
+    """Where every B is 0, or has fewer ranks, A is still the mean of A: with both 0 nothing would ever be learned."""
+    A = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(1))
+    A = A[:1] + 0.1 * A
+    C, B = torch.full((2, 3), 1 / 3), torch.zeros(3, 7, 4)
+    new_A, new_B, size, lost = communicators.average_products(C, A, B)
+    torch.testing.assert_close(new_A, A.mean(0).expand(2, -1, -1), rtol=0, atol=1e-4)
+    assert (new_B == 0).all() and (lost == 0).all() and (size == 0).all()
+    B[:, :, 0] = 1.0
+    new_A, new_B, *_ = communicators.average_products(C, A, B)
+    product = sum(b @ a / 3 for a, b in zip(A, B, strict=True))
+    torch.testing.assert_close(new_B[0] @ new_A[0], product, rtol=0, atol=1e-4)
+    assert torch.linalg.svdvals(new_A[0]).min() > 0.05
+
+
+# --- exact expectations ---
+
+
+@pytest.mark.parametrize("old_is_new", [True, False])
+def test_gradients_of_estimated_kls(old_is_new):
+    """Summed over all tokens with their probabilities under the policy that sampled them: no noise is left.
+
+    k1 has value and gradient of the reverse KL, whatever has been learned since; where nothing has, k2 has its
+    gradient, and k3 its value, but the gradient of the forward KL.
+    """
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(9, generator=generator, dtype=torch.double).requires_grad_()
+    policy, tokens = logits.log_softmax(-1), torch.arange(9)
+    old = policy.detach() if old_is_new else torch.randn(9, generator=generator).double().log_softmax(-1)
+    reference = torch.randn(9, generator=generator, dtype=torch.double).log_softmax(-1)
+    reverse, forward = (
+        kl_divergence(*map(from_logs, (policy, reference))),
+        kl_divergence(*map(from_logs, (reference, policy))),
+    )
+    (reverse_slope,), (forward_slope,) = (
+        torch.autograd.grad(kl, logits, retain_graph=True) for kl in (reverse, forward)
+    )
+    values, slopes = {}, {}
+    for name in ("k1", "k2", "k3"):
+        args, rows = prpo_llm.Args(kl_estimator=name), policy.expand(9, -1)
+        each = prpo_llm.reference_kl(rows, reference.expand(9, -1), tokens, (policy - old).exp(), args)
+        values[name] = (old.exp() * each).sum()
+        (slopes[name],) = torch.autograd.grad(values[name], logits, retain_graph=True)
+    torch.testing.assert_close((values["k1"], slopes["k1"]), (reverse, reverse_slope))
+    if old_is_new:
+        torch.testing.assert_close(slopes["k2"], reverse_slope)
+        torch.testing.assert_close((values["k3"], slopes["k3"]), (reverse, forward_slope))
+        assert (reverse_slope - forward_slope).abs().max() > 0.05
+
+
+def from_logs(log_probs):
+    """A distribution that does not normalise, or gradients would differ."""
+    return Categorical(logits=log_probs)
+
+
+def test_advantages_of_ppo_are_whitened_over_what_is_known(monkeypatch):
+    """Mean 0 and variance 1 over the tokens whose reward is known; others have none; a single one makes no NaN."""
+    lengths = torch.tensor([[[3], [2], [4]], [[1], [4], [2]], [[1], [2], [2]]])
+    rewards = torch.tensor([[[1.0], [math.nan], [3.0]], [[2.0], [math.nan], [math.nan]], [[math.nan]] * 3])
+    batch = {"lengths": lengths, "rewards": rewards, "mask": torch.arange(4) < lengths[..., None]}
+    monkeypatch.setattr(prpo_llm, "remember", lambda *_: torch.ones(3, 3, 1, 4, 1))
+    model = SimpleNamespace(value_head=torch.tensor([[0.1], [0.2], [0.3]]))
+    found = prpo_llm.token_advantages(prpo_llm.Args(algorithm="ppo", gamma=0.9), model, batch)["advantages"]
+    known = batch["mask"] & ~rewards.isnan()[..., None]
+    assert (found[~known] == 0).all() and found.isfinite().all()
+    assert float(found[0][known[0]].mean()) == pytest.approx(0, abs=1e-6)
+    assert float(found[0][known[0]].std(correction=0)) == pytest.approx(1, abs=1e-6)
+    assert (found[1:] == 0).all()
+
+
+# --- placements, checkpoints, logs ---
+
+
+def in_ranks(*runs):
+    """Run functions as the ranks of one torchrun, each on a machine of its own. Returns what they return."""
+    context, answers = multiprocessing.get_context("fork"), []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def start(rank, run, queue):
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(runs)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        queue.put(run())
+
+    queues = [context.Queue() for _ in runs]
+    ranks = [context.Process(target=start, args=own) for own in zip(range(len(runs)), runs, queues, strict=True)]
+    for rank in ranks:
+        rank.start()
+    try:
+        answers = [queue.get(timeout=60) for queue in queues]
+    finally:
+        for rank in ranks:
+            rank.join(5 if answers else 0)
+            rank.kill()
+    return answers
+
+
+def checkpoint_of(run, agent, step):
+    return torch.load(run / "checkpoints" / f"agent_{agent}" / f"{step}.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, kl_coef):  # noqa: F811
+    """Agent 1 is told the same for all it says from the second step on: its momentum does not carry it away.
+
+    The penalty is a reason to learn, for every step. In both placements the agents end with the same parameters.
+    """
+    (tmp_path / "once.py").write_text(
+        "calls = []\n"
+        "def once(prompts, completions, references):\n"
+        "    calls.append(1)\n"
+        "    known = [p[0] == 'a' or len(calls) < 2 for p in prompts]\n"
+        "    return [sum(map(ord, c)) % 7 / 7 if own else 0.5 for own, c in zip(known, completions)]\n"
+    )
+    rows = [{"prompt": f"{'aq'[k % 2]} b c", "completion": "b", "topic": "xy"[k % 2]} for k in range(17)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    base = {"dataset": str(tmp_path / "data.jsonl"), "reward": f"{tmp_path / 'once.py'}:once", "partition": "topic"}
+    base |= {"kl_coef": kl_coef, "missing_eos_penalty": 0.0, "eval_prompts": 0, "save_every": 1, "group_size": 6}
+
+    def train(folder):
+        prpo_llm.main(tiny(files, tmp_path / folder, **base))
+        return str(only_run(tmp_path / folder))
+
+    together = Path(train("together"))
+    apart = [Path(folder) for folder in in_ranks(lambda: train("first"), lambda: train("second"))]
+    for agent in range(2):
+        first, last = (checkpoint_of(together, agent, step) for step in (3, 4))
+        other = checkpoint_of(apart[agent], agent, 4)
+        torch.testing.assert_close(last["trained"], other["trained"], rtol=0, atol=1e-4)
+        assert float(last["step"]) == float(other["step"]) == (2 if agent == 1 and not kl_coef else 8)
+        assert torch.equal(first["trained"], last["trained"]) == (agent == 1 and not kl_coef)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_machines_without_a_common_disk(files, tmp_path, algorithm):  # noqa: F811
+    """Two machines, each with its own folder: every agent's files are where it is, and a finished run is finished."""
+
+    def train(folder, resume=""):
+        argv = ["--resume", resume] if resume else flags(tiny(files, tmp_path / folder, algorithm=algorithm))
+        with contextlib.chdir(tmp_path):
+            summary = prpo_llm.main(parse_args(prpo_llm, argv))
+        return str(only_run(tmp_path / folder)), summary["training_reward"], summary["evaluation"]
+
+    (first, *told), (second, *told_too) = in_ranks(lambda: train("one"), lambda: train("two"))
+    assert repr(told) == repr(told_too) and None not in told[0]["agents"]
+    before = [Path(folder, "completions.jsonl").read_text() for folder in (first, second)]
+    for agent, (folder, text) in enumerate(zip((first, second), before, strict=True)):
+        said = [json.loads(line) for line in text.splitlines()]
+        assert {row["agent"] for row in said} == {agent} and {row["step"] for row in said} == {0, 4}
+        assert Path(folder, f"agent_{agent}", "adapter_model.safetensors").is_file()
+    (_, *again), _ = in_ranks(lambda: train("one", first), lambda: train("two", second))
+    assert again == told
+    assert before == [Path(folder, "completions.jsonl").read_text() for folder in (first, second)]
+
+
+def test_completions_are_a_table_of_wandb(files, tmp_path, monkeypatch):  # noqa: F811
+    """With --track every evaluation's completions are logged, one row each."""
+    logged, wandb = [], SimpleNamespace(init=lambda **_: None, finish=lambda: None)
+    wandb.Table, wandb.log = lambda columns, data: (columns, data), logged.append
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    prpo_llm.main(tiny(files, tmp_path, total_steps=1, track=True))
+    written = [json.loads(line) for line in (only_run(tmp_path) / "completions.jsonl").read_text().splitlines()]
+    tables = [own["completions"] for own in logged]
+    assert len(tables) == 2
+    assert [dict(zip(columns, row, strict=True)) for columns, data in tables for row in data] == written
