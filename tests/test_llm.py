@@ -494,7 +494,7 @@ def test_accumulation_changes_nothing(files, tmp_path, algorithm):
 @every_algorithm
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
 def test_two_ranks_train_like_one_process(files, tmp_path, algorithm, aggregation):
-    """torchrun with one agent per rank: the same weights and metrics."""
+    """torchrun with one agent per rank: the same weights, metrics and completions, in one file."""
     changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "learning_rate": 1e-3}
     together, summary = train(files, tmp_path / "one", **changes)
     args = tiny(files, tmp_path / "two", **changes)
@@ -506,6 +506,8 @@ def test_two_ranks_train_like_one_process(files, tmp_path, algorithm, aggregatio
     for row, expected in zip(rows_of(spread), rows_of(together), strict=True):
         for column in row:
             assert float(row[column]) == pytest.approx(float(expected[column]), rel=1e-2, abs=1e-3, nan_ok=True), column
+    said, expected = ((folder / "completions.jsonl").read_text().splitlines() for folder in (spread, together))
+    assert sorted(said) == sorted(expected) and len(said) == 2 * 2 * 2  # each agent's, before and after training
 
 
 @every_algorithm
