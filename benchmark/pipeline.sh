@@ -9,7 +9,7 @@ usage: bash benchmark/pipeline.sh data|sft|reward|judge|all [--quick]
 Prints the commands, one per line and in their order, around TRL's command line; runs nothing. The lines assume the root
 of the repository as working directory. benchmark/run.py executes them and goes on where it was cut off:
 
-    bash benchmark/pipeline.sh all --quick | python benchmark/run.py --jobs 1
+    bash benchmark/pipeline.sh all --quick | python benchmark/run.py --jobs 1 --cores 2
 
 data    what the others read
 sft     supervised fine-tuning of an adapter, and the adapter merged into its base
