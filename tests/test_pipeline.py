@@ -263,7 +263,7 @@ def test_the_pipeline_runs(tmp_path):
             words[:1] = ["-m", "trl.cli.main"]
             words += ["--max_steps", "2", "--per_device_train_batch_size", "2"]
         else:
-            words = words[1:] + (["--limit", "40"] if words[2] == "data" else [])
+            words = words[1:] + (["--limit", "80"] if words[2] == "data" else [])
         process = call(*words, cwd=REPOSITORY, timeout=600)
         assert process.returncode == 0, process.stderr[-3000:]
     accuracy = pd.read_csv(tmp_path / "docstrings" / "reward_accuracy.csv", comment="#")
