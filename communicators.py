@@ -108,13 +108,10 @@ def softmax_reward(returns: Tensor, temperature: float = 1.0) -> Tensor:
     standard deviation of the agents' returns, so that the scale of a game's points does not matter; equal returns make
     uniform rows. Returns [agents, agents].
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature} must be positive")
     returns = _fill_unknown(returns)
     returns = returns / returns.abs().max().clamp(min=torch.finfo(returns.dtype).tiny)  # keeps the spread finite
     spread = returns.std(correction=0)
-    scores = (returns - returns.max()) / spread / temperature if spread > 1e-9 else torch.zeros_like(returns)
-    return _normalise_rows(scores.exp().expand(len(scores), -1))
+    return _softmax_rows(returns / spread if spread > 1e-9 else torch.zeros_like(returns), temperature)
 
 
 def rank_reward(returns: Tensor) -> Tensor:
@@ -138,6 +135,32 @@ def _fill_unknown(returns: Tensor) -> Tensor:
     return returns.nan_to_num(nan=float((known / scale).mean() * scale) if scale else 0.0)
 
 
+def relative_gain(gains: Tensor, temperature: float = 1.0) -> Tensor:
+    """FGRPO's adaptive weights: c_ij = softmax_j(g_j / temperature), the same row for every agent.
+
+    gains: [agents], see `remember`. What lies outside [-1, 1] is cut, so that nobody gains more listeners by shouting;
+    NaN counts as 0, neither better nor worse than before. Returns [agents, agents].
+    """
+    return _softmax_rows(gains.detach().double().nan_to_num(nan=0.0).clamp(-1, 1), temperature)
+
+
+def remember(record: Tensor, returns: list[float], rate: float = 0.2) -> Tensor:
+    """What an agent keeps of its rounds, [mean return, gain, baseline], NaN at first, after a round with these returns.
+
+    The gain over its own history is g = (r - b) / (|b| + se) in [-1, 1], with the mean r, its standard error se, and
+    the baseline b, an exponential average of the means before, which takes in `rate` of r only afterwards; so the
+    scale of the rewards does not matter. The first gain is 0, and so is that of a round without a finite return: the
+    last mean still says how good an agent is, the last gain nothing of how much better it has become.
+    """
+    known, (last, _, baseline) = np.array([value for value in returns if math.isfinite(value)]), record.tolist()
+    if not len(known):
+        return record.new_tensor([last, 0.0, baseline])
+    r, b = known.mean(), known.mean() if math.isnan(baseline) else baseline
+    scale = abs(b) + known.std(ddof=len(known) > 1) / math.sqrt(len(known))
+    gain = (r - b) / scale if abs(r - b) < scale else np.sign(r - b)
+    return record.new_tensor([r, gain, b + rate * (r - b)])
+
+
 def surrogate(gains: Tensor, temperature: float = 1.0) -> Tensor:
     """c_ij = softmax_j(10 L_i(pi_j) / temperature): whom agent i's *own* data say that it should listen to.
 
@@ -146,11 +169,7 @@ def surrogate(gains: Tensor, temperature: float = 1.0) -> Tensor:
     NaN becomes uniform. Nobody has to report a return, so nobody can gain listeners by a false one. Returns
     [agents, agents].
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature} must be positive")
-    scores = (10 * gains.detach().double() / temperature).nan_to_num(nan=-math.inf, posinf=-math.inf)
-    best = scores.max(1, keepdim=True).values.nan_to_num(neginf=0.0)
-    return _normalise_rows((scores - best).exp())
+    return _softmax_rows((10 * gains.detach().double()).nan_to_num(nan=-math.inf, posinf=-math.inf), temperature)
 
 
 def surrogate_gains(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, max_ratio: float = 10.0) -> Tensor:
@@ -248,6 +267,14 @@ def restrict(communicator: Tensor, topology="full", k: int = 0, usable=None, kee
 def non_expansion(communicator: Tensor) -> float:
     """The uniform non-expansion coefficient of C, its norm max_i sum_j |c_ij| (Definition 1, Remark 3): <= 1."""
     return communicator.abs().sum(1).max().item()
+
+
+def _softmax_rows(scores: Tensor, temperature: float) -> Tensor:
+    """softmax(scores / temperature), scores [agents] for every row or [agents, agents]; a row of -inf is uniform."""
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} must be positive")
+    best = scores.max(-1, keepdim=True).values.nan_to_num(neginf=0.0)
+    return _normalise_rows(((scores - best) / temperature).exp().expand(scores.shape[-1], -1))
 
 
 def _normalise_rows(weights: Tensor, fallback: Tensor | None = None) -> Tensor:
@@ -527,6 +554,7 @@ class RunArgs:
             "reward",
             "softmax-reward",
             "rank-reward",
+            "relative-gain",
             "surrogate",
         ]
         | str
@@ -534,7 +562,7 @@ class RunArgs:
     """who listens to whom, see `make_communicator`; identity is isolated training; or FILE.csv, a matrix of your own"""
     self_preference: Fraction = 0.6  # c_ii of the self-preferred communicator
     communicator_temperature: Positive = 1.0
-    """softmax-reward: relative to the spread of the agents' returns; surrogate: in tenths of the advantages' spread"""
+    """softmax-reward: in spreads of returns; relative-gain: in gains; surrogate: in tenths of the advantages' spread"""
     topology: Literal["full", "ring"] = "full"  # who may hear whom: everybody, or the two neighbours on a ring
     top_k: Natural = 0  # keep only the k heaviest peers of each agent (0: all)
 

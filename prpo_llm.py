@@ -669,7 +669,7 @@ def reference_kl(log_policy: Tensor, log_reference: Tensor, tokens: Tensor, rati
 def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i says whom agent i listens to, and lies on the simplex.
 
-    returns [agents]: last known means; log_probs [agents, states, actions]: on the public states; usable, bool
+    returns [agents]: last means, or gains; log_probs [agents, states, actions]: on the public states; usable, bool
     [agents]: whose snapshot is valid. Another communicator is two more lines here and a word in RunArgs.
     """
     n, name = args.num_agents, args.communicator
@@ -686,6 +686,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
+    elif name == "relative-gain":
+        C = communicators.relative_gain(returns, args.communicator_temperature)
     elif name not in ("uniform", "similarity"):  # then it is a file
         C = communicators.from_csv(name, n)
     k = 0 if name == "similarity" and log_probs is None else args.top_k  # it must hear all before it can choose
@@ -941,11 +943,12 @@ def main(args: Args) -> dict:
     # Communication: the matrix C, everybody's snapshot of the last round, and how far apart these are on public states
     communicator = communicators.identity(args.num_agents)  # [agents, agents]; before the first round nobody has spoken
     distances = torch.full_like(communicator, torch.nan)
-    round_rewards = torch.zeros(len(held), 2, dtype=torch.float64)  # sum and number since the last round
+    round_rewards = [[] for _ in held]  # since the last round
+    records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)  # of each one's rounds: mean, gain, baseline
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
-        i: {"trained": trained[k], "snapshot": snapshots[i], "round_rewards": round_rewards[k]}
+        i: {"trained": trained[k], "snapshot": snapshots[i], "round_rewards": round_rewards[k], "record": records[k]}
         | optimizer.state[own] | {"communicator": communicator, "distances": distances}
         for k, (i, own) in enumerate(zip(held, optimizer.param_groups[0]["params"], strict=True))
     }  # fmt: skip
@@ -988,20 +991,24 @@ def main(args: Args) -> dict:
         run.tick("update")
 
         # Communication round: exchange adapters, refresh the communicator, and update the reference or average
-        rewards = batch["rewards"].flatten(1).cpu().double()
-        round_rewards += torch.stack((rewards.nansum(1), (~rewards.isnan()).sum(1)), dim=1)
+        for k, own in enumerate(batch["rewards"]):
+            round_rewards[k].extend(own.flatten().tolist())
         lost = torch.full((len(held),), torch.nan)  # by averages of adapters
         if step % args.local_updates == 0:
+            for k, own in enumerate(round_rewards):
+                records[k] = communicators.remember(records[k], own)
+                own.clear()
             if isolated:  # nothing leaves an agent
                 snapshots[mine] = policy
             else:
-                means = exchange.all_gather(round_rewards[:, :1] / round_rewards[:, 1:]).flatten()
-                heard = make_communicator(args, means) > 0  # what is counted as sent
+                told = records[:, 1:2] if args.communicator == "relative-gain" else records[:, :1]  # one number each
+                told = exchange.all_gather(told).flatten()
+                heard = make_communicator(args, told) > 0  # what is counted as sent
                 parameters, usable = exchange.snapshots(trained if args.aggregation == "weights" else policy, heard)
                 for j in usable.nonzero().flatten().tolist():
                     snapshots[j] = parameters[j, : snapshots.shape[1]]
                 public = public_log_probs(args, model, tokenizer, tests["validation"][:4]) if tests else None
-                communicator[:] = make_communicator(args, means, public, usable)
+                communicator[:] = make_communicator(args, told, public, usable)
                 distances[:] = communicators.total_variation(public) if tests else torch.nan
                 if args.aggregation == "weights":  # optimizer moments are kept
                     able = torch.stack([usable[communicator[i] > 0].all() for i in held])  # or there is nobody
@@ -1010,7 +1017,6 @@ def main(args: Args) -> dict:
                     snapshots[mine] = policy
                 del parameters  # whole adapters: they need not stay in memory
             Adapters.casts.clear()
-            round_rewards.zero_()
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent

@@ -396,7 +396,7 @@ def make_actors(args: Args, agents: list[Agent]) -> list[Table]:
 def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i says whom agent i listens to, and lies on the simplex.
 
-    returns [agents]: last known means; log_probs [agents, states, actions]: on the public states; gains [agents,
+    returns [agents]: last means, or gains; log_probs [agents, states, actions]: on the public states; gains [agents,
     agents]: see `gains_of_peers`; usable, bool [agents]: whose snapshot is valid. Another communicator is two more
     lines here and a word in RunArgs.
     """
@@ -414,6 +414,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
+    elif name == "relative-gain":
+        C = communicators.relative_gain(returns, args.communicator_temperature)
     elif name == "surrogate" and gains is not None:
         C = communicators.surrogate(gains, args.communicator_temperature)
     elif name not in ("uniform", "similarity", "surrogate"):  # then it is a file
@@ -666,13 +668,13 @@ def main(args: Args) -> dict:
     views = [snapshots if args.participation == 1 else copy.deepcopy(snapshots) for _ in held]  # of the agents held
     reference_states = public_states(args).to(device) if num_rounds else None
     last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
-    known_returns = [deque(maxlen=1) for _ in held]  # the mean of the last round in which an episode ended
+    records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)  # of each one's rounds: mean, gain, baseline
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
         i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k], "snapshot": snapshots[i]}
         | ({"view": nn.ModuleList(views[k])} if args.participation < 1 else {})
-        | {"last_returns": last_returns[k], "round_returns": round_returns[k], "known_returns": known_returns[k]}
+        | {"last_returns": last_returns[k], "round_returns": round_returns[k], "record": records[k]}
         | {"communicator": communicator, "distances": distances}
         for k, i in enumerate(held)
     }
@@ -717,8 +719,8 @@ def main(args: Args) -> dict:
             last_returns[k].extend(total for total, _ in own)
             round_returns[k].extend(total for total, _ in own)
         if iteration % args.local_updates == 0:
-            for known, own in zip(known_returns, round_returns, strict=True):
-                known.extend([mean(own)] if own else [])
+            for k, own in enumerate(round_returns):
+                records[k] = communicators.remember(records[k], own)
                 own.clear()
             local = communicators.flatten(agents, max(sizes))
             if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
@@ -728,8 +730,9 @@ def main(args: Args) -> dict:
                 public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
             else:
                 part = communicators.participants(n, args.participation, derive_seed(args.seed, iteration, 7))
-                means = exchange.all_gather(torch.tensor([[mean(own)] for own in known_returns], dtype=torch.float64))
-                heard = (make_communicator(args, means.flatten(), usable=part) > 0) & part[:, None]  # who must be sent
+                told = records[:, 1:2] if args.communicator == "relative-gain" else records[:, :1]  # one number each
+                told = exchange.all_gather(told).flatten()
+                heard = (make_communicator(args, told, usable=part) > 0) & part[:, None]  # who must be sent
                 parameters, usable = exchange.snapshots(local, heard, sizes)
                 for snapshot, own in zip(snapshots, parameters, strict=True):
                     vector_to_parameters(own, snapshot.parameters())
@@ -738,7 +741,7 @@ def main(args: Args) -> dict:
                 if args.communicator == "surrogate":
                     gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in enumerate(held)]
                     gains = exchange.all_gather(torch.stack(gains))
-                made = make_communicator(args, means.flatten(), public, gains, usable & part)
+                made = make_communicator(args, told, public, gains, usable & part)
                 communicator[part] = made[part]
                 for k, i in enumerate(held):  # who sits out goes on with what it knows
                     for j in part.nonzero().flatten().tolist() if args.participation < 1 and part[i] else ():

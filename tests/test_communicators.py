@@ -5,6 +5,7 @@ import math
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import typing
@@ -153,7 +154,7 @@ def test_top_k_is_permutation_equivariant_without_ties(seed, n, k, data):
 
 
 @ignore_negative_returns
-@pytest.mark.parametrize("name", ["uniform", "self-preferred", *REWARD_FAMILY])
+@pytest.mark.parametrize("name", ["uniform", "self-preferred", "relative-gain", *REWARD_FAMILY])
 @examples
 @given(data=st.data())
 def test_rotation_equivariance_of_sparse_communicators(name, data):
@@ -191,6 +192,10 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
         (communicators.softmax_reward, [(NAN, NAN), 0.1], [[0.5, 0.5]] * 2),
         (communicators.softmax_reward, [(NAN, 3), 0.1], [[0.5, 0.5]] * 2),
         (communicators.softmax_reward, [(1e300, -1e300), 1e-300], [[1, 0]] * 2),
+        (communicators.relative_gain, [(0.25, -0.5), 0.75 / math.log(3)], [[0.75, 0.25]] * 2),
+        (communicators.relative_gain, [(0, NAN, 0.5), 0.5 / math.log(2)], [[0.25, 0.25, 0.5]] * 3),
+        (communicators.relative_gain, [(1e9, 1, -INF), 2 / math.log(3)], [[3 / 7, 3 / 7, 1 / 7]] * 3),  # no shouting
+        (communicators.relative_gain, [(NAN, NAN), 0.1], [[0.5, 0.5]] * 2),
     ],
 )
 def test_literal_communicators(constructor, arguments, rows):
@@ -283,12 +288,74 @@ def test_every_name_makes_its_own_communicator():
         "reward": communicators.reward(returns),
         "softmax-reward": communicators.softmax_reward(returns, 2.0),
         "rank-reward": communicators.rank_reward(returns),
+        "relative-gain": communicators.relative_gain(returns, 2.0),
         "surrogate": communicators.surrogate(gains_on(log_probs), 2.0),
     }
     options = {"self_preference": 0.7, "temperature": 2.0, "returns": returns, "log_probs": log_probs}
     assert set(expected) == set(COMMUNICATORS)
     for name, matrix in expected.items():
         assert torch.equal(make_communicator(name, 3, **options), matrix), name
+
+
+# Relative gain: how much better an agent has become than its own past
+
+ROUNDS = st.lists(st.lists(st.integers(-40, 40).map(lambda k: k / 8), max_size=5), min_size=1, max_size=6)
+
+
+def gains_of(rounds, scale=1.0):
+    """The gain after every round of one agent; a round is a list of returns."""
+    record, gains = torch.full((3,), NAN, dtype=torch.float64), []
+    for own in rounds:
+        record = communicators.remember(record, [scale * value for value in own])
+        gains.append(record[1].item())
+    return gains
+
+
+def plain_gains(rounds):
+    """The same by the definition, with the baseline written out as a weighted sum over all rounds before."""
+    gains, means = [], []
+    for own in filter(None, rounds):
+        r = statistics.fmean(own)
+        weights = [0.2 * 0.8 ** (len(means) - 1 - k) if k else 0.8 ** (len(means) - 1) for k in range(len(means))]
+        b = sum(weight * value for weight, value in zip(weights, means, strict=True)) if means else r
+        se = statistics.stdev(own) / len(own) ** 0.5 if len(own) > 1 else 0.0
+        gains.append(max(-1.0, min(1.0, (r - b) / (abs(b) + se))) if abs(b) + se else math.copysign(r != b, r - b))
+        means.append(r)
+    return [gains.pop(0) if own else 0.0 for own in rounds]
+
+
+@examples
+@given(ROUNDS)
+def test_gains_are_over_ones_own_history(rounds):
+    assert gains_of(rounds) == pytest.approx(plain_gains(rounds), abs=1e-6)
+
+
+@examples
+@given(ROUNDS, st.sampled_from([2.0**-30, 0.5, 8.0, 2.0**40]), st.floats(1e-6, 1e6))
+def test_gains_do_not_depend_on_the_scale_of_rewards(rounds, power, scale):
+    """Exactly, where multiplication is exact."""
+    assert gains_of(rounds, power) == gains_of(rounds)
+    assert gains_of(rounds, scale) == pytest.approx(gains_of(rounds), abs=1e-6)
+
+
+def test_gains_by_hand():
+    """The baseline moves after the gain is taken; noise makes gains small; what is not finite is left out."""
+    assert gains_of([[1.0], [1.5], [1.5]]) == pytest.approx([0, 0.5, 0.4 / 1.1])
+    assert gains_of([[2.0], [1.0], [7.0]]) == pytest.approx([0, -0.5, 1.0])
+    assert gains_of([[1.0, 1.0], [0.0, 4.0]]) == pytest.approx([0, 1 / (1 + 2)])
+    assert gains_of([[-4.0], [-3.0], [-30.0]]) == pytest.approx([0, 0.25, -1.0])
+    assert gains_of([[0.0], [0.0], [1e-9], []]) == [0, 0, 1, 0]
+    assert gains_of([[], [NAN], [3.0, NAN, INF], [], [4.5]]) == pytest.approx([0, 0, 0, 0, 0.5])
+
+
+def test_an_easy_agent_with_large_rewards_does_not_dominate():
+    """Agents that stand still in large units, improve in small ones, and have only begun."""
+    rounds = [[[1000.0, 1010.0]] * 3, [[0.1, 0.2], [0.2, 0.3], [0.4, 0.5]], [[], [], [5.0]]]
+    gains = torch.tensor([gains_of(own)[-1] for own in rounds])
+    still, improves, begins = communicators.relative_gain(gains)[0].tolist()
+    assert improves > 2 * still and still == pytest.approx(begins)
+    returns = torch.tensor([sum(own[-1]) / len(own[-1]) for own in rounds])
+    assert communicators.reward(returns)[0, 0] > 0.99
 
 
 # Surrogate: whom one's own data recommend

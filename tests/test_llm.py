@@ -495,7 +495,8 @@ def test_accumulation_changes_nothing(files, tmp_path, algorithm):
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
 def test_two_ranks_train_like_one_process(files, tmp_path, algorithm, aggregation):
     """torchrun with one agent per rank: the same weights, metrics and completions, in one file."""
-    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "learning_rate": 1e-3}
+    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "learning_rate": 1e-3, "local_updates": 1}
+    changes["communicator"] = "relative-gain"  # which depends on all rounds before
     together, summary = train(files, tmp_path / "one", **changes)
     args = tiny(files, tmp_path / "two", **changes)
     run = torchrun(2, prpo_llm.__file__, *flags(args), cwd=tmp_path)
@@ -513,8 +514,14 @@ def test_two_ranks_train_like_one_process(files, tmp_path, algorithm, aggregatio
 @every_algorithm
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
 def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monkeypatch):
-    """A run that dies after its checkpoint of step 2 and goes on is the uninterrupted run, bit for bit."""
-    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "eval_every": 1}
+    """A run that dies after its checkpoint of step 2 and goes on is the uninterrupted run, bit for bit.
+
+    Its communicator depends on all rounds before, or on the rewards of all steps since the last one.
+    """
+    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "eval_every": 1, "local_updates": 1}
+    changes["communicator"] = "relative-gain"
+    if aggregation == "weights":
+        changes |= {"communicator": "reward", "local_updates": 3, "missing_eos_penalty": 0.0}
     whole, _ = train(files, tmp_path / "whole", **changes)
     write, saved = communicators.write_atomically, []
 

@@ -24,6 +24,7 @@ from helpers import (
 from torch.distributions import Categorical, kl_divergence
 
 import communicators
+from communicators import Exchange
 
 GO_TO = {"env_id": "BabyAI-GoToLocalS5N2-v0", "missions": ("red", "green", "blue"), "num_agents": 3}
 MIXED = {"num_agents": 3, "hidden_sizes": (32, 16, 24), "participation": 0.67, "communicator": "surrogate"}
@@ -94,17 +95,23 @@ def test_bytes_of_networks_of_different_sizes_are_their_own(tmp_path):
     assert summary["communication_bytes"] == summary["communication_rounds"] * 2 * sum(sizes) * 4 > 0
 
 
+@pytest.fixture(scope="module", params=["surrogate", "relative-gain"])
+def mixed(request):
+    """What the runs have in common, with communicators that depend on what agents meet, now or in all rounds before."""
+    return MIXED | {"communicator": request.param}
+
+
 @pytest.fixture(scope="module")
-def mixed_run(tmp_path_factory):
+def mixed_run(mixed, tmp_path_factory):
     """One process, never interrupted."""
     folder = tmp_path_factory.mktemp("mixed")
-    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, folder, **MIXED, iterations=6, local_updates=1))
+    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, folder, **mixed, iterations=6, local_updates=1))
     return only_run(folder)
 
 
-def test_mixed_agents_resume_exactly(mixed_run, crashing, tmp_path):
+def test_mixed_agents_resume_exactly(mixed, mixed_run, crashing, tmp_path):
     """Who sat out before the crash goes on with the snapshots that it knew."""
-    args = tiny(PRPO_MINIGRID, tmp_path, **MIXED, iterations=6, local_updates=1)
+    args = tiny(PRPO_MINIGRID, tmp_path, **mixed, iterations=6, local_updates=1)
     crashing("complete", 0, 4, lambda: PRPO_MINIGRID.main(args))
     folder = only_run(tmp_path)
     PRPO_MINIGRID.main(PRPO_MINIGRID.parse_args(["--resume", str(folder)]))
@@ -112,8 +119,8 @@ def test_mixed_agents_resume_exactly(mixed_run, crashing, tmp_path):
     assert (folder / "communicator.csv").read_text() == (mixed_run / "communicator.csv").read_text()
 
 
-def test_mixed_agents_train_alike_on_three_ranks(mixed_run, tmp_path):
-    args = flags(PRPO_MINIGRID, tmp_path / "runs", **MIXED | {"hidden_sizes": ""}, iterations=6, local_updates=1)
+def test_mixed_agents_train_alike_on_three_ranks(mixed, mixed_run, tmp_path):
+    args = flags(PRPO_MINIGRID, tmp_path / "runs", **mixed | {"hidden_sizes": ""}, iterations=6, local_updates=1)
     at = args.index("--hidden-sizes")
     args[at + 1 : at + 2] = map(str, MIXED["hidden_sizes"])
     run = torchrun(3, REPOSITORY / "prpo_minigrid.py", *args, cwd=tmp_path)
@@ -141,7 +148,7 @@ def test_who_sits_out_keeps_its_row(mixed_run):
         assert (matrix[part][:, part] > 0).all() and (matrix[part][:, ~part] == 0).all()
         before, sat_out, sent = matrix, sat_out + (~part).sum(), sent + sizes[part].sum() * 4
     assert sat_out == 6 and summary_of(mixed_run)["communication_bytes"] == sent
-    assert len(set(before[before > 0])) > 3  # the surrogate is not uniform
+    assert len(set(rows["weight"])) > 6  # not uniform
 
 
 def test_a_pair_talks_and_a_third_is_alone(tmp_path):
@@ -168,6 +175,57 @@ def test_row_i_of_the_surrogate_is_made_of_agent_is_gains(script, tmp_path, monk
     rows = np.genfromtxt(only_run(tmp_path) / "communicator.csv", delimiter=",", names=True)
     expected = (5 * gains).softmax(-1).flatten().tolist()
     assert rows["weight"].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@on([PRPO_MINIGRID, FEDAVG_MINIGRID])
+def test_an_agent_tells_its_gain_over_its_own_history_and_nothing_else(script, crashing, tmp_path, monkeypatch):
+    """Every round's returns are given, without, with one and with many episodes; a crash after the third changes
+    nothing."""
+    returns = {
+        0: [[5.0, 7.0], [6.0], [9.0, 9.5], [], [8.0]],  # large and noisy
+        1: [[], [0.1], [0.12], [0.15, 0.16], [0.1]],  # begins late
+        2: [[-1.0], [-1.0], [], [-0.5], [-3.0]],
+    }
+    receive, gather, make = script.Envs.receive, Exchange.all_gather, script.make_communicator
+    clock, told, moved = [0], [], []
+
+    def tell(envs, part):
+        *signals, _ = receive(envs, part)
+        clock[0] += part == 0
+        agents = range(3)[envs.parts[part]] if clock[0] % 64 == 5 else ()
+        return *signals, [(k, value, 9.0) for k in agents for value in returns[k][(clock[0] - 1) // 64]]
+
+    def watch(args, returns=None, *known, **more):
+        told.append(returns.tolist())
+        return make(args, returns, *known, **more)
+
+    def leave(exchange, local):
+        moved.extend([local[:, 0].tolist()] if local.shape[1] == 1 and local.is_floating_point() else [])
+        return gather(exchange, local)
+
+    monkeypatch.setattr(script.of_family.Envs, "receive", tell)
+    monkeypatch.setattr(Exchange, "all_gather", leave)
+    script.patch(monkeypatch, "make_communicator", watch)
+    settings = {"communicator": "relative-gain", "iterations": 5, "local_updates": 1, "save_every": 1}
+    crashing("complete", 2, 3, lambda: script.main(tiny(script, tmp_path, **settings, eval_episodes=0)))
+    folder = only_run(tmp_path)
+    script.main(script.parse_args(["--resume", str(folder)]))
+    expected = [pytest.approx(row) for row in zip(*map(plain_gains, returns.values()), strict=True)]
+    assert told[::2] == expected and told[1::2] == expected and moved == expected
+    rows = np.genfromtxt(folder / "communicator.csv", delimiter=",", names=True)
+    weights = torch.tensor(told[-1]).softmax(-1).tolist()
+    assert rows["weight"][-9:].tolist() == pytest.approx(weights * 3, abs=1e-5)
+
+
+def plain_gains(rounds):
+    """One agent's gain after every round: the difference from its baseline in units of the same agent's returns."""
+    gains, b = [], None
+    for own in rounds:
+        if own:
+            r, b = np.mean(own), np.mean(own) if b is None else b
+            gain, b = (r - b) / (abs(b) + (np.std(own, ddof=1) / len(own) ** 0.5 if own[1:] else 0)), 0.8 * b + 0.2 * r
+        gains.append(float(np.clip(gain, -1, 1)) if own else 0.0)
+    return gains
 
 
 def acting(script, number, seed=0):
