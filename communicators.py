@@ -69,10 +69,8 @@ def self_preferred(num_agents: int, self_preference: float) -> Tensor:
     """
     if not 0.0 <= self_preference <= 1.0:
         raise ValueError(f"self-preference {self_preference} is outside [0, 1]")
-    if num_agents == 1:
-        return torch.ones(1, 1)
-    others = (1.0 - self_preference) / (num_agents - 1)
-    return torch.full((num_agents, num_agents), others).fill_diagonal_(self_preference)
+    others = (1.0 - self_preference) / max(num_agents - 1, 1)
+    return torch.full((num_agents, num_agents), others).fill_diagonal_(self_preference if num_agents > 1 else 1.0)
 
 
 def similarity(log_probs: Tensor) -> Tensor:
@@ -117,8 +115,7 @@ def softmax_reward(returns: Tensor, temperature: float = 1.0) -> Tensor:
 def rank_reward(returns: Tensor) -> Tensor:
     """Example 4 for signed rewards: weights proportional to the rank of r_j (worst 1, best n; ties share their mean).
 
-    returns: [agents], NaN for an agent that has never had data, which counts as the others' mean. Returns
-    [agents, agents].
+    returns: [agents], NaN as in `softmax_reward`. Returns [agents, agents].
     """
     returns = _fill_unknown(returns)
     below = (returns[None] < returns[:, None]).sum(1)
@@ -219,8 +216,6 @@ def top_k(communicator: Tensor, k: int) -> Tensor:
     communicator: [agents, agents]. Returns a bool mask [agents, agents] with at most k + 1 entries in a row.
     """
     n = len(communicator)
-    if k < 1:
-        raise ValueError(f"top-k {k} must be positive")
     ahead = (torch.arange(n)[None] - torch.arange(n)[:, None]) % n  # how many places agent j stands after agent i
     by_distance = ahead.argsort(dim=1)[:, 1:]  # [agents, agents - 1], without oneself
     heaviest = communicator.gather(1, by_distance).argsort(dim=1, descending=True, stable=True)[:, :k]
@@ -381,20 +376,10 @@ def average_products(communicator: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor
     return new_A[which].to(A), new_B[which].to(B), size[which], lost[which]
 
 
-def check_snapshots(snapshots: list[Tensor | None], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort received snapshots into usable and invalid ones.
-
-    snapshots: one flat tensor [numel] per agent, None where it is missing; like: a tensor of the right shape and dtype.
-    Returns (parameters [agents, numel], with zeros in place of invalid ones; valid, bool [agents]).
-    """
-
-    def usable(snapshot: Tensor | None) -> bool:
-        fits = snapshot is not None and snapshot.shape == like.shape and snapshot.dtype == like.dtype
-        return bool(fits and snapshot.isfinite().all())
-
-    valid = torch.tensor([usable(snapshot) for snapshot in snapshots])
-    rows = [s if ok else torch.zeros_like(like) for s, ok in zip(snapshots, valid.tolist(), strict=True)]
-    return torch.stack(rows), valid
+def unflatten(parameters: Tensor, networks: list[nn.Module]) -> None:
+    """The inverse of `flatten`: every network takes its row of `parameters`, [networks, numel], as its own."""
+    for network, own in zip(networks, parameters.clone(), strict=True):
+        nn.utils.vector_to_parameters(own, network.parameters())
 
 
 # --- 2. exchange ---
@@ -409,9 +394,8 @@ class Exchange:
     parameters times listeners, the same in both placements and for every topology; between ranks it is gathered as one
     flat tensor, so that there everybody's parameters reach everybody.
 
-    device: cpu, cuda, cuda:N, or auto; `device` is what became of it. timeout: seconds that ranks wait for each other.
-    Raises ValueError if num_agents is not divisible by the world size, and RuntimeError if a peer does not arrive at a
-    collective in time (rank 0's says which ranks are missing).
+    device, timeout: as the flags; `device` is what became of it. Raises ValueError if num_agents is not divisible by
+    the world size, and RuntimeError if a peer does not arrive at a collective in time (rank 0's says who is missing).
     """
 
     def __init__(self, num_agents: int, device: str | torch.device = "cpu", timeout: float = 600.0):
@@ -492,13 +476,14 @@ class Exchange:
 
         local: [agents held, numel]; heard: bool [agents, agents], whom each agent may listen to, and sizes: how many of
         each agent's numel are no padding (default: all), both for the byte counter.
-        Returns (parameters [agents, numel], valid bool [agents]) as `check_snapshots` does.
+        Returns (parameters [agents, numel], with zeros in place of those that are not finite; valid, bool [agents]).
         """
-        gathered = self.all_gather(local)
+        parameters = self.all_gather(local)
+        valid = torch.stack([own.isfinite().all() for own in parameters]).cpu()  # one after the other, to save memory
+        parameters[~valid] = 0.0
         listeners = (heard.sum(0) - heard.diagonal().long()).tolist()  # of each agent
         sizes = sizes or [local.shape[1]] * self.num_agents
         self.bytes_sent += sum(n * size for n, size in zip(listeners, sizes, strict=True)) * local.element_size()
-        parameters, valid = check_snapshots(list(gathered), local[0])
         if self.rank == 0 and not valid.all():
             dropped = (~valid).nonzero().flatten().tolist()
             print(f"\ndropped the invalid snapshots of agents {dropped} for this round", flush=True)
@@ -545,20 +530,8 @@ class RunArgs:
     wandb_project_name: str = "prpo"  # the W&B project
     wandb_entity: str | None = None  # the W&B team or user
     num_agents: Count = 3  # number of agents
-    communicator: (
-        Literal[
-            "identity",
-            "uniform",
-            "self-preferred",
-            "similarity",
-            "reward",
-            "softmax-reward",
-            "rank-reward",
-            "relative-gain",
-            "surrogate",
-        ]
-        | str
-    ) = "uniform"
+    communicator: Literal["identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward",
+                          "rank-reward", "relative-gain", "surrogate"] | str = "uniform"  # fmt: skip
     """who listens to whom, see `make_communicator`; identity is isolated training; or FILE.csv, a matrix of your own"""
     self_preference: Fraction = 0.6  # c_ii of the self-preferred communicator
     communicator_temperature: Positive = 1.0
@@ -614,13 +587,10 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     """
     args = _read_flags(Args, argv)
     if args.resume:
-        config = Path(args.resume, "config.json")
-        if not config.is_file():
-            refuse(args, "resume", "must be the folder of a run, with its config.json")
         try:
-            stored = dict(json.loads(config.read_text()))
+            stored = dict(json.loads(Path(args.resume, "config.json").read_text()))
         except (TypeError, ValueError, OSError) as error:
-            refuse(args, "resume", f"its config.json cannot be read ({error})")
+            refuse(args, "resume", f"must be the folder of a run, with its config.json ({error})")
         stored.pop("elastic_run", None)
         if stored.pop("script", None) != script_of(args).stem or stored.keys() != vars(args).keys():
             refuse(args, "resume", f"must be a run of this version of {script_of(args).name}")
@@ -798,17 +768,7 @@ def _or_one_line(method: Callable) -> Callable:
 
 
 class Run:
-    """What surrounds training, the same for every algorithm.
-
-        run = Run(args, exchange, "FourRooms", total=num_iterations, work=batch_size * n, headline="charts/...")
-        run.restore(state)
-        for iteration in run.iterations():
-            ...
-            run.tick("update")
-            run.log(rows, communicator, distances, {"charts/learning_rate": ...})
-            if run.saves():
-                run.save(state)
-        return run.finish()
+    """What surrounds training, the same for every algorithm; `main` of every script shows how it is used.
 
     state: {agent: {name: object}} of the agents held, all that a resumed run needs and the settings do not say. Modules
     and optimizers, generators, tensors, lists and deques are saved as they are and restored *in place*, so that one
@@ -1004,8 +964,8 @@ class Run:
             import wandb
 
             settings = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": vars(args)}
-            name = self.folder.name
-            wandb.init(**settings, name=name, id=name, resume="allow", sync_tensorboard=True)
+            settings |= {"name": self.folder.name, "id": self.folder.name}
+            wandb.init(**settings, resume="allow", sync_tensorboard=True)
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(self.folder, purge_step=start * self.stride + 1)
@@ -1033,13 +993,6 @@ class Run:
             csv.writer(file).writerow(row)
         csv.writer(file).writerow(f"{value:.6g}" if isinstance(value, float) else value for value in row.values())
 
-    def _labels(self, agent: int) -> dict:
-        """The columns that say whose row it is."""
-        labels = {self.counter: self.iteration, "agent": agent}
-        if self.env_ids:
-            labels |= {"env_id": self.env_ids[agent], "timesteps": self.iteration * self.stride}
-        return labels | {"seed": self.args.seed, "exp_name": self.args.exp_name}
-
     @_or_one_line
     def log(self, rows: list[dict[str, float]], communicator: Tensor, distances: Tensor, scalars: dict) -> None:
         """Write this iteration to TensorBoard and W&B, per agent and as the group's mean, metrics.csv and the screen.
@@ -1062,6 +1015,7 @@ class Run:
                 print(f"\n{self.counter} {self.iteration}: agent {i} has diverged, it learns no more", flush=True)
         x, rate = self.iteration * self.stride, self.iteration * self.work / self.train_seconds
         common = {key.rpartition("/")[2]: value for key, value in scalars.items()}
+        common |= {"communication_bytes": self.exchange.bytes_sent, f"{self.unit.replace('-', '_')}_per_second": rate}
         scalars = scalars | {self.speed: rate, "communication/bytes": self.exchange.bytes_sent}
         scalars["communication/non_expansion"] = non_expansion(communicator)
         for i in range(n):
@@ -1074,10 +1028,11 @@ class Run:
             if value == value:
                 self.writer.add_scalar(key, value, x)
         for i in range(n):
-            row = {self.columns.get(key, key.rpartition("/")[2]): column[i] for key, column in self.latest.items()}
-            row = self._labels(i) | row | common
-            row |= {"communication_bytes": self.exchange.bytes_sent, f"{self.unit.replace('-', '_')}_per_second": rate}
-            self._write(self._metrics, row)
+            row = {self.counter: self.iteration, "agent": i}
+            row |= {"env_id": self.env_ids[i], "timesteps": x} if self.env_ids else {}
+            row |= {"seed": self.args.seed, "exp_name": self.args.exp_name}
+            row |= {self.columns.get(key, key.rpartition("/")[2]): column[i] for key, column in self.latest.items()}
+            self._write(self._metrics, row | common)
         self._metrics.flush()
         for i, j in itertools.product(range(n), repeat=2) if self._shown != shown_before else ():
             row = {self.counter: self.iteration, "listener": i, "peer": j}
@@ -1130,9 +1085,8 @@ class Run:
         torch.set_num_threads(self.cores)
         agents, unit = range(self.args.num_agents), self.unit.replace("-", "_")
         recent = self.latest.get(self.headline, [math.nan] * len(agents))
-        matrix = [
-            {task: {"mean": rows[i][0], "ci95": rows[i][1]} for task, rows in self.results.items()} for i in agents
-        ]
+        results = self.results.items()
+        matrix = [{task: {"mean": rows[i][0], "ci95": rows[i][1]} for task, rows in results} for i in agents]
         tasks = self.env_ids or [*self.results][:1] * len(agents)  # by which each agent is judged
         own = [row[task]["mean"] for row, task in zip(matrix, tasks, strict=False) if task in row]
         used = [name for name in PACKAGES if name.replace("-", "_") in sys.modules]

@@ -19,7 +19,6 @@ from typing import Annotated, Literal
 import torch
 import tyro
 from safetensors.torch import save_file
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import communicators
 import prpo_atari
@@ -60,7 +59,6 @@ class Args(RunArgs):
     """coefficient of the KL penalty towards the agent's own policy before the update"""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(old policy || policy), eq. 3; reverse: KL(policy || old policy), mirror descent"""
-
     participation: Positive = 1.0  # fraction of the agents, drawn anew, that takes part in a communication round
 
     # PPO
@@ -137,9 +135,8 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(device) for agent in family.make_agents(args)]
-    sizes = [len(parameters_to_vector(agent.parameters())) for agent in first]
-    for agent, parameters in zip(first, exchange.broadcast(communicators.flatten(first, max(sizes))), strict=True):
-        vector_to_parameters(parameters, agent.parameters())
+    sizes = [sum(parameter.numel() for parameter in agent.parameters()) for agent in first]
+    communicators.unflatten(exchange.broadcast(communicators.flatten(first, max(sizes))), first)
     agents = [copy.deepcopy(first[i]) for i in held]
     optimizers = [torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True) for agent in agents]
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
@@ -163,15 +160,13 @@ def main(args: Args) -> dict:
     }
     run.restore(state)
     if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
-        own = exchange.all_gather(communicators.flatten([snapshots[i] for i in held], max(sizes)))
-        for snapshot, parameters in zip(snapshots, own, strict=True):
-            vector_to_parameters(parameters, snapshot.parameters())
+        own = communicators.flatten([snapshots[i] for i in held], max(sizes))
+        communicators.unflatten(exchange.all_gather(own), snapshots)
     envs, actors = family.Envs(args, held, run.iteration), family.make_actors(args, agents)
 
     for iteration in run.iterations():
-        if args.anneal_lr:
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
+        for optimizer in optimizers if args.anneal_lr else ():
+            optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
 
         # Rollout
         storage, obs, behaviour, episodes = family.rollout(args, envs, actors, generators, run)  # [agents, steps, envs]
@@ -206,8 +201,7 @@ def main(args: Args) -> dict:
                 own.clear()
             local = communicators.flatten(agents, max(sizes))
             if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
-                for k, i in enumerate(held):
-                    vector_to_parameters(local[k].clone(), snapshots[i].parameters())
+                communicators.unflatten(local, [snapshots[i] for i in held])
                 public = [agent.predict(reference_states)[0].log_softmax(-1).cpu().flatten() for agent in agents]
                 public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
             else:
@@ -217,19 +211,17 @@ def main(args: Args) -> dict:
                 heard = family.make_communicator(args, told, usable=part) > 0
                 heard &= part[:, None]  # who must be sent
                 parameters, usable = exchange.snapshots(local, heard, sizes)
-                for snapshot, own in zip(snapshots, parameters, strict=True):
-                    vector_to_parameters(own, snapshot.parameters())
+                communicators.unflatten(parameters, snapshots)
                 public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                gains = None
-                if args.communicator == "surrogate":
-                    gains = [family.gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in enumerate(held)]
-                    gains = exchange.all_gather(torch.stack(gains))
+                own = enumerate(held if args.communicator == "surrogate" else ())
+                gains = [family.gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in own]
+                gains = exchange.all_gather(torch.stack(gains)) if gains else None
                 made = family.make_communicator(args, told, public, gains, usable & part)
                 communicator[part] = made[part]
                 averages = communicators.average_parameters(communicator, parameters)
                 for k, i in enumerate(held):  # who sits out goes on with what it has; optimizer moments are kept
                     if part[i] and usable[communicator[i] > 0].all():  # or there is nobody to average
-                        vector_to_parameters(averages[i].clone(), agents[k].parameters())
+                        communicators.unflatten(averages[i : i + 1], agents[k : k + 1])
             distances[:] = communicators.total_variation(public)
         run.tick("exchange")
 
@@ -245,8 +237,7 @@ def main(args: Args) -> dict:
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
             }
             row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in family.LOSSES}
-            row |= {f"policy/{name}": value for name, value in moved[k].items()}
-            rows.append(row)
+            rows.append(row | {f"policy/{name}": value for name, value in moved[k].items()})
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
         run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
 

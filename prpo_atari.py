@@ -27,7 +27,6 @@ import tyro
 from ale_py.vector_env import AtariVectorEnv
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import communicators
 from communicators import Count, Exchange, Fraction, Natural, NonNegative, Positive, Run, RunArgs, derive_seed, mean
@@ -58,7 +57,6 @@ class Args(RunArgs):
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
-
     participation: Positive = 1.0  # fraction of the agents, drawn anew, that takes part in a communication round
 
     # PPO
@@ -119,9 +117,7 @@ def task_ids(args: Args) -> list[str]:
     return list(args.env_ids) or [args.env_id] * args.num_agents
 
 
-def task_names(args: Args) -> list[str]:
-    """The name of every agent's task."""
-    return task_ids(args)
+task_names = task_ids  # of every agent
 
 
 def num_actions(args: Args) -> int:
@@ -343,9 +339,7 @@ class Actors:
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 
-def make_actors(args: Args, agents: list[Agent]) -> Actors:
-    """What acts for the agents in rollouts."""
-    return Actors(args, agents)
+make_actors = Actors  # what acts for the agents in rollouts
 
 
 def share_cores(held: range, device: torch.device) -> tuple[int, int]:
@@ -609,9 +603,8 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(device) for agent in make_agents(args)]
-    sizes = [len(parameters_to_vector(agent.parameters())) for agent in first]
-    for agent, parameters in zip(first, exchange.broadcast(communicators.flatten(first, max(sizes))), strict=True):
-        vector_to_parameters(parameters, agent.parameters())
+    sizes = [sum(parameter.numel() for parameter in agent.parameters()) for agent in first]
+    communicators.unflatten(exchange.broadcast(communicators.flatten(first, max(sizes))), first)
     agents = [copy.deepcopy(first[i]) for i in held]
     optimizers = [torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True) for agent in agents]
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
@@ -637,15 +630,13 @@ def main(args: Args) -> dict:
     }
     run.restore(state)
     if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
-        own = exchange.all_gather(communicators.flatten([snapshots[i] for i in held], max(sizes)))
-        for snapshot, parameters in zip(snapshots, own, strict=True):
-            vector_to_parameters(parameters, snapshot.parameters())
+        own = communicators.flatten([snapshots[i] for i in held], max(sizes))
+        communicators.unflatten(exchange.all_gather(own), snapshots)
     envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
     for iteration in run.iterations():
-        if args.anneal_lr:
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
+        for optimizer in optimizers if args.anneal_lr else ():
+            optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
 
         # Rollout
         storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)  # [agents, steps, envs, ...]
@@ -681,8 +672,7 @@ def main(args: Args) -> dict:
                 own.clear()
             local = communicators.flatten(agents, max(sizes))
             if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
-                for k, i in enumerate(held):
-                    vector_to_parameters(local[k].clone(), snapshots[i].parameters())
+                communicators.unflatten(local, [snapshots[i] for i in held])
                 public = [agent.predict(reference_states)[0].log_softmax(-1).cpu().flatten() for agent in agents]
                 public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
             else:
@@ -691,13 +681,11 @@ def main(args: Args) -> dict:
                 told = exchange.all_gather(told).flatten()
                 heard = (make_communicator(args, told, usable=part) > 0) & part[:, None]  # who must be sent
                 parameters, usable = exchange.snapshots(local, heard, sizes)
-                for snapshot, own in zip(snapshots, parameters, strict=True):
-                    vector_to_parameters(own, snapshot.parameters())
+                communicators.unflatten(parameters, snapshots)
                 public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                gains = None
-                if args.communicator == "surrogate":
-                    gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in enumerate(held)]
-                    gains = exchange.all_gather(torch.stack(gains))
+                own = enumerate(held if args.communicator == "surrogate" else ())
+                gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in own]
+                gains = exchange.all_gather(torch.stack(gains)) if gains else None
                 made = make_communicator(args, told, public, gains, usable & part)
                 communicator[part] = made[part]
                 for k, i in enumerate(held):  # who sits out goes on with what it knows
@@ -718,8 +706,7 @@ def main(args: Args) -> dict:
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
             }
             row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in LOSSES}
-            row |= {f"policy/{name}": value for name, value in moved[k].items()}
-            rows.append(row)
+            rows.append(row | {f"policy/{name}": value for name, value in moved[k].items()})
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
         run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
 

@@ -29,7 +29,6 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import communicators
 from communicators import Count, Exchange, Fraction, Natural, NonNegative, Positive, Run, RunArgs, derive_seed, mean
@@ -46,13 +45,11 @@ class Args(RunArgs):
     """one word per agent, which meets only levels whose mission has it, which it does not see; gymnasium only"""
     hidden_sizes: tuple[int, ...] = ()
     """width of each agent's hidden layer, a multiple of 8, its convolutions in proportion (default: 128 for all)"""
-    levels_per_agent: Natural = 0
-    """agent i trains on K private levels only (0: unlimited levels); needs the gymnasium backend"""
+    levels_per_agent: Natural = 0  # agent i trains on K private levels only (0: unlimited); needs the gymnasium backend
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
     """envpool is several times faster; auto takes it where it is installed and knows the task"""
     num_envs: Count = 4  # parallel environments per agent
-    eval_episodes: Natural = 100
-    """episodes per agent and task in the official environment at the end (0: no evaluation)"""
+    eval_episodes: Natural = 100  # episodes per agent and task in the official environment at the end (0: none)
     capture_video: bool = False  # record one episode per agent in the official environment at the end
 
     # Communication
@@ -64,7 +61,6 @@ class Args(RunArgs):
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
-
     participation: Positive = 1.0  # fraction of the agents, drawn anew, that takes part in a communication round
 
     # PPO
@@ -115,12 +111,11 @@ def check_envs(args: Args) -> None:
     for env_id in dict.fromkeys(task_ids(args)):
         try:
             env = make_env(env_id)
-            shape, problem = env.reset(seed=0)[0].shape, "shows no 7x7x3 codes"
-            if env.spec.id != env_id:  # gymnasium takes a name without a version, envpool does not
-                shape, problem = None, f"is {env.spec.id}"
+            problem = "shows no 7x7x3 codes" * (env.reset(seed=0)[0].shape != (7, 7, 3))
+            problem = problem if env.spec.id == env_id else f"is {env.spec.id}"  # envpool knows full names only
         except Exception as error:  # unknown, with what was perhaps meant, or what it needs is not installed
-            shape, problem = None, str(error).splitlines()[0]
-        if shape != (7, 7, 3):
+            problem = str(error).splitlines()[0]
+        if problem:
             communicators.refuse(args, flag, f"must be a MiniGrid or BabyAI task; {env_id} {problem}")
         actions[int(env.action_space.n)] = env_id
         missions = {env.reset(seed=level) and env.unwrapped.mission for level in range(1000 if args.missions else 9)}
@@ -133,9 +128,8 @@ def check_envs(args: Args) -> None:
     if len(actions) > 1:
         communicators.refuse(args, flag, f"need the same number of actions, not {actions}")
     if args.env_backend == "envpool":
-        for flag in ("levels_per_agent", "missions"):
-            if getattr(args, flag):
-                communicators.refuse(args, flag, "needs --env-backend gymnasium")
+        for flag in (name for name in ("levels_per_agent", "missions") if getattr(args, name)):
+            communicators.refuse(args, flag, "needs --env-backend gymnasium")
         if not find_spec("envpool"):
             communicators.refuse(args, "env_backend", "envpool is not installed")
         if unknown := set(task_ids(args)) - set(importlib.import_module("envpool").list_all_envs()):
@@ -155,11 +149,6 @@ def tasks_of(args: Args) -> list[tuple[str, str]]:
 def task_names(args: Args) -> list[str]:
     """The name of every agent's task."""
     return [" ".join(task).strip() for task in tasks_of(args)]
-
-
-def num_actions(args: Args) -> int:
-    """The number of actions, the same in every task."""
-    return int(make_env(task_ids(args)[0]).action_space.n)
 
 
 # --- environments ---
@@ -211,18 +200,6 @@ def choose_backend(args: Args) -> str:
     return "gymnasium" if args.env_backend == "auto" else args.env_backend
 
 
-class SyncEnvs(SyncVectorEnv):
-    """gymnasium's environments in one process, with envpool's two halves of a step."""
-
-    def send(self, actions: np.ndarray) -> None:
-        """What `recv` is to do."""
-        self.sent = actions
-
-    def recv(self) -> tuple:
-        """What `step` returns."""
-        return self.step(self.sent)
-
-
 class Envs:
     """The environments of some agents: arrays are [agents, envs, ...].
 
@@ -232,7 +209,8 @@ class Envs:
     """
 
     def __init__(self, args: Args, agents: range, checkpoint: int):
-        shape, tasks, backend = (len(agents), args.num_envs), task_ids(args), choose_backend(args)
+        shape, tasks = (len(agents), args.num_envs), task_ids(args)
+        self.envpool, self.sent = choose_backend(args) == "envpool", {}  # gymnasium has no two halves of a step
         self.obs, self.pools, self.parts = np.zeros((*shape, 7, 7, 3), dtype=np.uint8), [], []  # obs: to answer next
         halves = itertools.groupby(range(len(agents)), key=lambda k: (tasks[agents[k]], 2 * k < len(agents)))
         for (env_id, _), own in halves:  # a large pool beats small ones
@@ -240,25 +218,25 @@ class Envs:
             self.parts.append(slice(own[0], own[-1] + 1))
             owners = list(itertools.product(agents[self.parts[-1]], range(args.num_envs)))
             seeds = [derive_seed(args.seed, agent, number, checkpoint, 1) for agent, number in owners]
-            if backend == "envpool":
+            if self.envpool:
                 make = importlib.import_module("envpool").make
                 self.pools.append(make(env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds))
                 obs = self.pools[-1].reset()[0]["image"]
             else:
                 keys = [(env_id, level_seeds(args, i), tasks_of(args)[i][1]) for i, _ in owners]
                 thunks = [functools.partial(make_env, *key) for key in keys]
-                self.pools.append(SyncEnvs(thunks, autoreset_mode=AutoresetMode.NEXT_STEP))
+                self.pools.append(SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP))
                 obs = self.pools[-1].reset(seed=seeds)[0]
             self.obs[self.parts[-1]] = obs.reshape(-1, *self.obs.shape[1:])
         self.ended, self.returns, self.lengths = np.zeros(shape, bool), np.zeros(shape), np.zeros(shape)
 
     def send(self, part: int, actions: np.ndarray) -> None:
         """Let this part take these actions, [agents of the part, envs]."""
-        self.pools[part].send(actions.ravel())
+        self.sent[part] = self.pools[part].send(actions.ravel()) if self.envpool else actions.ravel()
 
     def receive(self, part: int) -> tuple[np.ndarray, ...]:
         """Returns rewards, terminations, truncations, valid, and the episodes that ended: [(k, return, length)]."""
-        obs, *signals, _ = self.pools[part].recv()
+        obs, *signals, _ = self.pools[part].recv() if self.envpool else self.pools[part].step(self.sent[part])
         own = self.parts[part]
         self.obs[own] = (obs["image"] if isinstance(obs, dict) else obs).reshape(-1, *self.obs.shape[1:])
         rewards, terminations, truncations = (signal.reshape(-1, self.obs.shape[1]) for signal in signals)
@@ -340,7 +318,7 @@ def make_agents(args: Args) -> list[Agent]:
     first = {}
     for size in dict.fromkeys(args.hidden_sizes or [128]):
         torch.manual_seed(args.seed)
-        first[size] = Agent(num_actions(args), args.precision == "bfloat16", size)
+        first[size] = Agent(int(make_env(task_ids(args)[0]).action_space.n), args.precision == "bfloat16", size)
     return [copy.deepcopy(first[size]) for size in args.hidden_sizes or [128] * args.num_agents]
 
 
@@ -652,9 +630,8 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(device) for agent in make_agents(args)]
-    sizes = [len(parameters_to_vector(agent.parameters())) for agent in first]
-    for agent, parameters in zip(first, exchange.broadcast(communicators.flatten(first, max(sizes))), strict=True):
-        vector_to_parameters(parameters, agent.parameters())
+    sizes = [sum(parameter.numel() for parameter in agent.parameters()) for agent in first]
+    communicators.unflatten(exchange.broadcast(communicators.flatten(first, max(sizes))), first)
     agents = [copy.deepcopy(first[i]) for i in held]
     optimizers = [torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True) for agent in agents]
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
@@ -680,15 +657,13 @@ def main(args: Args) -> dict:
     }
     run.restore(state)
     if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
-        own = exchange.all_gather(communicators.flatten([snapshots[i] for i in held], max(sizes)))
-        for snapshot, parameters in zip(snapshots, own, strict=True):
-            vector_to_parameters(parameters, snapshot.parameters())
+        own = communicators.flatten([snapshots[i] for i in held], max(sizes))
+        communicators.unflatten(exchange.all_gather(own), snapshots)
     envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
     for iteration in run.iterations():
-        if args.anneal_lr:
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
+        for optimizer in optimizers if args.anneal_lr else ():
+            optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
 
         # Rollout
         storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)  # [agents, steps, envs, ...]
@@ -724,8 +699,7 @@ def main(args: Args) -> dict:
                 own.clear()
             local = communicators.flatten(agents, max(sizes))
             if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
-                for k, i in enumerate(held):
-                    vector_to_parameters(local[k].clone(), snapshots[i].parameters())
+                communicators.unflatten(local, [snapshots[i] for i in held])
                 public = [agent.predict(reference_states)[0].log_softmax(-1).cpu().flatten() for agent in agents]
                 public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
             else:
@@ -734,13 +708,11 @@ def main(args: Args) -> dict:
                 told = exchange.all_gather(told).flatten()
                 heard = (make_communicator(args, told, usable=part) > 0) & part[:, None]  # who must be sent
                 parameters, usable = exchange.snapshots(local, heard, sizes)
-                for snapshot, own in zip(snapshots, parameters, strict=True):
-                    vector_to_parameters(own, snapshot.parameters())
+                communicators.unflatten(parameters, snapshots)
                 public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                gains = None
-                if args.communicator == "surrogate":
-                    gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in enumerate(held)]
-                    gains = exchange.all_gather(torch.stack(gains))
+                own = enumerate(held if args.communicator == "surrogate" else ())
+                gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in own]
+                gains = exchange.all_gather(torch.stack(gains)) if gains else None
                 made = make_communicator(args, told, public, gains, usable & part)
                 communicator[part] = made[part]
                 for k, i in enumerate(held):  # who sits out goes on with what it knows
@@ -761,8 +733,7 @@ def main(args: Args) -> dict:
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
             }
             row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in LOSSES}
-            row |= {f"policy/{name}": value for name, value in moved[k].items()}
-            rows.append(row)
+            rows.append(row | {f"policy/{name}": value for name, value in moved[k].items()})
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
         run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
 

@@ -60,13 +60,11 @@ class Args(RunArgs):
     """one word per agent, which meets only levels whose mission has it, which it does not see; gymnasium only"""
     hidden_sizes: tuple[int, ...] = ()
     """width of each agent's hidden layer, a multiple of 8, its convolutions in proportion (default: 128 for all)"""
-    levels_per_agent: Natural = 0
-    """agent i trains on K private levels only (0: unlimited levels); needs the gymnasium backend"""
+    levels_per_agent: Natural = 0  # agent i trains on K private levels only (0: unlimited); needs the gymnasium backend
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
     """envpool is several times faster; auto takes it where it is installed and knows the task"""
     num_envs: Count = 4  # parallel environments per agent
-    eval_episodes: Natural = 100
-    """episodes per agent and task in the official environment at the end (0: no evaluation)"""
+    eval_episodes: Natural = 100  # episodes per agent and task in the official environment at the end (0: none)
     capture_video: bool = False  # record one episode per agent in the official environment at the end
 
     # Communication
@@ -75,7 +73,6 @@ class Args(RunArgs):
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
-
     participation: Positive = 1.0  # fraction of the agents, drawn anew, that takes part in a communication round
 
     # The trust region: KL divergences are in nats, total variations lie in [0, 1]
@@ -310,9 +307,8 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(device) for agent in make_agents(args)]
-    sizes = [len(parameters_to_vector(agent.parameters())) for agent in first]
-    for agent, parameters in zip(first, exchange.broadcast(communicators.flatten(first, max(sizes))), strict=True):
-        vector_to_parameters(parameters, agent.parameters())
+    sizes = [sum(parameter.numel() for parameter in agent.parameters()) for agent in first]
+    communicators.unflatten(exchange.broadcast(communicators.flatten(first, max(sizes))), first)
     agents = [Agent(copy.deepcopy(first[i])) for i in held]
     fitted = [agent.baseline.parameters() for agent in agents]  # the policies take steps of their own
     optimizers = [torch.optim.Adam(own, args.learning_rate, eps=1e-5, fused=True) for own in fitted]
@@ -338,15 +334,13 @@ def main(args: Args) -> dict:
     }
     run.restore(state)
     if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
-        own = exchange.all_gather(communicators.flatten([snapshots[i] for i in held], max(sizes)))
-        for snapshot, parameters in zip(snapshots, own, strict=True):
-            vector_to_parameters(parameters, snapshot.parameters())
+        own = communicators.flatten([snapshots[i] for i in held], max(sizes))
+        communicators.unflatten(exchange.all_gather(own), snapshots)
     envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
     for iteration in run.iterations():
-        if args.anneal_lr:
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
+        for optimizer in optimizers if args.anneal_lr else ():
+            optimizer.param_groups[0]["lr"] = (1.0 - (iteration - 1) / num_iterations) * args.learning_rate
 
         # Rollout
         storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)  # [agents, steps, envs, ...]
@@ -391,8 +385,7 @@ def main(args: Args) -> dict:
                 own.clear()
             local = communicators.flatten([agent.policy for agent in agents], max(sizes))
             if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
-                for k, i in enumerate(held):
-                    vector_to_parameters(local[k].clone(), snapshots[i].parameters())
+                communicators.unflatten(local, [snapshots[i] for i in held])
                 public = [agent.predict(reference_states)[0].log_softmax(-1).cpu().flatten() for agent in agents]
                 public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
             else:
@@ -401,13 +394,11 @@ def main(args: Args) -> dict:
                 told = exchange.all_gather(told).flatten()
                 heard = (make_communicator(args, told, usable=part) > 0) & part[:, None]  # who must be sent
                 parameters, usable = exchange.snapshots(local, heard, sizes)
-                for snapshot, own in zip(snapshots, parameters, strict=True):
-                    vector_to_parameters(own, snapshot.parameters())
+                communicators.unflatten(parameters, snapshots)
                 public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                gains = None
-                if args.communicator == "surrogate":
-                    gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in enumerate(held)]
-                    gains = exchange.all_gather(torch.stack(gains))
+                own = enumerate(held if args.communicator == "surrogate" else ())
+                gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in own]
+                gains = exchange.all_gather(torch.stack(gains)) if gains else None
                 made = make_communicator(args, told, public, gains, usable & part)
                 communicator[part] = made[part]
                 for k, i in enumerate(held):  # who sits out goes on with what it knows
@@ -432,8 +423,7 @@ def main(args: Args) -> dict:
             row |= {f"policy/{name}": step.get(name, value) for name, value in moved[k].items()}  # exact where known
             row |= {f"trust_region/{name}": step[name] for name in ("epsilon", "slack", "step", "tv_reference")}
             share = variations[held[k], 2].item() / iteration
-            row |= {"trust_region/bound": bounds[k], "trust_region/share_within_bound": share}
-            rows.append(row)
+            rows.append(row | {"trust_region/bound": bounds[k], "trust_region/share_within_bound": share})
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
         run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
 

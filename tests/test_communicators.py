@@ -494,7 +494,6 @@ def test_self_preference_outside_the_unit_interval_is_refused(p):
         (lambda: communicators.softmax_reward(torch.ones(2), 0.0), "0.0"),
         (lambda: communicators.softmax_reward(torch.ones(2), -1.0), "-1.0"),
         (lambda: communicators.softmax_reward(torch.ones(2), NAN), "nan"),
-        (lambda: communicators.top_k(torch.eye(3), 0), "0"),
         (lambda: mix_log_probs(policies(0, 2, 3), torch.tensor([0.5, 0.5]), "harmonic"), "harmonic"),
         (lambda: communicators.kl_to_reference(policies(0, 3), policies(1, 3), "sideways"), "sideways"),
     ],
@@ -817,24 +816,13 @@ def test_averaging_with_a_row_that_sums_to_zero_is_refused():
         average_parameters(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.ones(2, 3))
 
 
-@pytest.mark.parametrize(
-    "snapshot",
-    [
-        None,
-        torch.ones(5),
-        torch.ones(1),
-        torch.ones(2, 2),
-        torch.ones(4, dtype=torch.float64),
-        torch.ones(4, dtype=torch.int32),
-        torch.tensor([1, 1, NAN, 1]),
-        torch.tensor([INF, 1, 1, 1]),
-        torch.tensor([1, 1, 1, -INF]),
-    ],
-)
-def test_invalid_snapshot_is_dropped_and_rows_renormalised(snapshot):
+@pytest.mark.parametrize("snapshot", [(1, 1, NAN, 1), (INF, 1, 1, 1), (1, 1, 1, -INF)])
+def test_invalid_snapshot_is_dropped_and_rows_renormalised(alone, snapshot, capsys):
     first, last = torch.full((4,), 4.0), torch.full((4,), 8.0)
-    parameters, valid = communicators.check_snapshots([first, snapshot, last], first)
-    assert valid.tolist() == [True, False, True]
+    sent = torch.stack([first, torch.tensor(snapshot), last])
+    parameters, valid = alone(3).snapshots(sent, torch.ones(3, 3, dtype=torch.bool))
+    assert valid.tolist() == [True, False, True] and sent[1].tolist() == pytest.approx(list(snapshot), nan_ok=True)
+    assert "invalid snapshots of agents [1]" in capsys.readouterr().out
     assert torch.equal(parameters, torch.stack([first, torch.zeros(4), last]))
     matrix = communicators.drop_invalid(communicators.self_preferred(3, 0.6), valid)
     assert_rows(matrix, [[0.75, 0, 0.25], [0.5, 0, 0.5], [0.25, 0, 0.75]])
