@@ -439,3 +439,30 @@ def test_sb3_contrib_is_run_at_the_settings_of_pr_trpo():
     runs = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prtrpo_minigrid.py"]
     (talking,) = [run for run in runs if run.communicator != "identity"]
     assert talking.num_agents == 3 and talking.total_timesteps // 2048 >= 3 * talking.local_updates
+
+
+def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):
+    """What an agent learns from and what it tells is multiplied, nothing else; the printed commands are understood."""
+    tool, script = importlib.import_module("reward_scale"), importlib.import_module("prpo_minigrid")
+    monkeypatch.setenv("REWARD_SCALES", "1 10 0.5")
+    args, scales = script.Args(env_id="MiniGrid-Empty-5x5-v0", num_envs=2), np.array([1, 10, 0.5])
+    plain, scaled = (kind(args, range(3), 0) for kind in (script.Envs, tool.Envs))
+    generator, returns = np.random.default_rng(0), [[], [], []]
+    for _ in range(300):
+        for number, part in enumerate(plain.parts):
+            actions = generator.integers(3, size=(part.stop - part.start, 2))
+            for envs in (plain, scaled):
+                envs.send(number, actions)
+            (rewards, *signals, episodes), (ours, *same, told) = (envs.receive(number) for envs in (plain, scaled))
+            assert np.array_equal(ours, rewards * scales[part, None]) and np.array_equal(signals, same)
+            assert told == [(k, total * scales[k], length) for k, total, length in episodes]
+            for k, total, _ in told:
+                returns[k].append(total)
+    assert max(returns[1]) > 5 > 1 >= max(returns[0]) > 0.5 >= max(returns[2]) > 0
+    monkeypatch.setattr(sys, "argv", ["reward_scale.py"])
+    tool.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(set(lines)) == 30
+    for line in lines:
+        own = tyro.cli(script.Args, args=line.partition("reward_scale.py ")[2].split())
+        assert f"--seed {own.seed} " in line and own.exp_name.startswith(f"{own.communicator}-")
