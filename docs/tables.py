@@ -239,6 +239,8 @@ SHARING = {
     "pr-similarity": "PR-PPO, similarity",
     "pr-surrogate": "PR-PPO, surrogate",
     "pr-reward": "PR-PPO, reward",
+    "reward-easy-times-10": "PR-PPO, reward",
+    "relative-gain-easy-times-10": "PR-PPO, relative-gain",
     "pr-self0.2": "PR-PPO, self-preferred 0.2",
     "pr-self0.6": "PR-PPO, self-preferred 0.6",
 }
