@@ -560,16 +560,29 @@ def refuse(args: RunArgs, flag: str, valid: str) -> NoReturn:
     stop(f"--{flag.replace('_', '-')} {value}: {valid}")
 
 
-def _read_flags(Args: type, argv: list[str] | None, **options):
-    """tyro's arguments; where it would draw a box around what is wrong, one line."""
+def read_flags(Args: type, argv: list[str] | None = None, **options):
+    """tyro's arguments, within the bounds of their types; where it would draw a box around what is wrong, one line."""
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(Args, args=argv, description=sys.modules[Args.__module__].__doc__, **options)
+            args = tyro.cli(Args, args=argv, description=sys.modules[Args.__module__].__doc__, **options)
     except SystemExit as end:
         if end.code in (None, 0):
             raise
-    text = re.sub(r"\x1b\[[\d;]*m", "", errors.getvalue())
+        _tell(errors.getvalue())
+    for name, hint in typing.get_type_hints(Args, include_extras=True).items():
+        value = getattr(args, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            refuse(args, name, f"must be finite{''.join(f' and {must.be}' for must in _bounds(hint))}")
+        for must in _bounds(hint) if value is not None else ():
+            if not must.holds(value):
+                refuse(args, name, f"must {must.be}")
+    return args
+
+
+def _tell(errors: str) -> NoReturn:
+    """End with one line that says what tyro says in a box."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", errors)
     lines = [line.strip(" │─") for line in text.splitlines() if line.startswith("│")]  # without the frame and its title
     said = " ".join(line for line in lines if line).split(" For full helptext")[0]
     said = re.sub(
@@ -578,14 +591,15 @@ def _read_flags(Args: type, argv: list[str] | None, **options):
     stop(said.split(" Argument helptext")[0])
 
 
-def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_change: tuple[str, ...] = ()):
+def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_change=(), again=()):
     """The arguments of the command line, checked before anything expensive starts.
 
     First the bounds in the types, then what is common to all scripts (device, folder, disk, packages, ranks), then
     `check(args)`, which calls `refuse`. --resume takes the settings of the run's folder; of these only where the run
-    stands, how often it is saved and evaluated, the device, tracking and `may_change` may be given anew.
+    stands, how often it is saved and evaluated, the device, tracking and `may_change` may be given anew. Flags in
+    `again` may name code: whoever resumes a run, maybe somebody else's, has to say that it shall be executed.
     """
-    args = _read_flags(Args, argv)
+    args = read_flags(Args, argv)
     if args.resume:
         try:
             stored = dict(json.loads(Path(args.resume, "config.json").read_text()))
@@ -595,20 +609,16 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
         if stored.pop("script", None) != script_of(args).stem or stored.keys() != vars(args).keys():
             refuse(args, "resume", f"must be a run of this version of {script_of(args).name}")
         stored = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
-        stored = Args(**stored | {"resume": args.resume})
-        args = _read_flags(Args, argv, default=stored)
+        stored, given = Args(**stored | {"resume": args.resume}), args
+        for name in again:
+            if ".py" in str(getattr(stored, name)) and getattr(given, name) != getattr(stored, name):
+                refuse(stored, name, f"is code that {args.resume} names; give the flag again to have it executed")
+        args = read_flags(Args, argv, default=stored)
         free = {"resume", "run_dir", "device", "timeout", "save_every", "eval_every", "track"}
         free |= {"wandb_project_name", "wandb_entity", *may_change}
         for name, value in vars(args).items():
             if name not in free and value != getattr(stored, name):
                 refuse(args, name, f"must be {getattr(stored, name)} as in {args.resume}, or left out")
-    for name, hint in typing.get_type_hints(Args, include_extras=True).items():
-        value = getattr(args, name)
-        if isinstance(value, float) and not math.isfinite(value):
-            refuse(args, name, f"must be finite{''.join(f' and {must.be}' for must in _bounds(hint))}")
-        for must in _bounds(hint) if value is not None else ():
-            if not must.holds(value):
-                refuse(args, name, f"must {must.be}")
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     if args.num_agents % world_size:
         refuse(args, "num_agents", f"must be a multiple of the {world_size} processes")

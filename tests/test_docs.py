@@ -5,6 +5,7 @@ import functools
 import html
 import importlib
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -27,6 +28,8 @@ BENCHMARKS = (
     "skills",
     "throughput",
     "bound",
+    "docstrings",
+    "partition",
     "baselines/sb3_ppo",
     "baselines/sb3_trpo",
     "baselines/trl_grpo",
@@ -73,7 +76,7 @@ def test_flags_are_those_of_help(script):
     shown, common = help_of(script), rows_of((REPOSITORY / "docs" / "runs.md").read_text())
     page = rows_of((REPOSITORY / "docs" / f"{script}.md").read_text())
     rows = {flag: row for flag, *row in [*common, *page]}
-    aliases = {"--help", "--communication-coef", "--update-every"}
+    aliases = {"--help", "--communication-coef", "--update-every", "--reward-model"}
     negations = {flag for flag in set(shown) if flag.replace("--no-", "--", 1) in rows and flag not in rows}
     assert set(shown) - aliases - negations == set(rows)
     for flag, (default, meaning) in rows.items():
@@ -174,7 +177,7 @@ def test_packages_are_pinned_and_used():
         imported |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)} if called else set()
     others = sys.stdlib_module_names | {file.stem for file in files} | {"benchmark", "tokenizers"}  # of transformers
     imported = {name.partition(".")[0] for name in imported} - others
-    docstrings = set(importlib.import_module("prpo_llm").TOPICS) - {"stdlib"}  # the default data
+    docstrings = set(runpy.run_path(str(REPOSITORY / "benchmark" / "docstrings.py"))["TOPICS"]) - {"stdlib"}  # the data
     tools = {"pytest-xdist", "ruff", "moviepy"}  # gymnasium's video recorder needs the last one
     tools |= {"gguf", "accelerate", "opencv-python-headless"}  # as transformers, TRL and stable-baselines3 need these
     assert named == {name.replace("_", "-") for name in imported} | docstrings | tools

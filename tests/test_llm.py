@@ -4,7 +4,6 @@ import csv
 import itertools
 import json
 import math
-import multiprocessing
 import re
 from html import unescape
 
@@ -21,7 +20,7 @@ from safetensors.torch import load_file
 from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import communicators
 import prpo_llm
@@ -76,7 +75,9 @@ def files(tmp_path_factory):
 def tiny(files, run_dir, **changes):
     """The arguments of a tiny run."""
     base = {"base_model": str(files / "model"), "dataset": str(files / "data.jsonl"), "run_dir": str(run_dir)}
-    return prpo_llm.Args(**TINY | base | {"reward": f"{files / 'letters.py'}:count"} | changes)
+    settings = TINY | base | {"reward": f"{files / 'letters.py'}:count"} | changes
+    several = {name: (settings[name],) for name in ("dataset", "reward") if isinstance(settings[name], str)}
+    return prpo_llm.Args(**settings | several)
 
 
 def flags(args):
@@ -85,8 +86,13 @@ def flags(args):
         part
         for name, value in vars(args).items()
         if value != getattr(prpo_llm.Args(), name)
-        for part in (f"--{name.replace('_', '-')}", str(value))
+        for part in (f"--{name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)]))
     ]
+
+
+def to_resume(folder):
+    """The arguments that resume a run: the code that it executes is named anew."""
+    return ["--resume", str(folder), "--reward", *json.loads((folder / "config.json").read_text())["reward"]]
 
 
 def plain_model(files):
@@ -327,112 +333,6 @@ def test_what_tokens_count(options):
     assert weights.tolist() == pytest.approx(expected[name])
 
 
-# --- data ---
-
-
-def toolbox(folder, monkeypatch):
-    """Make a small package the only topic of the docstring task, with an empty cache."""
-    body = "It does what it says, for every value that it is given. " * 5
-    (folder / "toolbox").mkdir()
-    (folder / "toolbox" / "__init__.py").write_text(
-        f'''class Hammer:
-    """Drives nails
-    into walls.
-
-    {body}
-    """
-
-    def copy(self):
-        """Another first line of this body.
-
-        {body}
-        """
-
-    def short(self):
-        """Has no body to speak of.
-
-        Nothing.
-        """
-
-    async def saw(self):
-        """Cuts planks of wood.
-
-        Other than that: {body}
-        """
-'''
-    )
-    (folder / "toolbox" / "broken.py").write_text("def (:")
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(prpo_llm, "TOPICS", ("toolbox", "absent"))
-    monkeypatch.setattr(prpo_llm.importlib.metadata, "version", lambda name: "1.0")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    return body.strip()
-
-
-def test_docstrings_are_bodies_to_be_summarised_in_their_first_lines(tmp_path, monkeypatch):
-    """One pair per body, in a fixed order; what is too short and what cannot be parsed is left out."""
-    body = toolbox(tmp_path, monkeypatch)
-    request = "Summarise this documentation of toolbox in one short sentence.\n\n"
-    assert prpo_llm.docstrings() == [
-        {"prompt": request + body, "completion": "Drives nails into walls.", "topic": "toolbox"},
-        {"prompt": f"{request}Other than that: {body}", "completion": "Cuts planks of wood.", "topic": "toolbox"},
-    ]
-
-
-def test_ranks_of_a_machine_collect_docstrings_at_the_same_time(files, tmp_path, monkeypatch):
-    """The first runs of a torchrun find no cache; none stumbles over what the others write, and all read the same."""
-    toolbox(tmp_path, monkeypatch)
-    context = multiprocessing.get_context("fork")
-    barrier, pairs, queue = context.Barrier(3), prpo_llm.docstrings(), context.Queue()
-    monkeypatch.setattr(prpo_llm, "docstrings", lambda: (barrier.wait(), pairs)[1])
-    write = communicators.write_atomically
-    monkeypatch.setattr(communicators, "write_atomically", lambda path, content: (write(path, content), barrier.wait()))
-    tokenizer = AutoTokenizer.from_pretrained(files / "model")
-    args = tiny(files, tmp_path, dataset="docstrings", max_prompt_tokens=1000)
-    ranks = [context.Process(target=lambda: queue.put(prpo_llm.load_examples(args, tokenizer))) for _ in range(3)]
-    for rank in ranks:
-        rank.start()
-    found = [queue.get(timeout=60) for _ in ranks]
-    assert [row["completion"] for row in found[0]] == [pair["completion"] for pair in pairs]
-    assert found[0] == found[1] == found[2] == prpo_llm.load_examples(args, tokenizer)
-
-
-# --- partitions ---
-
-
-@settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 2**31), agents=st.integers(3, 8), overlap=st.floats(1.0, 2.0), xi=st.floats(0.5, 256.0))
-def test_coverage_partition_keeps_its_promises(seed, agents, overlap, xi):
-    """Sizes within the bounds, a fixed total overlap, each item about `overlap` times, never twice in a set."""
-    number, rng = 40 * agents, np.random.default_rng(seed)
-    mean = int(overlap * number) // agents
-    sets = prpo_llm.coverage_partition(number, agents, (mean // 2, mean, 2 * mean), xi, overlap, rng)
-    assert sum(map(len, sets)) == int(overlap * number)
-    assert all(mean // 2 <= len(own) <= 2 * mean and len(set(own)) == len(own) for own in sets)
-
-
-def test_partition_strengths_move_the_variance():
-    """A larger xi makes sizes more equal, a larger omega makes mixtures less equal; sizes stay fixed where promised."""
-
-    def spread(xi):
-        rng = np.random.default_rng(0)
-        runs = [prpo_llm.coverage_partition(400, 8, (10, 50, 90), xi, 1.0, rng) for _ in range(20)]
-        return np.mean([np.std([len(own) for own in sets]) for sets in runs])
-
-    assert spread(1.0) > 2 * spread(256.0)
-    pools = [np.arange(0, 60), np.arange(60, 160), np.arange(160, 300)]
-
-    def mixtures(omega):
-        sets = prpo_llm.preference_partition(pools, 30, 100, omega, np.random.default_rng(1))
-        assert all(len(set(own)) == 100 for own in sets)
-        return np.std([np.mean(own < 60) for own in sets])
-
-    assert mixtures(0.9) > 2 * mixtures(0.01)
-    easy, hard = np.arange(100), np.arange(100, 400)
-    sets = prpo_llm.hardness_partition(easy, hard, 4, 50, (5, 25, 45), 1.0, 1.0, np.random.default_rng(2))
-    assert all(len(set(own)) == 50 for own in sets) and sum((own < 100).sum() for own in sets) == 100
-
-
 # --- whole runs ---
 
 
@@ -536,7 +436,7 @@ def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monk
         with pytest.raises(KeyboardInterrupt):
             prpo_llm.main(tiny(files, tmp_path / "cut", **changes))
     folder = only_run(tmp_path / "cut")
-    prpo_llm.main(parse_args(prpo_llm, ["--resume", str(folder)]))
+    prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
     for a, b in zip(weights_of(folder), weights_of(whole), strict=True):
         assert torch.equal(a, b)
     assert rows_of(folder) == rows_of(whole)
@@ -549,7 +449,7 @@ def test_ranks_go_on_from_a_run_of_one_process(files, tmp_path):
     whole, _ = train(files, tmp_path, save_every=1, learning_rate=1e-3)
     rows, weights = rows_of(whole), weights_of(whole)
     (whole / "checkpoints" / "agent_1" / "4.pt").unlink()
-    run = torchrun(2, prpo_llm.__file__, "--resume", whole, cwd=tmp_path)
+    run = torchrun(2, prpo_llm.__file__, *to_resume(whole), cwd=tmp_path)
     assert run.returncode == 0 and "resuming after step 3 of 4" in run.stdout, run.stderr
     for a, b in zip(weights_of(whole), weights, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
@@ -562,7 +462,7 @@ def test_resuming_a_finished_run_keeps_what_it_knows(files, tmp_path):
     """The last step's rewards are in the checkpoint, also for a run that has no step left."""
     folder, summary = train(files, tmp_path, total_steps=2)
     rows, evaluations = rows_of(folder), (folder / "evaluations.csv").read_text()
-    again = prpo_llm.main(parse_args(prpo_llm, ["--resume", str(folder)]))
+    again = prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
     assert again["training_reward"] == summary["training_reward"]
     assert again["training_reward"]["agents"] == pytest.approx([float(row["reward"]) for row in rows[-2:]], rel=1e-5)
     assert again["evaluation"] == summary["evaluation"] and again["evaluation"]["prompts"] == 2
@@ -580,7 +480,7 @@ def test_groups_without_signal_teach_nothing(files, tmp_path):
     rows, start = rows_of(folder), load_file(folder / "agent_0" / "adapter_model.safetensors")
     assert all((tensor == 0).all() for name, tensor in start.items() if "lora_B" in name)
     (folder / "checkpoints" / "agent_0" / "4.pt").unlink()
-    prpo_llm.main(parse_args(prpo_llm, ["--resume", str(folder)]))
+    prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
     assert rows_of(folder) == rows
 
 
@@ -708,7 +608,7 @@ BAD = {
         ["--kl-estimator k3", "full"],
     ),
     "not a number": (["--kl-coef", "nan"], ["--kl-coef nan", "finite"]),
-    "infinite": (["--partition-overlap", "inf"], ["--partition-overlap inf", "finite"]),
+    "infinite": (["--missing-eos-penalty", "inf"], ["--missing-eos-penalty inf", "finite"]),
     "group of one": (["--group-size", "1"], ["--group-size 1", "at least 2"]),
     "minibatch not divisible": (["--minibatch-size", "3"], ["--minibatch-size 3", "4"]),
     "temperature zero": (["--temperature", "0"], ["--temperature 0", "positive"]),
@@ -727,35 +627,12 @@ def test_bad_input_ends_with_one_line(case):
     assert "\n" not in end.value.code and all(part in end.value.code for part in parts), end.value.code
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"base_model": "nowhere/at/all"}, "--base-model nowhere/at/all: cannot be loaded"),
-        ({"reward_model": "nowhere/at/all"}, "--reward-model nowhere/at/all: cannot be loaded"),
-        ({"dataset": "broken.jsonl"}, "--dataset broken.jsonl: cannot be read"),
-        ({"dataset": "nothing"}, "--dataset nothing: cannot be read"),
-        ({"reward": "broken.py:count"}, "--reward broken.py:count: broken.py has no function count"),
-    ],
-)
-def test_what_cannot_be_loaded_ends_with_one_line(files, tmp_path, monkeypatch, changes, message):
-    """Models, data and reward functions that are not there or broken are told before there is a run's folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.jsonl").write_text("{")
-    (tmp_path / "broken.py").write_text("counts = 1\n")
-    (tmp_path / "nothing").mkdir()
+def test_a_model_that_cannot_be_loaded_ends_with_one_line(files, tmp_path):
+    """It is told before there is a run's folder."""
     with pytest.raises(SystemExit) as end:
-        prpo_llm.main(tiny(files, tmp_path / "runs", **changes))
-    assert end.value.code.startswith(message) and "\n" not in end.value.code
+        prpo_llm.main(tiny(files, tmp_path / "runs", base_model="nowhere/at/all"))
+    assert end.value.code.startswith("--base-model nowhere/at/all: cannot be loaded") and "\n" not in end.value.code
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("rows", [[{"text": "a"}], []])
-def test_a_data_set_without_the_columns(files, tmp_path, rows):
-    """Missing columns and an empty data set are told before training."""
-    (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(SystemExit) as end:
-        prpo_llm.main(tiny(files, tmp_path / "runs", dataset=str(tmp_path / "bad.jsonl")))
-    assert "must have the columns prompt and completion" in end.value.code
 
 
 def test_help_explains_every_flag():

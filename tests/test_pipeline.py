@@ -145,8 +145,9 @@ def test_a_merged_reward_model_scores_as_its_adapter_does(base, tmp_path):
     with torch.no_grad():
         alone = [model(torch.tensor([ids])).logits.item() for ids in ([3, 4, 5, 6, 7, 8, 9], [1, 2, 3])]
     assert found == pytest.approx(alone, abs=1e-5) and abs(alone[0] - alone[1]) > 1e-3
-    reward = prpo_llm.make_reward(prpo_llm.Args(reward_model=str(tmp_path / "reward")), torch.device("cpu"))
-    assert reward(["c d e f ", "a b "], ["g h i", "c"], ["", ""]) == pytest.approx(alone, abs=1e-5)
+    rewards = prpo_llm.make_reward(prpo_llm.Args(reward=(str(tmp_path / "reward"),)), torch.device("cpu"))
+    said = {"prompts": ["c d e f ", "a b "], "completions": ["g h i", "c"]}
+    assert rewards["reward"](**said) == pytest.approx(alone, abs=1e-5)
 
 
 def _one_label(kind):

@@ -61,7 +61,7 @@ def prepare(args: Args) -> None:
 
     folder, settings = Path(args.prepare), prpo_llm.Args(max_prompt_tokens=4 * args.prompt_tokens)
     model, tokenizer = prpo_llm.load_base(settings)
-    examples = prpo_llm.load_examples(settings, tokenizer)
+    examples = prpo_llm.load_examples(settings, tokenizer, "docstrings")
     tokenizer.eos_token = NEVER_SAID
     fresh = type(model)(model.config).to(model.dtype)  # what was read from GGUF refuses to be saved
     fresh.load_state_dict(model.state_dict())

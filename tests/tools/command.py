@@ -6,12 +6,13 @@ from pathlib import Path
 import communicators
 
 
-def may_change(script):
-    """What the script's command line lets a resumed run change."""
-    found = re.search(r"parse_args\(.*?may_change=\((.*?)\)\)", Path(script.__file__).read_text(), re.S)
-    return tuple(re.findall(r"\w+", found[1])) if found else ()
+def options(script):
+    """What the script's command line lets a resumed run change, and what it wants to be given again."""
+    text = Path(script.__file__).read_text()
+    found = {name: re.search(rf"parse_args\(.*?{name}=\((.*?)\)", text) for name in ("may_change", "again")}
+    return {name: tuple(re.findall(r"\w+", match[1])) for name, match in found.items() if match}
 
 
 def parse_args(script, argv=None):
     """The arguments of a script, as its command line reads them."""
-    return communicators.parse_args(script.Args, script.check_args, argv, may_change=may_change(script))
+    return communicators.parse_args(script.Args, script.check_args, argv, **options(script))

@@ -1,0 +1,843 @@
+"""Data and rewards of language models: what is read, who gets what, what is held out, what a completion is worth."""
+# ruff: noqa: F811 (a fixture of another file)
+
+import csv
+import importlib
+import json
+import math
+import multiprocessing
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command import parse_args
+from helpers import REPOSITORY, call, only_run, torchrun
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from test_llm import files, rows_of, tiny, train, weights_of  # noqa: F401
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+import prpo_llm
+
+sys.path.insert(0, str(REPOSITORY / "benchmark"))
+docstrings, partition = importlib.import_module("docstrings"), importlib.import_module("partition")
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] + ' ' + message['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'z z ' }}{% endif %}"
+)
+
+
+def write(path, rows):
+    """A JSONL file."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def refusal(function, *arguments):
+    """The one line with which it ends."""
+    with pytest.raises(SystemExit) as end:
+        function(*arguments)
+    assert isinstance(end.value.code, str) and "\n" not in end.value.code
+    return end.value.code
+
+
+@pytest.fixture
+def tokenizer(files):
+    """A tokenizer of letters without a chat template."""
+    return AutoTokenizer.from_pretrained(files / "model")
+
+
+@pytest.fixture
+def chatty(files):
+    """The same with one, which names who speaks."""
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+# --- docstrings ---
+
+
+def toolbox(folder, monkeypatch):
+    """Make a small package the only topic of the docstring task, with an empty cache."""
+    body = "It does what it says, for every value that it is given. " * 5
+    (folder / "toolbox").mkdir()
+    (folder / "toolbox" / "__init__.py").write_text(
+        f'''class Hammer:
+    """Drives nails
+    into walls.
+
+    {body}
+    """
+
+    def copy(self):
+        """Another first line of this body.
+
+        {body}
+        """
+
+    def short(self):
+        """Has no body to speak of.
+
+        Nothing.
+        """
+
+    async def saw(self):
+        """Cuts planks of wood.
+
+        Other than that: {body}
+        """
+'''
+    )
+    (folder / "toolbox" / "broken.py").write_text("def (:")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(docstrings, "TOPICS", ("toolbox", "absent"))
+    monkeypatch.setattr(docstrings.importlib.metadata, "version", lambda name: "1.0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    return body.strip()
+
+
+def test_docstrings_are_bodies_to_be_summarised_in_their_first_lines(tmp_path, monkeypatch, capsys):
+    """One pair per body, in a fixed order, as messages; what is too short and what cannot be parsed is left out."""
+    body = toolbox(tmp_path, monkeypatch)
+    request = "Summarise this documentation of toolbox in one short sentence.\n\n"
+    pairs = [
+        (request + body, "Drives nails into walls."),
+        (f"{request}Other than that: {body}", "Cuts planks of wood."),
+    ]
+    expected = [
+        {
+            "prompt": [{"role": "user", "content": prompt}],
+            "completion": [{"role": "assistant", "content": completion}],
+            "topic": "toolbox",
+        }
+        for prompt, completion in pairs
+    ]
+    docstrings.main(docstrings.Args(out=str(tmp_path / "new" / "own.jsonl"), topics=("toolbox",)))
+    assert [json.loads(line) for line in (tmp_path / "new" / "own.jsonl").read_text().splitlines()] == expected
+    assert "2 of toolbox" in capsys.readouterr().out
+    args = docstrings.Args(out=str(tmp_path / "other.jsonl"), topics=("toolbox", "absent"))
+    assert refusal(docstrings.main, args) == "--topics toolbox absent: the package absent is not installed"
+    assert not (tmp_path / "other.jsonl").exists()
+
+
+def test_ranks_of_a_machine_collect_docstrings_at_the_same_time(files, tokenizer, tmp_path, monkeypatch):
+    """The first runs of a torchrun find no cache; none stumbles over what the others write, and all read the same."""
+    toolbox(tmp_path, monkeypatch)
+    context = multiprocessing.get_context("fork")
+    barrier, pairs, queue = context.Barrier(3), docstrings.collect(("toolbox",)), context.Queue()
+    monkeypatch.setattr(docstrings, "collect", lambda topics: (barrier.wait(), pairs)[1])
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda path, target: (barrier.wait(), replace(path, target)))
+    monkeypatch.setattr(prpo_llm.runpy, "run_path", lambda path: {"cached": docstrings.cached})
+    args = tiny(files, tmp_path, dataset="docstrings", max_prompt_tokens=1000)
+
+    def load():
+        return prpo_llm.load_examples(args, tokenizer, "docstrings")
+
+    ranks = [context.Process(target=lambda: queue.put(load())) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    found = [queue.get(timeout=60) for _ in ranks]
+    assert {row["completion"] for row in found[0]} == {pair["completion"][0]["content"] for pair in pairs}
+    assert found[0] == found[1] == found[2] == load() and len(found[0]) == 2
+
+
+# --- what is read ---
+
+
+def test_messages_get_the_chat_template_and_texts_stand_as_they_are(files, tokenizer, chatty, tmp_path):
+    """Of users' own data too, with a system prompt and earlier turns; a model without a template reads the contents."""
+    talk = [{"role": "system", "content": "a b"}, {"role": "user", "content": "c d"}]
+    answer = [{"role": "assistant", "content": "e"}]
+    name = write(tmp_path / "talk.jsonl", [{"prompt": talk, "completion": answer}])
+    args = tiny(files, tmp_path)
+    (example,) = prpo_llm.load_examples(args, chatty, name)
+    assert example["prompt"] == "s a b u c d z z " and example["completion"] == "e" and example["topic"] == "c d"
+    assert example["ids"] == chatty.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    (plain,) = prpo_llm.load_examples(args, tokenizer, name)
+    assert plain["prompt"] == "a b\n\nc d" and plain["ids"] == tokenizer("a b c d")["input_ids"]
+    name = write(tmp_path / "text.jsonl", [{"prompt": "a b", "completion": "e"}])
+    assert [own["ids"] for own in prpo_llm.load_examples(args, chatty, name)] == [chatty("a b")["input_ids"]]
+
+
+class WithSpecialTokens:
+    """A tokenizer that begins a text with a token of its own, as Llama's does."""
+
+    chat_template = TEMPLATE
+
+    def __init__(self, inner):
+        self.inner, self.apply_chat_template = inner, inner.apply_chat_template
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [0] * add_special_tokens + self.inner(text)["input_ids"]}
+
+
+def test_special_tokens_stand_before_texts_only(files, chatty, tmp_path):
+    """A chat template has its own."""
+    rows = [{"prompt": [{"role": "user", "content": "c"}], "completion": "e"}, {"prompt": "c", "completion": "e"}]
+    args, name = tiny(files, tmp_path), write(tmp_path / "data.jsonl", rows)
+    first = {own["id"]: own["ids"][0] for own in prpo_llm.load_examples(args, WithSpecialTokens(chatty), name)}
+    assert first[0] != 0 and first[1] == 0
+
+
+def test_tldr_as_it_lies_on_the_hub(files, tokenizer, tmp_path):
+    """Columns prompt and completion, the subreddit in the prompt's first line, splits in files of a folder."""
+    folder = tmp_path / "tldr"
+    folder.mkdir()
+    subreddits = ["tifu", "loseit", "tifu", "dating_advice", "tifu", "loseit"] * 8
+    rows = [
+        {"prompt": f"SUBREDDIT: r/{own}\n\nTITLE: {chr(97 + k % 26)} {k}\n\nPOST: b\n\nTL;DR:", "completion": " c"}
+        for k, own in enumerate(subreddits)
+    ]
+    write(folder / "train.jsonl", rows)
+    write(folder / "validation.jsonl", [row | {"prompt": row["prompt"] + " d"} for row in rows])
+    args = tiny(files, tmp_path, dataset=str(folder), partition="topic", eval_dataset=f"{folder}:validation")
+    examples, tests = prpo_llm.deal(args, tokenizer, range(2))
+    assert [{own["topic"] for own in part} for part in examples.values()] == [{"tifu"}, {"loseit"}]  # the largest
+    assert list(tests) == ["validation", "tifu", "loseit"]
+    assert all(own["prompt"].endswith("TL;DR: d") for part in tests.values() for own in part)
+    args.topics = ("dating_advice", "tifu")
+    examples, _ = prpo_llm.deal(args, tokenizer, range(2))
+    assert {own["topic"] for own in examples[0]} == {"dating_advice"} and examples[0][0]["completion"] == " c"
+
+
+def test_columns_have_the_names_that_flags_give_them(files, tokenizer, tmp_path):
+    """And a topic that is asked for is there."""
+    rows = [{"question": "a b", "answer": "c", "place": 7}]
+    name, names = write(tmp_path / "data.jsonl", rows), {"prompt_column": "question", "completion_column": "answer"}
+    args = tiny(files, tmp_path, **names, topic_column="place")
+    (example,) = prpo_llm.load_examples(args, tokenizer, name)
+    assert (example["prompt"], example["completion"], example["topic"]) == ("a b", "c", "7")
+    args = tiny(files, tmp_path, **names, topic_column="source")
+    message = refusal(prpo_llm.load_examples, args, tokenizer, name)
+    assert f"--dataset {name}: must have the columns question and answer and source" in message
+
+
+@pytest.mark.parametrize(
+    ("rows", "row"),
+    [
+        ([{"text": "a"}], "row 1 is {'text': 'a'}"),
+        ([], "row 1 is {}"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], "row 2"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}], "row 2"),
+        ([{"prompt": 3, "completion": "b"}], "row 1"),
+        (["prompt"], "row 1 is prompt"),
+    ],
+)
+def test_a_data_set_without_the_columns(files, tmp_path, rows, row):
+    """Whichever row it is, it is told before training."""
+    name = write(tmp_path / "bad.jsonl", rows)
+    message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", dataset=name))
+    assert message.startswith(f"--dataset {name}: must have the columns prompt and completion, ") and row in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_lines_of_a_file_end_where_json_says(files, tokenizer, tmp_path):
+    """A text may contain what Python takes for the end of a line."""
+    row = {"prompt": "a \u2028 b", "completion": "c \x85 d"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n\n", encoding="utf-8", newline="")
+    (example,) = prpo_llm.load_examples(tiny(files, tmp_path), tokenizer, str(tmp_path / "data.jsonl"))
+    assert example["prompt"] == row["prompt"] and example["completion"] == row["completion"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("broken.jsonl", "{"), ("nothing", None), ("latin.jsonl", "é")])
+def test_data_that_cannot_be_read_end_with_one_line(files, tmp_path, monkeypatch, name, content):
+    """Before there is a run's folder."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir() if content is None else Path(name).write_text(content, encoding="latin-1")
+    message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", dataset=name))
+    assert message.startswith(f"--dataset {name}: cannot be read: ")
+    assert not (tmp_path / "runs").exists()
+
+
+# --- who gets what ---
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory):
+    """A data set of 300 different prompts in three topics of different sizes."""
+    generator = np.random.default_rng(3)
+    texts = sorted({" ".join(generator.choice([*"abcdefgh"], size=7)) for _ in range(400)})[:300]
+    rows = [{"prompt": text, "completion": text[: 1 + k % 9], "topic": "xxyyyz"[k % 6]} for k, text in enumerate(texts)]
+    return write(tmp_path_factory.mktemp("many") / "data.jsonl", rows)
+
+
+def dealt(args, tokenizer, held=None):
+    """The prompts of every agent, and those of every task."""
+    examples, tests = prpo_llm.deal(args, tokenizer, held or range(args.num_agents))
+    parts = {i: [own["prompt"] for own in part] for i, part in examples.items()}
+    return parts, {task: [own["prompt"] for own in part] for task, part in tests.items()}
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    agents=st.integers(1, 3),
+    size=st.integers(2, 120),
+    few=st.integers(0, 5),
+    more=st.integers(1, 40),
+    name=st.sampled_from(["iid", "topic"]),
+    seed=st.integers(1, 9),
+)
+def test_no_setting_moves_prompts_between_training_and_test(
+    many, files, tokenizer, agents, size, few, more, name, seed
+):
+    """Agents share no prompt, none learns from a held-out one, and the number of these changes nothing else."""
+    options = {"dataset": many, "num_agents": agents, "prompts_per_agent": size, "partition": name, "seed": seed}
+    args = tiny(files, "runs", **options, eval_prompts=few)
+    parts, tests = dealt(args, tokenizer)
+    assert list(parts) == list(range(agents)) and all(2 <= len(part) <= size for part in parts.values())
+    trained = [prompt for part in parts.values() for prompt in part]
+    assert len({*trained}) == len(trained)
+    args.eval_prompts = few + more
+    others, larger = dealt(args, tokenizer)
+    assert others == parts
+    assert not {*trained} & {prompt for part in larger.values() for prompt in part}
+    assert tests.get("validation", []) == larger["validation"][:few]
+    for task, part in tests.items():
+        assert len({*part}) == len(part) <= few and part == larger[task][:few]
+        assert task == "validation" or len(part) < few or few > 3 or not {*part} & {*tests["validation"]}
+    args.num_agents, args.partition, args.prompts_per_agent = 2, "iid", 40
+    _, otherwise = dealt(args, tokenizer)
+    assert otherwise["validation"] == larger["validation"]  # whatever the partition and the number of agents
+
+
+def test_a_rank_deals_its_own_agents_what_one_process_deals_them(many, files, tokenizer):
+    """In both partitions."""
+    for name in ("iid", "topic"):
+        args = tiny(files, "runs", dataset=many, num_agents=3, partition=name)
+        parts, tests = dealt(args, tokenizer)
+        for i in range(3):
+            assert dealt(args, tokenizer, range(i, i + 1)) == ({i: parts[i]}, tests)
+
+
+def test_the_order_of_a_file_decides_nothing(many, files, tokenizer, tmp_path):
+    """Nor do prompts that are added move others between training and test."""
+    rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
+    shuffled = [rows[k] for k in np.random.default_rng(0).permutation(len(rows))]
+    same = write(tmp_path / "same.jsonl", shuffled)
+    grown = write(tmp_path / "grown.jsonl", [row | {"prompt": "h h " + row["prompt"]} for row in rows] + rows)
+    found = [
+        dealt(tiny(files, "runs", dataset=name, prompts_per_agent=999, eval_prompts=999), tokenizer)
+        for name in (many, same, grown)
+    ]
+    assert found[0] == found[1]
+    (parts, tests), (more, larger) = found[0], found[2]
+    assert {*tests["validation"]} < {*larger["validation"]}
+    assert {prompt for part in parts.values() for prompt in part} < {
+        prompt for part in more.values() for prompt in part
+    }
+    assert 0.05 < len(tests["validation"]) / 300 < 0.15
+
+
+def test_fewer_prompts_than_asked_for_are_told(many, files, tokenizer, capsys):
+    """Of agents, and of evaluations; with less than a batch there is no run."""
+    args = tiny(files, "runs", dataset=many, num_agents=3, partition="topic", prompts_per_agent=100, eval_prompts=9)
+    parts, tests = dealt(args, tokenizer)
+    said = capsys.readouterr().out
+    for i, topic in enumerate("yxz"):
+        short = f"agent {i} has {len(parts[i])} prompts, fewer than --prompts-per-agent 100"
+        assert (short in said) == (len(parts[i]) < 100), topic
+        short = f"{topic} has {len(tests[topic])} prompts, fewer than --eval-prompts 9"
+        assert (short in said) == (len(tests[topic]) < 9), topic
+    assert "agent 2 has" in said and "agent 0 has" not in said
+    args = tiny(files, "runs", dataset=many, num_agents=3, partition="topic", batch_size=60)
+    assert "60 are needed" in refusal(dealt, args, tokenizer)
+    args = tiny(files, "runs", dataset=many, num_agents=4, partition="topic")
+    assert refusal(dealt, args, tokenizer) == "--num-agents 4: must be at most 3, as there are topics"
+
+
+def test_agents_may_have_data_sets_of_their_own(many, files, tokenizer, tmp_path, monkeypatch):
+    """A rank reads its own agents' files and the common held-out prompts, and nobody learns from these."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
+    write(Path("agent_1.jsonl"), rows[:20])
+    write(Path("held_out.jsonl"), rows[15:40])
+    options = {"num_agents": 3, "eval_dataset": "held_out.jsonl", "topics": ("x",), "eval_prompts": 4}
+    for names in (("agent_{i}.jsonl",), ("agent_0.jsonl", "agent_1.jsonl", "agent_2.jsonl")):
+        parts, tests = dealt(tiny(files, "runs", dataset=names, **options), tokenizer, range(1, 2))
+        assert {*parts[1]} == {row["prompt"] for row in rows[:15]} and [*tests] == ["validation", "x"]
+        assert all({*part} <= {row["prompt"] for row in rows[15:40]} and len(part) == 4 for part in tests.values())
+        line = refusal(dealt, tiny(files, "runs", dataset=names, **options), tokenizer)
+        assert line.startswith("--dataset agent_0.jsonl: cannot be read")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    argv = ["--num-agents", "3", "--eval-dataset", "held_out.jsonl", "--dataset", "agent_{i}.jsonl"]
+    assert parse_args(prpo_llm, argv).dataset == ("agent_{i}.jsonl",)
+    monkeypatch.setenv("RANK", "2")  # who alone has to have it, says it
+    assert refusal(parse_args, prpo_llm, argv) == "--dataset agent_2.jsonl: there is no such file"
+
+
+ALONE = """
+import os, sys
+os.chdir(os.environ["RANK"])
+sys.path.insert(0, sys.argv.pop(1))
+from command import parse_args
+import prpo_llm
+prpo_llm.main(parse_args(prpo_llm))
+"""
+
+
+def test_ranks_share_nothing_but_the_wire(many, files, tmp_path):
+    """Each in a folder of its own with its agent's prompts: the training of one process that has them all."""
+    rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
+    one = tmp_path / "one"
+    for k, folder in enumerate((tmp_path / "0", tmp_path / "1")):
+        for own in (folder, one):
+            own.mkdir(exist_ok=True)
+            write(own / f"agent_{k}.jsonl", rows[k * 30 : k * 30 + 20])
+            write(own / "held_out.jsonl", rows[100:110])
+    (tmp_path / "alone.py").write_text(ALONE)
+    changes = {"dataset": "agent_{i}.jsonl", "eval_dataset": "held_out.jsonl", "learning_rate": 1e-3, "eval_every": 2}
+    argv = flags_of(tiny(files, "runs", **changes))
+    run = torchrun(2, tmp_path / "alone.py", REPOSITORY / "tests" / "tools", *argv, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    process = call(prpo_llm.__file__, *argv, cwd=one)
+    assert process.returncode == 0, process.stderr
+    together = only_run(one / "runs")
+    for k in range(2):
+        (own,) = weights_of(only_run(tmp_path / str(k) / "runs"))
+        torch.testing.assert_close(own, weights_of(together)[k], rtol=0, atol=1e-4)
+    (tmp_path / "1" / "agent_1.jsonl").unlink()
+    run = torchrun(2, tmp_path / "alone.py", REPOSITORY / "tests" / "tools", *argv, cwd=tmp_path)
+    assert run.returncode != 0 and "--dataset agent_1.jsonl: there is no such file" in run.stderr
+
+
+def flags_of(args):
+    """The same arguments as a command line."""
+    default = vars(prpo_llm.Args())
+    changed = {name: value for name, value in vars(args).items() if value != default[name]}
+    words = {name: value if isinstance(value, tuple) else (value,) for name, value in changed.items()}
+    return [part for name, own in words.items() for part in (f"--{name.replace('_', '-')}", *map(str, own))]
+
+
+def test_more_held_out_prompts_are_asked_for_on_resume(files, tmp_path):
+    """What is trained stays the same, bit for bit."""
+    few, _ = train(files, tmp_path / "few", total_steps=2)
+    more, _ = train(files, tmp_path / "more", total_steps=2, eval_prompts=4)
+    for a, b in zip(weights_of(few), weights_of(more), strict=True):
+        assert torch.equal(a, b)
+    for i in range(2):
+        (few / "checkpoints" / f"agent_{i}" / "2.pt").rename(tmp_path / f"{i}.pt")
+    again = ["--resume", str(few), "--eval-prompts", "4", "--reward", f"{files / 'letters.py'}:count"]
+    summary = prpo_llm.main(parse_args(prpo_llm, again))
+    assert summary["evaluation"]["prompts"] == 4
+    for a, b in zip(weights_of(few), weights_of(more), strict=True):
+        assert torch.equal(a, b)
+
+
+# --- rewards ---
+
+
+def said(args, tokenizer, functions, texts, rows, ended=True):
+    """What `judge` makes of these completions."""
+    chosen = [{"row": row, "completion": prpo_llm.text_of(row[args.completion_column])} for row in rows]
+    ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * ended for text in texts]
+    tokens, lengths = prpo_llm.pad(ids)
+    return prpo_llm.judge(args, functions, tokenizer, chosen, tokens, lengths)
+
+
+def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
+    """Prompts, completions, ids and all columns by name; of messages TRL passes messages; what is not named is not
+    passed, unless everything is."""
+    (tmp_path / "own.py").write_text(
+        "seen = {}\n"
+        "def everything(prompts, completions, **columns):\n"
+        "    seen.update(columns, prompts=prompts, completions=completions)\n"
+        "    return [None, 2]\n"
+        "def some(completions, answer):\n"
+        "    return [float(text == own) for text, own in zip(completions, answer)]\n"
+    )
+    args = tiny(files, tmp_path, reward=tuple(f"{tmp_path / 'own.py'}:{name}" for name in ("everything", "some")))
+    args.completion_column, args.reward_weights = "answer", (1.0, 0.5)
+    functions = prpo_llm.make_reward(args, torch.device("cpu"))
+    rows = [{"prompt": "a b", "answer": "c", "level": 1}, {"prompt": "d", "answer": "e f"}]
+    texts, ends, columns = said(args, tokenizer, functions, ["c", "e"], rows)
+    seen = functions["own.everything"].__globals__["seen"]
+    letters = [tokenizer(text)["input_ids"] + [0] for text in ("c", "e")]
+    assert seen == {
+        "prompts": ["a b", "d"],
+        "completions": ["c", "e"],
+        "completion_ids": letters,
+        "references": ["c", "e f"],
+        "answer": ["c", "e f"],
+        "level": [1, None],
+    }
+    assert texts == ["c", "e"] and ends == [True, True]
+    assert columns["reward_own.some"].tolist() == [1.0, 0.0]
+    assert columns["score"].tolist() == [0.5, 2.0] == columns["reward"].tolist()  # None adds nothing
+    talk = [{"prompt": [{"role": "user", "content": "a"}], "answer": "c"}] * 2
+    said(args, tokenizer, functions, ["c", "d"], talk)
+    assert functions["own.everything"].__globals__["seen"]["completions"] == [
+        [{"role": "assistant", "content": text}] for text in "cd"
+    ]
+    assert functions["own.everything"].__globals__["seen"]["prompts"] == [row["prompt"] for row in talk]
+
+
+def test_penalties_are_taken_from_the_reward_and_not_from_the_score(files, tokenizer, tmp_path):
+    """For not ending, and for being short; an unknown reward stays unknown."""
+    args = tiny(files, tmp_path, missing_eos_penalty=3.0, min_response_tokens=3)
+    functions = {"one": lambda completions, **_: [1.0, math.nan, math.inf, 4]}
+    rows = [{"prompt": "a", "completion": "b"}] * 4
+    _, ends, columns = said(args, tokenizer, functions, ["a b", "a b", "a b", "a"], rows)
+    np.testing.assert_equal(columns["score"], [1.0, math.nan, math.nan, 4.0])
+    np.testing.assert_equal(columns["reward"], [1.0, math.nan, math.nan, 1.0])
+    _, ends, columns = said(args, tokenizer, functions, ["a b c"] * 4, rows, ended=False)
+    assert ends == [False] * 4
+    np.testing.assert_equal(columns["reward"], [-2.0, math.nan, math.nan, 1.0])
+    functions = {"one": lambda completions, **_: [1.0]}
+    assert "one returns 1 rewards for 4 completions" in refusal(said, args, tokenizer, functions, ["a"] * 4, rows)
+
+
+def test_rouge_reads_messages_and_texts_alike(files, tokenizer, tmp_path):
+    """ROUGE-L F by hand: two of three words in common, of two."""
+    functions = prpo_llm.make_reward(tiny(files, tmp_path, reward="rouge"), torch.device("cpu"))
+    for prompt, reference in (("a", "b c"), ([{"role": "user", "content": "a"}], [{"content": "b c"}])):
+        args, rows = tiny(files, tmp_path), [{"prompt": prompt, "completion": reference}]
+        _, _, columns = said(args, tokenizer, functions, ["b d c"], rows)
+        assert columns["reward_rouge"].tolist() == pytest.approx([2 * (2 / 3) * 1 / (2 / 3 + 1)])
+
+
+def test_every_reward_is_logged_by_itself(files, tmp_path):
+    """Their weighted sum is the score; the reward is that without what was taken away."""
+    (tmp_path / "more.py").write_text(
+        "def length(completions, **_):\n    return [len(c.split()) for c in completions]\n"
+    )
+    names = (f"{files / 'letters.py'}:count", f"{tmp_path / 'more.py'}:length")
+    changes = {"reward": names, "reward_weights": (2.0, -0.5), "missing_eos_penalty": 4.0, "total_steps": 2}
+    folder, _ = train(files, tmp_path / "runs", **changes)
+    for row in rows_of(folder):
+        own = {name: float(value) for name, value in row.items()}
+        assert own["score"] == pytest.approx(
+            2 * own["reward_letters.count"] - 0.5 * own["reward_more.length"], abs=1e-5
+        )
+        assert own["reward"] == pytest.approx(own["score"] - 4 * (1 - own["eos_rate"]), abs=1e-5)
+        assert own["reward_more.length"] > 0
+    with open(folder / "evaluations.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            assert float(row["mean_reward"]) == pytest.approx(float(row["score"]) - 4 * (1 - float(row["eos_rate"])))
+            total = 2 * float(row["reward_letters.count"]) - 0.5 * float(row["reward_more.length"])
+            assert float(row["score"]) == pytest.approx(total)
+
+
+@pytest.fixture(scope="session")
+def reward_model(files, tmp_path_factory):
+    """A tiny reward model as TRL leaves it, with a chat template; padding is not the token that ends a text."""
+    folder, tokenizer = tmp_path_factory.mktemp("reward") / "judge", AutoTokenizer.from_pretrained(files / "model")
+    tokenizer.chat_template, tokenizer.pad_token = TEMPLATE, "q"
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(5)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=27, num_labels=1, pad_token_id=17, **shape))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5) if parameter.dim() > 1 else None
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_model_sees_what_trl_trained_it_with(files, tokenizer, reward_model, tmp_path):
+    """A text ends with EOS, messages stand in the reward model's own template; each is scored at its last token, also
+    beside longer ones."""
+    args = tiny(files, tmp_path, reward=str(reward_model))
+    functions = prpo_llm.make_reward(args, torch.device("cpu"))
+    model, own = (
+        LlamaForSequenceClassification.from_pretrained(reward_model),
+        AutoTokenizer.from_pretrained(reward_model),
+    )
+    texts = ["c", "c d e f g", "g h"] * 4
+    for prompt, whole in (("a b ", "a b {} <eos>"), ([{"role": "user", "content": "a b"}], "u a b a {}")):
+        rows = [{"prompt": prompt, "completion": "b"}] * len(texts)
+        for ended in (True, False):  # what it lacks is what the penalty is for
+            _, _, columns = said(args, tokenizer, functions, texts, rows, ended=ended)
+            with torch.no_grad():
+                ids = [torch.tensor([own(whole.format(text))["input_ids"]]) for text in texts]
+                expected = [model(one).logits.item() for one in ids]
+            assert columns["score"].tolist() == pytest.approx(expected, abs=1e-5)
+    assert list(columns) == ["reward", "score", "reward_judge"]
+
+
+def test_what_is_no_reward_model_is_refused(files, reward_model, tmp_path, monkeypatch):
+    """A language model has no score, and code that comes with a model is not executed, nor is anybody asked."""
+    args = tiny(files, tmp_path, reward=str(files / "model"))
+    assert "is no whole model with one score" in refusal(prpo_llm.make_reward, args, torch.device("cpu"))
+    config = json.loads((reward_model / "config.json").read_text())
+    own = tmp_path / "own"
+    own.mkdir()
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}}
+    (own / "config.json").write_text(json.dumps(config))
+    (own / "mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    line = refusal(prpo_llm.make_reward, tiny(files, tmp_path, reward=str(own)), torch.device("cpu"))
+    assert "cannot be loaded" in line
+    line = refusal(prpo_llm.load_base, tiny(files, tmp_path, base_model=str(own)))
+    assert "cannot be loaded" in line and not (tmp_path / "executed").exists()
+
+
+def test_a_run_that_names_code_is_resumed_by_naming_it_again(files, tmp_path, monkeypatch):
+    """Somebody else's config.json cannot have a file executed."""
+    folder, _ = train(files, tmp_path / "runs", total_steps=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\ndef reward(**_): pass\n")
+    evil = f"{folder / 'evil.py'}:reward"
+    (folder / "config.json").write_text(json.dumps(config | {"reward": [evil]}))
+    resume = ["--resume", str(folder)]
+    line = refusal(parse_args, prpo_llm, resume)
+    assert line.startswith(f"--reward {evil}: is code that {folder} names; give the flag again")
+    assert not (tmp_path / "executed").exists()
+    assert parse_args(prpo_llm, [*resume, "--reward", evil]).reward == (evil,)
+    assert "is code" in refusal(parse_args, prpo_llm, [*resume, "--reward", f"{files / 'letters.py'}:count"])
+    (folder / "config.json").write_text(json.dumps(config | {"reward": ["rouge"]}))
+    assert parse_args(prpo_llm, resume).reward == ("rouge",)
+
+
+BAD = {
+    "no such reward": (["--reward", "bleu"], ["--reward bleu", "FILE.py:function"]),
+    "no such reward function": (["--reward", "nowhere.py:count"], ["--reward nowhere.py:count", "existing"]),
+    "the same reward twice": (["--reward", "rouge", "rouge"], ["--reward rouge rouge", "different"]),
+    "too many weights": (["--reward-weights", "1", "2"], ["--reward-weights 1.0 2.0", "each --reward"]),
+    "a weight that is no number": (["--reward-weights", "nan"], ["--reward-weights nan", "each --reward"]),
+    "no such file": (["--dataset", "nowhere.jsonl"], ["--dataset nowhere.jsonl", "no such file"]),
+    "no such held-out file": (["--eval-dataset", "nowhere.jsonl"], ["--eval-dataset nowhere.jsonl", "no such file"]),
+    "two data sets of three": (["--dataset", "a", "b"], ["--dataset a b", "each of the 3 agents"]),
+    "nothing common to evaluate on": (["--dataset", "a_{i}"], ["--eval-dataset", "--eval-prompts 0"]),
+    "own data sets dealt": (
+        ["--dataset", "a_{i}", "--eval-prompts", "0", "--partition", "topic"],
+        ["--partition topic", "data set of its own"],
+    ),
+    "two topics of three": (["--partition", "topic", "--topics", "a", "b"], ["--topics a b", "3 topics"]),
+    "a topic twice": (["--topics", "a", "a"], ["--topics a a"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_with_one_line(case):
+    """It names the flag, the value and what would be valid."""
+    argv, parts = BAD[case]
+    line = refusal(parse_args, prpo_llm, argv)
+    assert all(part in line for part in parts), line
+
+
+def test_a_file_without_the_function_is_refused(files, tmp_path):
+    """Before the model is loaded."""
+    (tmp_path / "broken.py").write_text("counts = 1\n")
+    args = tiny(files, tmp_path / "runs", base_model="nowhere/at/all", reward=f"{tmp_path / 'broken.py'}:count")
+    assert f"{tmp_path / 'broken.py'} has no function count" in refusal(prpo_llm.main, args)
+    args = tiny(files, tmp_path / "runs", base_model="nowhere/at/all", reward="nowhere/at/all")
+    assert refusal(prpo_llm.main, args).startswith("--reward nowhere/at/all: nowhere/at/all cannot be loaded")
+
+
+# --- partitions ---
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    agents=st.integers(1, 8),
+    number=st.integers(1, 120),
+    share=st.floats(0.0, 1.0),
+    low=st.floats(0.0, 1.0),
+    high=st.floats(0.0, 1.0),
+    xi=st.sampled_from([0.0, 1e-6, 0.5, 1.0, 256.0, 1e9]),
+)
+def test_coverage_partition_keeps_its_promises(seed, agents, number, share, low, high, xi):
+    """Sizes within the bounds, which may be equal; a fixed sum; each item equally often, never twice in a set."""
+    total = max(agents, round(share * agents * number))
+    assume(total <= agents * number)
+    middle = total // agents
+    least, most = math.floor(low * middle), math.ceil(total / agents + high * (number - total / agents))
+    rng = np.random.default_rng(seed)
+    sets = partition.coverage_partition(number, agents, total, (least, middle, most), xi, rng)
+    assert len(sets) == agents and sum(map(len, sets)) == total
+    assert all(least <= len(own) <= most and len({*own}) == len(own) for own in sets)
+    counts = np.bincount(np.concatenate(sets), minlength=number)
+    assert counts.min() >= total // number and counts.max() <= -(-total // number) and len(counts) == number
+
+
+@pytest.mark.parametrize("bounds", [(5, 4, 9), (0, 9, 5), (5, 5, 5), (0, 1, 2), (-1, 4, 9)])
+def test_bounds_without_room_are_refused(bounds):
+    """For 16 places in four sets."""
+    with pytest.raises(ValueError, match="cannot hold 16"):
+        partition.coverage_partition(16, 4, 16, bounds, 1.0, np.random.default_rng(0))
+
+
+def test_coverage_reaches_from_all_at_a_bound_to_all_equal():
+    """xi = 0 is the limit of ever smaller ones, a large one makes all sizes the mean; between them order is kept."""
+
+    def sizes(xi):
+        rng, runs = np.random.default_rng(0), []
+        for _ in range(30):
+            sets = partition.coverage_partition(400, 8, 400, (10, 50, 90), xi, rng)
+            runs.append([len(own) for own in sets])
+        return np.array(runs)
+
+    spreads = [sizes(xi).std(axis=1).mean() for xi in (0.0, 1e-6, 1.0, 16.0, 1e9)]
+    assert spreads[0] == pytest.approx(spreads[1], rel=0.15) and (np.diff(spreads[1:]) < 0).all()
+    assert (sizes(1e9) == 50).all()
+    assert spreads[0] > 1.3 * spreads[2]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    counts=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    share=st.floats(0.0, 1.0),
+    omega=st.sampled_from([0.0, 0.1, 0.9, 30.0, 1000.0]),
+)
+def test_preference_partition_keeps_its_promises(seed, counts, share, omega):
+    """Every agent has as many items as every other, none twice, however much it prefers."""
+    ends = np.cumsum(counts)
+    pools = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    size = max(1, round(share * sum(counts)))
+    sets = partition.preference_partition(pools, 4, size, omega, np.random.default_rng(seed))
+    assert len(sets) == 4 and all(len(own) == size == len({*own}) for own in sets)
+    assert all(set(own) <= set(range(sum(counts))) for own in sets)
+
+
+def test_preference_without_noise_is_the_common_mixture():
+    """omega = 0: every agent draws from softmax of the logits of the shares; larger ones drive agents apart."""
+    pools = [np.arange(0, 600), np.arange(600, 1600), np.arange(1600, 3000)]
+    odds = np.array([600 / 2400, 1000 / 2000, 1400 / 1600])
+
+    def mixtures(omega):
+        sets = partition.preference_partition(pools, 40, 400, omega, np.random.default_rng(1))
+        return np.array([np.histogram(own, (0, 600, 1600, 3000))[0] / 400 for own in sets])
+
+    np.testing.assert_allclose(mixtures(0.0).mean(axis=0), odds / odds.sum(), atol=0.01)
+    spreads = [mixtures(omega).std(axis=0).mean() for omega in (0.0, 0.3, 0.9, 3.0)]
+    assert (np.diff(spreads) > 0).all() and spreads[0] < 0.03
+    with pytest.raises(ValueError, match="3001 of 3000"):
+        partition.preference_partition(pools, 1, 3001, 0.9, np.random.default_rng(1))
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**31), xi=st.sampled_from([0.0, 1.0, 256.0]), middle=st.integers(0, 20))
+def test_hardness_partition_keeps_its_promises(seed, xi, middle):
+    """Sets of equal size; the easy items are dealt as coverage deals them, the rest are hard ones, none twice."""
+    easy, hard, bounds = np.arange(100, 180), np.arange(100), (middle // 2, middle, middle + middle // 2)
+    rng = np.random.default_rng(seed)
+    sets = partition.hardness_partition(easy, hard, 4, 40, 4 * middle, bounds, xi, rng)
+    assert all(len(own) == 40 == len({*own}) for own in sets)
+    amounts = [int((own >= 100).sum()) for own in sets]
+    assert sum(amounts) == 4 * middle and all(bounds[0] <= own <= bounds[2] for own in amounts)
+    with pytest.raises(ValueError, match="hard"):
+        partition.hardness_partition(easy, hard[:10], 4, 40, 40, (5, 10, 15), xi, rng)
+
+
+def deal_files(many, files, folder, *words):
+    """Run the tool. Returns the prompts of each agent's file, and the held-out ones."""
+    argv = ["--dataset", many, "--base-model", str(files / "model"), "--out-dir", str(folder), *words]
+    partition.main(partition.read_flags(partition.Args, argv))
+    read = {path.stem: path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))}
+    rows = {name: [json.loads(line) for line in lines] for name, lines in read.items()}
+    return [rows[f"agent_{i}"] for i in range(len(rows) - 1)], rows["validation"]
+
+
+@pytest.mark.parametrize("name", ["preference", "coverage", "hardness", "iid", "topic"])
+def test_every_partition_writes_a_file_for_each_agent(many, files, tokenizer, tmp_path, name, capsys):
+    """Rows of the data set, none that prpo_llm.py holds out, the sizes asked for, the same for equal seeds."""
+    words = ["--partition", name, "--prompts-per-agent", "40", "--num-agents", "3"]
+    parts, pool = deal_files(many, files, tmp_path / "a", *words)
+    assert "fewer" not in capsys.readouterr().out
+    rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
+    sizes = [len(part) for part in parts]
+    assert len(parts) == 3 and all(row in rows for part in (*parts, pool) for row in part)
+    assert sizes == [40] * 3 if name != "coverage" else sum(sizes) == 120 and all(20 <= size <= 60 for size in sizes)
+    args = tiny(files, "runs", dataset=many, eval_prompts=999)
+    assert {row["prompt"] for row in pool} == {*dealt(args, tokenizer)[1]["validation"]}
+    prompts = [[row["prompt"] for row in part] for part in parts]
+    assert not {row["prompt"] for row in pool} & {*sum(prompts, [])}
+    assert all(len({*own}) == len(own) for own in prompts)
+    if name not in ("preference", "hardness"):
+        assert len({*sum(prompts, [])}) == 120
+    if name == "topic":
+        assert [{row["topic"] for row in part} for part in parts] == [{"y"}, {"x"}, {"z"}]
+    assert deal_files(many, files, tmp_path / "b", *words) == (parts, pool)
+    if name in ("preference", "coverage", "hardness"):
+        assert deal_files(many, files, tmp_path / "c", *words, "--seed", "2")[0] != parts
+
+
+def test_partitions_move_what_they_are_named_for(many, files, tmp_path, capsys):
+    """Shares of topics, numbers of prompts, shares of easy prompts; overlap lets agents share some."""
+
+    def each(folder, *words):
+        return deal_files(many, files, tmp_path / folder, "--num-agents", "6", "--prompts-per-agent", "30", *words)[0]
+
+    def spread(parts, count):
+        return np.std([sum(map(count, part)) for part in parts])
+
+    def easy(row):
+        return len(row["completion"]) <= 4
+
+    apart, alike = (each(f"p{own}", "--partition", "preference", "--strength", own) for own in ("3", "0"))
+    assert spread(apart, lambda row: row["topic"] == "x") > 2 * spread(alike, lambda row: row["topic"] == "x")
+    apart, alike = (each(f"c{own}", "--partition", "coverage", "--strength", own) for own in ("0", "1000000"))
+    assert {len(part) for part in alike} == {30} and spread(apart, lambda _: 1) > 8
+    apart, alike = (each(f"h{own}", "--partition", "hardness", "--strength", own) for own in ("0", "1000000"))
+    assert spread(apart, easy) > 2 * spread(alike, easy)
+    shared = each("overlap", "--partition", "coverage", "--overlap", "2")
+    prompts = [row["prompt"] for part in shared for row in part]
+    assert len(prompts) == 180 and len({*prompts}) == 90
+    equal = each("equal", "--partition", "coverage", "--bounds", "30", "30", "--strength", "0")
+    assert {len(part) for part in equal} == {30}
+    capsys.readouterr()
+    few = deal_files(many, files, tmp_path / "few", "--partition", "coverage", "--prompts-per-agent", "500")[0]
+    found = re.search(
+        r"gets (\d+) prompts, fewer than --prompts-per-agent 500: there are (\d+)", capsys.readouterr().out
+    )
+    assert int(found[2]) - 3 < sum(map(len, few)) == 3 * int(found[1]) <= int(found[2])
+
+
+TOOL = {
+    "no folder": (["--partition", "iid"], "--out-dir"),
+    "no such partition": (["--out-dir", "x", "--partition", "even"], "--partition even: choose from"),
+    "overlap": (["--out-dir", "x", "--partition", "coverage", "--overlap", "4"], "--overlap 4.0: must lie in [1, 3]"),
+    "strength": (["--out-dir", "x", "--partition", "coverage", "--strength", "-1"], "must not be negative"),
+    "infinite": (["--out-dir", "x", "--partition", "coverage", "--strength", "inf"], "--strength inf: must be finite"),
+    "bounds": (["--out-dir", "x", "--partition", "coverage", "--bounds", "5", "4"], "--bounds 5 4: must be"),
+    "no room": (["--out-dir", "x", "--partition", "coverage", "--bounds", "90", "95"], "cannot hold"),
+    "no agents": (["--out-dir", "x", "--partition", "iid", "--num-agents", "0"], "--num-agents 0: must be at least 1"),
+    "no numbers": (["--out-dir", "x", "--partition", "hardness", "--easy-column", "topic"], "--easy-column topic"),
+    "no file": (["--out-dir", "x", "--partition", "iid", "--dataset", "nowhere.jsonl"], "nowhere.jsonl: there is no"),
+}
+
+
+@pytest.mark.parametrize("case", TOOL)
+def test_the_tool_refuses_in_one_line(many, files, tmp_path, monkeypatch, case):
+    """And writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    words, message = TOOL[case]
+    argv = ["--dataset", many, "--base-model", str(files / "model"), "--prompts-per-agent", "40", *words]
+    line = refusal(lambda: partition.main(partition.read_flags(partition.Args, argv)))
+    assert message in line and not (tmp_path / "x").exists(), line
+
+
+def test_the_commands_of_the_page_run(many, files, tmp_path, monkeypatch):
+    """The tool's two lines, and the training on what they leave, as they stand in the page but for size and model."""
+    monkeypatch.chdir(tmp_path)
+    page = (REPOSITORY / "docs" / "prpo_llm.md").read_text()
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", page, re.S) for line in block.splitlines()]
+    (line,) = [line for line in lines if "benchmark/partition.py" in line]
+    first, second = (shlex.split(part, comments=True) for part in line.split(" && "))
+    assert first[:2] == ["python", "benchmark/partition.py"] and second[:2] == ["python", "prpo_llm.py"]
+    small = ["--base-model", str(files / "model")]
+    partition.main(partition.read_flags(partition.Args, [*first[2:], "--dataset", many, *small]))
+    small += ["--total-steps", "1", "--response-length", "4", "--eval-prompts", "1", "--reward", "rouge"]
+    args = parse_args(prpo_llm, [*second[2:], *small, "--batch-size", "2", "--device", "cpu"])
+    assert prpo_llm.main(args)["completed"]
+    (line,) = [line for line in lines if "benchmark/docstrings.py" in line]
+    words = shlex.split(line, comments=True)
+    assert words[:2] == ["python", "benchmark/docstrings.py"]
+    toolbox(tmp_path, monkeypatch)
+    args = docstrings_args(words[2:])
+    docstrings.main(docstrings.Args(out=args.out, topics=("toolbox",)))
+    assert Path(args.out).is_file()
+
+
+def docstrings_args(words):
+    """As the tool reads them."""
+    return partition.read_flags(docstrings.Args, words)
