@@ -634,7 +634,7 @@ def test_a_file_without_the_function_is_refused(files, tmp_path):
 # --- partitions ---
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     agents=st.integers(1, 8),
@@ -671,17 +671,17 @@ def test_coverage_reaches_from_all_at_a_bound_to_all_equal():
     def sizes(xi):
         rng, runs = np.random.default_rng(0), []
         for _ in range(30):
-            sets = partition.coverage_partition(400, 8, 400, (10, 50, 90), xi, rng)
+            sets = partition.coverage_partition(80, 8, 80, (2, 10, 18), xi, rng)
             runs.append([len(own) for own in sets])
         return np.array(runs)
 
     spreads = [sizes(xi).std(axis=1).mean() for xi in (0.0, 1e-6, 1.0, 16.0, 1e9)]
     assert spreads[0] == pytest.approx(spreads[1], rel=0.15) and (np.diff(spreads[1:]) < 0).all()
-    assert (sizes(1e9) == 50).all()
-    assert spreads[0] > 1.3 * spreads[2]
+    assert (sizes(1e9) == 10).all()
+    assert spreads[0] > 1.1 * spreads[2]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     counts=st.lists(st.integers(1, 30), min_size=1, max_size=6),
