@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 from command import parse_args
-from helpers import REPOSITORY, call, only_run, torchrun
+from helpers import REPOSITORY, only_run, torchrun
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_llm import files, rows_of, tiny, train, weights_of  # noqa: F401
+from tokenizers import processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 import prpo_llm
@@ -383,7 +384,7 @@ prpo_llm.main(parse_args(prpo_llm))
 """
 
 
-def test_ranks_share_nothing_but_the_wire(many, files, tmp_path):
+def test_ranks_share_nothing_but_the_wire(many, files, tmp_path, monkeypatch):
     """Each in a folder of its own with its agent's prompts: the training of one process that has them all."""
     rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
     one = tmp_path / "one"
@@ -397,15 +398,12 @@ def test_ranks_share_nothing_but_the_wire(many, files, tmp_path):
     argv = flags_of(tiny(files, "runs", **changes))
     run = torchrun(2, tmp_path / "alone.py", REPOSITORY / "tests" / "tools", *argv, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    process = call(prpo_llm.__file__, *argv, cwd=one)
-    assert process.returncode == 0, process.stderr
+    monkeypatch.chdir(one)
+    prpo_llm.main(parse_args(prpo_llm, argv))
     together = only_run(one / "runs")
     for k in range(2):
         (own,) = weights_of(only_run(tmp_path / str(k) / "runs"))
         torch.testing.assert_close(own, weights_of(together)[k], rtol=0, atol=1e-4)
-    (tmp_path / "1" / "agent_1.jsonl").unlink()
-    run = torchrun(2, tmp_path / "alone.py", REPOSITORY / "tests" / "tools", *argv, cwd=tmp_path)
-    assert run.returncode != 0 and "--dataset agent_1.jsonl: there is no such file" in run.stderr
 
 
 def flags_of(args):
@@ -530,6 +528,8 @@ def reward_model(files, tmp_path_factory):
     """A tiny reward model as TRL leaves it, with a chat template; padding is not the token that ends a text."""
     folder, tokenizer = tmp_path_factory.mktemp("reward") / "judge", AutoTokenizer.from_pretrained(files / "model")
     tokenizer.chat_template, tokenizer.pad_token = TEMPLATE, "q"
+    begin = processors.TemplateProcessing(single="y $A", special_tokens=[("y", 25)])  # as Llama's begins a text
+    tokenizer.backend_tokenizer.post_processor = begin
     tokenizer.save_pretrained(folder)
     torch.manual_seed(5)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -555,7 +555,9 @@ def test_a_reward_model_sees_what_trl_trained_it_with(files, tokenizer, reward_m
         for ended in (True, False):  # what it lacks is what the penalty is for
             _, _, columns = said(args, tokenizer, functions, texts, rows, ended=ended)
             with torch.no_grad():
-                ids = [torch.tensor([own(whole.format(text))["input_ids"]]) for text in texts]
+                words = [own(whole.format(text), add_special_tokens=isinstance(prompt, str)) for text in texts]
+                ids = [torch.tensor([each["input_ids"]]) for each in words]
+                assert all((each[0, 0] == 25) == isinstance(prompt, str) for each in ids)
                 expected = [model(one).logits.item() for one in ids]
             assert columns["score"].tolist() == pytest.approx(expected, abs=1e-5)
     assert list(columns) == ["reward", "score", "reward_judge"]
