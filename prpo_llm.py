@@ -245,7 +245,7 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list[dict]], dic
     parts = {i: [example for example in loaded[names[i]] if example["place"] not in reserved] for i in held}
     rest = parts[held[0]]
     if args.partition == "topic":
-        counts = Counter(example["topic"] for example in rest)
+        counts = Counter(example["topic"] for example in loaded[names[held[0]]])
         topics = topics or sorted(counts, key=lambda name: (-counts[name], name))[:n]
         if len(topics) < n:
             communicators.refuse(args, "num_agents", f"must be at most {len(topics)}, as there are topics")

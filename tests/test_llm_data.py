@@ -308,6 +308,17 @@ def test_no_setting_moves_prompts_between_training_and_test(
     assert otherwise["validation"] == larger["validation"]  # whatever the partition and the number of agents
 
 
+def test_topics_of_equal_size_are_taken_in_the_order_of_their_names(files, tokenizer, tmp_path):
+    """However many of their prompts are held out."""
+    rows = [
+        {"prompt": f"{chr(97 + k)} {chr(97 + n)}", "completion": "a", "topic": "zyx"[k % 3]}
+        for k in range(26)
+        for n in range(5)
+    ]
+    args = tiny(files, "runs", dataset=write(tmp_path / "data.jsonl", rows[:120]), num_agents=3, partition="topic")
+    assert list(prpo_llm.deal(args, tokenizer, range(3))[1]) == ["validation", "x", "y", "z"]
+
+
 def test_a_rank_deals_its_own_agents_what_one_process_deals_them(many, files, tokenizer):
     """In both partitions."""
     for name in ("iid", "topic"):
