@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from test_llm import TARGETS, files, flags, plain_model, tiny  # noqa: F401
+from test_llm import TARGETS, files, flags, plain_model, tiny, to_resume  # noqa: F401
 from torch.distributions import Categorical, kl_divergence
 
 import communicators
@@ -71,7 +71,7 @@ SETTINGS = {
 def folder(files, tmp_path_factory):  # noqa: F811
     """Prompts that all differ, a reward, C, and an adapter that does something from the start."""
     folder, generator = tmp_path_factory.mktemp("training"), np.random.default_rng(1)
-    texts = sorted({" ".join(generator.choice([*"abcdefghijklm"], size=generator.integers(2, 7))) for _ in range(40)})
+    texts = sorted({" ".join(generator.choice([*"abcdefghijklm"], size=generator.integers(2, 7))) for _ in range(120)})
     rows = [{"prompt": text, "completion": text[:3], "topic": "x"} for text in texts]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "rules.py").write_text(RULES)
@@ -94,9 +94,9 @@ def targets(model):
 
 def settings_of(files, folder, run_dir, **changes):  # noqa: F811
     """The arguments of a run."""
-    paths = {"base_model": str(files / "model"), "dataset": str(folder / "data.jsonl"), "run_dir": str(run_dir)}
+    paths = {"base_model": str(files / "model"), "dataset": (str(folder / "data.jsonl"),), "run_dir": str(run_dir)}
     paths |= {"communicator": str(folder / "C.csv"), "adapter": str(folder / "adapter")}
-    return prpo_llm.Args(**SETTINGS | paths | {"reward": f"{folder / 'rules.py'}:vowels"} | changes)
+    return prpo_llm.Args(**SETTINGS | paths | {"reward": (f"{folder / 'rules.py'}:vowels",)} | changes)
 
 
 # --- the plain version ---
@@ -412,8 +412,8 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
     prpo_llm.main(args)
     run = only_run(tmp_path)
     _, tokenizer = prpo_llm.load_base(args)
-    examples, tests = prpo_llm.deal(args, prpo_llm.load_examples(args, tokenizer))
-    dealt = [example["prompt"] for own in (*examples, tests["validation"]) for example in own]
+    examples, tests = prpo_llm.deal(args, tokenizer, range(3))
+    dealt = [example["prompt"] for own in (*examples.values(), tests["validation"]) for example in own]
     assert len(set(dealt)) == len(dealt) == 3 * args.prompts_per_agent + 3  # nobody trains on what is held out
     agents, expected = plain_training(files, args, examples)
     # Adapters: how far a run can move a parameter is the learning rate times the number of optimizer steps
@@ -589,7 +589,7 @@ def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, k
         "    known = [p[0] == 'a' or len(calls) < 2 for p in prompts]\n"
         "    return [sum(map(ord, c)) % 7 / 7 if own else 0.5 for own, c in zip(known, completions)]\n"
     )
-    rows = [{"prompt": f"{'aq'[k % 2]} b c", "completion": "b", "topic": "xy"[k % 2]} for k in range(17)]
+    rows = [{"prompt": f"{'ar'[k % 2]} b c", "completion": "b", "topic": "xy"[k % 2]} for k in range(17)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     base = {"dataset": str(tmp_path / "data.jsonl"), "reward": f"{tmp_path / 'once.py'}:once", "partition": "topic"}
     base |= {"kl_coef": kl_coef, "missing_eos_penalty": 0.0, "eval_prompts": 0, "save_every": 1, "group_size": 6}
@@ -613,7 +613,7 @@ def test_machines_without_a_common_disk(files, tmp_path, algorithm):  # noqa: F8
     """Two machines, each with its own folder: every agent's files are where it is, and a finished run is finished."""
 
     def train(folder, resume=""):
-        argv = ["--resume", resume] if resume else flags(tiny(files, tmp_path / folder, algorithm=algorithm))
+        argv = to_resume(Path(resume)) if resume else flags(tiny(files, tmp_path / folder, algorithm=algorithm))
         with contextlib.chdir(tmp_path):
             summary = prpo_llm.main(parse_args(prpo_llm, argv))
         return str(only_run(tmp_path / folder)), summary["training_reward"], summary["evaluation"]
