@@ -47,7 +47,7 @@ OTHERS = {
     "--gres",
     "--help",
 }
-PAST = {"--cudagraphs"}  # the changelog says that they are gone
+PAST = {"--cudagraphs", "--partition-strength", "--partition-overlap"}  # the changelog says that they are gone
 
 
 @functools.cache

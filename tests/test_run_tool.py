@@ -137,7 +137,7 @@ def test_what_was_cut_off_is_resumed_from_its_checkpoint_or_started_anew(tmp_pat
     planned = tool(lines, "--dry-run").stdout.splitlines()
     assert re.fullmatch(r"A=1 python train.py --resume runs/Task__cut-save__1__\d+", planned[0])
     assert planned[1:] == lines[1:]
-    named = f"{train('cut-save')} --reward own.py:good rouge --reward-weights 1 2 --seed 2"
+    named = f"{train('cut-save-named')} --reward own.py:good rouge --reward-weights 1 2 --seed 2"
     assert tool([named]).returncode == 1
     (planned,) = tool([named], "--dry-run").stdout.splitlines()
     assert planned.endswith(" --reward own.py:good rouge --reward-weights 1 2")  # code has to be named again
