@@ -56,7 +56,7 @@ SETTINGS = {
     "clip_coef": 0.1,
     "missing_eos_penalty": 0.5,
     "prompts_per_agent": 6,
-    "eval_prompts": 3,
+    "eval_prompts": 8,
     "lora_rank": 4,
     "lora_alpha": 8,
     "value_lora_rank": 2,
@@ -414,7 +414,7 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
     _, tokenizer = prpo_llm.load_base(args)
     examples, tests = prpo_llm.deal(args, tokenizer, range(3))
     dealt = [example["prompt"] for own in (*examples.values(), tests["validation"]) for example in own]
-    assert len(set(dealt)) == len(dealt) == 3 * args.prompts_per_agent + 3  # nobody trains on what is held out
+    assert len(set(dealt)) == len(dealt) == 3 * args.prompts_per_agent + 8  # nobody trains on what is held out
     agents, expected = plain_training(files, args, examples)
     # Adapters: how far a run can move a parameter is the learning rate times the number of optimizer steps
     steps = args.total_steps * args.update_epochs * args.batch_size // (args.minibatch_size or args.batch_size)
