@@ -16,7 +16,7 @@ import tyro
 from plot import COLOURS, header, load_runs, read_groups, write
 from plot import Args as PlotArgs
 
-TITLES = {"fixed": "ε = 0.01", "bounded": "ε by Observation 1, δ = 0.2"}
+TITLES = {"fixed": "ε = 0.01", "bounded": "δ = 0.2", "tight": "δ = 0.1"}
 SHOWN = {"tv_update": "largest movement of an agent", "bound": "bound on it"}
 
 
@@ -54,7 +54,8 @@ def draw(csv_path: Path, png_path: Path) -> None:
             curve = own.groupby("timesteps")[name].agg(["mean", "min", "max"])
             axis.plot(curve.index / 1000, curve["mean"], color=colour, label=label)
             axis.fill_between(curve.index / 1000, curve["min"], curve["max"], color=colour, alpha=0.15, linewidth=0)
-        axis.set_title(f"{TITLES[method]}: {own.within.mean():.1%} of updates within, {own.seed.nunique()} seeds")
+        seeds = own.seed.nunique()
+        axis.set_title(f"{TITLES[method]}: {own.within.mean():.0%} within ({seeds} seed{'s' * (seeds > 1)})")
         axis.set_xlabel("environment steps per agent (thousands)")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylim(0)

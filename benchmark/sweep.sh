@@ -226,24 +226,27 @@ END
 }
 
 trpo() {
-    local ppo="prpo_minigrid.py --learning-rate 1e-3 --kl-coef 0.5 --kl-direction reverse" # as chosen for doorkey
+    local steps ppo="prpo_minigrid.py --learning-rate 1e-3 --kl-coef 0.5 --kl-direction reverse" # as chosen for doorkey
     while IFS=: read -r variant task methods; do
         for seed in "${SEEDS[@]}"; do
             for name in $methods; do
+                steps=$STEPS
                 case $name in
                 isolated-trpo) method="prtrpo_minigrid.py --communicator identity --local-updates 4" ;;
                 pr-trpo) method="prtrpo_minigrid.py --local-updates 4" ;;
+                pr-trpo-every1) method=prtrpo_minigrid.py ;; # as Observation 1 has it
                 pr-uniform) method="$ppo --local-updates 4" ;;
-                fixed) method=prtrpo_minigrid.py ;;
-                bounded) method="prtrpo_minigrid.py --delta 0.2" ;;
+                fixed) method=prtrpo_minigrid.py steps=61440 ;;
+                bounded) method="prtrpo_minigrid.py --delta 0.2" steps=61440 ;;
+                tight) method="prtrpo_minigrid.py --delta 0.1" steps=61440 ;;
                 esac
-                echo "OMP_NUM_THREADS=1 python $method $task --seed $seed --total-timesteps $STEPS --eval-episodes 50" \
+                echo "OMP_NUM_THREADS=1 python $method $task --seed $seed --total-timesteps $steps --eval-episodes 50" \
                     "--run-dir $folder/$variant --exp-name $name"
             done
         done
     done <<END
-doorkey6x6:--env-id MiniGrid-DoorKey-6x6-v0:isolated-trpo pr-trpo pr-uniform
-bound:--env-id MiniGrid-DoorKey-6x6-v0:fixed bounded
+doorkey6x6:--env-id MiniGrid-DoorKey-6x6-v0:isolated-trpo pr-trpo pr-trpo-every1 pr-uniform
+bound:--env-id MiniGrid-DoorKey-5x5-v0:fixed bounded tight
 fourrooms:--env-id MiniGrid-FourRooms-v0:isolated-trpo pr-trpo pr-uniform
 doorkey:--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0:isolated-trpo pr-trpo pr-uniform
 END

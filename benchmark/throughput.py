@@ -113,7 +113,7 @@ def trpo_contenders(args: Args) -> dict[str, list[str]]:
     timesteps = str(args.timesteps or 32_768)
     common = ["--env-id", args.env_id, "--total-timesteps", timesteps, "--eval-episodes", "0"]
     prtrpo, contrib = ["prtrpo_minigrid.py", *common], ["benchmark/baselines/sb3_trpo.py", *common]
-    rounds = ["--local-updates", str(args.local_updates)]
+    rounds = ["--local-updates", "1"]  # its default, so that all updates but the first have a reference of others
     return {
         CONTRIB: [*contrib, "--threads", str(args.sb3_threads)],
         CONTRIB + ", 1 thread": [*contrib, "--threads", "1"],
