@@ -291,7 +291,7 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
     """
     if mixture not in MIXTURES:
         raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
-    heard = [(weight, log_probs[j]) for j, weight in enumerate(weights.to(log_probs).tolist()) if weight > 0]
+    heard = [(weight, log_probs[j]) for j, weight in enumerate(weights.to(log_probs.dtype).tolist()) if weight > 0]
     if mixture == "arithmetic":  # one policy after the other, because the vocabulary of a language model is large
         weighted = (own + math.log(weight) if weight != 1 else own for weight, own in heard)
         return functools.reduce(torch.logaddexp, weighted)
@@ -328,7 +328,7 @@ def total_variation(log_probs: Tensor) -> Tensor:
     log_probs: [agents, states, actions]. Returns [agents, agents] in [0, 1].
     """
     probs = log_probs.exp()
-    return (probs[:, None] - probs[None]).abs().sum(-1).mean(-1) / 2
+    return torch.stack([(probs - own).abs().sum(-1).mean(-1) for own in probs]) / 2  # one by one: they may be large
 
 
 # Parameters

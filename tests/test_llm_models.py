@@ -1,0 +1,419 @@
+"""Language models of many families: the plain model's log-probabilities, or one line that says why not."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import transformers
+from command import parse_args
+from helpers import REPOSITORY, call
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_llm import WORDS, files, layers_of, rows_of, train
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import prpo_llm
+
+assert files  # a fixture
+PROMPT, RESPONSE = 10, 6  # tokens of the longest row: the last one of a completion predicts nothing
+LONGEST = PROMPT + RESPONSE - 1
+SHAPE = {"vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+SHAPE |= {"eos_token_id": 0, "bos_token_id": None}
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PHI3, NEOX = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), ("query_key_value", "dense", "dense_4h_to_h")
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+FAMILIES = {  # configuration, what it is given, layers with adapters
+    "llama": ("Llama", {}, ALL),
+    "llama with dynamic positions": ("Llama", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}, ALL),
+    "qwen2": ("Qwen2", {}, ALL),
+    "qwen3": ("Qwen3", {}, ALL),
+    "gemma3": ("Gemma3Text", {**SLIDING, "sliding_window": LONGEST}, ALL),
+    "gemma3 with capped logits": ("Gemma3Text", {**SLIDING, "final_logit_softcapping": 2.0}, ALL),
+    "gemma2 with capped logits": ("Gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0}, ALL),
+    "olmo2": ("Olmo2", {}, ALL),
+    "phi3": ("Phi3", {}, PHI3),
+    "gpt-neox": ("GPTNeoX", {"num_key_value_heads": 4}, NEOX),
+    "cohere": ("Cohere", {"logit_scale": 0.0625}, ALL),
+    "granite": ("Granite", {"logits_scaling": 8.0, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}, ALL),
+    "mistral": ("Mistral", {"sliding_window": LONGEST}, ALL),
+    "qwen2 with windows": ("Qwen2", {**SLIDING, "use_sliding_window": True, "sliding_window": LONGEST}, ALL),
+    "phi3 with windows": ("Phi3", {"sliding_window": LONGEST}, PHI3),
+}
+MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+REFUSED = {
+    "gemma2": ("Gemma2", {}, "soft-capping or sinks"),
+    "gpt-oss": ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "soft-capping or sinks"),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of conv are not supported"),
+    "qwen3.5": ("Qwen3_5Text", MIXED, "layers of linear_attention are not supported"),
+    "mistral": ("Mistral", {"sliding_window": LONGEST - 1}, "reaches 14 tokens back, rows have 15"),
+    "qwen2": ("Qwen2", {**SLIDING, "use_sliding_window": True, "sliding_window": LONGEST - 1}, "reaches 14 tokens"),
+    "gemma3": ("Gemma3Text", {**SLIDING, "sliding_window": LONGEST - 1}, "reaches 14 tokens back, rows have 15"),
+    "phi3": ("Phi3", {"sliding_window": LONGEST - 1}, "reaches 14 tokens back, rows have 15"),
+    "a scale that we do not know": ("HyperCLOVAX", {"logits_scaling": 0.25}, "log-probabilities are off by"),
+    "dynamic positions": ("Llama", {"max_position_embeddings": 15, "rope_parameters": DYNAMIC}, "beyond 15 tokens its"),
+    "mamba": ("Mamba", {}, ""),
+    "bloom": ("Bloom", {}, ""),
+}
+
+
+def save(folder, config, **generation):
+    """A random model of this configuration, far from uniform, with the tokenizer of 27 words."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
+    for name, value in generation.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<eos>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    return folder
+
+
+def config_of(family, changes):
+    return getattr(transformers, f"{family}Config")(**SHAPE | changes)
+
+
+def settings(folder, **changes):
+    """Settings for this model, with rows of at most LONGEST tokens."""
+    sizes = {"max_prompt_tokens": PROMPT, "response_length": RESPONSE, "batch_size": 2, "group_size": 3}
+    base = {"base_model": str(folder), "precision": "float32", "num_agents": 2, "lora_rank": 4, "temperature": 1.0}
+    return prpo_llm.Args(**base | sizes | changes)
+
+
+def adapted(args):
+    """(model, tokenizer) with random adapters of two agents."""
+    model, tokenizer = prpo_llm.load_base(args)
+    prpo_llm.add_adapters(args, model, 2)
+    torch.manual_seed(1)
+    for layer in layers_of(model).values():
+        for side in (layer.A["policy"], layer.B["policy"]):
+            nn.init.normal_(side, std=0.3)
+    return model, tokenizer
+
+
+def plain_log_probs(args, model, agent, ids):
+    """What transformers says of a sequence with an agent's adapter merged into the weights: [tokens, vocabulary]."""
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(args.base_model, **options).eval()
+    for name, layer in layers_of(model).items():
+        product = layer.B["policy"][agent] @ layer.A["policy"][agent]
+        plain.get_submodule(name).weight.data += args.lora_alpha / args.lora_rank * product.detach()
+    with torch.no_grad():
+        return [plain(torch.tensor([own])).logits[0].log_softmax(-1) for own in ids]
+
+
+PROMPTS = [[3, 7, 1, 9, 4, 4, 8, 2, 6, 11], [5, 2, 12], [8, 8, 6, 1, 20], [10, 13, 7, 7, 2, 9, 1, 5, 3, 3]]
+
+
+def assert_equal_to_plain(args):
+    """Log-probabilities of padded prompts with groups, and greedy completions with the shared cache."""
+    model, _ = adapted(args)
+    lengths = torch.tensor([[[6, 1, 3], [2, 6, 6]], [[1, 4, 2], [5, 6, 3]]])  # [agents, prompts, group]
+    tokens = torch.randint(1, len(WORDS), (2, 2, 3, RESPONSE), generator=torch.Generator().manual_seed(2))
+    prpo_llm.Adapters.selected = "policy", None
+    with torch.no_grad():
+        hidden = prpo_llm.predict(model, {"prompts": PROMPTS, "tokens": tokens, "lengths": lengths})
+        found = prpo_llm.log_probs(args, model, hidden)
+        said, _ = prpo_llm.generate(model, PROMPTS, torch.zeros(4, 2, RESPONSE), [-1], temperature=0.0)
+    for agent in range(2):
+        cases = [(p, g) for p in range(2) for g in range(3)]
+        rows = [PROMPTS[2 * agent + p] + tokens[agent, p, g, : lengths[agent, p, g]].tolist() for p, g in cases]
+        greedy = [PROMPTS[2 * agent + p] + said[2 * agent + p, 1].tolist() for p in range(2)]
+        plain = plain_log_probs(args, model, agent, rows + greedy)
+        for (p, g), expected in zip(cases, plain, strict=False):
+            length = int(lengths[agent, p, g])
+            torch.testing.assert_close(found[agent, p, g, :length], expected[-length - 1 : -1], rtol=0, atol=1e-4)
+        for row, expected in zip(greedy, plain[6:], strict=True):
+            chosen = expected[-RESPONSE - 1 : -1]
+            best = chosen.gather(1, torch.tensor(row[-RESPONSE:])[:, None])[:, 0]
+            torch.testing.assert_close(best, chosen.amax(-1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_families_that_say_what_the_plain_model_says(case, tmp_path):
+    """Scales and caps of logits are applied, windows that no row leaves do not matter, fused layers have adapters."""
+    family, changes, targets = FAMILIES[case]
+    assert_equal_to_plain(settings(save(tmp_path, config_of(family, changes)), lora_targets=targets))
+
+
+def test_the_language_model_of_a_multimodal_checkpoint(tmp_path):
+    """Gemma 3 with a vision tower, whose layers are called alike and get no adapters."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    text = config_of("Gemma3Text", {**SLIDING, "sliding_window": LONGEST})
+    outer = {"mm_tokens_per_image": 4, "image_token_index": 26, "boi_token_index": 25, "eoi_token_index": 24}
+    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision, eos_token_id=0, **outer)
+    args = settings(save(tmp_path, config), lora_targets=ALL, algorithm="ppo")
+    assert_equal_to_plain(args)
+    model, _ = adapted(args)
+    assert model.value_head.shape == (2, 32) and not any("vision" in name for name in layers_of(model))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_families_that_are_refused(case, tmp_path):
+    """In one line, at the start, which names the model."""
+    family, changes, reason = REFUSED[case]
+    args = settings(save(tmp_path, config_of(family, changes)))
+    with pytest.raises(SystemExit) as end:
+        prpo_llm.load_base(args)
+    assert end.value.code.startswith(f"--base-model {tmp_path}: cannot be") and "\n" not in end.value.code
+    assert reason in end.value.code
+
+
+BROKEN = {
+    "no attention to the prompt": lambda self, query, prompt, own, scaling: torch.zeros_like(query),
+    "completions see the future": lambda self, query, prompt, own, scaling: prpo_llm.shared_heads(
+        query.flatten(2, 3), *(torch.cat((a, b.flatten(2, 3)), dim=2) for a, b in zip(prompt, own, strict=True))
+    ).view(query.shape),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_the_start_compares_with_a_model_that_does_not_run_our_code(case, tmp_path, monkeypatch):
+    """Whatever is wrong with our attention is found before a run begins."""
+    args = settings(save(tmp_path, config_of("Llama", {})))
+    prpo_llm.load_base(args)
+    monkeypatch.setattr(prpo_llm.Groups, "attend", BROKEN[case])
+    with pytest.raises(SystemExit, match="log-probabilities are off by"):
+        prpo_llm.load_base(args)
+
+
+# --- memory ---
+
+
+def saved_tensors(args, tmp_path):
+    """The sizes of what a pass keeps for its gradient, and that gradient."""
+    model, _ = adapted(args)
+    tokens = torch.randint(1, len(WORDS), (2, 1, 8, 48), generator=torch.Generator().manual_seed(2))
+    batch = {"prompts": [PROMPTS[0], PROMPTS[1]], "tokens": tokens, "lengths": torch.full((2, 1, 8), 48)}
+    sizes, prpo_llm.Adapters.selected = [], ("policy", None)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        hidden = prpo_llm.predict(model, batch)
+        before = sizes.copy()
+        prpo_llm.logits(model, hidden).log_softmax(-1)[..., 3].sum().backward()
+    return before, [layer.B["policy"].grad for layer in layers_of(model).values()]
+
+
+def test_scores_are_not_kept_and_checkpointing_keeps_little(tmp_path):
+    """No tensor is as large as a group's scores; with --gradient-checkpointing the gradient is the same."""
+    args = settings(save(tmp_path, config_of("Llama", {})), response_length=48)
+    sizes, gradient = saved_tensors(args, tmp_path)
+    assert max(sizes) < 2 * 4 * 8 * 47 * (PROMPT + 47)  # agents, heads, group, tokens, keys
+    args.gradient_checkpointing = True
+    fewer, again = saved_tensors(args, tmp_path)
+    assert sum(fewer) < 0.2 * sum(sizes)
+    for one, other in zip(gradient, again, strict=True):
+        assert one.abs().max() > 0
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_rollouts_in_parts_are_the_whole(tmp_path, monkeypatch):
+    """--rollout-batch-size limits the prompts of an agent that are completed at once, not what is said."""
+    folder, seen, generate = save(tmp_path, config_of("Llama", {})), [], prpo_llm.generate
+    examples = [[{"ids": ids} for ids in own] for own in (PROMPTS[:3], PROMPTS[1:])]
+    monkeypatch.setattr(prpo_llm, "generate", lambda model, ids, *rest: seen.append(ids) or generate(model, ids, *rest))
+    found = {}
+    for size in (0, 1, 2):
+        args = settings(folder, rollout_batch_size=size, batch_size=3)
+        model, tokenizer = adapted(args)
+        _, found[size] = prpo_llm.rollout(args, model, tokenizer.ends, examples, range(2), 1)
+    assert list(map(len, seen)) == [6, 2, 2, 2, 4, 2]
+    for size in (1, 2):
+        assert found[size]["prompts"] == found[0]["prompts"]
+        for name in ("tokens", "lengths", "mask"):
+            assert torch.equal(found[size][name], found[0][name])
+
+
+@pytest.mark.parametrize(("vocabulary", "most"), [(27, 10**9), (49_152, 64), (151_936, 20)])
+def test_positions_come_in_parts_as_large_as_the_vocabulary_allows(vocabulary, most):
+    """Every token of every completion once, in parts whose logits take 12 MB."""
+    model = transformers.LlamaForCausalLM(config_of("Llama", {"vocab_size": vocabulary}))
+    mask = torch.arange(40) < torch.randint(1, 41, (2, 3, 4, 1), generator=torch.Generator().manual_seed(0))
+    parts, again = prpo_llm.positions(model, mask), torch.zeros_like(mask, dtype=torch.long)
+    for part in parts:
+        assert len(part[1]) <= most
+        again[part] += 1
+    assert torch.equal(again, mask.long()) and len(parts) >= 2
+
+
+@pytest.mark.slow
+def test_the_table_of_memory_is_that_of_the_tool():
+    """docs/prpo_llm.md has what benchmark/llm_memory.py prints."""
+    shown = call("benchmark/llm_memory.py", cwd=REPOSITORY).stdout.strip()
+    assert "| base model" in shown and shown in (REPOSITORY / "docs" / "prpo_llm.md").read_text()
+
+
+# --- precision ---
+
+
+def test_bfloat16_has_a_head_in_float32(tmp_path):
+    """Log-probabilities are those of the hidden states, without logits that are rounded."""
+    args = settings(save(tmp_path, config_of("Qwen3", {"tie_word_embeddings": True})), precision="bfloat16")
+    model, _ = prpo_llm.load_base(args)
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+    hidden = (8 * torch.randn(50, 32)).bfloat16()
+    exact = (hidden.double() @ model.get_input_embeddings().weight.double().T).log_softmax(-1)
+    torch.testing.assert_close(prpo_llm.log_probs(args, model, hidden), exact.float(), rtol=0, atol=1e-5)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_in_bfloat16_too_the_first_ratio_is_one(files, tmp_path, algorithm):
+    """Rows pass through the model in the same company before the update and in every epoch of it."""
+    changes = {"precision": "bfloat16", "batch_size": 4, "micro_batch_size": 2, "algorithm": algorithm}
+    folder, _ = train(files, tmp_path, **changes, eval_prompts=0)
+    rows = rows_of(folder)
+    assert all(float(row["first_log_ratio"]) <= 1e-6 for row in rows)
+    assert any(float(row["approx_kl"]) > 1e-4 for row in rows)
+
+
+# --- ends, adapters ---
+
+
+def test_every_token_that_ends_a_text_ends_it(tmp_path):
+    """The tokenizer's and all of the generation configuration; the reward's penalty is for other ends only."""
+    folder = save(tmp_path, config_of("Llama", {}), eos_token_id=[5, 9, 0])
+    args = settings(folder)
+    model, tokenizer = prpo_llm.load_base(args)
+    assert tokenizer.ends[0] == tokenizer.eos_token_id == 0 and sorted(tokenizer.ends) == [0, 5, 9]
+    scripts = torch.tensor([[3, 9, 4, 4], [0, 1, 1, 1], [7, 7, 7, 5], [7, 7, 7, 7]])
+
+    class Head(nn.Module):
+        step = -1
+
+        def forward(self, hidden):
+            self.step += 1
+            return nn.functional.one_hot(scripts[:, self.step], len(WORDS)).float()
+
+    model.set_output_embeddings(Head())
+    tokens, lengths = prpo_llm.generate(model, [[1, 2]], torch.zeros(1, 4, 4), tokenizer.ends, temperature=0.0)
+    assert lengths.tolist() == [[2, 1, 4, 4]] and tokens[0].tolist() == [[3, 9, 0, 0], [0] * 4, [7, 7, 7, 5], [7] * 4]
+    examples = [{"row": {"prompt": "", "completion": ""}, "completion": ""}] * 4
+    args.missing_eos_penalty, functions = 1.0, {"none": lambda completions: [0.0 for _ in completions]}
+    texts, ends, columns = prpo_llm.judge(args, functions, tokenizer, examples, tokens[0], lengths[0])
+    assert list(map(bool, ends)) == [True, True, True, False] and columns["reward"].tolist() == [0.0, 0.0, 0.0, -1.0]
+    assert [len(text.split()) for text in texts] == [1, 0, 3, 4]
+
+
+def peft_adapter(folder, model_folder, **options):
+    """A random adapter that PEFT has made. Returns PEFT's model."""
+    torch.manual_seed(3)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    config = {"r": 4, "lora_alpha": 6, "target_modules": list(ALL), "task_type": "CAUSAL_LM"} | options
+    peft = get_peft_model(plain, LoraConfig(**config)).eval()
+    for name, parameter in peft.named_parameters():
+        nn.init.normal_(parameter, std=0.3) if "lora_" in name else None
+    peft.save_pretrained(folder)
+    return peft
+
+
+def started(model_folder, adapter, **changes):
+    """Settings of a run that starts from this adapter, as from the command line."""
+    argv = ["--base-model", model_folder, "--adapter", adapter, "--lora-rank", 4, "--lora-alpha", 6, "--precision"]
+    argv += ["float32", "--max-prompt-tokens", PROMPT, "--response-length", RESPONSE, "--lora-targets", *ALL]
+    return parse_args(prpo_llm, [*map(str, argv), *changes])
+
+
+def test_an_adapter_of_peft_says_here_what_it_says_there(tmp_path):
+    """Its alpha counts, and it is saved as one that PEFT loads again, of a base that others find."""
+    folder = save(tmp_path / "model", config_of("Llama", {}))
+    peft, args = peft_adapter(tmp_path / "adapter", folder), started(folder, tmp_path / "adapter")
+    model, _ = prpo_llm.load_base(args)
+    prpo_llm.add_adapters(args, model, 3)
+    prpo_llm.Adapters.selected, ids = ("policy", (1,)), torch.tensor([[*PROMPTS[0], 3, 9, 4]])
+    batch = {"prompts": PROMPTS[:1], "tokens": ids[:, None, PROMPT:], "lengths": torch.tensor([[3]])}
+    with torch.no_grad():
+        found, expected = prpo_llm.logits(model, prpo_llm.predict(model, batch))[0, 0], peft(ids).logits[0]
+    torch.testing.assert_close(found, expected[PROMPT - 1 : -1], rtol=0, atol=1e-4)
+    prpo_llm.save_adapter(args, model, 2, tmp_path / "saved")
+    base = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    again = PeftModel.from_pretrained(plain, tmp_path / "saved").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits[0], expected, rtol=0, atol=1e-4)
+    args.base_model = "smollm2"
+    prpo_llm.save_adapter(args, model, 2, tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+OTHER = {
+    "use_dora": {"use_dora": True},
+    "use_rslora": {"use_rslora": True},
+    "rank_pattern": {"rank_pattern": {"q_proj": 2}},
+    "alpha_pattern": {"alpha_pattern": {"q_proj": 2}},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "bias": {"bias": "all"},
+    "layers_to_transform": {"layers_to_transform": [0]},
+    "init_lora_weights": {"init_lora_weights": "pissa"},
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_adapters_that_are_more_than_lora_are_refused(name, tmp_path):
+    """One line names what these adapters do not have."""
+    folder = save(tmp_path / "model", config_of("Llama", {}))
+    peft_adapter(tmp_path / "adapter", folder, **OTHER[name])
+    with pytest.raises(SystemExit) as end:
+        started(folder, tmp_path / "adapter")
+    assert "\n" not in end.value.code and "must be a plain LoRA adapter" in end.value.code and name in end.value.code
+
+
+CHANGED = {
+    "other layers": (lambda tensors: {}, {"target_modules": [*ALL, "lm_head"]}),
+    "fewer layers": (lambda tensors: {}, {"target_modules": ["q_proj"]}),
+    "not a number": (lambda tensors: {name: tensor / 0 for name, tensor in tensors.items()}, {}),
+    "another size": (lambda tensors: {next(iter(tensors)): torch.zeros(4, 16)}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_adapters_that_are_not_of_these_layers_are_refused(case, tmp_path):
+    """What is in the file has to be what the agents train, in size and name, and finite."""
+    folder, (change, options) = save(tmp_path / "model", config_of("Llama", {})), CHANGED[case]
+    peft_adapter(tmp_path / "adapter", folder, **options)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | change(tensors), file)
+    args = started(folder, tmp_path / "adapter")
+    model, _ = prpo_llm.load_base(args)
+    with pytest.raises(SystemExit) as end:
+        prpo_llm.add_adapters(args, model, 1)
+    assert end.value.code.startswith("--adapter") and "\n" not in end.value.code
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "qkv_proj"])
+def test_only_linear_layers_of_the_decoder_get_adapters(target, tmp_path):
+    """The head is shared by the rows of all agents, and embeddings are no linear layer."""
+    args = settings(save(tmp_path, config_of("Llama", {})), lora_targets=("q_proj", target))
+    model, _ = prpo_llm.load_base(args)
+    with pytest.raises(SystemExit) as end:
+        prpo_llm.add_adapters(args, model, 1)
+    assert end.value.code.startswith("--lora-targets") and "down_proj, gate_proj, k_proj, o_proj" in end.value.code
+
+
+def test_an_agent_that_has_diverged_is_dropped(files, tmp_path, capsys, monkeypatch):
+    """Its weights are found before it is sampled from: nothing that it says is rewarded, and the other goes on."""
+    learn, steps = prpo_llm.learn, []
+
+    def learn_and_break(args, model, trained, *rest):
+        losses = learn(args, model, trained, *rest)
+        steps.append(1)
+        if len(steps) == 2 * args.update_epochs:
+            trained.data[1, 0] = torch.nan
+        return losses
+
+    monkeypatch.setattr(prpo_llm, "learn", learn_and_break)
+    folder, summary = train(files, tmp_path, total_steps=4, local_updates=1)
+    rewards = [[float(row["reward"]) for row in rows_of(folder) if row["agent"] == str(k)] for k in range(2)]
+    assert np.isfinite(rewards[0]).all() and np.isfinite(rewards[1]).tolist() == [True, True, False, False]
+    assert "agent 1 has diverged" in capsys.readouterr().out and summary["diverged"] == [1]
+    kept = load_file(folder / "agent_0" / "adapter_model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in kept.values())
