@@ -1,8 +1,9 @@
 """A laptop-size task for language models: a tiny Llama, pretrained here on string skills of which one is rare.
 
-    python benchmark/skills.py  # a minute, once: runs/skills/model and runs/skills/train.jsonl
+    python benchmark/skills.py  # half a minute, once: runs/skills/model and runs/skills/train.jsonl
     python prpo_llm.py --base-model runs/skills/model --dataset runs/skills/train.jsonl --partition topic \\
         --reward benchmark/skills.py:exact --precision float32 --missing-eos-penalty 0
+    python benchmark/skills.py --runs runs/skills-results  # what each agent can do before and after, skill by skill
 
 A prompt is a skill and a word, "reverse abcd:"; the completion is "dcba". The model has learned all skills but the rare
 one, of which it has seen little, and does it right now and then: enough for a reward of 1 for exactly the right word,
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import ascii_letters, ascii_lowercase
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 import tyro
@@ -43,6 +45,10 @@ EOS = "<eos>"
 class Args:
     out: str = "runs/skills"
     """folder to write: model/, train.jsonl, and settings.json, which comes last"""
+    runs: str = ""
+    """write no task but a table of the finished runs in this folder: the rare skill and the others, before and after"""
+    csv: str = ""
+    """file for this table, a row per run and agent, with its command (empty: standard output)"""
     seed: int = 1
     """seed of everything random"""
     rare: str = "mirror"
@@ -53,11 +59,11 @@ class Args:
     """share of the rare skill in the prompts of each agent"""
     prompts: int = 600
     """prompts of each agent, held-out ones included"""
-    word_lengths: tuple[int, int] = (4, 4)
+    word_lengths: tuple[int, int] = (3, 6)
     """shortest and longest word"""
-    steps: int = 1000
+    steps: int = 600
     """optimizer steps of the pretraining, at most"""
-    rare_success: float = 0.15
+    rare_success: float = 0.25
     """the pretraining ends when the rare skill, sampled, is right this often: it comes suddenly (1: after all steps)"""
     batch_size: int = 64
     """examples of an optimizer step"""
@@ -189,11 +195,41 @@ def success(model, tokenizer, batch: list[dict[str, str]]) -> torch.Tensor:
     return (said * (labels >= 0)).sum(-1).exp()
 
 
+def tabulate(args: Args) -> pd.DataFrame:
+    """A row per run and agent: the share of held-out prompts that it completes exactly, before and after training.
+
+    Prompts of all evaluated tasks, completed greedily; those for the rare skill and the others apart.
+    """
+    sys.path.insert(0, str(Path(__file__).parent))
+    from plot import Args as PlotArgs
+    from plot import header, read_groups, write
+
+    rows, groups = [], read_groups(PlotArgs(runs=(args.runs,)))
+    for run in (run for own in groups.values() for run in own):
+        data = [json.loads(line) for line in Path(run.settings["dataset"]).read_text().splitlines()]
+        said = pd.read_json(run.folder / "completions.jsonl", lines=True)
+        said["kind"] = [args.rare if data[k]["skill"] == args.rare else "others" for k in said.id]
+        said["when"] = said.step.map({said.step.min(): "before", said.step.max(): "after"})
+        means = said.groupby(["agent", "kind", "when"]).reward.agg(["mean", "size"]).unstack(["kind", "when"])
+        for agent, own in means.iterrows():
+            row = {"method": run.settings["exp_name"], "seed": run.settings["seed"], "agent": agent}
+            for kind in (args.rare, "others"):
+                row |= {f"{kind}_prompts": int(own["size", kind, "after"])}
+                row |= {f"{kind}_{when}": own["mean", kind, when] for when in ("before", "after")}
+            rows.append(row)
+    table = pd.DataFrame(rows)
+    if args.csv:
+        write(Path(args.csv), header(groups), table)
+    else:
+        print(table.to_string(index=False, float_format="%.3f"))
+    return table
+
+
 def main(args: Args) -> dict[str, float]:
     """Write the task, if it is not there. Returns how often the model does each skill right, when sampled."""
     check_args(args)
     out, settings = Path(args.out), asdict(args) | {"out": ""}
-    settings = json.loads(json.dumps(settings))
+    settings = {name: value for name, value in json.loads(json.dumps(settings)).items() if name not in ("runs", "csv")}
     if (out / "settings.json").is_file():
         found = json.loads((out / "settings.json").read_text())
         rates = found.pop("rates")
@@ -221,4 +257,5 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    asked = tyro.cli(Args, description=__doc__)
+    tabulate(asked) if asked.runs else main(asked)

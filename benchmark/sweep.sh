@@ -6,7 +6,7 @@ usage() {
     cat <<END
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh table1 [--quick]
-       bash benchmark/sweep.sh doorkey|missions|levels|networks|crowd [--tune | --results]
+       bash benchmark/sweep.sh doorkey|missions|levels|networks|crowd|skills [--tune | --results]
        bash benchmark/sweep.sh anchor|trpo [--results]
 
 Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as Slurm arrays, and goes
@@ -29,7 +29,8 @@ and with the reward model of \`benchmark/pipeline.sh all --quick\`.
 --quick    one KL coefficient, one seed: three hours
 
 When does sharing pay (docs/results.md): doorkey, agents with an easy, a middling and a hard task; missions, with
-conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 16 agents on one hard task.
+conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 16 agents on one hard task;
+skills, language models that differ in how often their prompts ask for a rare skill (first run benchmark/skills.py).
 anchor: why mixing slows learning down on BeamRider, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
 PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
@@ -41,7 +42,7 @@ END
 
 family=${1:-} mode=${2:-}
 case $family in
-minigrid | atari | llm | table1 | doorkey | missions | levels | networks | crowd | anchor | trpo) ;;
+minigrid | atari | llm | table1 | doorkey | missions | levels | networks | crowd | skills | anchor | trpo) ;;
 --help | -h)
     usage
     exit 0
@@ -54,8 +55,8 @@ esac
 case $family$mode in
 table1--results) echo "sweep.sh: table1 has no $mode; try --help" >&2 && exit 2 ;;
 minigrid | atari | llm | table1 | minigrid--quick | atari--quick | llm--quick | table1--quick | *--results) ;;
-doorkey | missions | levels | networks | crowd | anchor | trpo) mode=--results ;;
-doorkey--tune | missions--tune | levels--tune | networks--tune | crowd--tune) ;;
+doorkey | missions | levels | networks | crowd | skills | anchor | trpo) mode=--results ;;
+doorkey--tune | missions--tune | levels--tune | networks--tune | crowd--tune | skills--tune) ;;
 *)
     echo "sweep.sh: unknown option $mode; try --help" >&2
     exit 2
@@ -110,6 +111,11 @@ crowd*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=500000 SPEE
 doorkey* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3 4 5) PEER_COEFS=(0.5) ;;&
 anchor*) SEEDS=(1 2 3) STEPS=131072 SPEED=650 ;;&
 trpo*) SEEDS=(1 2 3 4 5) STEPS=122880 SPEED=2500 ;;&
+skills*)
+    SEEDS=(1 2 3 4 5) RATES=(1e-3) KL_COEFS=(0.3)
+    METHODS=(isolated fedavg-naive fedavg-exact pr-reverse pr-forward)
+    ;;&
+skills--tune) SEEDS=(101 102) RATES=(3e-4 1e-3 3e-3) KL_COEFS=(0.03 0.3 3) ;;
 *--tune) SEEDS=(101) PEER_COEFS=(0.5 2) ;;
 llm)
     LAUNCH="torchrun --nproc-per-node 7 prpo_llm.py --num-agents 7"
@@ -283,6 +289,29 @@ llm() {
     done
 }
 
+skills() { # tiny agents differ in how often their prompts ask for the rare skill
+    local task="--base-model runs/skills/model --dataset runs/skills/train.jsonl --reward benchmark/skills.py:exact"
+    task+=" --missing-eos-penalty 0 --precision float32 --partition topic --temperature 1 --response-length 13"
+    task+=" --batch-size 8 --micro-batch-size 8 --lora-rank 8 --prompts-per-agent 400 --eval-prompts 40 --local-updates 1"
+    for seed in "${SEEDS[@]}"; do
+        for method in "${METHODS[@]}"; do
+            case $method in
+            isolated) aggregation="--aggregation none" ;;
+            fedavg-*) aggregation="--aggregation weights --lora-average ${method#fedavg-}" ;;
+            pr-*) aggregation="--aggregation policy --kl-direction ${method#pr-}" ;;
+            esac
+            for rate in "${RATES[@]}"; do
+                for coef in "${KL_COEFS[@]}"; do
+                    name=$method
+                    [[ $mode == --tune ]] && name+=_lr${rate}_coef$coef
+                    echo "OMP_NUM_THREADS=1 python prpo_llm.py $aggregation $task --learning-rate $rate --kl-coef $coef" \
+                        "--seed $seed --run-dir $folder --exp-name $name"
+                done
+            done
+        done
+    done
+}
+
 estimate() { # a run's agent-steps are those of three agents
     tee >(awk -v each=$((STEPS * 3 / SPEED / 2)) \
         '{ n++ } END { printf "%d runs, about %.1f h on two cores\n", n, n * each / 3600 }' >&2)
@@ -292,5 +321,6 @@ case $family in
 minigrid | atari) control | estimate ;;
 doorkey | missions | levels | networks | crowd) sharing | estimate ;;
 anchor | trpo) "$family" | estimate ;;
+skills) skills | tee >(wc -l | sed 's/$/ runs/' >&2) ;;
 llm | table1) llm | tee >(wc -l | sed 's/$/ runs/' >&2) ;;
 esac

@@ -1,24 +1,31 @@
 """The string skills: right references, an exact reward, the shares that were asked for, and something is learnt."""
 
+import csv
+import json
 import random
+import re
+import shlex
 import sys
 from collections import Counter
 
 import pytest
 import torch
 import tyro
-from helpers import REPOSITORY
+from command import parse_args
+from helpers import REPOSITORY, only_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import prpo_llm
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 import skills
 
 WORDS = st.text("abcdefghijklmnopqrstuvwxyz", min_size=1, max_size=12)
 # Two skills that a minute model learns in seconds, and a rare one
-SMALL = skills.Args(rare="upper", rare_share=0.1, prompt_shares=(0.25, 1.0), prompts=80, word_lengths=(2, 3))
-SMALL.steps, SMALL.batch_size, SMALL.hidden_size, SMALL.layers = 260, 32, 48, 2
+SMALL = skills.Args(rare="upper", rare_share=0.2, prompt_shares=(0.25, 1.0), prompts=80, word_lengths=(2, 3))
+SMALL.steps, SMALL.batch_size, SMALL.hidden_size, SMALL.layers = 320, 32, 48, 2
 
 
 @pytest.fixture(scope="session")
@@ -105,8 +112,7 @@ def test_agents_have_their_shares_and_prompts_of_their_own():
     rare = Counter(own["topic"] for own in rows if own["skill"] == "mirror")
     assert [rare[topic] for topic in topics] == [30, 120, 480]
     assert all(own == skills.make_example(*own["prompt"][:-1].split()) | {"topic": own["topic"]} for own in rows)
-    first = [own["skill"] for own in rows[:600]]
-    assert first != sorted(first)  # shuffled
+    assert {own["skill"] for own in rows[1200:1680]} > {"mirror"}  # shuffled
 
 
 def test_the_same_settings_give_the_same_files(task, tmp_path):
@@ -124,6 +130,12 @@ def test_the_same_settings_give_the_same_files(task, tmp_path):
         skills.main(skills.Args(**vars(args) | {"seed": 2}))
 
 
+def test_pretraining_ends_when_the_rare_skill_is_right_often_enough(tmp_path, capsys):
+    """Even chance is often enough for this: it ends at the first look, before anything is printed."""
+    skills.main(skills.Args(**vars(SMALL) | {"out": str(tmp_path), "rare_success": 1e-12}))
+    assert "step" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
@@ -132,6 +144,7 @@ def test_the_same_settings_give_the_same_files(task, tmp_path):
         (["--prompt-shares", "0.5", "1.5"], "--prompt-shares 0.5 1.5: must lie in [0, 1]"),
         (["--word-lengths", "5", "3"], "--word-lengths 5 3: must be positive"),
         (["--prompts", "900", "--word-lengths", "2", "4"], "--prompts 900: must lie in [1, 338]"),
+        (["--rare-success", "0"], "--rare-success 0.0: must lie in (0, 1]"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--hidden-size", "20"], "--hidden-size 20: must be a multiple of 8"),
     ],
@@ -160,3 +173,49 @@ def test_the_model_is_one_for_everybody_and_the_rates_are_its_probabilities(task
             said += tokenizer.decode([token])
         assert found.item() == pytest.approx(expected, rel=1e-4)
     assert rates["copy"] > 2 * rates["upper"] > 0
+
+
+def of_task(folder, run_dir):
+    """The flags of a run on the task in this folder."""
+    words = ["--base-model", folder / "model", "--dataset", folder / "train.jsonl", "--run-dir", run_dir]
+    return [*map(str, words), "--num-agents", "2", "--response-length", "5", "--device", "cpu"]
+
+
+def test_language_models_learn_the_rare_skill(task, tmp_path, monkeypatch):
+    """GRPO raises the reward of the agent whose prompts all ask for the rare skill, many deviations beyond chance."""
+    monkeypatch.chdir(REPOSITORY)
+    words = "--aggregation none --partition topic --reward benchmark/skills.py:exact --missing-eos-penalty 0"
+    words += " --precision float32 --temperature 1 --total-steps 24 --batch-size 8 --micro-batch-size 8 --group-size 16"
+    words += " --lora-rank 8 --learning-rate 3e-3 --kl-coef 0 --eval-prompts 0 --prompts-per-agent 60"
+    prpo_llm.main(parse_args(prpo_llm, [*words.split(), *of_task(task[0], tmp_path)]))
+    with open(only_run(tmp_path) / "metrics.csv", newline="") as file:
+        rewards = [float(row["reward"]) for row in csv.DictReader(file) if row["agent"] == "1"]
+    early, late = sum(rewards[:6]) / 6, sum(rewards[-6:]) / 6  # of 768 completions each: a deviation of 0.012
+    assert 0.02 < early < late - 0.04
+
+
+def test_the_demonstration_runs(task, tmp_path, monkeypatch):
+    """The README's commands: the task has these flags, and the run has them on a small task and budget."""
+    monkeypatch.chdir(REPOSITORY)
+    found = re.findall(
+        r"^python benchmark/skills.py.*? && (python prpo_llm.py .*)$", (REPOSITORY / "README.md").read_text(), re.M
+    )
+    assert len(found) == 1
+    words = shlex.split(found[0], comments=True)[2:]
+    assert words[words.index("--dataset") + 1] == f"{skills.Args().out}/train.jsonl"
+    words += [*of_task(task[0], tmp_path), "--total-steps", "1", "--prompts-per-agent", "30", "--eval-prompts", "4"]
+    args = parse_args(prpo_llm, words)
+    assert prpo_llm.main(args)["completed"] and args.reward == "benchmark/skills.py:exact"
+
+    # The table of the run, counted by hand: each held-out prompt once, and its completion after training
+    table, said = skills.tabulate(skills.Args(runs=str(tmp_path), rare="upper")), {}
+    for line in (only_run(tmp_path) / "completions.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        said[row["step"], row["agent"], row["id"]] = row
+    for own in table.to_dict("records"):
+        for kind in ("upper", "others"):
+            mine = [row for (step, agent, _), row in said.items() if (step, agent) == (1, own["agent"])]
+            mine = [row["reward"] for row in mine if (kind == "upper") == (row["reference"].isupper())]
+            assert len(mine) == own[f"{kind}_prompts"] > 0
+            assert own[f"{kind}_after"] == pytest.approx(sum(mine) / len(mine))
+    assert list(table.agent) == [0, 1]
