@@ -95,7 +95,7 @@ def check_args(args: Args) -> None:
             sys.exit(f"--{flag.replace('_', '-')} {value}: {valid}")
 
 
-def exact(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
+def exact(completions: list[str], references: list[str], **_) -> list[float]:
     """The reward: 1 for the reference and nothing else, not even a space; 0 for anything else."""
     return [float(said == wanted) for said, wanted in zip(completions, references, strict=True)]
 
@@ -198,7 +198,7 @@ def success(model, tokenizer, batch: list[dict[str, str]]) -> torch.Tensor:
 def tabulate(args: Args) -> pd.DataFrame:
     """A row per run and agent: the share of held-out prompts that it completes exactly, before and after training.
 
-    Prompts of all evaluated tasks, completed greedily; those for the rare skill and the others apart.
+    Prompts of all evaluated tasks, each once, completed greedily; those for the rare skill and the others apart.
     """
     sys.path.insert(0, str(Path(__file__).parent))
     from plot import Args as PlotArgs
@@ -207,7 +207,7 @@ def tabulate(args: Args) -> pd.DataFrame:
     rows, groups = [], read_groups(PlotArgs(runs=(args.runs,)))
     for run in (run for own in groups.values() for run in own):
         data = [json.loads(line) for line in Path(run.settings["dataset"]).read_text().splitlines()]
-        said = pd.read_json(run.folder / "completions.jsonl", lines=True)
+        said = pd.read_json(run.folder / "completions.jsonl", lines=True).drop_duplicates(["step", "agent", "id"])
         said["kind"] = [args.rare if data[k]["skill"] == args.rare else "others" for k in said.id]
         said["when"] = said.step.map({said.step.min(): "before", said.step.max(): "after"})
         means = said.groupby(["agent", "kind", "when"]).reward.agg(["mean", "size"]).unstack(["kind", "when"])

@@ -61,9 +61,9 @@ def test_the_reward_is_exact(word, other, skill):
     """1 for the reference; nothing that is longer, shorter or spaced counts, and no constant wins."""
     right = skills.make_example(skill, word)["completion"]
     said = [right, right + " ", right[:-1], other, right + other, ""]
-    assert skills.exact(["?"] * 6, said, [right] * 6) == [1.0, 0.0, 0.0, other == right, other == "", 0.0]
+    assert skills.exact(said, [right] * 6, prompts=["?"] * 6) == [1.0, 0.0, 0.0, other == right, other == "", 0.0]
     with pytest.raises(ValueError):
-        skills.exact(["?"] * 6, said, [right])
+        skills.exact(said, [right])
 
 
 @settings(max_examples=50)
@@ -203,7 +203,7 @@ def test_the_demonstration_runs(task, tmp_path, monkeypatch):
     assert len(found) == 1
     words = shlex.split(found[0], comments=True)[2:]
     assert words[words.index("--dataset") + 1] == f"{skills.Args().out}/train.jsonl"
-    words += [*of_task(task[0], tmp_path), "--total-steps", "1", "--prompts-per-agent", "30", "--eval-prompts", "4"]
+    words += [*of_task(task[0], tmp_path), "--total-steps", "1", "--prompts-per-agent", "30", "--eval-prompts", "5"]
     args = parse_args(prpo_llm, words)
     assert prpo_llm.main(args)["completed"] and args.reward == "benchmark/skills.py:exact"
 
