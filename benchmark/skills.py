@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import ascii_letters, ascii_lowercase
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -206,7 +207,8 @@ def tabulate(args: Args) -> pd.DataFrame:
 
     rows, groups = [], read_groups(PlotArgs(runs=(args.runs,)))
     for run in (run for own in groups.values() for run in own):
-        data = [json.loads(line) for line in Path(run.settings["dataset"]).read_text().splitlines()]
+        (name,) = np.atleast_1d(run.settings["dataset"])  # a word, in runs before a data set per agent was possible
+        data = [json.loads(line) for line in Path(name).read_text().splitlines()]
         said = pd.read_json(run.folder / "completions.jsonl", lines=True).drop_duplicates(["step", "agent", "id"])
         said["kind"] = [args.rare if data[k]["skill"] == args.rare else "others" for k in said.id]
         said["when"] = said.step.map({said.step.min(): "before", said.step.max(): "after"})
