@@ -156,6 +156,8 @@ def check_args(args: Args) -> None:
         ("minibatch_size", args.batch_size % minibatch, f"must divide the batch of {args.batch_size}"),
         ("micro_batch_size", minibatch % args.micro_batch_size, f"must divide the minibatch of {minibatch}"),
         ("prompts_per_agent", args.prompts_per_agent < args.batch_size, f"must be at least {args.batch_size}, a batch"),
+        ("clip_higher", 0 < args.clip_higher < args.clip_coef, f"must be at least --clip-coef {args.clip_coef}"),
+        ("clip_higher", args.clip_higher and not args.clip_coef, "needs a --clip-coef"),
         ("group_size", args.group_size < 2 and args.algorithm == "grpo", "must be at least 2 for GRPO"),
         (
             "communicator",

@@ -610,6 +610,8 @@ BAD = {
     "not a number": (["--kl-coef", "nan"], ["--kl-coef nan", "finite"]),
     "infinite": (["--missing-eos-penalty", "inf"], ["--missing-eos-penalty inf", "finite"]),
     "group of one": (["--group-size", "1"], ["--group-size 1", "at least 2"]),
+    "upper clip below the lower": (["--clip-higher", "0.1"], ["--clip-higher 0.1", "at least --clip-coef 0.2"]),
+    "upper clip alone": (["--clip-higher", "0.28", "--clip-coef", "0"], ["--clip-higher 0.28", "needs"]),
     "minibatch not divisible": (["--minibatch-size", "3"], ["--minibatch-size 3", "4"]),
     "temperature zero": (["--temperature", "0"], ["--temperature 0", "positive"]),
     "self-preference above 1": (["--self-preference", "1.5"], ["--self-preference 1.5", "[0, 1]"]),
