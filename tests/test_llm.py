@@ -364,7 +364,7 @@ def test_agents_learn_to_say_a_letter(files, tmp_path, algorithm, aggregation):
     # PPO has one completion for each prompt
     changes = {"batch_size": 4, "total_steps": 25} if algorithm == "grpo" else {"batch_size": 8, "total_steps": 40}
     changes |= {"aggregation": aggregation, "group_size": 6, "kl_coef": 0.01, "save_every": 50, "eval_prompts": 0}
-    changes |= {"missing_eos_penalty": 0.0, "prompts_per_agent": 16}
+    changes |= {"missing_eos_penalty": 0.0, "prompts_per_agent": 16, "micro_batch_size": changes["batch_size"]}
     folder, summary = train(files, tmp_path, **ALGORITHMS[algorithm] | changes)
     rewards = [[float(row["reward"]) for row in rows_of(folder)[k::2]] for k in range(2)]
     for own in rewards:

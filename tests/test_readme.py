@@ -81,9 +81,8 @@ def test_training_commands_run(words, tmp_path, request):
 
 @commands_of("prpo_llm")
 def test_language_model_commands_run(words, tmp_path, request):
-    """The same for language models, with the real small one and the real data; all but two in `-m slow`."""
-    quick = " ".join(words) in README or "ppo" in words
-    if not quick and not runs_slow(request):
+    """The same for language models, with the real small one and the real data; all but one in `-m slow`."""
+    if "ppo" not in words and not runs_slow(request):
         pytest.skip("a minute each: -m slow")
     assert (run(words, *FEW, cwd=tmp_path) / "summary.json").exists()
 
