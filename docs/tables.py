@@ -245,6 +245,16 @@ SHARING = {
     "relative-gain-easy-times-10": "PR-PPO, relative-gain",
     "pr-self0.2": "PR-PPO, self-preferred 0.2",
     "pr-self0.6": "PR-PPO, self-preferred 0.6",
+    "isolated-trpo": "isolated TRPO",
+    "pr-trpo": "PR-TRPO, uniform, a round every 4 updates",
+    "pr-trpo-every1": "PR-TRPO, uniform, a round after every update",
+    "isolated-equal": "isolated, 64 64 64",
+    "fedavg-uniform-equal": "FedAvg, uniform, 64 64 64",
+    "pr-uniform-equal": "PR-PPO, uniform, 64 64 64",
+    "pr-reward-equal": "PR-PPO, reward, 64 64 64",
+    "isolated-unequal": "isolated, 128 32 32",
+    "pr-uniform-unequal": "PR-PPO, uniform, 128 32 32",
+    "pr-reward-unequal": "PR-PPO, reward, 128 32 32",
 }
 
 

@@ -12,7 +12,6 @@ import tyro
 from command import parse_args
 from helpers import REPOSITORY, call, environment, only_run, torchrun
 
-README = (REPOSITORY / "README.md").read_text()
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)]
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
