@@ -347,7 +347,7 @@ def draw(csv_path: Path, png_path: Path) -> None:
     axes[0][0].set_ylabel(f"training {kind}")
     columns = min(3, 2 * len(curves), len(handles))
     figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=columns, frameon=False)
-    figure.savefig(png_path, dpi=150)
+    figure.savefig(png_path, dpi=150, bbox_inches="tight")  # a legend may be wider than a panel
 
 
 def draw_matrix(csv_path: Path, png_path: Path) -> None:
