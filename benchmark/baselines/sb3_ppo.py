@@ -46,9 +46,9 @@ PACKAGES = ("stable-baselines3", "torch", "numpy", "gymnasium", "minigrid", "ale
 
 
 @dataclass
-class Args:
-    exp_name: str = Path(__file__).stem
-    """the name of this experiment, part of the run's folder name"""
+class Settings:
+    """What every algorithm of the yardstick is told."""
+
     seed: int = 1
     """seed of everything random"""
     device: str = "cpu"
@@ -63,12 +63,8 @@ class Args:
     """the task"""
     num_envs: int = 4
     """parallel environments"""
-
-    # PPO
     total_timesteps: int = 5_000_000
     """environment steps"""
-    learning_rate: float = 2.5e-4
-    """learning rate of Adam"""
     num_steps: int = 512
     """steps per environment and rollout"""
     anneal_lr: bool = True
@@ -77,6 +73,16 @@ class Args:
     """discount factor"""
     gae_lambda: float = 0.95
     """lambda of generalized advantage estimation"""
+
+
+@dataclass
+class Args(Settings):
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment, part of the run's folder name"""
+
+    # PPO
+    learning_rate: float = 2.5e-4
+    """learning rate of Adam"""
     num_minibatches: int = 4
     """minibatches per epoch"""
     update_epochs: int = 4

@@ -15,31 +15,15 @@ from pathlib import Path
 
 import tyro
 from sb3_contrib import TRPO
-from sb3_ppo import MiniGridTrunk, annealed, check_args, main, make_envs
+from sb3_ppo import MiniGridTrunk, Settings, annealed, check_args, main, make_envs
 
 
 @dataclass
-class Args:
+class Args(Settings):
     exp_name: str = Path(__file__).stem
     """the name of this experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of everything random"""
-    device: str = "cpu"
-    """cpu or cuda"""
-    threads: int = 0
-    """threads of torch (0: its own choice)"""
-    run_dir: str = "runs"
-    """folder that holds one folder per run"""
-    eval_episodes: int = 100
-    """episodes at the end, with sampled actions (0: no evaluation)"""
-    env_id: str = "MiniGrid-FourRooms-v0"
-    """the task"""
-    num_envs: int = 4
-    """parallel environments"""
 
     # TRPO
-    total_timesteps: int = 5_000_000
-    """environment steps"""
     epsilon: float = 0.01
     """the largest KL of an update"""
     cg_iters: int = 10
@@ -52,14 +36,6 @@ class Args:
     """length of each candidate step, relative to the one before it"""
     learning_rate: float = 1e-3
     """learning rate of Adam, for the value function"""
-    num_steps: int = 512
-    """steps per environment and rollout"""
-    anneal_lr: bool = True
-    """anneal the learning rate linearly to 0"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
     num_minibatches: int = 4
     """minibatches per epoch of the value function"""
     update_epochs: int = 5
