@@ -1,6 +1,7 @@
 """Runs as one table; learning curves and results from them: mean over seeds with its 95 % interval.
 
     python benchmark/plot.py --runs runs/minigrid-quick --out minigrid-quick
+    python benchmark/plot.py --search --runs runs/skills-tune --out search  # expected validation performance
     python benchmark/plot.py --from-csv --out benchmark/results/minigrid  # figure and table again, from the CSV files
 
     from benchmark.plot import load_runs  # every iteration of each agent, for pandas
@@ -60,6 +61,8 @@ class Args:
     """agents that have different tasks: a panel for each, with the agents that have it, instead of their mean"""
     matrix: bool = False
     """also OUT_matrix.csv and OUT_matrix.png: every agent's evaluation on every task"""
+    search: bool = False
+    """draw what a search finds instead: the best evaluation to be expected of 1, 2, ... settings that are tried"""
     from_csv: bool = False
     """only write OUT.png from OUT.csv, and OUT_table.csv and OUT_matrix.png where OUT_runs.csv, OUT_matrix.csv are"""
 
@@ -251,6 +254,28 @@ def make_curves(groups: dict[tuple[str, str], list[Run]], points: int) -> pd.Dat
     return pd.concat(curves)
 
 
+def make_search(groups: dict[tuple[str, str], list[Run]]) -> pd.DataFrame:
+    """Expected validation performance (paper, figures 2 and 3): a curve per method over the settings that are tried.
+
+    A method is the beginning of --exp-name, before the first `_`, as in choose.py; a search is a run of each of its
+    settings with one seed. The mean over the seeds' searches; the limits are a standard deviation within a search away.
+    """
+    from stats import expected_maximum  # in this folder, which is no package
+
+    searches, curves = defaultdict(lambda: defaultdict(list)), []
+    for (env, name), runs in groups.items():
+        for run in runs:
+            searches[env, name.partition("_")[0]][run.settings["seed"]].append(run.summary["evaluation"]["group"])
+    for (env, method), by_seed in searches.items():
+        if len({len(scores) for scores in by_seed.values()}) > 1:
+            sys.exit(f"{env}, {method}: not every seed has tried the same settings")
+        mean, variance = np.mean([expected_maximum(scores) for scores in by_seed.values()], axis=0)
+        own = {"mean": mean, "ci_low": mean - variance**0.5, "ci_high": mean + variance**0.5, "seeds": len(by_seed)}
+        start = {"env": env, "method": method, "settings": np.arange(1, len(mean) + 1)}
+        curves.append(pd.DataFrame(start | own))
+    return pd.concat(curves)
+
+
 def own_topic(run: Run) -> float:
     """The mean over agents of the evaluation on their own topics, which follow the common prompts."""
     matrix = [[task["mean"] for task in row.values()] for row in run.summary["evaluation"]["agents"]]
@@ -320,31 +345,33 @@ def draw(csv_path: Path, png_path: Path) -> None:
     import matplotlib.pyplot as plt
 
     curves = pd.read_csv(csv_path, comment="#")
+    x = curves.columns[2]  # timesteps, or settings
     curves = {env: dict(list(own.groupby("method", sort=False))) for env, own in curves.groupby("env", sort=False)}
     methods = list(dict.fromkeys(method for env in curves.values() for method in env))
     figure, axes = plt.subplots(1, len(curves), figsize=(4.6 * len(curves), 4.2), squeeze=False, layout="constrained")
     handles, counts = {}, defaultdict(set)
     for axis, (env, by_method) in zip(axes[0], curves.items(), strict=True):
-        longest = max(rows.timesteps.max() for rows in by_method.values())
+        longest = max(rows[x].max() for rows in by_method.values())
         unit = 1e6 if longest > 1e4 else 1  # a language model takes tens of steps
         for method, rows in by_method.items():
-            timesteps = rows.timesteps / unit
+            xs = rows[x] / unit
             k = methods.index(method)
             style = {"color": COLOURS[k % len(COLOURS)], "linestyle": DASHES[k // len(COLOURS) % len(DASHES)]}
-            line = handles.setdefault(method, axis.plot(timesteps, rows["mean"], **style)[0])
+            line = handles.setdefault(method, axis.plot(xs, rows["mean"], **style)[0])
             counts[method].add(str(rows.seeds.iloc[0]))
             line.set_label(f"{method} ({', '.join(sorted(counts[method]))} seeds)")
-            axis.fill_between(timesteps, rows.ci_low, rows.ci_high, color=style["color"], alpha=0.1, linewidth=0)
+            axis.fill_between(xs, rows.ci_low, rows.ci_high, color=style["color"], alpha=0.1, linewidth=0)
         axis.set_title(env)
-        axis.set_xlabel("environment steps per agent (millions)" if unit > 1 else "steps")
-        axis.set_xlim(left=0)
+        label = "environment steps per agent (millions)" if unit > 1 else "steps"
+        axis.set_xlabel("settings tried" if x == "settings" else label)
+        axis.set_xlim(left=int(x == "settings"))
         means = [rows["mean"].agg(f) for rows in by_method.values() for f in ("min", "max")]
         # Not the intervals: those of two or three seeds can be huge
         low, high = min(0, *means), max(1 if unit > 1 else 0.3, *means)
         axis.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
         axis.grid(alpha=0.3)
     kind = "return\n(last 100 episodes, mean over agents)" if unit > 1 else "reward\n(of a step, mean over agents)"
-    axes[0][0].set_ylabel(f"training {kind}")
+    axes[0][0].set_ylabel("evaluation of the best\n(mean over agents)" if x == "settings" else f"training {kind}")
     columns = min(3, 2 * len(curves), len(handles))
     figure.legend(handles=list(handles.values()), loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(png_path, dpi=150, bbox_inches="tight")  # a legend may be wider than a panel
@@ -380,7 +407,7 @@ def main(args: Args) -> None:
         groups = split_groups(whole) if args.per_task else whole
         if not groups:
             sys.exit(f"--runs {' '.join(args.runs)}: no finished run of these methods in there")
-        write(curves, header(groups), make_curves(groups, args.points))
+        write(curves, header(groups), make_search(groups) if args.search else make_curves(groups, args.points))
         write(rows, header(groups), make_rows(groups, args.threshold))
         if args.matrix:
             write(Path(f"{args.out}_matrix.csv"), header(whole), make_matrix(whole))

@@ -115,7 +115,7 @@ skills*)
     SEEDS=(1 2 3 4 5) RATES=(1e-3) KL_COEFS=(0.3)
     METHODS=(isolated fedavg-naive fedavg-exact pr-reverse pr-forward)
     ;;&
-skills--tune) SEEDS=(101 102) RATES=(3e-4 1e-3 3e-3) KL_COEFS=(0.03 0.3 3) ;;
+skills--tune) SEEDS=(101 102) RATES=(1e-3 3e-3 1e-2) KL_COEFS=(0.03 0.3) ;;
 *--tune) SEEDS=(101) PEER_COEFS=(0.5 2) ;;
 llm)
     LAUNCH="torchrun --nproc-per-node 7 prpo_llm.py --num-agents 7"
@@ -253,8 +253,8 @@ trpo() {
     done <<END
 doorkey6x6:--env-id MiniGrid-DoorKey-6x6-v0:isolated-trpo pr-trpo pr-trpo-every1 pr-uniform
 bound:--env-id MiniGrid-DoorKey-5x5-v0:fixed bounded tight
-fourrooms:--env-id MiniGrid-FourRooms-v0:isolated-trpo pr-trpo pr-uniform
-doorkey:--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0:isolated-trpo pr-trpo pr-uniform
+fourrooms:--env-id MiniGrid-FourRooms-v0:isolated-trpo pr-trpo pr-trpo-every1 pr-uniform
+doorkey:--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0:isolated-trpo pr-trpo pr-trpo-every1 pr-uniform
 END
 }
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -31,7 +31,6 @@ import tyro  # and nothing heavy: on Linux a child's peak memory starts at what 
 
 ROOT = Path(__file__).resolve().parent.parent
 SB3, CONTRIB, TRL = "stable-baselines3", "sb3-contrib's TRPO", "TRL's GRPOTrainer"
-TASK = "runs/llm-task"  # written once by `trl_grpo.py --prepare`
 
 
 @dataclass
@@ -47,9 +46,11 @@ class Args:
     trpo: bool = False
     """PR-TRPO instead, against sb3-contrib's TRPO"""
     llm: bool = False
-    """language models instead: completions per second against TRL, 300-token prompts, full completions"""
+    """language models instead: completions per second against TRL, prompts of equal length, full completions"""
+    llm_sizes: tuple[tuple[int, int, int], ...] = ((300, 58, 8), (64, 128, 8))
+    """tokens of a prompt, tokens of a completion and completions per prompt: a table for each such triple"""
     total_steps: int = 3
-    """steps of a compared run of language models, with 32 completions per agent each"""
+    """steps of a compared run of language models, with four prompts per agent each"""
     sb3_threads: int = 0
     """threads of stable-baselines3 (0: torch's own choice); a row with one thread is always there"""
     scaling: bool = False
@@ -96,12 +97,24 @@ def script(env_id: str) -> str:
     return "prpo_atari.py" if is_atari(env_id) else "prpo_minigrid.py"
 
 
+def task_folder(prompt_tokens: int) -> str:
+    """Where `trl_grpo.py --prepare` writes the task of language models, once."""
+    return f"runs/llm-task-{prompt_tokens}"
+
+
 def llm_contenders(args: Args) -> dict[str, list[str]]:
-    """What is compared with TRL: name -> command."""
-    steps = ["--total-steps", str(args.total_steps)]
-    prpo = ["prpo_llm.py", "--base-model", TASK, "--dataset", f"{TASK}/prompts.jsonl", "--eval-prompts", "0", *steps]
+    """What is compared with TRL at the first of the sizes: name -> command."""
+    prompt_tokens, response_length, group_size = args.llm_sizes[0]
+    task, size = (
+        task_folder(prompt_tokens),
+        ["--response-length", str(response_length), "--group-size", str(group_size)],
+    )
+    size += ["--total-steps", str(args.total_steps)]
+    trl = ["benchmark/baselines/trl_grpo.py", "--task", task, "--micro-batch-size", str(group_size), *size]
+    prpo = ["prpo_llm.py", "--base-model", task, "--dataset", f"{task}/prompts.jsonl", "--eval-prompts", "0", *size]
     return {
-        TRL: ["benchmark/baselines/trl_grpo.py", "--task", TASK, *steps],
+        TRL + ", completions scored only": [*trl, "--completions-only"],
+        TRL: trl,
         "1 agent": [*prpo, "--num-agents", "1"],
         "3 agents isolated": [*prpo, "--num-agents", "3", "--aggregation", "none"],
         "3 agents dense": [*prpo, "--num-agents", "3", "--communicator", "uniform", "--local-updates", "1"],
@@ -121,6 +134,13 @@ def trpo_contenders(args: Args) -> dict[str, list[str]]:
         "3 agents isolated": [*prtrpo, "--num-agents", "3", "--communicator", "identity"],
         "3 agents dense": [*prtrpo, "--num-agents", "3", "--communicator", "uniform", *rounds],
     }
+
+
+def comparisons(args: Args) -> dict[str, Args]:
+    """The tables to be made: name -> arguments, of one size."""
+    names = ["comparison", *("comparison, {} + {} tokens, groups of {}".format(*size) for size in args.llm_sizes[1:])]
+    sizes = args.llm_sizes if args.llm else args.llm_sizes[:1]
+    return {name: replace(args, llm_sizes=(size,)) for name, size in zip(names, sizes, strict=False)}
 
 
 def contenders(args: Args) -> dict[str, list[str]]:
@@ -214,7 +234,9 @@ def compare(args: Args) -> dict[str, list[dict]]:
             )
         )
     first = next(iter(runs.values()))[0]
-    task = f"{args.total_steps} steps" if args.llm else f"{args.env_id}, {first['timesteps_per_agent']:,} timesteps"
+    task = f"{args.env_id}, {first.get('timesteps_per_agent', 0):,} timesteps"
+    if args.llm:
+        task = "{} + {} tokens, groups of {}, ".format(*args.llm_sizes[0]) + f"{args.total_steps} steps"
     print(f"\n{task} per agent, medians of {args.repeats} (ratios: least-most)")
     print_table(
         ("", "device" if args.llm else "environments", f"{unit}s/s", "ratio", "peak memory MB", "whole process s"), rows
@@ -279,7 +301,7 @@ def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) 
                         "process_seconds": f"{run['process_seconds']:.2f}",
                     }
                 )
-                if table == "comparison":
+                if table != "scaling":
                     baseline = next(iter(contender_runs.values()))
                     ratio = ratios_to_baseline([run], [baseline[repeat]])[0]
                     rows[-1][f"ratio_to_{'trl' if args.llm else 'sb3'}"] = f"{ratio:.3f}"
@@ -289,7 +311,9 @@ def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) 
         for own in runs.values():
             versions |= own[0]["versions"]
     this = Path(__file__).resolve().relative_to(ROOT)
-    commands = {"comparison": contenders, "scaling": scaling_contenders}
+    commands = {name: contenders(own) for name, own in comparisons(args).items()} | {
+        "scaling": scaling_contenders(args)
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         file.write(f"# {shlex.join(['python', str(this), *sys.argv[1:]])}\n")
@@ -297,7 +321,7 @@ def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) 
         threads = os.environ.get("OMP_NUM_THREADS", "not set")
         file.write(f"# {time.strftime('%Y-%m-%d')}, {num_cores()} cores, OMP_NUM_THREADS {threads}\n")
         for table in tables:
-            for name, command in commands[table](args).items():
+            for name, command in commands[table].items():
                 file.write(f"# {table}, {name}: python {shlex.join(command)}\n")
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
@@ -313,10 +337,12 @@ def num_cores() -> int:
 def main(args: Args) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does, it ends the contender that runs too
     tables = {}
-    if args.llm and args.repeats and not Path(ROOT, TASK, "prompts.jsonl").is_file():
-        subprocess.run([sys.executable, "benchmark/baselines/trl_grpo.py", "--prepare", TASK], cwd=ROOT, check=True)
+    for tokens in {size[0] for size in args.llm_sizes} if args.llm and args.repeats else ():
+        if not Path(ROOT, folder := task_folder(tokens), "prompts.jsonl").is_file():
+            program = [sys.executable, "benchmark/baselines/trl_grpo.py", "--prompt-tokens", str(tokens)]
+            subprocess.run([*program, "--prepare", folder], cwd=ROOT, check=True)
     if args.repeats:
-        tables["comparison"] = compare(args)
+        tables = {name: compare(own) for name, own in comparisons(args).items()}
     if args.scaling:
         tables["scaling"] = scale(args)
     print(f"{num_cores()} cores")

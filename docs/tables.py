@@ -284,14 +284,14 @@ def methods(name: str, success: str = "all agents at 0.8 or more") -> str:
 # Speed
 
 
-def speed(name: str) -> str:
+def speed(name: str, table: str = "comparison") -> str:
     """Medians over repeats; speed as a multiple of the yardstick's in the same repeat."""
-    runs, rows = read(name).query("table == 'comparison'"), []
+    runs, rows = read(name).query("table == @table"), []
     ratio = next(column for column in runs if column.startswith("ratio"))
     rounds = [] if "communication_rounds" not in runs else ["rounds"]
     for contender, own in runs.groupby("contender", sort=False):
         least = f" (least {own[ratio].min():.1f})" if len(own) > 1 else ""
-        shown = [contender, f"{own[ratio].median():.1f}{least}" if contender != runs.contender[0] else "1"]
+        shown = [contender, f"{own[ratio].median():.1f}{least}" if contender != runs.contender.iloc[0] else "1"]
         shown += [f"{own.communication_rounds.iloc[0]:.0f}".replace("nan", "")] if rounds else []
         rows.append([*shown, f"{own.peak_memory_mb.median():,.0f} MB"])
     command, versions, machine = comments(name)[:3]

@@ -99,6 +99,21 @@ def test_steps_to_the_threshold_have_an_interval_once_all_seeds_are_there(tmp_pa
     assert float(results["steps_to_0.8_ci_low"][0]) == pytest.approx(200 - half, abs=1)
 
 
+def test_a_search_is_drawn_by_the_settings_that_are_tried(tmp_path, plotted):
+    """Of three settings, two seeds each: by hand, the mean of one, of the better of each pair, and the best."""
+    for seed, scores in {1: (0.1, 0.4, 0.7), 2: (0.3, 0.3, 0.6)}.items():
+        for setting, score in zip("abc", scores, strict=True):
+            fake_run(tmp_path / "runs", seed, [0.2, 0.3], score, exp_name=f"pr_{setting}", kl_coef=ord(setting))
+    fake_run(tmp_path / "runs", 1, [0.2, 0.3], 0.5, exp_name="alone_a")
+    drawn = plotted(search=True)[0].set_index(["method", "settings"])
+    assert drawn["mean"].tolist() == pytest.approx([0.5, 0.4, (0.4 + 0.7 + 0.7 + 0.3 + 0.6 + 0.6) / 6, 0.65])
+    deviation = np.sqrt(np.mean([np.var([0.1, 0.4, 0.7]), np.var([0.3, 0.3, 0.6])]))
+    assert drawn.ci_high["pr", 1] == pytest.approx(0.4 + deviation) and drawn.ci_low["pr", 3] == pytest.approx(0.65)
+    fake_run(tmp_path / "runs", 2, [0.2, 0.3], 0.5, exp_name="pr_d", kl_coef=7)
+    with pytest.raises(SystemExit, match="not every seed has tried the same settings"):
+        plotted(search=True)
+
+
 def test_of_repeated_runs_the_newest_counts(tmp_path, plotted):
     """With a warning; other settings under the same name end with one line; unfinished runs are left out."""
     newest = fake_run(tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.7, stamp=10)  # ten is newer than nine
@@ -439,6 +454,27 @@ def test_sb3_contrib_is_run_at_the_settings_of_pr_trpo():
     runs = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prtrpo_minigrid.py"]
     (talking,) = [run for run in runs if run.communicator != "identity"]
     assert talking.num_agents == 3 and talking.total_timesteps // 2048 >= 3 * talking.local_updates
+
+
+def test_trl_is_run_at_the_settings_of_language_models():
+    """Each size is a table of its own, in which everybody has the same prompts, rows and optimizer steps."""
+    sys.path.insert(0, str(REPOSITORY / "benchmark" / "baselines"))
+    ours, theirs = (importlib.import_module(name).Args for name in ("prpo_llm", "trl_grpo"))
+    sizes = ((300, 58, 8), (64, 128, 4))
+    tables = throughput.comparisons(throughput.Args(llm=True, llm_sizes=sizes))
+    assert len(tables) == 2
+    for size, own in zip(sizes, tables.values(), strict=True):
+        commands = list(throughput.contenders(own).values())
+        trl = [tyro.cli(theirs, args=argv) for name, *argv in commands if "trl_grpo" in name]
+        prpo = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prpo_llm.py"]
+        assert [run.completions_only for run in trl] == [True, False] and [run.num_agents for run in prpo] == [1, 3, 3]
+        for run in (*trl, *prpo):
+            task = run.task if run in trl else run.base_model
+            assert (task, run.response_length, run.group_size) == (f"runs/llm-task-{size[0]}", *size[1:])
+            rows = run.micro_batch_size * (1 if run in trl else run.group_size)  # that pass through the model at once
+            assert (rows, run.batch_size, run.update_epochs, run.lora_rank) == (size[2], 4, 2, 64)
+            assert (run.kl_coef, run.total_steps) == (0.1, 3)
+    assert len(throughput.comparisons(throughput.Args())) == 1
 
 
 def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):

@@ -50,6 +50,8 @@ class Args:
     """coefficient of the KL penalty towards the base model"""
     lora_rank: int = 64
     """rank of the adapters"""
+    completions_only: bool = False
+    """score the tokens of completions only, which TRL does on GPUs; on processors it scores every position"""
     run_dir: str = "runs"
     """folder that holds one folder per run"""
 
@@ -80,6 +82,7 @@ def main(args: Args) -> dict:
     """Train, and return what summary.json holds."""
     started = time.time()
     import torch
+    import trl.trainer.utils
     from datasets import Dataset
     from peft import LoraConfig
     from rouge_score.rouge_scorer import RougeScorer
@@ -103,6 +106,9 @@ def main(args: Args) -> dict:
 
         def on_train_end(self, *_, **__):
             self.seconds = time.perf_counter() - self.begin
+
+    if args.completions_only:
+        trl.trainer.utils._use_triton = lambda device: True  # there it decides this alone, not which kernel scores
 
     folder = Path(args.run_dir, f"trl_grpo__{args.seed}__{int(time.time())}")
     completions = args.batch_size * args.group_size
