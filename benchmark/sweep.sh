@@ -31,7 +31,7 @@ and with the reward model of \`benchmark/pipeline.sh all --quick\`.
 When does sharing pay (docs/results.md): doorkey, agents with an easy, a middling and a hard task; missions, with
 conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 16 agents on one hard task;
 skills, language models that differ in how often their prompts ask for a rare skill (first run benchmark/skills.py).
-anchor: why mixing slows learning down on BeamRider, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
+anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
 PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
 --results  the chosen settings on five fresh seeds (also the default)
@@ -109,7 +109,7 @@ levels*) METHODS=(isolated fedavg-uniform pr-uniform) STEPS=250000 SPEED=2000 ;;
 networks*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=250000 SPEED=6000 ;;&
 crowd*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=500000 SPEED=6000 ;;&
 doorkey* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3 4 5) PEER_COEFS=(0.5) ;;&
-anchor*) SEEDS=(1 2 3) STEPS=131072 SPEED=650 ;;&
+anchor*) SEEDS=(1 2 3 4 5) STEPS=131072 SPEED=1450 ;;& # on BeamRider with the first three seeds, at 650
 trpo*) SEEDS=(1 2 3 4 5) STEPS=122880 SPEED=2500 ;;&
 skills*)
     SEEDS=(1 2 3 4 5) RATES=(1e-3) KL_COEFS=(0.3)
@@ -217,16 +217,27 @@ sharing() {
     done
 }
 
-anchor() {
+anchor() { # agents of the doorkey family, and on BeamRider
+    local keys="--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0 --total-timesteps 250000"
+    keys+=" --learning-rate 1e-3 --kl-direction reverse --eval-episodes 50 --run-dir $folder/doorkey"
+    local beam="prpo_atari.py --env-id BeamRiderNoFrameskip-v4 --total-timesteps $STEPS --save-every 16 --eval-episodes 0"
+    beam+=" --run-dir $folder/beamrider"
     for seed in "${SEEDS[@]}"; do
         while IFS=: read -r name method; do
-            echo "OMP_NUM_THREADS=1 python prpo_atari.py $method --env-id BeamRiderNoFrameskip-v4 --seed $seed" \
-                "--total-timesteps $STEPS --save-every 16 --eval-episodes 0 --run-dir $folder --exp-name $name"
+            [[ $method == *beam* && $seed -gt 3 ]] && continue
+            method=${method/keys/"$keys"} method=${method/beam/"$beam"}
+            echo "OMP_NUM_THREADS=1 python $method --seed $seed --exp-name $name"
         done <<END
-isolated:--communicator identity
-pr-uniform:--communicator uniform
-isolated-snapshot:--communicator identity --self-reference snapshot --kl-coef 0.6667
-pr-uniform-every1:--communicator uniform --local-updates 1
+isolated:prpo_minigrid.py keys --kl-coef 0.5 --communicator identity --local-updates 4
+isolated-snapshot:prpo_minigrid.py keys --kl-coef 0.3333 --communicator identity --self-reference snapshot --local-updates 4
+pr-uniform:prpo_minigrid.py keys --kl-coef 0.5 --communicator uniform --local-updates 4
+pr-uniform-every1:prpo_minigrid.py keys --kl-coef 0.5 --communicator uniform --local-updates 1
+fedavg-uniform:fedavg_ppo.py keys --kl-coef 0.5 --communicator uniform --local-updates 4
+fedavg-uniform-every1:fedavg_ppo.py keys --kl-coef 0.5 --communicator uniform --local-updates 1
+isolated:beam --communicator identity
+isolated-snapshot:beam --communicator identity --self-reference snapshot --kl-coef 0.6667
+pr-uniform:beam --communicator uniform
+pr-uniform-every1:beam --communicator uniform --local-updates 1
 END
     done
 }
