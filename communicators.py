@@ -890,6 +890,8 @@ class Run:
             for path in self._checkpoints(i).glob("*.pt"):
                 if int(path.stem) > self.iteration:
                     path.unlink()
+            if missing := ", ".join(sorted(state[i].keys() - stored.keys())):
+                stop(f"{self.folder}: is of another version, its checkpoints have no {missing}")
             for name, target in state[i].items():
                 match target:
                     case torch.Generator():

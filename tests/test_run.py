@@ -106,6 +106,17 @@ def test_a_truncated_checkpoint_gives_way_to_the_one_before(whole, tmp_path, cap
     assert re.search(r"agent_1/6.pt is truncated", capsys.readouterr().out)
 
 
+def test_checkpoints_of_another_version_are_refused_in_one_line(whole, tmp_path):
+    """One that lacks something which this version keeps, though its settings are the same."""
+    folder = shutil.copytree(whole, tmp_path / whole.name)
+    for path in folder.glob("checkpoints/*/*.pt"):
+        stored = torch.load(path)
+        del stored["deque"], stored["list"]
+        torch.save(stored, path)
+    with pytest.raises(SystemExit, match="^.*: is of another version, its checkpoints have no deque, list$"):
+        resume(folder)
+
+
 @pytest.mark.parametrize("missing", ["one agent", "its newest two"])
 def test_missing_checkpoints_of_one_agent_are_an_error(missing, whole, tmp_path):
     """It must not start anew, silently, beside the others."""
