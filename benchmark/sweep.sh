@@ -311,8 +311,13 @@ skills() { # tiny agents differ in how often their prompts ask for the rare skil
             fedavg-*) aggregation="--aggregation weights --lora-average ${method#fedavg-}" ;;
             pr-*) aggregation="--aggregation policy --kl-direction ${method#pr-}" ;;
             esac
-            for rate in "${RATES[@]}"; do
-                for coef in "${KL_COEFS[@]}"; do
+            rates=("${RATES[@]}") coefs=("${KL_COEFS[@]}")
+            case $method$mode in # as choose.py has chosen
+            fedavg-exact--results) rates=(3e-3) ;;
+            fedavg-naive--results) coefs=(0.03) ;;
+            esac
+            for rate in "${rates[@]}"; do
+                for coef in "${coefs[@]}"; do
                     name=$method
                     [[ $mode == --tune ]] && name+=_lr${rate}_coef$coef
                     echo "OMP_NUM_THREADS=1 python prpo_llm.py $aggregation $task --learning-rate $rate --kl-coef $coef" \
