@@ -211,7 +211,8 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
     This is the hash of the prompt, in [0, 1). Messages get the model's chat template, if it has one; texts stand as
     they are, with the tokenizer's special tokens.
     """
-    columns, kept = [args.prompt_column, args.completion_column, *({args.topic_column} - {"topic"})], []
+    columns, examples = [args.prompt_column, args.completion_column, *({args.topic_column} - {"topic"})], []
+    found = {False: [], True: []}  # whether the chat template was used -> examples
     tool = str(Path(__file__).parent / "benchmark" / "docstrings.py")  # it collects them once
     try:
         path = runpy.run_path(tool)["cached"]() if name == "docstrings" else name
@@ -233,12 +234,16 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
         elif isinstance(prompt, list):
             text = "\n\n".join(message["content"] for message in prompt)
         if len(text) <= 12 * args.max_prompt_tokens:  # spares the tokenizer what is far too long
-            ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
             topic = row.get(args.topic_column) or text_of(prompt).partition("\n")[0].removeprefix("SUBREDDIT: r/")
             place = int.from_bytes(hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()[:6]) / 2**48
             example = {"id": number, "prompt": text, "completion": text_of(values[1]), "topic": str(topic).strip()}
-            kept += [example | {"ids": ids, "place": place, "row": row}] * (1 <= len(ids) <= args.max_prompt_tokens)
-    return sorted(kept, key=lambda example: example["place"])
+            found[chat].append(example | {"place": place, "row": row})
+    for chat, own in found.items():  # all at once, which is several times faster
+        texts = [example["prompt"] for example in own]
+        ids = tokenizer(texts, add_special_tokens=not chat)["input_ids"] if own else []
+        kept = [example | {"ids": ids} for example, ids in zip(own, ids, strict=True)]
+        examples += [example for example in kept if 1 <= len(example["ids"]) <= args.max_prompt_tokens]
+    return sorted(examples, key=lambda example: example["place"])
 
 
 def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list[dict]], dict[str, list[dict]]]:

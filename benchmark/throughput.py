@@ -10,7 +10,7 @@
 Every run is a process of its own; the contenders take turns, so that a slow minute of the machine hits them all.
 Agent-steps/s are all agents' environment steps over the training time, start-up and evaluation excluded, completions/s
 all agents' completions. The rollout of stable-baselines3 is what the others call environments, rollout_forward and
-advantages.
+advantages. Peak memory is that of the largest process.
 """
 
 import csv
@@ -168,10 +168,12 @@ def contenders(args: Args) -> dict[str, list[str]]:
             "3 agents reward, bfloat16": [*reward, *bfloat16],
             "3 agents reward, float32": [*reward, "--precision", "float32"],
         }
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3"]
     return baselines | {
         "1 agent, float32": [*alone, "--precision", "float32"],
         "3 agents dense, float32, gymnasium": [*dense, "--precision", "float32", "--env-backend", "gymnasium"],
         "3 agents dense, float32": [*dense, "--precision", "float32"],
+        "3 agents dense, float32, 3 processes": [*torchrun, *dense, "--precision", "float32"],
         "3 agents dense, bfloat16": [*dense, "--precision", "bfloat16"],
     }
 

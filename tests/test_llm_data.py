@@ -175,8 +175,8 @@ class WithSpecialTokens:
     def __init__(self, inner):
         self.inner, self.apply_chat_template = inner, inner.apply_chat_template
 
-    def __call__(self, text, add_special_tokens=True):
-        return {"input_ids": [0] * add_special_tokens + self.inner(text)["input_ids"]}
+    def __call__(self, texts, add_special_tokens=True):
+        return {"input_ids": [[0] * add_special_tokens + ids for ids in self.inner(texts)["input_ids"]]}
 
 
 def test_special_tokens_stand_before_texts_only(files, chatty, tmp_path):

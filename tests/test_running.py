@@ -110,7 +110,7 @@ def assert_same_charts(folder, expected):
     assert [step for step, _ in found["charts/SPS"]] == [step for step, _ in wanted["charts/SPS"]]
 
 
-@on([*MINIGRID, PRPO_ATARI])
+@on([*MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])  # which a real kill -9 tests below
 def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tmp_path):
     """Some agents have saved and others have not: all go on from the newest checkpoint that all of them completed.
 
