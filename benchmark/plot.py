@@ -265,7 +265,9 @@ def make_search(groups: dict[tuple[str, str], list[Run]]) -> pd.DataFrame:
     searches, curves = defaultdict(lambda: defaultdict(list)), []
     for (env, name), runs in groups.items():
         for run in runs:
-            searches[env, name.partition("_")[0]][run.settings["seed"]].append(run.summary["evaluation"]["group"])
+            if (score := run.summary["evaluation"]["group"]) is None:
+                sys.exit(f"{run.folder}: has no evaluation")
+            searches[env, name.partition("_")[0]][run.settings["seed"]].append(score)
     for (env, method), by_seed in searches.items():
         if len({len(scores) for scores in by_seed.values()}) > 1:
             sys.exit(f"{env}, {method}: not every seed has tried the same settings")

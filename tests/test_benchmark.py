@@ -112,6 +112,11 @@ def test_a_search_is_drawn_by_the_settings_that_are_tried(tmp_path, plotted):
     fake_run(tmp_path / "runs", 2, [0.2, 0.3], 0.5, exp_name="pr_d", kl_coef=7)
     with pytest.raises(SystemExit, match="not every seed has tried the same settings"):
         plotted(search=True)
+    folder = fake_run(tmp_path / "runs", 1, [0.2, 0.3], exp_name="pr_d", kl_coef=7)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": None, "agents": []}}))
+    with pytest.raises(SystemExit, match="has no evaluation"):
+        plotted(search=True)
 
 
 def test_of_repeated_runs_the_newest_counts(tmp_path, plotted):
