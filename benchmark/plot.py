@@ -254,30 +254,6 @@ def make_curves(groups: dict[tuple[str, str], list[Run]], points: int) -> pd.Dat
     return pd.concat(curves)
 
 
-def make_search(groups: dict[tuple[str, str], list[Run]]) -> pd.DataFrame:
-    """Expected validation performance (paper, figures 2 and 3): a curve per method over the settings that are tried.
-
-    A method is the beginning of --exp-name, before the first `_`, as in choose.py; a search is a run of each of its
-    settings with one seed. The mean over the seeds' searches; the limits are a standard deviation within a search away.
-    """
-    from stats import expected_maximum  # in this folder, which is no package
-
-    searches, curves = defaultdict(lambda: defaultdict(list)), []
-    for (env, name), runs in groups.items():
-        for run in runs:
-            if (score := run.summary["evaluation"]["group"]) is None:
-                sys.exit(f"{run.folder}: has no evaluation")
-            searches[env, name.partition("_")[0]][run.settings["seed"]].append(score)
-    for (env, method), by_seed in searches.items():
-        if len({len(scores) for scores in by_seed.values()}) > 1:
-            sys.exit(f"{env}, {method}: not every seed has tried the same settings")
-        mean, variance = np.mean([expected_maximum(scores) for scores in by_seed.values()], axis=0)
-        own = {"mean": mean, "ci_low": mean - variance**0.5, "ci_high": mean + variance**0.5, "seeds": len(by_seed)}
-        start = {"env": env, "method": method, "settings": np.arange(1, len(mean) + 1)}
-        curves.append(pd.DataFrame(start | own))
-    return pd.concat(curves)
-
-
 def own_topic(run: Run) -> float:
     """The mean over agents of the evaluation on their own topics, which follow the common prompts."""
     matrix = [[task["mean"] for task in row.values()] for row in run.summary["evaluation"]["agents"]]
@@ -299,6 +275,29 @@ def make_rows(groups: dict[tuple[str, str], list[Run]], threshold: float) -> pd.
             reached = run.curve.index[run.curve >= threshold]
             rows.append(row | {f"steps_to_{threshold:g}": reached[0] if len(reached) else np.nan})
     return pd.DataFrame(rows).astype({"evaluation": float})
+
+
+def make_search(runs: pd.DataFrame) -> pd.DataFrame:
+    """Expected validation performance (paper, figures 2 and 3): a curve per method over the settings that are tried.
+
+    runs: of `make_rows`. A method is the beginning of --exp-name, before the first `_`, as in choose.py; a search is a
+    run of each of its settings with one seed. The mean over the seeds' searches; the limits are a standard deviation
+    within a search away.
+    """
+    from stats import expected_maximum  # in this folder, which is no package
+
+    for _, run in runs[runs.evaluation.isna()].iterrows():
+        sys.exit(f"{run.env}, {run.method}, seed {run.seed}: has no evaluation")
+    curves = []
+    for (env, method), own in runs.groupby(["env", runs.method.str.partition("_")[0]], sort=False):
+        searches = own.pivot(index="seed", columns="method", values="evaluation")
+        if searches.isna().any(axis=None):
+            sys.exit(f"{env}, {method}: not every seed has tried the same settings")
+        mean, variance = np.mean([expected_maximum(scores) for scores in searches.to_numpy()], axis=0)
+        curve = {"mean": mean, "ci_low": mean - variance**0.5, "ci_high": mean + variance**0.5, "seeds": len(searches)}
+        start = {"env": env, "method": method, "settings": np.arange(1, len(mean) + 1)}
+        curves.append(pd.DataFrame(start | curve))
+    return pd.concat(curves)
 
 
 def make_matrix(groups: dict[tuple[str, str], list[Run]]) -> pd.DataFrame:
@@ -409,8 +408,9 @@ def main(args: Args) -> None:
         groups = split_groups(whole) if args.per_task else whole
         if not groups:
             sys.exit(f"--runs {' '.join(args.runs)}: no finished run of these methods in there")
-        write(curves, header(groups), make_search(groups) if args.search else make_curves(groups, args.points))
-        write(rows, header(groups), make_rows(groups, args.threshold))
+        runs = make_rows(groups, args.threshold)
+        write(curves, header(groups), make_search(runs) if args.search else make_curves(groups, args.points))
+        write(rows, header(groups), runs)
         if args.matrix:
             write(Path(f"{args.out}_matrix.csv"), header(whole), make_matrix(whole))
     elif not curves.is_file():
