@@ -64,6 +64,7 @@ doorkey--tune | missions--tune | levels--tune | networks--tune | crowd--tune | s
 esac
 folder=runs/$family${mode/--/-}
 
+THREE_DOORS="--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0"
 # What is searched over. Seeds are outermost: a sweep that is cut off has whole seeds
 SEEDS=(1 2 3 4 5 6 7 8 9 10)
 RATES=(5e-5 1e-4 2.5e-4 5e-4 1e-3)
@@ -183,7 +184,7 @@ control() {
 # What agents differ in: a line for each variant, name:flags
 variants() {
     case $family in
-    doorkey) echo ":--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0" ;;
+    doorkey) echo ":$THREE_DOORS" ;;
     missions) echo ":--env-id MiniGrid-Fetch-5x5-N2-v0 --missions key ball key" ;;
     levels) printf -- "%s:--env-id MiniGrid-SimpleCrossingS9N1-v0 --levels-per-agent %s\n" 4 4 16 16 64 64 ;;
     networks)
@@ -218,7 +219,7 @@ sharing() {
 }
 
 anchor() { # agents of the doorkey family, and on BeamRider
-    local keys="--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0 --total-timesteps 250000"
+    local keys="$THREE_DOORS --total-timesteps 250000"
     keys+=" --learning-rate 1e-3 --kl-direction reverse --eval-episodes 50 --run-dir $folder/doorkey"
     local beam="prpo_atari.py --env-id BeamRiderNoFrameskip-v4 --total-timesteps $STEPS --save-every 16 --eval-episodes 0"
     beam+=" --run-dir $folder/beamrider"
@@ -265,7 +266,7 @@ trpo() {
 doorkey6x6:--env-id MiniGrid-DoorKey-6x6-v0:isolated-trpo pr-trpo pr-trpo-every1 pr-uniform
 bound:--env-id MiniGrid-DoorKey-5x5-v0:fixed bounded tight
 fourrooms:--env-id MiniGrid-FourRooms-v0:isolated-trpo pr-trpo pr-trpo-every1 pr-uniform
-doorkey:--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0:isolated-trpo pr-trpo pr-trpo-every1 pr-uniform
+doorkey:$THREE_DOORS:isolated-trpo pr-trpo pr-trpo-every1 pr-uniform
 END
 }
 
