@@ -104,13 +104,11 @@ def task_folder(prompt_tokens: int) -> str:
 
 def llm_contenders(args: Args) -> dict[str, list[str]]:
     """What is compared with TRL at the first of the sizes: name -> command."""
-    prompt_tokens, response_length, group_size = args.llm_sizes[0]
-    task, size = (
-        task_folder(prompt_tokens),
-        ["--response-length", str(response_length), "--group-size", str(group_size)],
-    )
+    prompt_tokens, *completions = args.llm_sizes[0]
+    response_length, group_size = map(str, completions)
+    task, size = task_folder(prompt_tokens), ["--response-length", response_length, "--group-size", group_size]
     size += ["--total-steps", str(args.total_steps)]
-    trl = ["benchmark/baselines/trl_grpo.py", "--task", task, "--micro-batch-size", str(group_size), *size]
+    trl = ["benchmark/baselines/trl_grpo.py", "--task", task, "--micro-batch-size", group_size, *size]
     prpo = ["prpo_llm.py", "--base-model", task, "--dataset", f"{task}/prompts.jsonl", "--eval-prompts", "0", *size]
     return {
         TRL + ", completions scored only": [*trl, "--completions-only"],
@@ -138,9 +136,9 @@ def trpo_contenders(args: Args) -> dict[str, list[str]]:
 
 def comparisons(args: Args) -> dict[str, Args]:
     """The tables to be made: name -> arguments, of one size."""
-    names = ["comparison", *("comparison, {} + {} tokens, groups of {}".format(*size) for size in args.llm_sizes[1:])]
     sizes = args.llm_sizes if args.llm else args.llm_sizes[:1]
-    return {name: replace(args, llm_sizes=(size,)) for name, size in zip(names, sizes, strict=False)}
+    names = ["comparison", *("comparison, {} + {} tokens, groups of {}".format(*size) for size in sizes[1:])]
+    return {name: replace(args, llm_sizes=(size,)) for name, size in zip(names, sizes, strict=True)}
 
 
 def contenders(args: Args) -> dict[str, list[str]]:
@@ -236,9 +234,10 @@ def compare(args: Args) -> dict[str, list[dict]]:
             )
         )
     first = next(iter(runs.values()))[0]
-    task = f"{args.env_id}, {first.get('timesteps_per_agent', 0):,} timesteps"
     if args.llm:
-        task = "{} + {} tokens, groups of {}, ".format(*args.llm_sizes[0]) + f"{args.total_steps} steps"
+        task = "{} + {} tokens, groups of {}, {} steps".format(*args.llm_sizes[0], args.total_steps)
+    else:
+        task = f"{args.env_id}, {first['timesteps_per_agent']:,} timesteps"
     print(f"\n{task} per agent, medians of {args.repeats} (ratios: least-most)")
     print_table(
         ("", "device" if args.llm else "environments", f"{unit}s/s", "ratio", "peak memory MB", "whole process s"), rows
@@ -313,9 +312,8 @@ def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) 
         for own in runs.values():
             versions |= own[0]["versions"]
     this = Path(__file__).resolve().relative_to(ROOT)
-    commands = {name: contenders(own) for name, own in comparisons(args).items()} | {
-        "scaling": scaling_contenders(args)
-    }
+    commands = {name: contenders(own) for name, own in comparisons(args).items()}
+    commands["scaling"] = scaling_contenders(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         file.write(f"# {shlex.join(['python', str(this), *sys.argv[1:]])}\n")
