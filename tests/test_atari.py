@@ -507,13 +507,15 @@ def test_precision_is_what_the_processor_computes_with(capabilities, expected, m
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("script", [PRPO_MINIGRID, PRPO_ATARI], ids=str)
-def test_compiled_networks_learn_the_same(script, tmp_path):
-    """--compile changes rounding only."""
-    found = []
+def test_compiled_networks_learn_the_same(script, tmp_path, monkeypatch):
+    """--compile compiles the network, and changes rounding only."""
+    found, compiled, compile_module = [], [], nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda *own, **options: compiled.append(compile_module(*own, **options)))
     for compile in (False, True):
         changes = {"num_agents": 1, "iterations": 3, "eval_episodes": 0, "compile": compile}
         script.main(tiny(script, tmp_path / str(compile), **changes))
         found.append(weights_of(only_run(tmp_path / str(compile)))[0])
+        assert len(compiled) == compile  # by this run
     torch.testing.assert_close(*found, rtol=0, atol=1e-4)
 
 
