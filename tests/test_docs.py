@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import functools
 import html
 import importlib
 import re
@@ -53,7 +52,6 @@ OTHERS = {
 PAST = {"--cudagraphs", "--partition-strength", "--partition-overlap", "--communication-coef", "--update-every"}
 
 
-@functools.cache
 def help_of(script):
     """What --help says of each flag: {flag: [its line of flags and aliases, all that is said]}."""
     shown = call(f"{script}.py", "--help", cwd=REPOSITORY, COLUMNS="1000").stdout
