@@ -8,6 +8,7 @@ agent j. Row i turns the policies of all agents into agent i's reference policy,
 Equation, example, definition and remark numbers are those of the PRPO paper.
 """
 
+import atexit
 import contextlib
 import csv
 import datetime
@@ -427,6 +428,7 @@ class Exchange:
             dist.init_process_group("nccl" if nccl else "gloo", timeout=self.timeout, **place)
             self._barriers = 0
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+            atexit.register(self.close)  # gloo's threads abort a process that ends with them
 
     def barrier(self) -> None:
         """Wait until every rank is here; on rank 0 a RuntimeError names those that did not come in time."""
@@ -492,6 +494,7 @@ class Exchange:
     def close(self) -> None:
         """Leave the process group."""
         if self.distributed:
+            atexit.unregister(self.close)
             dist.destroy_process_group()
 
 

@@ -289,6 +289,21 @@ def test_ranks_with_other_settings_are_refused(other, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_rank_that_ends_early_leaves_its_group(tmp_path):
+    """Whatever ends it: a process that goes down while gloo's threads still hold a result is sometimes aborted."""
+    program = (
+        "import atexit, sys, torch.distributed as dist\n"
+        "from communicators import Exchange\n"
+        "atexit.register(lambda: print('left', not dist.is_initialized()))\n"  # what is registered first runs last
+        "Exchange(1)\n"
+        "sys.exit('a line')\n"
+    )
+    command = [sys.executable, "-c", program]
+    place = environment(**place_in_group(1, 0, free_port()))
+    ended = subprocess.run(command, env=place, cwd=Path(communicators.__file__).parent, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "left True\n", "a line\n")
+
+
 def test_torchrun_recognises_its_own_run_after_a_restart(tmp_path):
     """Beside a newer run with the same settings that another torchrun made."""
     once, program = tmp_path / "died", tmp_path / "dying.py"
