@@ -460,7 +460,7 @@ def refer(i: int, obs: Tensor, behaviour: Tensor, snapshots: list[Agent], commun
         own = j == i and args.self_reference == "behaviour"
         log_probs.append(behaviour if own else snapshots[j].predict(obs)[0].log_softmax(-1))
         yield
-    yield communicators.mix_log_probs(torch.stack(log_probs), communicator[i, heard].to(obs.device), args.mixture)
+    yield communicators.mix_log_probs(torch.stack(log_probs), communicator[i, heard].to(behaviour.device), args.mixture)
 
 
 def gains_of_peers(i: int, obs: Tensor, batch: dict[str, Tensor], snapshots: list[Agent]) -> Tensor:
@@ -477,7 +477,7 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tens
     obs: its observations; batch: [samples, ...], its `states` are rows of obs.
     """
     for _ in range(args.update_epochs):
-        b_inds = torch.randperm(len(batch["states"]), generator=generator).to(obs.device)
+        b_inds = torch.randperm(len(batch["states"]), generator=generator).to(batch["states"].device)
         for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
             mb = {name: tensor[mb_inds] for name, tensor in batch.items()}
             logits, newvalue = agent(obs[mb["states"]])

@@ -124,6 +124,10 @@ class Agent(nn.Module):
         super().__init__()
         self.policy, self.baseline = policy, copy.deepcopy(policy)
 
+    def see(self, obs: Tensor) -> Tensor | prpo_minigrid.Patches:
+        """As of the policy."""
+        return self.policy.see(obs)
+
     @property
     def actor(self) -> nn.Linear:
         """The policy's last layer."""
@@ -278,7 +282,7 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, reference: Tensor, ba
     """
     yield improve(agent.policy, obs, reference, batch, epsilon, args)
     for _ in range(args.update_epochs):
-        b_inds = torch.randperm(len(batch["states"]), generator=generator).to(obs.device)
+        b_inds = torch.randperm(len(batch["states"]), generator=generator).to(batch["states"].device)
         for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
             distinct, states = batch["states"][mb_inds].unique(return_inverse=True)
             newvalue = agent.baseline(obs[distinct])[1].index_select(0, states)

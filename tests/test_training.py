@@ -36,6 +36,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import communicators
 import fedavg_ppo
+import prpo_minigrid
 
 
 def train(script, run_dir, **changes):
@@ -370,9 +371,76 @@ class NoRun:
         pass
 
 
+CONVOLUTIONS = {
+    "default": None,
+    "strides and other kernels": [
+        torch.nn.Conv2d(3, 8, (3, 2)), torch.nn.ReLU(), torch.nn.Conv2d(8, 16, 2, stride=(1, 2)), torch.nn.ELU(),
+    ],
+    "one, without a bias": [torch.nn.Conv2d(3, 8, 3, stride=2, bias=False), torch.nn.Tanh()],
+    "none": [],
+    "padding": [torch.nn.Conv2d(3, 8, 2, padding=1), torch.nn.Tanh(), torch.nn.Conv2d(8, 8, 3)],
+    "groups": [torch.nn.Conv2d(3, 6, 2), torch.nn.Conv2d(6, 6, 2, groups=3)],
+    "pooling": [torch.nn.Conv2d(3, 8, 2), torch.nn.MaxPool2d(2)],
+    "statistics": [torch.nn.Conv2d(3, 8, 2), torch.nn.GroupNorm(2, 8), torch.nn.Conv2d(8, 8, 2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_patches_are_the_same_network(name):
+    """Outputs and gradients are those of the plain convolutions; a network that is no function of patches is plain."""
+    torch.manual_seed(0)
+    (agent,) = lively_agents(PRPO_MINIGRID, 1)
+    if layers := CONVOLUTIONS[name]:
+        layers = copy.deepcopy(layers)
+        size = torch.nn.Sequential(*layers, torch.nn.Flatten())(torch.zeros(1, 3, 7, 7)).shape[1]
+        agent.network = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(size, 128), torch.nn.Tanh())
+    elif layers == []:
+        agent.network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(147, 128), torch.nn.Tanh())
+    agent.double()
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 4, (60, 7, 7, 3), dtype=torch.uint8, generator=generator)
+    rows[30:, 2:] = rows[:30, 2:]  # some patches are known, others differ in a single code
+    chosen = torch.randint(0, 60, (45,), generator=generator)
+    seen = agent.see(rows)
+    assert isinstance(seen, torch.Tensor) == (name in ("padding", "groups", "pooling", "statistics"))
+    assert len(seen) == 60 and isinstance(agent.see(rows[:8]), torch.Tensor)
+    if not isinstance(seen, torch.Tensor):
+        assert all(len(table) == len(table.unique(dim=0)) for table in seen.tables)
+        seen.cells = seen.cells.double()
+    plain = agent.network(rows[chosen].permute(0, 3, 1, 2).double())
+    found = seen[chosen].through(agent.network) if not isinstance(seen, torch.Tensor) else plain
+    torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-9)
+    weights = torch.randn(plain.shape, generator=generator, dtype=torch.double)
+    parameters = list(agent.network.parameters())
+    gradients = [torch.autograd.grad((own * weights).sum(), parameters, retain_graph=True) for own in (found, plain)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+    agent.float()
+    with torch.no_grad():
+        for own, wanted in zip(agent.predict(rows), agent(rows), strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**32), rows=st.integers(1, 40), columns=st.integers(1, 9), most=st.sampled_from([1, 3, 2**20])
+)
+def test_distinct_rows(seed, rows, columns, most):
+    """Exactly, also where a row does not fit into one number."""
+    generator = np.random.default_rng(seed)
+    table = torch.from_numpy(generator.integers(0, most, size=(rows, columns)))
+    table = torch.cat((table, table[generator.integers(rows, size=rows)]))
+    distinct, names = prpo_minigrid.distinct_rows(table)
+    assert torch.equal(distinct[names], table)
+    assert len(distinct) == len(table.unique(dim=0))
+    wide = torch.zeros(40, 9, dtype=torch.long).index_copy(1, torch.tensor([0]), torch.arange(40)[:, None])
+    wide[0, 8] = 2**20 - 1  # in numbers of 64 bits that grow by 20 with every column, the first one would be lost
+    distinct, names = prpo_minigrid.distinct_rows(wide)
+    assert torch.equal(distinct[names], wide)
+
+
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 2**32), number=st.integers(1, 30), envs=st.integers(1, 3))
-def test_each_observation_is_asked_once_and_remembered_for_four_rollouts(seed, number, envs):
+def test_each_observation_is_asked_once_and_remembered_for_eight_rollouts(seed, number, envs):
     """Observations are told apart by all their bytes, also where one code is all that differs.
 
     A rollout's own observations and log-probabilities are found again under `states`.
@@ -389,13 +457,13 @@ def test_each_observation_is_asked_once_and_remembered_for_four_rollouts(seed, n
         return ask(keys)
 
     actors[0].ask = tell
-    for _ in range(7):
+    for _ in range(11):
         rollout = screens[generator.integers(number, size=(args.num_steps + 1, envs))]
         asked.append([])
         generators = [torch.Generator().manual_seed(seed % 2**31)]
         storage, obs, behaviour, _ = script.rollout(args, Screens(rollout), actors, generators, NoRun())
         shown = [own.tobytes() for own in rollout.reshape(-1, 147)]
-        remembered = set().union(*history[-4:])
+        remembered = set().union(*history[-8:])
         assert len(asked[-1]) == len(set(asked[-1]))  # nothing twice
         assert set(asked[-1]) == remembered | set(shown)
         assert asked[-1][: len(remembered)] and set(asked[-1][: len(remembered)]) == remembered or not remembered
