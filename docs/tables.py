@@ -284,6 +284,17 @@ def methods(name: str, success: str = "all agents at 0.8 or more") -> str:
     return markdown(["", success, "better than isolated", "seeds"], rows)
 
 
+def levels(column: str = "evaluation", numbers: tuple = (4, 16, 64)) -> str:
+    """Limited data: methods x levels of each agent."""
+    table = read("levels_table").set_index("method")
+    rows = [
+        [label, *(cell(table.loc[f"{method}-{number}"], column, low=0, high=1) for number in numbers)]
+        for method, label in SHARING.items()
+        if f"{method}-{numbers[0]}" in table.index
+    ]
+    return markdown(["levels of each agent", *map(str, numbers)], rows)
+
+
 # Speed
 
 

@@ -158,6 +158,30 @@ def test_a_step_is_that_of_a_dense_solve(case):
         assert abs(c) < 1e-12 and slack == pytest.approx(epsilon)
 
 
+def test_a_step_over_patches_is_that_over_observations():
+    """Products with the Fisher matrix, line search and metrics do not depend on how the network is evaluated."""
+    torch.manual_seed(0)
+    policies = [prpo_minigrid.Agent(4, hidden=16)]
+    torch.nn.init.orthogonal_(policies[0].actor.weight)
+    policies.append(copy.deepcopy(policies[0]))
+    obs = torch.randint(0, 3, (40, 7, 7, 3), dtype=torch.uint8)
+    behaviour = policies[0].predict(obs)[0].log_softmax(-1)
+    reference = (behaviour + 0.5 * torch.randn(40, 4)).log_softmax(-1)
+    batch = {"states": torch.randint(40, (200,)), "actions": torch.randint(4, (200,)), "advantages": torch.randn(200)}
+    batch["logprobs"] = behaviour[batch["states"], batch["actions"]]
+    start = parameters_to_vector(policies[0].parameters()).detach()
+    shown = obs, policies[1].see(obs)
+    assert isinstance(shown[1], prpo_minigrid.Patches)
+    found = [
+        prtrpo_minigrid.improve(policy, own, reference, batch, 0.1, prtrpo_minigrid.Args(**EXACT))
+        for policy, own in zip(policies, shown, strict=True)
+    ]
+    moves = [parameters_to_vector(policy.parameters()).detach() - start for policy in policies]
+    assert found[0]["step"] == NORMAL and moves[0].norm() > 0.05
+    assert (moves[0] - moves[1]).norm() < 0.01 * moves[0].norm()
+    assert found[1] == pytest.approx(found[0], rel=1e-2, abs=1e-4)
+
+
 def test_isolated_agents_take_the_steps_of_sb3_contrib():
     """The same network and rollout: the same parameters after the policy's update, line search included."""
     env = gym.make("CartPole-v1")
@@ -361,6 +385,7 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
 
     monkeypatch.setattr(prtrpo_minigrid, "improve", note)
     monkeypatch.setattr(prtrpo_minigrid, "diagnose", number)
+    monkeypatch.setattr(prpo_minigrid.Patches, "least", 1)  # as in longer rollouts
     prtrpo_minigrid.main(args)
     rows = rows_of(only_run(tmp_path / "runs"))
     assert len(steps) == len(rows) == 18
