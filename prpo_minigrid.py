@@ -324,6 +324,7 @@ class Patches:
         chosen.index = self.index[rows]
         return chosen
 
+    @torch.compiler.disable  # --compile would compile it anew in every rollout
     def through(self, network: nn.Sequential) -> Tensor:
         """What the network says of them, [batch, ...]."""
         x, tables = self.cells, iter(self.tables)
