@@ -8,6 +8,7 @@ Each agent trains on its own environments; what travels between agents is parame
     python prpo_minigrid.py --resume runs/<name>                              # go on where a run was cut off
 """
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -302,7 +303,7 @@ class Patches:
                 index = index.unfold(1 + dim, layer.kernel_size[dim], layer.stride[dim])
             patches = index.flatten(3).flatten(0, 2)
             distinct, rows = distinct_rows(patches)
-            self.tables.append(distinct)
+            self.tables.append(F.pad(distinct, (0, 0, 0, -len(distinct) % 16)))  # few sizes, see docs/speed.md
             index = rows.view(index.shape[:3])
         self.index = index  # which patch of the last convolution stands where [batch, height, width]
 
@@ -332,10 +333,11 @@ class Patches:
             if isinstance(layer, nn.Conv2d):
                 x = F.linear(F.embedding(next(tables), x).mT.flatten(1), layer.weight.flatten(1), layer.bias)
             elif isinstance(layer, nn.Flatten):
-                x = F.embedding(self.index.flatten(1), x).mT.flatten(1)
+                index = F.pad(self.index.flatten(1), (0, 0, 0, -len(self) % 8))
+                x = F.embedding(index, x).mT.flatten(1)
             else:
                 x = layer(x)
-        return x
+        return x[: len(self)]
 
 
 def distinct_rows(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -370,7 +372,8 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor | Patches) -> tuple[Tensor, Tensor]:
         """obs: [batch, 7, 7, 3] uint8, or `see` of it. Returns (logits [batch, actions], value [batch]), float32."""
-        with torch.autocast(self.actor.weight.device.type, torch.bfloat16, enabled=self.bfloat16):
+        device = self.actor.weight.device.type
+        with torch.autocast(device, torch.bfloat16) if self.bfloat16 else contextlib.nullcontext():
             if isinstance(obs, Patches):
                 hidden = obs.through(self.network)
             else:
@@ -398,7 +401,7 @@ def make_agents(args: Args) -> list[Agent]:
 
 
 class Table(dict):
-    """What an agent's policy says of each observation of its last rollouts: bytes -> (logits, value) [actions + 1].
+    """What an agent's policy says of each observation of its last rollouts: bytes -> logits [actions].
 
     A policy is a function of the observation, and MiniGrid shows few different ones: of a rollout's 2,048 some 4-16 %
     are distinct, half of them known from the last rollouts. So nothing is asked twice of the same policy.
@@ -416,15 +419,15 @@ class Table(dict):
     @torch.inference_mode()
     def ask(self, keys: list[bytes]) -> None:
         """Ask the policy about these observations."""
-        logits, value = self.agent.predict(self.obs_of(keys))
-        self.update(zip(keys, torch.cat((logits, value[:, None]), dim=1).cpu().numpy(), strict=True))
+        logits, _ = self.agent(self.agent.see(self.obs_of(keys)))
+        self.update(zip(keys, logits.cpu().numpy(), strict=True))
 
     def look_up(self, obs: np.ndarray) -> tuple[list[bytes], np.ndarray]:
         """obs: [envs, 7, 7, 3] uint8. Returns the keys of these observations, and the policy's logits there."""
         keys = [own.tobytes() for own in obs]
-        if unseen := [key for key in dict.fromkeys(keys) if key not in self]:
-            self.ask(unseen)
-        return keys, np.array([self[key] for key in keys])[:, :-1]
+        if unseen := [key for key in keys if key not in self]:
+            self.ask(list(dict.fromkeys(unseen)))
+        return keys, np.array([self[key] for key in keys])
 
     def obs_of(self, keys: list[bytes]) -> Tensor:
         """[len(keys), 7, 7, 3] uint8, on the agent's device."""
