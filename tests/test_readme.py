@@ -17,6 +17,7 @@ BLOCKS = [block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", 
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 # Appended to a command: of a flag that is given twice, the last one counts
 SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "2", "--run-dir"]
+SHORT = {"prpo_minigrid.py": "MiniGrid-Empty-5x5-v0", "prpo_atari.py": "BreakoutNoFrameskip-v4"}  # short films
 FEW = ["--total-steps", "1", "--batch-size", "1", "--group-size", "2", "--response-length", "8", "--eval-prompts", "1"]
 SWEEPS = [(family, mode) for family in ("minigrid", "atari", "llm") for mode in ("", "--quick", "--results")]
 SWEEPS += [("table1", mode) for mode in ("", "--quick")]
@@ -73,7 +74,7 @@ def test_training_commands_run(words, tmp_path, request):
     """Every training command ends with a summary; only its budget is cut. Three processes of Atari in `-m slow`."""
     if words[0] == "torchrun" and "prpo_atari.py" in words and not runs_slow(request):
         pytest.skip("a minute: -m slow")
-    short = ["--env-id", "MiniGrid-Empty-5x5-v0"] if "--capture-video" in words else []  # short films
+    short = ["--env-id", SHORT[words[1]]] if "--capture-video" in words else []
     folder = run(words, *SMALL[:-1], *short, cwd=tmp_path)
     assert (folder / "summary.json").exists()
     assert len(list(folder.glob("videos/*.mp4"))) == (3 if "--capture-video" in words else 0)
