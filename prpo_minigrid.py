@@ -308,10 +308,10 @@ class Patches:
         self.index = index  # which patch of the last convolution stands where [batch, height, width]
 
     @staticmethod
-    def suit(network: nn.Sequential) -> bool:
-        """Whether all before Flatten are convolutions without padding and functions of one number."""
+    def suit(network: nn.Module) -> bool:
+        """Whether it is a sequence, before Flatten only of convolutions without padding and functions of one number."""
         plain, pointwise = ((0, 0), (1, 1), 1), (nn.Tanh, nn.ReLU, nn.ELU, nn.GELU, nn.SiLU)
-        return all(
+        return isinstance(network, nn.Sequential) and all(
             (layer.padding, layer.dilation, layer.groups) == plain if type(layer) is nn.Conv2d
             else isinstance(layer, pointwise)
             for layer in itertools.takewhile(lambda layer: not isinstance(layer, nn.Flatten), network)

@@ -378,11 +378,26 @@ CONVOLUTIONS = {
     ],
     "one, without a bias": [torch.nn.Conv2d(3, 8, 3, stride=2, bias=False), torch.nn.Tanh()],
     "none": [],
+    "a module of one's own": None,
     "padding": [torch.nn.Conv2d(3, 8, 2, padding=1), torch.nn.Tanh(), torch.nn.Conv2d(8, 8, 3)],
     "groups": [torch.nn.Conv2d(3, 6, 2), torch.nn.Conv2d(6, 6, 2, groups=3)],
     "pooling": [torch.nn.Conv2d(3, 8, 2), torch.nn.MaxPool2d(2)],
     "statistics": [torch.nn.Conv2d(3, 8, 2), torch.nn.GroupNorm(2, 8), torch.nn.Conv2d(8, 8, 2)],
 }  # fmt: skip
+
+
+class Own(torch.nn.Module):
+    """No sequence of layers."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+PLAIN = "padding", "groups", "pooling", "statistics", "a module of one's own"
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
@@ -396,13 +411,15 @@ def test_patches_are_the_same_network(name):
         agent.network = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(size, 128), torch.nn.Tanh())
     elif layers == []:
         agent.network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(147, 128), torch.nn.Tanh())
+    if name == "a module of one's own":
+        agent.network = Own(agent.network)
     agent.double()
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(0, 4, (60, 7, 7, 3), dtype=torch.uint8, generator=generator)
     rows[30:, 2:] = rows[:30, 2:]  # some patches are known, others differ in a single code
     chosen = torch.randint(0, 60, (45,), generator=generator)
     seen = agent.see(rows)
-    assert isinstance(seen, torch.Tensor) == (name in ("padding", "groups", "pooling", "statistics"))
+    assert isinstance(seen, torch.Tensor) == (name in PLAIN)
     assert len(seen) == 60 and isinstance(agent.see(rows[:8]), torch.Tensor)
     if not isinstance(seen, torch.Tensor):
         wasted = [len(table) - len(table.unique(dim=0)) for table in seen.tables]
