@@ -699,6 +699,14 @@ def take_turns(tasks: list[Iterator], workers: int, threads: int = 1) -> list[li
     return yielded
 
 
+POINTWISE = nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh  # layers that are functions of one number
+
+
+def is_plain(layer: nn.Conv2d) -> bool:
+    """Whether a convolution has no padding, dilation or groups: a product over patches."""
+    return (layer.padding, layer.dilation, layer.groups) == ((0, 0), (1, 1), 1)
+
+
 class Stacked:
     """Networks with the same layers side by side, one product per layer for all: what makes small batches fast.
 
@@ -706,7 +714,7 @@ class Stacked:
     convolution of another kind has a `kernel()`, by which its input is multiplied instead of its weight.
     """
 
-    known = nn.Conv2d, nn.Linear, nn.Flatten, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh
+    known = nn.Conv2d, nn.Linear, nn.Flatten, *POINTWISE
 
     def __init__(self, networks: list[nn.Module], dtype: torch.dtype = torch.float32):
         self.networks = [[*own] if isinstance(own, nn.Sequential) else [own] for own in networks]
@@ -714,7 +722,7 @@ class Stacked:
         for layer in self.networks[0]:
             known = type(layer) in self.known or hasattr(layer, "kernel")
             if isinstance(layer, nn.Conv2d):
-                known &= (layer.padding, layer.dilation, layer.groups) == ((0, 0), (1, 1), 1)
+                known &= is_plain(layer)
             if not known or getattr(layer, "bias", layer) is None:
                 raise NotImplementedError(f"{layer} cannot be stacked")
 

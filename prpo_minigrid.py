@@ -295,14 +295,13 @@ class Patches:
 
     def __init__(self, obs: Tensor, network: nn.Sequential):
         """obs: [batch, height, width, 3] uint8; network: has the convolutions, see `suit`."""
-        codes, index = (obs.long() * torch.tensor([1, 1 << 8, 1 << 16])).sum(-1).unique(return_inverse=True)
-        self.cells = torch.stack((codes & 255, codes >> 8 & 255, codes >> 16), dim=1).float()  # [distinct cells, 3]
+        cells, rows = distinct_rows(obs.long().flatten(0, 2))
+        self.cells, index = cells.float(), rows.view(obs.shape[:3])  # [distinct cells, 3]
         self.tables = []  # of each convolution: the rows that make up each of its distinct patches [patches, area]
         for layer in (layer for layer in network if isinstance(layer, nn.Conv2d)):
             for dim in (0, 1):
                 index = index.unfold(1 + dim, layer.kernel_size[dim], layer.stride[dim])
-            patches = index.flatten(3).flatten(0, 2)
-            distinct, rows = distinct_rows(patches)
+            distinct, rows = distinct_rows(index.flatten(3).flatten(0, 2))
             self.tables.append(F.pad(distinct, (0, 0, 0, -len(distinct) % 16)))  # few sizes, see docs/speed.md
             index = rows.view(index.shape[:3])
         self.index = index  # which patch of the last convolution stands where [batch, height, width]
@@ -310,12 +309,10 @@ class Patches:
     @staticmethod
     def suit(network: nn.Module) -> bool:
         """Whether it is a sequence, before Flatten only of convolutions without padding and functions of one number."""
-        plain, pointwise = ((0, 0), (1, 1), 1), (nn.Tanh, nn.ReLU, nn.ELU, nn.GELU, nn.SiLU)
         return isinstance(network, nn.Sequential) and all(
-            (layer.padding, layer.dilation, layer.groups) == plain if type(layer) is nn.Conv2d
-            else isinstance(layer, pointwise)
+            communicators.is_plain(layer) if type(layer) is nn.Conv2d else type(layer) in communicators.POINTWISE
             for layer in itertools.takewhile(lambda layer: not isinstance(layer, nn.Flatten), network)
-        )  # fmt: skip
+        )
 
     def __len__(self) -> int:
         return len(self.index)
