@@ -6,7 +6,7 @@ usage() {
     cat <<END
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh table1 [--quick]
-       bash benchmark/sweep.sh doorkey|missions|levels|networks|crowd|skills [--tune | --results]
+       bash benchmark/sweep.sh doorkey|rooms|missions|levels|networks|crowd|skills [--tune | --results]
        bash benchmark/sweep.sh anchor|trpo [--results]
 
 Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as Slurm arrays, and goes
@@ -28,9 +28,9 @@ and with the reward model of \`benchmark/pipeline.sh all --quick\`.
            estimated from those of llm
 --quick    one KL coefficient, one seed: three hours
 
-When does sharing pay (docs/results.md): doorkey, agents with an easy, a middling and a hard task; missions, with
-conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 16 agents on one hard task;
-skills, language models that differ in how often their prompts ask for a rare skill (first run benchmark/skills.py).
+When does sharing pay (docs/results.md): doorkey and rooms, agents with an easy, a middling and a hard task; missions,
+with conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 8 agents on one hard
+task; skills, language models that differ in how often their prompts ask for a rare skill (first benchmark/skills.py).
 anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
 PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
@@ -42,7 +42,7 @@ END
 
 family=${1:-} mode=${2:-}
 case $family in
-minigrid | atari | llm | table1 | doorkey | missions | levels | networks | crowd | skills | anchor | trpo) ;;
+minigrid | atari | llm | table1 | doorkey | rooms | missions | levels | networks | crowd | skills | anchor | trpo) ;;
 --help | -h)
     usage
     exit 0
@@ -55,8 +55,8 @@ esac
 case $family$mode in
 table1--results) echo "sweep.sh: table1 has no $mode; try --help" >&2 && exit 2 ;;
 minigrid | atari | llm | table1 | minigrid--quick | atari--quick | llm--quick | table1--quick | *--results) ;;
-doorkey | missions | levels | networks | crowd | skills | anchor | trpo) mode=--results ;;
-doorkey--tune | missions--tune | levels--tune | networks--tune | crowd--tune | skills--tune) ;;
+doorkey | rooms | missions | levels | networks | crowd | skills | anchor | trpo) mode=--results ;;
+doorkey--tune | rooms--tune | missions--tune | levels--tune | networks--tune | crowd--tune | skills--tune) ;;
 *)
     echo "sweep.sh: unknown option $mode; try --help" >&2
     exit 2
@@ -98,7 +98,7 @@ atari--results)
     TASKS=(BeamRiderNoFrameskip-v4) SEEDS=(1 2) STEPS=1001472 METHODS=(isolated pr-reward)
     RATES=(2.5e-4) KL_COEFS=(1) PEER_COEFS=(1) COMMON=(--eval-every 122)
     ;;
-doorkey*)
+doorkey* | rooms*)
     METHODS=(isolated fedavg-uniform fedavg-reward pr-uniform pr-reward pr-similarity pr-surrogate)
     STEPS=250000 SPEED=6000
     ;;&
@@ -108,8 +108,8 @@ missions*)
     ;;&
 levels*) METHODS=(isolated fedavg-uniform pr-uniform) STEPS=250000 SPEED=2000 ;;&
 networks*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=250000 SPEED=6000 ;;&
-crowd*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=500000 SPEED=6000 ;;&
-doorkey* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3 4 5) PEER_COEFS=(0.5) ;;&
+crowd*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=150000 SPEED=6000 ;;&
+doorkey* | rooms* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3 4 5) PEER_COEFS=(0.5) ;;&
 anchor*) SEEDS=(1 2 3 4 5) STEPS=131072 SPEED=1450 ;;& # on BeamRider with the first three seeds, at 650
 trpo*) SEEDS=(1 2 3 4 5) STEPS=122880 SPEED=2500 ;;&
 skills*)
@@ -117,7 +117,7 @@ skills*)
     METHODS=(isolated fedavg-naive fedavg-exact pr-reverse pr-forward)
     ;;&
 skills--tune) SEEDS=(101 102) RATES=(1e-3 3e-3 1e-2) KL_COEFS=(0.03 0.3) ;;
-*--tune) SEEDS=(101) PEER_COEFS=(0.5 2) ;;
+*--tune) SEEDS=(101) PEER_COEFS=(0.1 0.2 0.5 2) ;;
 llm)
     LAUNCH="torchrun --nproc-per-node 7 prpo_llm.py --num-agents 7"
     PARTITIONS=(iid topic) METHODS=(isolated fedavg pr0.6 pr0.2) SEEDS=(1) KL_COEFS=(0.03 0.1 0.3) INTERVALS=(1 3 7)
@@ -185,13 +185,14 @@ control() {
 variants() {
     case $family in
     doorkey) echo ":$THREE_DOORS" ;;
+    rooms) echo ":--env-ids MiniGrid-MultiRoom-N2-S4-v0 MiniGrid-MultiRoom-N4-S5-v0 MiniGrid-MultiRoom-N6-v0" ;;
     missions) echo ":--env-id MiniGrid-Fetch-5x5-N2-v0 --missions key ball key" ;;
     levels) printf -- "%s:--env-id MiniGrid-SimpleCrossingS9N1-v0 --levels-per-agent %s\n" 4 4 16 16 64 64 ;;
     networks)
         echo "equal:--env-id MiniGrid-DoorKey-6x6-v0 --hidden-sizes 64 64 64"
         echo "unequal:--env-id MiniGrid-DoorKey-6x6-v0 --hidden-sizes 128 32 32"
         ;;
-    crowd) printf -- "%s:--env-id MiniGrid-DoorKey-8x8-v0 --num-agents %s\n" 1 1 2 2 4 4 8 8 16 16 ;;
+    crowd) printf -- "%s:--env-id MiniGrid-DoorKey-6x6-v0 --num-agents %s\n" 8 8 4 4 2 2 ;;
     esac
 }
 
@@ -206,6 +207,8 @@ sharing() {
                 pr-self*) communicator=self-preferred more=(--self-preference "${method#pr-self}") ;;
                 esac
                 [[ $script$variant == fedavg_ppo.pyunequal ]] && continue # there is no average of these
+                [[ $method$variant == isolated[24] ]] && continue         # eight agents alone are also two or four
+                [[ $family$mode$variant == crowd--tune[24] ]] && continue
                 for coef in "${PEER_COEFS[@]}"; do
                     name=$method${variant:+-$variant}
                     [[ $mode == --tune ]] && name+=_coef$coef
@@ -329,14 +332,15 @@ skills() { # tiny agents differ in how often their prompts ask for the rare skil
     done
 }
 
-estimate() { # a run's agent-steps are those of three agents
-    tee >(awk -v each=$((STEPS * 3 / SPEED / 2)) \
-        '{ n++ } END { printf "%d runs, about %.1f h on two cores\n", n, n * each / 3600 }' >&2)
+estimate() { # of three agents where a line does not tell
+    tee >(awk -v each="$STEPS" -v speed=$((SPEED * 2)) \
+        '{ n++; agents += match($0, /--num-agents [0-9]+/) ? substr($0, RSTART + 13, RLENGTH - 13) : 3 }
+        END { printf "%d runs, about %.1f h on two cores\n", n, agents * each / speed / 3600 }' >&2)
 }
 
 case $family in
 minigrid | atari) control | estimate ;;
-doorkey | missions | levels | networks | crowd) sharing | estimate ;;
+doorkey | rooms | missions | levels | networks | crowd) sharing | estimate ;;
 anchor | trpo) "$family" | estimate ;;
 skills) skills | tee >(wc -l | sed 's/$/ runs/' >&2) ;;
 llm | table1) llm | tee >(wc -l | sed 's/$/ runs/' >&2) ;;

@@ -295,6 +295,19 @@ def levels(column: str = "evaluation", numbers: tuple = (4, 16, 64)) -> str:
     return markdown(["levels of each agent", *map(str, numbers)], rows)
 
 
+def crowd(column: str = "share", sizes: tuple = (1, 2, 4, 8)) -> str:
+    """More agents: methods x agents. The share of them that learn; `all`: of seeds in which all do, and the steps."""
+    table, rows = read("crowd_table"), []
+    for method, label in SHARING.items():
+        own = table[table.method == method].set_index("agents")
+        cells = {size: cell(row, "share", low=0, high=1) for size, row in own.iterrows()}
+        if column == "all":
+            steps = own.median_steps.map(lambda steps: "never" if pd.isna(steps) else f"after {steps:,.0f}")
+            cells = {size: f"{own['all_learn'][size]:.0%}, {steps[size]}" for size in own.index}
+        rows += [[label, *(cells.get(size, "") for size in sizes)]] if cells else []
+    return markdown(["agents", *map(str, sizes)], rows)
+
+
 # Speed
 
 

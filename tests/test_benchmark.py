@@ -15,7 +15,7 @@ from helpers import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 plot, throughput = importlib.import_module("plot"), importlib.import_module("throughput")
 table, choose = importlib.import_module("table"), importlib.import_module("choose")
-bound = importlib.import_module("bound")
+bound, crowd = importlib.import_module("bound"), importlib.import_module("crowd")
 RESULTS = REPOSITORY / "benchmark" / "results"
 
 
@@ -414,7 +414,7 @@ def test_committed_figures_come_from_committed_data(name, tmp_path):
     for path in RESULTS.glob(f"{name}*.csv"):
         shutil.copy(path, tmp_path)
     before = {path: path.read_text() for path in tmp_path.glob("*_table.csv")}
-    tool = bound if name == "trpo_bound" else plot
+    tool = {"trpo_bound": bound, "crowd": crowd}.get(name, plot)
     tool.main(tool.Args(out=str(tmp_path / name), from_csv=True))
     for path in (RESULTS / f"{name}.png", *RESULTS.glob(f"{name}_matrix.png")):
         drawn, committed = plt.imread(tmp_path / path.name), plt.imread(path)
@@ -432,6 +432,34 @@ def test_movements_are_the_largest_of_an_iterations_agents(tmp_path):
         [0.3, 0.4, 0.5, 0.25],
         [0.2, 0.2, 1.0, 0.625],
     ]
+
+
+def test_isolated_agents_are_crowds_of_every_size():
+    """crowd.py: who learned, and when four fifths had, in every crowd; agents that never learn come last."""
+
+    def agents(name: str, seed: int, reached: list[int]) -> list[dict]:
+        common = {"exp_name": name, "seed": seed}
+        return [
+            common | {"agent": k, "timesteps": t, "return_last_100": 0.9 * (0 < own <= t)}
+            | {"evaluation": np.nan if t < 300 else 0.9 * (own > 0)}
+            for t in (100, 200, 300)
+            for k, own in enumerate(reached)
+        ]  # fmt: skip
+
+    runs = pd.DataFrame(
+        agents("isolated-4", 1, [100, 0, 200, 300]) + agents("pr-uniform-5", 2, [300, 200, 100, 0, 100])
+    )
+    rows = crowd.make_rows(runs, 0.8).set_index(["method", "agents", "first_agent"])
+    expected = {1: ([1, 0, 1, 1], [100, np.nan, 200, 300]), 2: ([0.5, 1], [np.nan, 300]), 4: ([0.75], [np.nan])}
+    for size, (share, steps) in expected.items():
+        own = rows.loc["isolated", size]
+        assert own.index.tolist() == list(range(0, 4, size)) and own.share.tolist() == share
+        assert own.steps.fillna(-1).tolist() == [-1 if x != x else x for x in steps]
+    assert rows.loc["pr-uniform", 5][["share", "steps"]].values.tolist() == [[0.8, 300]]
+    table = crowd.make_table(rows.reset_index()).set_index(["method", "agents"])
+    assert table.loc["isolated", "share"].tolist() == [0.75] * 3
+    assert table.loc["isolated", "all_learn"].tolist() == [0.75, 0.5, 0]
+    assert table.median_steps.fillna(-1).tolist() == [250, -1, -1, 300]  # of 100, 200, 300 and never: in the middle
 
 
 @pytest.mark.parametrize("env_id", ["MiniGrid-FourRooms-v0", "BeamRiderNoFrameskip-v4"])

@@ -29,6 +29,7 @@ BENCHMARKS = (
     "skills",
     "throughput",
     "bound",
+    "crowd",
     "docstrings",
     "partition",
     "llm_memory",
