@@ -6,7 +6,7 @@ usage() {
     cat <<END
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh table1 [--quick]
-       bash benchmark/sweep.sh doorkey|rooms|missions|levels|networks|crowd|skills [--tune | --results]
+       bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills [--tune | --results]
        bash benchmark/sweep.sh anchor|trpo [--results]
 
 Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as Slurm arrays, and goes
@@ -28,7 +28,7 @@ and with the reward model of \`benchmark/pipeline.sh all --quick\`.
            estimated from those of llm
 --quick    one KL coefficient, one seed: three hours
 
-When does sharing pay (docs/results.md): doorkey and rooms, agents with an easy, a middling and a hard task; missions,
+When does sharing pay (docs/results.md): doorkey and keycorridor, agents with an easy, a middling and a hard task; missions,
 with conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 8 agents on one hard
 task; skills, language models that differ in how often their prompts ask for a rare skill (first benchmark/skills.py).
 anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
@@ -42,7 +42,7 @@ END
 
 family=${1:-} mode=${2:-}
 case $family in
-minigrid | atari | llm | table1 | doorkey | rooms | missions | levels | networks | crowd | skills | anchor | trpo) ;;
+minigrid | atari | llm | table1 | doorkey | keycorridor | missions | levels | networks | crowd | skills | anchor | trpo) ;;
 --help | -h)
     usage
     exit 0
@@ -55,8 +55,8 @@ esac
 case $family$mode in
 table1--results) echo "sweep.sh: table1 has no $mode; try --help" >&2 && exit 2 ;;
 minigrid | atari | llm | table1 | minigrid--quick | atari--quick | llm--quick | table1--quick | *--results) ;;
-doorkey | rooms | missions | levels | networks | crowd | skills | anchor | trpo) mode=--results ;;
-doorkey--tune | rooms--tune | missions--tune | levels--tune | networks--tune | crowd--tune | skills--tune) ;;
+doorkey | keycorridor | missions | levels | networks | crowd | skills | anchor | trpo) mode=--results ;;
+doorkey--tune | keycorridor--tune | missions--tune | levels--tune | networks--tune | crowd--tune | skills--tune) ;;
 *)
     echo "sweep.sh: unknown option $mode; try --help" >&2
     exit 2
@@ -98,7 +98,7 @@ atari--results)
     TASKS=(BeamRiderNoFrameskip-v4) SEEDS=(1 2) STEPS=1001472 METHODS=(isolated pr-reward)
     RATES=(2.5e-4) KL_COEFS=(1) PEER_COEFS=(1) COMMON=(--eval-every 122)
     ;;
-doorkey* | rooms*)
+doorkey* | keycorridor*)
     METHODS=(isolated fedavg-uniform fedavg-reward pr-uniform pr-reward pr-similarity pr-surrogate)
     STEPS=250000 SPEED=6000
     ;;&
@@ -109,7 +109,7 @@ missions*)
 levels*) METHODS=(isolated fedavg-uniform pr-uniform) STEPS=250000 SPEED=2000 ;;&
 networks*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=250000 SPEED=6000 ;;&
 crowd*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=150000 SPEED=6000 ;;&
-doorkey* | rooms* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3 4 5) PEER_COEFS=(0.5) ;;&
+doorkey* | keycorridor* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3 4 5) PEER_COEFS=(0.5) ;;&
 anchor*) SEEDS=(1 2 3 4 5) STEPS=131072 SPEED=1450 ;;& # on BeamRider with the first three seeds, at 650
 trpo*) SEEDS=(1 2 3 4 5) STEPS=122880 SPEED=2500 ;;&
 skills*)
@@ -185,7 +185,7 @@ control() {
 variants() {
     case $family in
     doorkey) echo ":$THREE_DOORS" ;;
-    rooms) echo ":--env-ids MiniGrid-MultiRoom-N2-S4-v0 MiniGrid-MultiRoom-N4-S5-v0 MiniGrid-MultiRoom-N6-v0" ;;
+    keycorridor) echo ":--env-ids MiniGrid-KeyCorridorS3R1-v0 MiniGrid-KeyCorridorS3R2-v0 MiniGrid-KeyCorridorS3R3-v0" ;;
     missions) echo ":--env-id MiniGrid-Fetch-5x5-N2-v0 --missions key ball key" ;;
     levels) printf -- "%s:--env-id MiniGrid-SimpleCrossingS9N1-v0 --levels-per-agent %s\n" 4 4 16 16 64 64 ;;
     networks)
@@ -340,7 +340,7 @@ estimate() { # of three agents where a line does not tell
 
 case $family in
 minigrid | atari) control | estimate ;;
-doorkey | rooms | missions | levels | networks | crowd) sharing | estimate ;;
+doorkey | keycorridor | missions | levels | networks | crowd) sharing | estimate ;;
 anchor | trpo) "$family" | estimate ;;
 skills) skills | tee >(wc -l | sed 's/$/ runs/' >&2) ;;
 llm | table1) llm | tee >(wc -l | sed 's/$/ runs/' >&2) ;;

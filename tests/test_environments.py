@@ -278,6 +278,38 @@ def test_envpool_and_official_environments_agree_statistically(env_id):
     assert pooled[0].max() == official[0].max()  # the time limit
 
 
+def doors_into_walls(env_id, backend):
+    """Of the open doors that a random policy sees with all four neighbours, how many have a wall on either axis."""
+    args = PRPO_MINIGRID.Args(env_id=env_id, num_agents=1, num_envs=64, env_backend=backend, seed=7)
+    envs, generator, found = PRPO_MINIGRID.Envs(args, range(1), 0), np.random.default_rng(7), np.zeros(2, dtype=int)
+    for _ in range(120):
+        seen, wall = envs.obs[0, ..., 0] > 0, envs.obs[0, ..., 0] == 2
+        inner, pairs = (
+            np.s_[:, 1:-1, 1:-1],
+            ((np.s_[:, :-2, 1:-1], np.s_[:, 2:, 1:-1]), (np.s_[:, 1:-1, :-2], np.s_[:, 1:-1, 2:])),
+        )
+        doors = (envs.obs[0, ..., 0] == 4)[inner] & np.all([seen[side] for pair in pairs for side in pair], axis=0)
+        blocked = np.all([wall[one] | wall[other] for one, other in pairs], axis=0)
+        found += doors.sum(), (doors & blocked).sum()
+        PRPO_MINIGRID.step(envs, generator.choice([0, 1, 2, 2, 5, 5], size=(1, 64)))
+    envs.close()
+    return found
+
+
+@needs_envpool
+def test_doors_lead_somewhere():
+    """Not so in envpool's MultiRoom, which is why that is never chosen; if this fails it may be usable again."""
+    task = "MiniGrid-MultiRoom-N2-S4-v0"
+    doors, blocked = doors_into_walls(task, "gymnasium")
+    assert doors > 50 and blocked == 0
+    doors, blocked = doors_into_walls(task, "envpool")
+    assert doors > 50 and blocked > 0.1 * doors
+    assert PRPO_MINIGRID.choose_backend(PRPO_MINIGRID.Args(env_id=task)) == "gymnasium"
+    assert PRPO_MINIGRID.choose_backend(PRPO_MINIGRID.Args(env_id="MiniGrid-KeyCorridorS3R2-v0")) == "envpool"
+    with pytest.raises(SystemExit, match=f"--env-backend envpool.* no usable {task}"):
+        PRPO_MINIGRID.check_envs(PRPO_MINIGRID.Args(env_id=task, env_backend="envpool"))
+
+
 @every_backend
 def test_a_goal_on_the_last_allowed_step_is_a_termination(backend):
     """The official environment reports both there, envpool by itself a truncation only: it would bootstrap."""

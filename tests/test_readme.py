@@ -21,7 +21,7 @@ SHORT = {"prpo_minigrid.py": "MiniGrid-Empty-5x5-v0", "prpo_atari.py": "Breakout
 FEW = ["--total-steps", "1", "--batch-size", "1", "--group-size", "2", "--response-length", "8", "--eval-prompts", "1"]
 SWEEPS = [(family, mode) for family in ("minigrid", "atari", "llm") for mode in ("", "--quick", "--results")]
 SWEEPS += [("table1", mode) for mode in ("", "--quick")]
-SHARING = "doorkey", "rooms", "missions", "levels", "networks", "crowd", "skills"
+SHARING = "doorkey", "keycorridor", "missions", "levels", "networks", "crowd", "skills"
 SWEEPS += [(family, mode) for family in SHARING for mode in ("--tune", "--results")] + [("anchor", ""), ("trpo", "")]
 
 
