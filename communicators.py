@@ -377,10 +377,16 @@ def average_products(communicator: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor
     return new_A[which].to(A), new_B[which].to(B), size[which], lost[which]
 
 
+@torch.no_grad()
 def unflatten(parameters: Tensor, networks: list[nn.Module]) -> None:
-    """The inverse of `flatten`: every network takes its row of `parameters`, [networks, numel], as its own."""
-    for network, own in zip(networks, parameters.clone(), strict=True):
-        nn.utils.vector_to_parameters(own, network.parameters())
+    """The inverse of `flatten`: every network takes a copy of its row of `parameters`, [networks, numel].
+
+    In place: views of the row would lie at other addresses, and on some processors these change how a sum is rounded.
+    """
+    for network, own in zip(networks, parameters, strict=True):
+        for parameter in network.parameters():
+            part, own = own.tensor_split((parameter.numel(),))
+            parameter.copy_(part.view_as(parameter))
 
 
 # --- 2. exchange ---

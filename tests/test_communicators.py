@@ -1011,3 +1011,17 @@ def test_missing_rank_is_named_in_time(ranks, missing, shortest, longest):
     message, waited = ranks[0][missing]
     assert re.search(r"\branks? 1\b", message, re.IGNORECASE), message
     assert shortest <= waited <= longest
+
+
+def test_parameters_stay_where_they_are():
+    """`unflatten` undoes `flatten`, for networks of different sizes too, and in place: rounding may depend on where."""
+    networks = [torch.nn.Linear(3, size) for size in (5, 2)]
+    addresses = [parameter.data_ptr() for network in networks for parameter in network.parameters()]
+    kept = communicators.flatten(networks, 23)
+    communicators.unflatten(torch.arange(46.0).view(2, 23), networks)
+    assert networks[0].weight.flatten().tolist() == [*range(15)] and networks[0].bias.tolist() == [*range(15, 20)]
+    assert networks[1].weight.flatten().tolist() == [*range(23, 29)] and networks[1].bias.tolist() == [29, 30]
+    communicators.unflatten(kept, networks)
+    assert torch.equal(communicators.flatten(networks, 23), kept) and kept[0].count_nonzero() == 20
+    assert addresses == [parameter.data_ptr() for network in networks for parameter in network.parameters()]
+    assert all(parameter.requires_grad for network in networks for parameter in network.parameters())
