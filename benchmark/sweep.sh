@@ -28,9 +28,10 @@ and with the reward model of \`benchmark/pipeline.sh all --quick\`.
            estimated from those of llm
 --quick    one KL coefficient, one seed: three hours
 
-When does sharing pay (docs/results.md): doorkey and keycorridor, agents with an easy, a middling and a hard task; missions,
-with conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 8 agents on one hard
-task; skills, language models that differ in how often their prompts ask for a rare skill (first benchmark/skills.py).
+When does sharing pay (docs/results.md): doorkey and keycorridor, agents with an easy, a middling and a hard task;
+missions, with conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 8 agents on one
+hard task; skills, language models that differ in how often their prompts ask for a rare skill (first run
+benchmark/skills.py).
 anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
 PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
@@ -207,8 +208,9 @@ sharing() {
                 pr-self*) communicator=self-preferred more=(--self-preference "${method#pr-self}") ;;
                 esac
                 [[ $script$variant == fedavg_ppo.pyunequal ]] && continue # there is no average of these
-                [[ $method$variant == isolated[24] ]] && continue         # eight agents alone are also two or four
-                [[ $family$mode$variant == crowd--tune[24] ]] && continue
+                case $family$mode-$method-$variant in # eight agents alone are also two or four; eight are tuned for all
+                crowd*-isolated-[24] | crowd--tune-*-[24]) continue ;;
+                esac
                 for coef in "${PEER_COEFS[@]}"; do
                     name=$method${variant:+-$variant}
                     [[ $mode == --tune ]] && name+=_coef$coef

@@ -104,6 +104,20 @@ def test_sweeps_print_different_commands_that_are_understood(family, mode):
             assert f"--seed {args.seed} " in line and args.exp_name in line
 
 
+def test_sweeps_leave_out_only_what_they_mean_to():
+    """Crowds of isolated agents are parts of the largest, but few levels each are an experiment of its own."""
+
+    def methods(*words):
+        lines = subprocess.run(["bash", "benchmark/sweep.sh", *words], cwd=REPOSITORY, capture_output=True, text=True)
+        return {name.partition("_")[0] for name in re.findall(r"--exp-name (\S+)", lines.stdout)}
+
+    shared = {"fedavg-uniform", "pr-uniform"}
+    assert methods("levels") == {f"{name}-{n}" for name in shared | {"isolated"} for n in (4, 16, 64)}
+    crowds = {f"{name}-{n}" for name in shared | {"pr-reward"} for n in (2, 4, 8)}
+    assert methods("crowd") == crowds | {"isolated-8"}
+    assert methods("crowd", "--tune") == {f"{name}-8" for name in shared | {"pr-reward", "isolated"}}
+
+
 def test_sweep_commands_run_and_are_plotted(tmp_path):
     """The sweep prints commands that run as they stand, and the plot reads what they leave."""
     (sweep,) = [c for c in COMMANDS if c.startswith("bash benchmark/sweep.sh minigrid")]
