@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 import communicators
 import prpo_minigrid
@@ -237,7 +237,7 @@ def improve(policy: nn.Module, obs: Tensor, reference: Tensor, batch: dict[str, 
 
     @torch.no_grad()
     def at(step: Tensor | float) -> tuple[float, float, Tensor]:
-        vector_to_parameters(start + step, parameters)
+        communicators.unflatten((start + step)[None], [policy])
         surrogate, kl, log_probs = measure(policy(obs)[0])
         return surrogate.item(), kl.item(), log_probs
 
