@@ -7,14 +7,12 @@ Writes OUT.csv (a row per run and iteration) and from it OUT.png: the movement o
 variation, and the bound on it, the line and its band the mean and the range over the seeds.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import tyro
-from plot import COLOURS, header, load_runs, read_groups, write
-from plot import Args as PlotArgs
+from plot import COLOURS, finished_runs, write
 
 TITLES = {"fixed": "ε = 0.01", "bounded": "δ = 0.2", "tight": "δ = 0.1"}
 SHOWN = {"tv_update": "largest movement of an agent", "bound": "bound on it"}
@@ -68,10 +66,8 @@ def draw(csv_path: Path, png_path: Path) -> None:
 def main(args: Args) -> None:
     rows, picture = Path(f"{args.out}.csv"), Path(f"{args.out}.png")
     if not args.from_csv:
-        runs = load_runs(*args.runs)
-        if not len(runs) or not runs.completed.any():
-            sys.exit(f"--runs {' '.join(args.runs)}: no finished run in there")
-        write(rows, header(read_groups(PlotArgs(runs=args.runs))), make_rows(runs[runs.completed]))
+        runs, comments = finished_runs(args.runs)
+        write(rows, comments, make_rows(runs))
     draw(rows, picture)
     print(f"wrote {picture}")
 

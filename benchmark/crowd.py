@@ -13,15 +13,13 @@ with its 95 % interval, share of crowds in which all learn, median steps) and OU
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import tyro
-from plot import COLOURS, header, load_runs, read_groups, with_interval, write
-from plot import Args as PlotArgs
+from plot import COLOURS, comments_of, finished_runs, with_interval, write
 
 MOST = 0.8  # share of a crowd whose steps are told
 
@@ -112,14 +110,10 @@ def draw(csv_path: Path, png_path: Path) -> None:
 def main(args: Args) -> None:
     rows, picture = Path(f"{args.out}.csv"), Path(f"{args.out}.png")
     if not args.from_csv:
-        runs = load_runs(*args.runs)
-        if not len(runs) or not runs.completed.any():
-            sys.exit(f"--runs {' '.join(args.runs)}: no finished run in there")
-        comments = f"{header(read_groups(PlotArgs(runs=args.runs)))}# threshold {args.threshold}\n"
-        write(rows, comments, make_rows(runs[runs.completed], args.threshold))
-    comments = "".join(line for line in rows.read_text().splitlines(keepends=True) if line.startswith("#"))
+        runs, comments = finished_runs(args.runs)
+        write(rows, f"{comments}# threshold {args.threshold}\n", make_rows(runs, args.threshold))
     table = make_table(pd.read_csv(rows, comment="#"))
-    write(Path(f"{args.out}_table.csv"), comments, table)
+    write(Path(f"{args.out}_table.csv"), comments_of(rows), table)
     print(table.to_string(index=False))
     draw(rows, picture)
     print(f"wrote {picture}")

@@ -233,6 +233,20 @@ def header(groups: dict[tuple[str, str], list[Run]]) -> str:
     return "".join([*lines, f"# {', '.join(named)}\n", f"# environments: {', '.join(sorted(backends))}\n"])
 
 
+def finished_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, str]:
+    """The runs below `folders` that count for `read_groups`, as one table like `load_runs`, and their `header`."""
+    groups = read_groups(Args(runs=folders))
+    if not groups:
+        sys.exit(f"--runs {' '.join(folders)}: no finished run in there")
+    tables = [load_run(run.folder) for runs in groups.values() for run in runs]
+    return pd.concat(tables, ignore_index=True), header(groups)
+
+
+def comments_of(path: Path) -> str:
+    """The comment lines of a CSV file."""
+    return "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
+
+
 def with_interval(values: pd.DataFrame) -> pd.DataFrame:
     """Mean over the columns (seeds) and its 95 % interval by Student's t; NaN limits for a single seed."""
     half = stats.t.ppf(0.975, values.shape[1] - 1) * values.sem(axis=1)
@@ -416,7 +430,7 @@ def main(args: Args) -> None:
     elif not curves.is_file():
         sys.exit(f"--from-csv: there is no {curves}")
     if rows.is_file():
-        comments = "".join(line for line in rows.read_text().splitlines(keepends=True) if line.startswith("#"))
+        comments = comments_of(rows)
         comments += "# intervals: 95 %, Student's t over seeds; steps: `not reached` unless every seed got there\n"
         results = make_table(pd.read_csv(rows, comment="#"))
         write(table, comments, results)
