@@ -62,7 +62,7 @@ class Args:
     """prompts of each agent, held-out ones included"""
     word_lengths: tuple[int, int] = (3, 6)
     """shortest and longest word"""
-    steps: int = 600
+    steps: int = 1200
     """optimizer steps of the pretraining, at most"""
     rare_success: float = 0.25
     """the pretraining ends when the rare skill, sampled, is right this often: it comes suddenly (1: after all steps)"""

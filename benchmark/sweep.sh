@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
     cat <<END
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
-       bash benchmark/sweep.sh table1 [--quick]
+       bash benchmark/sweep.sh table1 [--quick | --skills]
        bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills [--tune | --results]
        bash benchmark/sweep.sh anchor|trpo [--results]
 
@@ -27,6 +27,7 @@ and with the reward model of \`benchmark/pipeline.sh all --quick\`.
 (default)  PPO and GRPO, iid and by topic, five methods, three KL coefficients, three seeds: more than a day on two cores,
            estimated from those of llm
 --quick    one KL coefficient, one seed: three hours
+--skills   the same on string skills, as skills below: a tiny model and three seeds, 40 minutes
 
 When does sharing pay (docs/results.md): doorkey and keycorridor, agents with an easy, a middling and a hard task;
 missions, with conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 8 agents on one
@@ -55,7 +56,7 @@ minigrid | atari | llm | table1 | doorkey | keycorridor | missions | levels | ne
 esac
 case $family$mode in
 table1--results) echo "sweep.sh: table1 has no $mode; try --help" >&2 && exit 2 ;;
-minigrid | atari | llm | table1 | minigrid--quick | atari--quick | llm--quick | table1--quick | *--results) ;;
+minigrid | atari | llm | table1 | minigrid--quick | atari--quick | llm--quick | table1--quick | table1--skills | *--results) ;;
 doorkey | keycorridor | missions | levels | networks | crowd | skills | anchor | trpo) mode=--results ;;
 doorkey--tune | keycorridor--tune | missions--tune | levels--tune | networks--tune | crowd--tune | skills--tune) ;;
 *)
@@ -65,6 +66,9 @@ doorkey--tune | keycorridor--tune | missions--tune | levels--tune | networks--tu
 esac
 folder=runs/$family${mode/--/-}
 
+SKILLS="--base-model runs/skills/model --dataset runs/skills/train.jsonl --reward benchmark/skills.py:exact"
+SKILLS+=" --missing-eos-penalty 0 --precision float32 --temperature 1 --response-length 13 --lora-rank 8"
+SKILLS+=" --prompts-per-agent 400 --eval-prompts 40"
 THREE_DOORS="--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0"
 # What is searched over. Seeds are outermost: a sweep that is cut off has whole seeds
 SEEDS=(1 2 3 4 5 6 7 8 9 10)
@@ -117,7 +121,7 @@ skills*)
     SEEDS=(1 2 3 4 5) RATES=(1e-3) KL_COEFS=(0.3)
     METHODS=(isolated fedavg-naive fedavg-exact pr-reverse pr-forward)
     ;;&
-skills--tune) SEEDS=(101 102) RATES=(1e-3 3e-3 1e-2) KL_COEFS=(0.03 0.3) ;;
+skills--tune) SEEDS=(101 102) RATES=(3e-4 1e-3 3e-3 1e-2) KL_COEFS=(0.03 0.3) ;;
 *--tune) SEEDS=(101) PEER_COEFS=(0.1 0.2 0.5 2) ;;
 llm)
     LAUNCH="torchrun --nproc-per-node 7 prpo_llm.py --num-agents 7"
@@ -138,6 +142,10 @@ table1*)
     COMMON+=(--max-prompt-tokens 128 --response-length 40 --eval-prompts 16)
     ;;&
 table1--quick) SEEDS=(1) KL_COEFS=(0.1) ;;
+table1--skills)
+    LAUNCH="OMP_NUM_THREADS=1 $LAUNCH" INTERVALS=(1)
+    read -ra COMMON <<<"$SKILLS --learning-rate 1e-3"
+    ;;
 llm--*)
     LAUNCH="python prpo_llm.py"
     PARTITIONS=(topic) METHODS=(isolated fedavg pr0.6 pr0.2) SEEDS=(1 2) KL_COEFS=(0.1) INTERVALS=(3)
@@ -290,10 +298,14 @@ llm() {
                     for coef in "${KL_COEFS[@]}"; do
                         for interval in "${INTERVALS[@]}"; do
                             name=${algorithm}_${partition}_${method}_kl${coef}_every$interval size=()
-                            if [[ $mode == --results || $family == table1 ]]; then
-                                prompts=$([[ $algorithm == grpo ]] && echo 2 || echo 6)
-                                size=(--batch-size "$prompts" --micro-batch-size "$prompts")
-                            fi
+                            case $family$mode-$algorithm in # in prompts; of equal completions with skills
+                            table1--skills-grpo) prompts=8 ;;
+                            table1--skills-ppo) prompts=64 ;;
+                            table1*-grpo | llm--results-grpo) prompts=2 ;;
+                            table1*-ppo | llm--results-ppo) prompts=6 ;;
+                            *) prompts= ;;
+                            esac
+                            [[ -z $prompts ]] || size=(--batch-size "$prompts" --micro-batch-size "$prompts")
                             [[ $mode == --results ]] && name=$method-$algorithm
                             echo "$LAUNCH --algorithm $algorithm --partition $partition $aggregation --kl-coef $coef" \
                                 "--local-updates $interval --seed $seed" "${size[@]}" "${COMMON[@]}" \
@@ -307,9 +319,7 @@ llm() {
 }
 
 skills() { # tiny agents differ in how often their prompts ask for the rare skill
-    local task="--base-model runs/skills/model --dataset runs/skills/train.jsonl --reward benchmark/skills.py:exact"
-    task+=" --missing-eos-penalty 0 --precision float32 --partition topic --temperature 1 --response-length 13"
-    task+=" --batch-size 8 --micro-batch-size 8 --lora-rank 8 --prompts-per-agent 400 --eval-prompts 40 --local-updates 1"
+    local task="$SKILLS --partition topic --batch-size 8 --micro-batch-size 8 --local-updates 1"
     for seed in "${SEEDS[@]}"; do
         for method in "${METHODS[@]}"; do
             case $method in

@@ -13,6 +13,7 @@ import typing
 from pathlib import Path
 
 import pandas as pd
+from scipy import stats
 from tyro._docstrings import get_field_docstring
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -265,12 +266,13 @@ def tasks(name: str, column: str = "mean_training_return") -> str:
     """When does sharing pay: methods x tasks."""
     table = read(f"{name}_table").set_index(["method", "env"])
     envs = list(dict.fromkeys(table.index.get_level_values("env")))
+    form = {"low": 0, "high": 1} if table[column].max() <= 1 else {"digits": 0}  # returns of MiniGrid, or scores
     rows = [
-        [label, *(cell(table.loc[method, env], column, low=0, high=1) for env in envs)]
+        [label, *(cell(table.loc[method, env], column, **form) for env in envs)]
         for method, label in SHARING.items()
         if method in table.index
     ]
-    return markdown(["", *(re.sub("^MiniGrid-|^BabyAI-|-v0", "", env) for env in envs)], rows)
+    return markdown(["", *(re.sub("^MiniGrid-|^BabyAI-|(NoFrameskip)?-v.$", "", env) for env in envs)], rows)
 
 
 def methods(name: str, success: str = "all agents at 0.8 or more") -> str:
@@ -293,6 +295,35 @@ def levels(column: str = "evaluation", numbers: tuple = (4, 16, 64)) -> str:
         if f"{method}-{numbers[0]}" in table.index
     ]
     return markdown(["levels of each agent", *map(str, numbers)], rows)
+
+
+SKILLS = {
+    "isolated": "isolated",
+    "fedavg-exact": "FedAvg, exact",
+    "fedavg-naive": "FedAvg, naive",
+    "pr-reverse": "PR-GRPO, reverse KL",
+    "pr-forward": "PR-GRPO, forward KL",
+}
+
+
+def skills(skill: str = "mirror_after") -> str:
+    """A rare skill: methods x agents, the agents' mean, and what it is above that of isolated ones, seed by seed."""
+    table = read("skills_rare").pivot(index="seed", columns=["method", "agent"], values=skill)
+    alone, rows, agents = table["isolated"].mean(axis=1), [], sorted({agent for _, agent in table})
+
+    def mean(values: pd.Series) -> str:
+        low, high = stats.t.interval(0.95, len(values) - 1, values.mean(), values.sem())
+        return cell(pd.Series({"x": values.mean(), "x_ci_low": low, "x_ci_high": high}), "x")
+
+    for method, label in SKILLS.items():
+        (command,) = (line for line in comments("skills_rare") if f" --exp-name {method} " in line)
+        rate, coef = (float(re.search(rf" --{flag} (\S+)", command)[1]) for flag in ("learning-rate", "kl-coef"))
+        own = table[method]
+        cells = [mean(values) for values in (*(own[agent] for agent in agents), own.mean(axis=1))]
+        gain = mean(own.mean(axis=1) - alone) if method != "isolated" else ""
+        rows.append([label, f"{rate:.0e}, {coef:g}".replace("e-0", "e-"), *cells, gain])
+    named = [f"agent {agent}, {share} %" for agent, share in zip(agents, (5, 20, 80), strict=True)]
+    return markdown(["", "rate, coefficient", *named, "mean of the agents", "its gain over isolated, paired"], rows)
 
 
 def crowd(column: str = "share", sizes: tuple = (1, 2, 4, 8)) -> str:

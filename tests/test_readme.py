@@ -20,7 +20,7 @@ SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "2"
 SHORT = {"prpo_minigrid.py": "MiniGrid-Empty-5x5-v0", "prpo_atari.py": "BreakoutNoFrameskip-v4"}  # short films
 FEW = ["--total-steps", "1", "--batch-size", "1", "--group-size", "2", "--response-length", "8", "--eval-prompts", "1"]
 SWEEPS = [(family, mode) for family in ("minigrid", "atari", "llm") for mode in ("", "--quick", "--results")]
-SWEEPS += [("table1", mode) for mode in ("", "--quick")]
+SWEEPS += [("table1", mode) for mode in ("", "--quick", "--skills")]
 SHARING = "doorkey", "keycorridor", "missions", "levels", "networks", "crowd", "skills"
 SWEEPS += [(family, mode) for family in SHARING for mode in ("--tune", "--results")] + [("anchor", ""), ("trpo", "")]
 
