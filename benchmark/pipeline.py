@@ -213,11 +213,13 @@ def accuracy(args: Args) -> pd.DataFrame:
     print(found.drop(columns=["reward_model", "pairs_from"]).to_string(index=False, float_format="%.3f"))
     if args.out:
         path, command = Path(args.out), f"# python benchmark/pipeline.py {' '.join(sys.argv[1:])}\n"
-        comments = [line for line in path.open() if line.startswith("#") and line != command] if path.exists() else []
+        versions = f"# torch {torch.__version__}, transformers {transformers.__version__}\n"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        comments = [line for line in lines if line.startswith("#") and line not in (command, versions)]
         old = pd.read_csv(path, comment="#") if path.exists() else found[:0]
         old = old[(old.reward_model != args.model) | (old.pairs_from != args.pairs)]
         both = pd.concat([old, found]) if len(old) else found
-        path.write_text("".join([*comments, command]) + both.to_csv(index=False, float_format="%.6g"))
+        path.write_text("".join([*comments, command, versions]) + both.to_csv(index=False, float_format="%.6g"))
     return found
 
 

@@ -183,6 +183,9 @@ def pretrain(args: Args, tokenizer, without: set[str]) -> LlamaForCausalLM:
             print(f"pretraining: step {step}/{args.steps}, loss {loss.item():.3f}, {left:.0f} s left", flush=True)
         if step % 10 == 0 and success(model, tokenizer, probe).mean() >= args.rare_success:
             break
+    else:
+        if args.rare_success < 1:
+            print(f"{args.rare} is right less often than --rare-success {args.rare_success}; more --steps may help")
     return model.eval()
 
 

@@ -118,7 +118,7 @@ doorkey* | keycorridor* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3
 anchor*) SEEDS=(1 2 3 4 5) STEPS=131072 SPEED=1450 ;;& # on BeamRider with the first three seeds, at 650
 trpo*) SEEDS=(1 2 3 4 5) STEPS=122880 SPEED=2500 ;;&
 skills*)
-    SEEDS=(1 2 3 4 5) RATES=(1e-3) KL_COEFS=(0.3)
+    SEEDS=(1 2 3 4 5) RATES=(1e-3) KL_COEFS=(0.03)
     METHODS=(isolated fedavg-naive fedavg-exact pr-reverse pr-forward)
     ;;&
 skills--tune) SEEDS=(101 102) RATES=(3e-4 1e-3 3e-3 1e-2) KL_COEFS=(0.03 0.3) ;;
@@ -144,7 +144,7 @@ table1*)
 table1--quick) SEEDS=(1) KL_COEFS=(0.1) ;;
 table1--skills)
     LAUNCH="OMP_NUM_THREADS=1 $LAUNCH" INTERVALS=(1)
-    read -ra COMMON <<<"$SKILLS --learning-rate 1e-3"
+    read -ra COMMON <<<"$SKILLS"
     ;;
 llm--*)
     LAUNCH="python prpo_llm.py"
@@ -306,6 +306,9 @@ llm() {
                             *) prompts= ;;
                             esac
                             [[ -z $prompts ]] || size=(--batch-size "$prompts" --micro-batch-size "$prompts")
+                            if [[ $mode == --skills ]]; then # as chosen for skills
+                                size+=(--learning-rate "$([[ $method == fedavg* ]] && echo 3e-3 || echo 1e-3)")
+                            fi
                             [[ $mode == --results ]] && name=$method-$algorithm
                             echo "$LAUNCH --algorithm $algorithm --partition $partition $aggregation --kl-coef $coef" \
                                 "--local-updates $interval --seed $seed" "${size[@]}" "${COMMON[@]}" \
@@ -328,10 +331,7 @@ skills() { # tiny agents differ in how often their prompts ask for the rare skil
             pr-*) aggregation="--aggregation policy --kl-direction ${method#pr-}" ;;
             esac
             rates=("${RATES[@]}") coefs=("${KL_COEFS[@]}")
-            case $method$mode in # as choose.py has chosen
-            fedavg-exact--results) rates=(3e-3) ;;
-            fedavg-naive--results) coefs=(0.03) ;;
-            esac
+            [[ $method$mode == fedavg-*--results ]] && rates=(3e-3) # as choose.py has chosen
             for rate in "${rates[@]}"; do
                 for coef in "${coefs[@]}"; do
                     name=$method

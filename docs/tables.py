@@ -297,6 +297,16 @@ def levels(column: str = "evaluation", numbers: tuple = (4, 16, 64)) -> str:
     return markdown(["levels of each agent", *map(str, numbers)], rows)
 
 
+def reward_accuracy() -> str:
+    """What reward models make of held-out pairs, by what is wrong with the rejected text."""
+    table, rows = read("reward_accuracy"), []
+    for kind, own in table.groupby("rejected", sort=False):
+        own = own.set_index("reward_model")
+        cells = [cell(own.loc[f"runs/docstrings/{name}"], "accuracy", low=0, high=1) for name in ("reward", "judge")]
+        rows.append([kind, own.pairs.iloc[0], *cells])
+    return markdown(["rejected", "pairs", "reward model", "judge"], rows)
+
+
 SKILLS = {
     "isolated": "isolated",
     "fedavg-exact": "FedAvg, exact",

@@ -134,6 +134,16 @@ def test_pretraining_ends_when_the_rare_skill_is_right_often_enough(tmp_path, ca
     """Even chance is often enough for this: it ends at the first look, before anything is printed."""
     skills.main(skills.Args(**vars(SMALL) | {"out": str(tmp_path), "rare_success": 1e-12}))
     assert "step" not in capsys.readouterr().out
+    skills.main(skills.Args(**vars(SMALL) | {"out": str(tmp_path / "short"), "rare_success": 0.99, "steps": 5}))
+    assert "upper is right less often than --rare-success 0.99; more --steps may help" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_rare_skill_comes_in_time(seed, tmp_path):
+    """However a machine rounds: long before the steps end, and it stays rare."""
+    rates = skills.main(skills.Args(seed=seed, out=str(tmp_path)))
+    assert 0.15 < rates["mirror"] < 0.5 < 0.8 < min(rate for name, rate in rates.items() if name != "mirror")
 
 
 @pytest.mark.parametrize(
