@@ -162,7 +162,7 @@ def cell(row: pd.Series, name: str, digits: int = 2, low: float = -float("inf"),
     except ValueError:
         return str(row[name])
     bounds = ", ".join(f"{min(max(limit, low), high):.{digits}f}" for limit in limits)
-    return f"{mean:.{digits}f} [{bounds}]".replace(f"{low:.{digits}f}", f"{low:.0f}").replace(
+    return f"{round(mean, digits) + 0.0:.{digits}f} [{bounds}]".replace(f"{low:.{digits}f}", f"{low:.0f}").replace(
         f"{high:.{digits}f}", f"{high:.0f}"
     )
 
