@@ -149,7 +149,7 @@ table1--skills)
 llm--*)
     LAUNCH="python prpo_llm.py"
     PARTITIONS=(topic) METHODS=(isolated fedavg pr0.6 pr0.2) SEEDS=(1 2) KL_COEFS=(0.1) INTERVALS=(3)
-    COMMON=(--total-steps 40 --topics torch sympy transformers)
+    COMMON=(--total-steps 40 --learning-rate 1e-3 --topics torch sympy transformers)
     ;;&
 llm--results)
     METHODS=(isolated fedavg pr) SEEDS=(2 3)
