@@ -3,6 +3,7 @@
     python benchmark/judge.py runs/NAME --server http://localhost:8000/v1 --model Qwen/Qwen3-32B
     python benchmark/judge.py runs/NAME --against runs/OTHER --server http://localhost:8000/v1 --model Qwen/Qwen3-32B
     python benchmark/judge.py runs/NAME --reward-model runs/docstrings/judge
+    python benchmark/judge.py runs/NAME --reward-model runs/docstrings/judge --before  # where training began
 
 The judge is a language model behind any OpenAI-compatible server (vLLM, `transformers serve`, ...), with the paper's
 prompt and sampling (figure 6, table 6), or, offline, a reward model: one that the runs were not trained on.
@@ -85,6 +86,7 @@ class Args:
     model: str = ""  # the judge's name on that server
     reward_model: str = ""  # a sequence-classification model in place of a server, a local folder or hub id
     against: str = ""  # another run's folder: its completions of the same prompts take the place of the references
+    before: bool = False  # judge what the runs' agents said before training: where they began
     tasks: tuple[str, ...] = ("validation",)  # what is judged: validation, topics (none: everything)
     template: str = ""
     """file with another prompt: {prompt}, {response0}, {response1}, other braces doubled (default: figure 6)"""
@@ -183,13 +185,13 @@ class Judge:
         return np.nan if cut_off else {"0": 1.0, "1": 0.0}.get(answer[-1:], np.nan)
 
 
-def read_completions(folder: str) -> pd.DataFrame:
-    """The rows of a run's last evaluation."""
+def read_completions(folder: str, before: bool = False) -> pd.DataFrame:
+    """The rows of a run's last evaluation, or of that before training."""
     path = Path(folder, "completions.jsonl")
     if not path.is_file():
         sys.exit(f"{folder}: has no completions.jsonl")
     rows = pd.DataFrame(map(json.loads, path.read_text().splitlines()))
-    return rows[rows.step == rows.step.max()].reset_index(drop=True)
+    return rows[rows.step == (0 if before else rows.step.max())].reset_index(drop=True)
 
 
 def add_prompts(rows: pd.DataFrame, folder: str, tokenizer=None) -> pd.DataFrame:
@@ -255,7 +257,7 @@ def check_args(args: Args) -> None:
 
 def read_pairs(folder: str, args: Args, tokenizer) -> pd.DataFrame:
     """What is to be judged of a run: prompt, completion, other."""
-    rows = read_completions(folder)
+    rows = read_completions(folder, args.before)
     rows = rows[rows.task.isin(args.tasks)] if args.tasks else rows
     rows = rows.assign(other=rows.reference)
     if args.against:
@@ -296,9 +298,10 @@ def main(args: Args) -> pd.DataFrame:
     found = []
     for folder, own in rows.assign(verdicts=[*verdicts]).groupby("run", sort=False):
         found.append(win_rates(own))
-        for name, value in (("against", args.against), ("judge", args.reward_model or args.model), ("run", folder)):
-            found[-1].insert(0, name, value or "references")
-        if not args.against:
+        what = {"step": own.step.iloc[0], "against": args.against or "references"}
+        for name, value in (what | {"judge": args.reward_model or args.model, "run": folder}).items():
+            found[-1].insert(0, name, value)
+        if not (args.against or args.before):
             write(Path(folder, "win_rates.csv"), "", found[-1])
     found = pd.concat(found)
     print(found.drop(columns=["judge", "against"]).to_string(index=False, float_format="%.3f", na_rep="-"))

@@ -173,6 +173,16 @@ def test_another_run_takes_the_place_of_the_references(server, tmp_path):
     assert not list(tmp_path.glob("runs/*/win_rates.csv"))  # these are against the references
 
 
+def test_where_training_began(server, tmp_path):
+    """--before judges the first completions, which are bad, against references or what the same run says at last."""
+    run = make_run(tmp_path)
+    found = judged(server, tmp_path, run, before=True)
+    assert found.win_rate.tolist() == [0.5, 0.5, 0.5] and set(found.step) == {0}  # as bad as human ones
+    found = judged(server, tmp_path, run, before=True, against=str(run))
+    assert found.win_rate.tolist() == [0.25, 0.25, 0.25]
+    assert not list(tmp_path.glob("runs/*/win_rates.csv"))  # these are for what has been trained
+
+
 # --- failures ---
 
 
