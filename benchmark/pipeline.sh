@@ -18,8 +18,8 @@ judge   --quick: a second one, on pairs that the first has not seen, for benchma
 
 (default)  the paper's tables 3 and 4 on trl-lib/tldr and trl-lib/tldr-preference, into runs/tldr: one GPU of 80 GB.
            16,722 examples in two epochs are 2,090 steps of 16, which the whole split gives without a repetition
---quick    SmolLM2 on documentation, into runs/docstrings, no hub: about an hour on two cores, estimated from shorter
-           runs. The adapter has the shape of prpo_llm.py's, which starts from it with --adapter runs/docstrings/sft-adapter
+--quick    SmolLM2 on documentation, into runs/docstrings, no hub: half an hour on two cores that do nothing else. The
+           adapter has the shape of prpo_llm.py's, which starts from it with --adapter runs/docstrings/sft-adapter
 END
 }
 

@@ -26,7 +26,7 @@ table1, the paper's table 1 at small scale (docs/pipeline.md): SmolLM2 on docume
 and with the reward model of \`benchmark/pipeline.sh all --quick\`.
 (default)  PPO and GRPO, iid and by topic, five methods, three KL coefficients, three seeds: more than a day on two cores,
            estimated from those of llm
---quick    one KL coefficient, one seed: three hours
+--quick    one KL coefficient, one seed: two and a quarter hours, from 13 minutes for a run on one core
 --skills   the same on string skills, as skills below: a tiny model and three seeds, 40 minutes
 
 When does sharing pay (docs/results.md): doorkey and keycorridor, agents with an easy, a middling and a hard task;

@@ -307,6 +307,38 @@ def reward_accuracy() -> str:
     return markdown(["rejected", "pairs", "reward model", "judge"], rows)
 
 
+def docstrings() -> str:
+    """Table 1's runs on docstrings: rewards, and win rates of all agents against references and isolated agents."""
+    table, rates = read("docstrings_table1").set_index("method"), read("docstrings_win_rates").query("agent == 'all'")
+    alone, rows = rates.run[rates.step == 0].iloc[0], []
+    for name, run in (("before training", alone), *((name, own["best setting"]) for name, own in table.iterrows())):
+        scores = (
+            table.loc[name, ["held-out", "own topic", "others' topics"]].map("{:.1f}".format)
+            if name in table.index
+            else [""] * 3
+        )
+        own = rates[rates.run.str.contains(run, regex=False) & ((rates.step == 0) == (run == alone))]
+        found = {row.against: cell(row, "win_rate", low=0, high=1) for _, row in own.iterrows()}
+        rows.append([name, *scores, found["references"], found.get(alone, "")])
+    return markdown(
+        ["", "reward, common prompts", "own topic", "others' topics", "wins against references", "against isolated"],
+        rows,
+    )
+
+
+def table1(name: str) -> str:
+    """The paper's table 1, from a file of table.py: language models by algorithm, data and method."""
+    table, rows = read(name), []
+    evp = next(column for column in table if column.startswith("EVP"))
+    for _, row in table.iterrows():
+        where = f"{row.algorithm}, {row.data.rpartition(', ')[2]}"
+        topics = [cell(row, whose) if row[whose] > 0 else "" for whose in ("own topic", "others' topics")]
+        gains = ["" if pd.isna(row[gain]) else row[gain] for gain in ("gain over isolated", "gain over FedAvg")]
+        rows.append([where, row.method, cell(row, "held-out"), *topics, cell(row, evp), *gains])
+    named = ["", "", "common prompts", "own topic", "others' topics", evp, "over isolated", "over FedAvg"]
+    return markdown(named, rows)
+
+
 SKILLS = {
     "isolated": "isolated",
     "fedavg-exact": "FedAvg, exact",
