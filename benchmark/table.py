@@ -120,6 +120,7 @@ def search_table(groups: dict[tuple[str, str], list[Run]], args: Args) -> list[d
                 zip(("own topic", "others' topics"), with_interval(topics).itertuples(False, None), strict=True)
             )
         row[f"EVP of {n}"] = tuple(with_interval(pd.DataFrame([mean])).iloc[0])
+        row["EVP per seed"] = " ".join(f"{value:.4f}" for value in mean)
         row["deviation"] = f"{np.sqrt(variance.mean()):.3f}"  # within a seed: the shades of the paper's figures
         found[grpo, data, method] = mean.mean()
         others = [name for name in ("isolated", "FedAvg") if name != method and found.get((grpo, data, name), 0) > 0]

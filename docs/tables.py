@@ -12,6 +12,7 @@ import sys
 import typing
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 from tyro._docstrings import get_field_docstring
@@ -24,7 +25,8 @@ PAGES = [ROOT / "README.md", *sorted(Path(__file__).parent.glob("*.md"))]
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A table."""
     return "\n".join(
-        f"| {' | '.join(map(str, cells))} |".replace("|  |", "| |") for cells in (header, ["---"] * len(header), *rows)
+        f"| {' | '.join(map(str, cells))} |".replace("|  |", "| |").replace("|  |", "| |")
+        for cells in (header, ["---"] * len(header), *rows)
     )
 
 
@@ -332,11 +334,32 @@ def table1(name: str) -> str:
     evp = next(column for column in table if column.startswith("EVP"))
     for _, row in table.iterrows():
         where = f"{row.algorithm}, {row.data.rpartition(', ')[2]}"
-        topics = [cell(row, whose) if row[whose] > 0 else "" for whose in ("own topic", "others' topics")]
+        columns = "held-out", "own topic", "others' topics", evp
+        cells = ["" if pd.isna(row[column]) else cell(row, column, low=0, high=1) for column in columns]
         gains = ["" if pd.isna(row[gain]) else row[gain] for gain in ("gain over isolated", "gain over FedAvg")]
-        rows.append([where, row.method, cell(row, "held-out"), *topics, cell(row, evp), *gains])
+        rows.append([where, row.method, *cells, *gains])
     named = ["", "", "common prompts", "own topic", "others' topics", evp, "over isolated", "over FedAvg"]
     return markdown(named, rows)
+
+
+def table1_gains(name: str) -> str:
+    """Over all algorithms and data of table 1: what each method is above isolated agents, paired by seed."""
+    table, rows = read(name), []
+    found = {
+        method: np.array([[*map(float, own.split())] for own in rows["EVP per seed"]])
+        for method, rows in table.groupby("method", sort=False)
+    }
+    for method, own in found.items():
+        if method != "isolated":
+            gains = own - found["isolated"]  # [algorithms and data, seeds]
+            rows.append([method, mean_of(gains.mean(0), 3), f"{(gains > 0).sum()} of {gains.size}"])
+    return markdown(["", "above isolated agents", "in how many pairs"], rows)
+
+
+def mean_of(values, digits: int = 2) -> str:
+    """A mean over seeds with its interval by Student's t."""
+    low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+    return cell(pd.Series({"x": np.mean(values), "x_ci_low": low, "x_ci_high": high}), "x", digits)
 
 
 SKILLS = {
@@ -352,17 +375,12 @@ def skills(skill: str = "mirror_after") -> str:
     """A rare skill: methods x agents, the agents' mean, and what it is above that of isolated ones, seed by seed."""
     table = read("skills_rare").pivot(index="seed", columns=["method", "agent"], values=skill)
     alone, rows, agents = table["isolated"].mean(axis=1), [], sorted({agent for _, agent in table})
-
-    def mean(values: pd.Series) -> str:
-        low, high = stats.t.interval(0.95, len(values) - 1, values.mean(), values.sem())
-        return cell(pd.Series({"x": values.mean(), "x_ci_low": low, "x_ci_high": high}), "x")
-
     for method, label in SKILLS.items():
         (command,) = (line for line in comments("skills_rare") if f" --exp-name {method} " in line)
         rate, coef = (float(re.search(rf" --{flag} (\S+)", command)[1]) for flag in ("learning-rate", "kl-coef"))
         own = table[method]
-        cells = [mean(values) for values in (*(own[agent] for agent in agents), own.mean(axis=1))]
-        gain = mean(own.mean(axis=1) - alone) if method != "isolated" else ""
+        cells = [mean_of(values) for values in (*(own[agent] for agent in agents), own.mean(axis=1))]
+        gain = mean_of(own.mean(axis=1) - alone) if method != "isolated" else ""
         rows.append([label, f"{rate:.0e}, {coef:g}".replace("e-0", "e-"), *cells, gain])
     named = [f"agent {agent}, {share} %" for agent, share in zip(agents, (5, 20, 80), strict=True)]
     return markdown(["", "rate, coefficient", *named, "mean of the agents", "its gain over isolated, paired"], rows)

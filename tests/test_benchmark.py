@@ -262,6 +262,7 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
     assert exact["best setting"]["isolated"] == "isolated_0" and exact["held-out"]["isolated"] == pytest.approx(0.35)
     best = (0.5 + 0.5 + 0.4) / 3  # of two of the three, without replacement; 0.1 more with the second seed
     assert exact["EVP of 2"]["isolated"] == pytest.approx(best + 0.05, abs=1e-5)
+    assert exact["EVP per seed"]["isolated"] == f"{best:.4f} {best + 0.1:.4f}"
     half = 12.706204736432095 * np.std([best, best + 0.1], ddof=1) / np.sqrt(2)
     assert exact["EVP of 2_ci_high"]["isolated"] == pytest.approx(best + 0.05 + half, abs=1e-5)
     assert exact.deviation["isolated"] == pytest.approx(np.std([0.5, 0.5, 0.4]), abs=1e-3)
