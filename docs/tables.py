@@ -399,6 +399,20 @@ def crowd(column: str = "share", sizes: tuple = (1, 2, 4, 8)) -> str:
     return markdown(["agents", *map(str, sizes)], rows)
 
 
+def crowd_tuned() -> str:
+    """Eight agents, each method with the coefficient that was chosen for it, beside that of all others' section 1."""
+    before, table = (read(f"{name}_table").set_index(["method", "agents"]) for name in ("crowd", "crowd_tuned"))
+    rows = []
+    for method in (method for method in SHARING if (method, 8) in table.index):
+        (command,) = (line for line in comments("crowd_tuned") if f" --exp-name {method}-8 " in line)
+        row, steps = table.loc[method, 8], table.median_steps[method, 8]
+        cells = [re.search(r" --kl-coef (\S+)", command)[1], cell(row, "share", low=0, high=1), f"{row.all_learn:.0%}"]
+        cells += ["never" if pd.isna(steps) else f"{steps:,.0f}", cell(before.loc[method, 8], "share", low=0, high=1)]
+        rows.append([SHARING[method], *cells])
+    named = ["eight agents", "coefficient", "share that learns", "all learn", "steps until 80 % have", "share with 0.5"]
+    return markdown(named, rows)
+
+
 # Speed
 
 
