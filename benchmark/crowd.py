@@ -7,9 +7,9 @@
 An --exp-name is a method and its number of agents, as in pr-reward-8. Isolated agents do not know of each other, so a
 run of eight also has four pairs and eight single ones: each such crowd is a row.
 
-Writes OUT.csv, a row per crowd: the share of its agents whose evaluation reaches the threshold, and the steps after
-which the training return of 80 % of them has, empty if it never does. From this come OUT_table.csv (mean over seeds
-with its 95 % interval, share of crowds in which all learn, median steps) and OUT.png, which shows every seed too.
+Writes OUT.csv, a row per crowd: the share of its agents whose evaluation reaches the threshold, its mean, and the steps
+after which the training return of 80 % of them has, empty if it never does. From this come OUT_table.csv (means over
+seeds with 95 % intervals, share of crowds in which all learn, median steps) and OUT.png, which shows every seed too.
 """
 
 import math
@@ -41,7 +41,8 @@ def make_rows(runs: pd.DataFrame, threshold: float) -> pd.DataFrame:
     rows = []
     for (name, seed), run in runs.groupby(["exp_name", "seed"]):
         agents = run.groupby("agent")
-        solved = agents.evaluation.last() >= threshold
+        final = agents.evaluation.last()
+        solved = final >= threshold
         reached = run[run.return_last_100 >= threshold].groupby("agent").timesteps.min().reindex(solved.index)
         method, largest = name.rpartition("-")[0], len(solved)
         sizes = [2**k for k in range(largest.bit_length()) if largest % 2**k == 0]
@@ -51,7 +52,8 @@ def make_rows(runs: pd.DataFrame, threshold: float) -> pd.DataFrame:
                 last = math.ceil(MOST * size - 1e-9) - 1
                 steps = reached.iloc[own].sort_values().iloc[last]  # those that never get there stand behind the others
                 row = {"method": method, "agents": size, "seed": seed, "first_agent": first}
-                rows.append(row | {"share": solved.iloc[own].mean(), "steps": steps})
+                means = {"share": solved.iloc[own].mean(), "evaluation": final.iloc[own].mean()}
+                rows.append(row | means | {"steps": steps})
     return pd.DataFrame(rows).sort_values(["method", "agents", "seed", "first_agent"])
 
 
@@ -59,15 +61,16 @@ def by_seed(crowds: pd.DataFrame) -> pd.DataFrame:
     """A row per method, size and seed: share of agents that learned, of crowds in which all did, median of steps."""
     crowds = crowds.assign(all_learn=crowds.share == 1, steps=crowds.steps.fillna(np.inf))
     rows = crowds.groupby(["method", "agents", "seed"])
-    return rows.agg({"share": "mean", "all_learn": "mean", "steps": "median"}).reset_index()
+    return rows.agg({"share": "mean", "evaluation": "mean", "all_learn": "mean", "steps": "median"}).reset_index()
 
 
 def make_table(crowds: pd.DataFrame) -> pd.DataFrame:
     """A row per method and size. Steps are a median because some crowds never get there; empty if most do not."""
     rows = []
     for (method, size), seeds in by_seed(crowds).groupby(["method", "agents"]):
-        mean, low, high = with_interval(seeds[["share"]].T).iloc[0]
-        row = {"method": method, "agents": size, "share": mean, "share_ci_low": low, "share_ci_high": high}
+        row = {"method": method, "agents": size}
+        for name in ("share", "evaluation"):
+            row[name], row[f"{name}_ci_low"], row[f"{name}_ci_high"] = with_interval(seeds[[name]].T).iloc[0]
         row |= {"all_learn": seeds.all_learn.mean(), "median_steps": seeds.steps.median()}
         rows.append(row | {"seeds": " ".join(map(str, seeds.seed))})
     return pd.DataFrame(rows).replace(np.inf, np.nan)

@@ -406,10 +406,13 @@ def crowd_tuned() -> str:
     for method in (method for method in SHARING if (method, 8) in table.index):
         (command,) = (line for line in comments("crowd_tuned") if f" --exp-name {method}-8 " in line)
         row, steps = table.loc[method, 8], table.median_steps[method, 8]
-        cells = [re.search(r" --kl-coef (\S+)", command)[1], cell(row, "share", low=0, high=1), f"{row.all_learn:.0%}"]
-        cells += ["never" if pd.isna(steps) else f"{steps:,.0f}", cell(before.loc[method, 8], "share", low=0, high=1)]
-        rows.append([SHARING[method], *cells])
-    named = ["eight agents", "coefficient", "share that learns", "all learn", "steps until 80 % have", "share with 0.5"]
+        cells = [re.search(r" --kl-coef (\S+)", command)[1]]
+        for name in ("evaluation", "share"):
+            cells += [cell(own, name, low=0, high=1) for own in (before.loc[method, 8], row)]
+        rows.append(
+            [SHARING[method], *cells, f"{row.all_learn:.0%}, {'never' if pd.isna(steps) else f'after {steps:,.0f}'}"]
+        )
+    named = ["eight agents", "coefficient", "return with 0.5", "return", "share with 0.5", "share", "all learn"]
     return markdown(named, rows)
 
 

@@ -457,8 +457,10 @@ def test_isolated_agents_are_crowds_of_every_size():
         assert own.index.tolist() == list(range(0, 4, size)) and own.share.tolist() == share
         assert own.steps.fillna(-1).tolist() == [-1 if x != x else x for x in steps]
     assert rows.loc["pr-uniform", 5][["share", "steps"]].values.tolist() == [[0.8, 300]]
+    assert rows.loc["isolated", 2].evaluation.tolist() == pytest.approx([0.45, 0.9])
     table = crowd.make_table(rows.reset_index()).set_index(["method", "agents"])
     assert table.loc["isolated", "share"].tolist() == [0.75] * 3
+    assert table.evaluation.tolist() == pytest.approx([0.675] * 3 + [0.72])
     assert table.loc["isolated", "all_learn"].tolist() == [0.75, 0.5, 0]
     assert table.median_steps.fillna(-1).tolist() == [250, -1, -1, 300]  # of 100, 200, 300 and never: in the middle
 
