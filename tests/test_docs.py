@@ -47,6 +47,7 @@ OTHERS = {
     "--quick",
     "--results",
     "--tune",
+    "--skills",
     "--gres",
     "--help",
 }
