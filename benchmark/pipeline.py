@@ -34,6 +34,7 @@ import transformers
 import tyro
 from datasets import load_dataset
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from plot import comments_of
 from rouge_score.rouge_scorer import RougeScorer
 from scipy import stats
 
@@ -214,8 +215,8 @@ def accuracy(args: Args) -> pd.DataFrame:
     if args.out:
         path, command = Path(args.out), f"# python benchmark/pipeline.py {' '.join(sys.argv[1:])}\n"
         versions = f"# torch {torch.__version__}, transformers {transformers.__version__}\n"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        comments = [line for line in lines if line.startswith("#") and line not in (command, versions)]
+        lines = comments_of(path).splitlines(keepends=True) if path.exists() else []
+        comments = [line for line in lines if line not in (command, versions)]
         old = pd.read_csv(path, comment="#") if path.exists() else found[:0]
         old = old[(old.reward_model != args.model) | (old.pairs_from != args.pairs)]
         both = pd.concat([old, found]) if len(old) else found

@@ -209,6 +209,7 @@ def tabulate(args: Args) -> pd.DataFrame:
     from plot import header, read_groups, write
 
     rows, groups = [], read_groups(PlotArgs(runs=(args.runs,)))
+    groups = {name: own for name, own in groups.items() if "dataset" in own[0].settings}  # not those of control
     for run in (run for own in groups.values() for run in own):
         (name,) = np.atleast_1d(run.settings["dataset"])  # a word, in runs before a data set per agent was possible
         data = [json.loads(line) for line in Path(name).read_text().splitlines()]

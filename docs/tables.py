@@ -14,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 from tyro._docstrings import get_field_docstring
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
+sys.path.insert(0, str(ROOT / "benchmark"))
+from plot import with_interval  # noqa: E402
+
 PAGES = [ROOT / "README.md", *sorted(Path(__file__).parent.glob("*.md"))]
 
 
@@ -155,6 +157,12 @@ def comments(name: str) -> list[str]:
     """Its comments, which tell commands, versions, date and cores."""
     lines = (RESULTS / f"{name}.csv").read_text().splitlines()
     return [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+
+
+def setting(name: str, experiment: str, flag: str) -> str:
+    """What the runs of an --exp-name had for a flag, as the comments of a file tell."""
+    (command,) = (line for line in comments(name) if f" --exp-name {experiment} " in line)
+    return re.search(rf" --{flag} (\S+)", command)[1]
 
 
 def cell(row: pd.Series, name: str, digits: int = 2, low: float = -float("inf"), high: float = float("inf")) -> str:
@@ -313,12 +321,11 @@ def docstrings() -> str:
     """Table 1's runs on docstrings: rewards, and win rates of all agents against references and isolated agents."""
     table, rates = read("docstrings_table1").set_index("method"), read("docstrings_win_rates").query("agent == 'all'")
     alone, rows = rates.run[rates.step == 0].iloc[0], []
-    for name, run in (("before training", alone), *((name, own["best setting"]) for name, own in table.iterrows())):
-        scores = (
-            table.loc[name, ["held-out", "own topic", "others' topics"]].map("{:.1f}".format)
-            if name in table.index
-            else [""] * 3
-        )
+    for name, run in (("before training", alone), *table["best setting"].items()):
+        scores = [
+            f"{table[of][name]:.1f}" if name in table.index else ""
+            for of in ("held-out", "own topic", "others' topics")
+        ]
         own = rates[rates.run.str.contains(run, regex=False) & ((rates.step == 0) == (run == alone))]
         found = {row.against: cell(row, "win_rate", low=0, high=1) for _, row in own.iterrows()}
         rows.append([name, *scores, found["references"], found.get(alone, "")])
@@ -346,8 +353,8 @@ def table1_gains(name: str) -> str:
     """Over all algorithms and data of table 1: what each method is above isolated agents, paired by seed."""
     table, rows = read(name), []
     found = {
-        method: np.array([[*map(float, own.split())] for own in rows["EVP per seed"]])
-        for method, rows in table.groupby("method", sort=False)
+        method: np.array([[*map(float, scores.split())] for scores in own["EVP per seed"]])
+        for method, own in table.groupby("method", sort=False)
     }
     for method, own in found.items():
         if method != "isolated":
@@ -358,8 +365,8 @@ def table1_gains(name: str) -> str:
 
 def mean_of(values, digits: int = 2) -> str:
     """A mean over seeds with its interval by Student's t."""
-    low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
-    return cell(pd.Series({"x": np.mean(values), "x_ci_low": low, "x_ci_high": high}), "x", digits)
+    mean, low, high = with_interval(pd.DataFrame([[*values]])).iloc[0]
+    return cell(pd.Series({"x": mean, "x_ci_low": low, "x_ci_high": high}), "x", digits)
 
 
 SKILLS = {
@@ -376,14 +383,19 @@ def skills(skill: str = "mirror_after") -> str:
     table = read("skills_rare").pivot(index="seed", columns=["method", "agent"], values=skill)
     alone, rows, agents = table["isolated"].mean(axis=1), [], sorted({agent for _, agent in table})
     for method, label in SKILLS.items():
-        (command,) = (line for line in comments("skills_rare") if f" --exp-name {method} " in line)
-        rate, coef = (float(re.search(rf" --{flag} (\S+)", command)[1]) for flag in ("learning-rate", "kl-coef"))
+        rate, coef = (float(setting("skills_rare", method, flag)) for flag in ("learning-rate", "kl-coef"))
         own = table[method]
         cells = [mean_of(values) for values in (*(own[agent] for agent in agents), own.mean(axis=1))]
         gain = mean_of(own.mean(axis=1) - alone) if method != "isolated" else ""
         rows.append([label, f"{rate:.0e}, {coef:g}".replace("e-0", "e-"), *cells, gain])
     named = [f"agent {agent}, {share} %" for agent, share in zip(agents, (5, 20, 80), strict=True)]
     return markdown(["", "rate, coefficient", *named, "mean of the agents", "its gain over isolated, paired"], rows)
+
+
+def all_learn(row: pd.Series) -> str:
+    """In which share of crowds all learn, and when most agents have."""
+    steps = "never" if pd.isna(row.median_steps) else f"after {row.median_steps:,.0f}"
+    return f"{row.all_learn:.0%}, {steps}"
 
 
 def crowd(column: str = "share", sizes: tuple = (1, 2, 4, 8)) -> str:
@@ -393,8 +405,7 @@ def crowd(column: str = "share", sizes: tuple = (1, 2, 4, 8)) -> str:
         own = table[table.method == method].set_index("agents")
         cells = {size: cell(row, "share", low=0, high=1) for size, row in own.iterrows()}
         if column == "all":
-            steps = own.median_steps.map(lambda steps: "never" if pd.isna(steps) else f"after {steps:,.0f}")
-            cells = {size: f"{own['all_learn'][size]:.0%}, {steps[size]}" for size in own.index}
+            cells = {size: all_learn(row) for size, row in own.iterrows()}
         rows += [[label, *(cells.get(size, "") for size in sizes)]] if cells else []
     return markdown(["agents", *map(str, sizes)], rows)
 
@@ -404,14 +415,10 @@ def crowd_tuned() -> str:
     before, table = (read(f"{name}_table").set_index(["method", "agents"]) for name in ("crowd", "crowd_tuned"))
     rows = []
     for method in (method for method in SHARING if (method, 8) in table.index):
-        (command,) = (line for line in comments("crowd_tuned") if f" --exp-name {method}-8 " in line)
-        row, steps = table.loc[method, 8], table.median_steps[method, 8]
-        cells = [re.search(r" --kl-coef (\S+)", command)[1]]
+        row, cells = table.loc[method, 8], [setting("crowd_tuned", f"{method}-8", "kl-coef")]
         for name in ("evaluation", "share"):
             cells += [cell(own, name, low=0, high=1) for own in (before.loc[method, 8], row)]
-        rows.append(
-            [SHARING[method], *cells, f"{row.all_learn:.0%}, {'never' if pd.isna(steps) else f'after {steps:,.0f}'}"]
-        )
+        rows.append([SHARING[method], *cells, all_learn(row)])
     named = ["eight agents", "coefficient", "return with 0.5", "return", "share with 0.5", "share", "all learn"]
     return markdown(named, rows)
 

@@ -5,7 +5,9 @@ import shutil
 from collections import Counter
 from types import SimpleNamespace
 
+import cv2
 import gymnasium as gym
+import moviepy.video.io.ffmpeg_writer as writer
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,7 @@ from helpers import (
     tiny,
     weights_of,
 )
+from stable_baselines3.common import atari_wrappers as wrappers
 
 GAME = "BreakoutNoFrameskip-v4"
 
@@ -37,7 +40,6 @@ def frames_of(obs):
 
 
 def shrink(frame):
-    cv2 = pytest.importorskip("cv2")
     return cv2.resize(frame, (84, 84), interpolation=cv2.INTER_AREA)
 
 
@@ -72,7 +74,6 @@ class Spy:
 
 def reference_game(env_id, obs_type="grayscale"):
     """A game in gymnasium: (inside stable-baselines3's wrappers but for the frame's size, the one that starts it)."""
-    wrappers = pytest.importorskip("stable_baselines3.common.atari_wrappers")
     env = start = wrappers.NoopResetEnv(gym.wrappers.RecordEpisodeStatistics(gym.make(env_id, obs_type=obs_type)))
     env = wrappers.EpisodicLifeEnv(wrappers.MaxAndSkipEnv(env, 4))
     if "FIRE" in env.unwrapped.get_action_meanings():
@@ -149,7 +150,7 @@ def test_games_equal_the_usual_wrappers_step_by_step(env_id, number, lives, most
 
 def test_frames_are_close_to_those_of_stable_baselines3():
     """ale-py takes the brighter of two grey frames, stable-baselines3 greys the brighter of two in colour."""
-    cv2, env_id = pytest.importorskip("cv2"), "BeamRiderNoFrameskip-v4"
+    env_id = "BeamRiderNoFrameskip-v4"
     games = games_of(env_id, [5])
     env, start = reference_game(env_id, obs_type="rgb")
     start.override_num_noops = int(games.pools[0][1].reset(seed=np.array([5]))[1]["frame_number"][0])
@@ -529,7 +530,6 @@ def test_evaluation_plays_whole_games_and_films_the_first(env_id, actions, tmp_p
 
     Every frame goes to the encoder before the next step: a game up to the time limit would not fit in memory.
     """
-    cv2, writer = pytest.importorskip("cv2"), pytest.importorskip("moviepy.video.io.ffmpeg_writer")
     script, made, films = PRPO_ATARI, [], []
 
     class Recorded(script.Games):

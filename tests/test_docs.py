@@ -183,9 +183,9 @@ def test_packages_are_pinned_and_used():
     others = sys.stdlib_module_names | {file.stem for file in files} | {"benchmark", "tokenizers"}  # of transformers
     imported = {name.partition(".")[0] for name in imported} - others
     docstrings = set(runpy.run_path(str(REPOSITORY / "benchmark" / "docstrings.py"))["TOPICS"]) - {"stdlib"}  # the data
-    tools = {"pytest-xdist", "ruff", "moviepy"}  # gymnasium's video recorder needs the last one
-    tools |= {"gguf", "accelerate", "opencv-python-headless"}  # as transformers, TRL and stable-baselines3 need these
-    assert named == {name.replace("_", "-") for name in imported} | docstrings | tools
+    imported = {{"cv2": "opencv-python-headless"}.get(name, name).replace("_", "-") for name in imported}
+    tools = {"pytest-xdist", "ruff", "gguf", "accelerate"}  # transformers and TRL need the last two
+    assert named == imported | docstrings | tools
 
 
 def test_the_analysis_in_the_pages_runs(tmp_path, monkeypatch):

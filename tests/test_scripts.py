@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import typing
 import warnings
 from collections import namedtuple
@@ -364,7 +365,8 @@ def test_environments_that_cannot_be_made(script):
     """Tasks that are registered but whose files are not installed, or that the chosen backend does not know."""
     message = complaint(script, ["--env-id", "MiniGrid-WFC-MazeSimple-v0"])
     assert "--env-id MiniGrid-WFC-MazeSimple-v0" in message
-    pytest.importorskip("envpool")
+    if sys.platform != "linux":
+        pytest.skip("envpool is for Linux")
     message = complaint(script, ["--env-id", "MiniGrid-MultiRoom-N4-S5-v1", "--env-backend", "envpool"])
     assert "MiniGrid-MultiRoom-N4-S5-v1" in message and "gymnasium" in message
 
@@ -608,7 +610,6 @@ def test_private_levels_are_evaluated_too(script, tmp_path):
 @on_minigrid
 def test_wandb_offline(script, tmp_path):
     """--track works without a network: an offline run of the run's name, with the same charts."""
-    pytest.importorskip("wandb")
     changes = {"num_agents": 1, "total_timesteps": 128, "eval_episodes": 0}
     settings = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     run = call(

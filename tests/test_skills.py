@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import sys
 from collections import Counter
 
@@ -218,8 +219,14 @@ def test_the_demonstration_runs(task, tmp_path, monkeypatch):
     assert "benchmark/skills.py:exact" in words and prpo_llm.main(args)["completed"]
 
     # The table of the run, counted by hand: each held-out prompt once, and its completion after training
-    table, said = skills.tabulate(skills.Args(runs=str(tmp_path), rare="upper")), {}
-    for line in (only_run(tmp_path) / "completions.jsonl").read_text().splitlines():
+    run, said = only_run(tmp_path), {}
+    shutil.copytree(run, tmp_path / "control")  # a run without a data set is not in it
+    summary = json.loads((run / "summary.json").read_text())
+    settings = summary["settings"]
+    settings["env_id"], _ = settings.pop("base_model"), settings.pop("dataset")
+    (tmp_path / "control" / "summary.json").write_text(json.dumps(summary))
+    table = skills.tabulate(skills.Args(runs=str(tmp_path), rare="upper"))
+    for line in (run / "completions.jsonl").read_text().splitlines():
         row = json.loads(line)
         said[row["step"], row["agent"], row["id"]] = row
     for own in table.to_dict("records"):
