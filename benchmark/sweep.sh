@@ -20,7 +20,7 @@ table1 they use one core each (on a GPU machine several share a GPU):
            seven agents on TL;DR, one GPU each, with the reward model that benchmark/pipeline.sh trains
 --quick    a night on two cores. minigrid: two tasks, three seeds, two learning rates, 1 M steps; atari: BeamRider, two
            seeds, 1 M steps; llm: three agents and the small model on documentation
---results  the runs behind benchmark/results/: half an hour, three hours, an hour and a half on two cores
+--results  the runs behind benchmark/results/: two hours, three hours, an hour and a half on two cores
 
 table1, the paper's table 1 at small scale (docs/pipeline.md): SmolLM2 on documentation, three agents, from the adapter
 and with the reward model of \`benchmark/pipeline.sh all --quick\`.
@@ -75,24 +75,24 @@ SEEDS=(1 2 3 4 5 6 7 8 9 10)
 RATES=(5e-5 1e-4 2.5e-4 5e-4 1e-3)
 KL_COEFS=(0.5 1 2 5 10 20 50) # isolated agents and FedAvg
 PEER_COEFS=(0.5 1 2 5 10 20)  # the paper's communication coefficient
-COMMON=()
+COMMON=() SPEED=6000 # agent-steps per second on each of two cores, but for Atari
 case $family$mode in
 minigrid*)
     TASKS=(MiniGrid-FourRooms-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DistShift2-v0)
     METHODS=(isolated fedavg-uniform fedavg-similarity pr-uniform pr-similarity)
-    STEPS=5000000 SPEED=10000 # agent-steps per second on each of two cores
+    STEPS=5000000
     ;;&
 atari*)
     TASKS=(BeamRiderNoFrameskip-v4 AsterixNoFrameskip-v4)
     METHODS=(isolated fedavg-uniform fedavg-reward pr-uniform pr-reward)
-    STEPS=10000000 SPEED=650
+    STEPS=10000000
     ;;&
 minigrid--quick)
     TASKS=(MiniGrid-DoorKey-6x6-v0 MiniGrid-DistShift2-v0) SEEDS=(1 2 3) STEPS=1000000
     RATES=(2.5e-4 1e-3) KL_COEFS=(0.5) PEER_COEFS=(0.5)
     ;;
 minigrid--results)
-    TASKS=(MiniGrid-DoorKey-6x6-v0 MiniGrid-DistShift2-v0) SEEDS=(1 2 3) STEPS=200000
+    SEEDS=(1 2 3) STEPS=200000 # on FourRooms 1 M
     METHODS=(isolated isolated-no-penalty fedavg-uniform pr-uniform pr-similarity pr-reward pr-uniform-forward)
     RATES=(1e-3) KL_COEFS=(0.5) PEER_COEFS=(0.5) COMMON=(--local-updates 4)
     ;;
@@ -105,17 +105,17 @@ atari--results)
     ;;
 doorkey* | keycorridor*)
     METHODS=(isolated fedavg-uniform fedavg-reward pr-uniform pr-reward pr-similarity pr-surrogate)
-    STEPS=250000 SPEED=6000
+    STEPS=250000
     ;;&
 missions*)
     METHODS=(isolated fedavg-uniform pr-uniform pr-self0.6 pr-self0.2 pr-similarity pr-surrogate)
     STEPS=143360 SPEED=3000
     ;;&
 levels*) METHODS=(isolated fedavg-uniform pr-uniform) STEPS=250000 SPEED=2000 ;;&
-networks*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=250000 SPEED=6000 ;;&
-crowd*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=150000 SPEED=6000 ;;&
+networks*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=250000 ;;&
+crowd*) METHODS=(isolated fedavg-uniform pr-uniform pr-reward) STEPS=150000 ;;&
 doorkey* | keycorridor* | missions* | levels* | networks* | crowd*) SEEDS=(1 2 3 4 5) PEER_COEFS=(0.5) ;;&
-anchor*) SEEDS=(1 2 3 4 5) STEPS=131072 SPEED=1450 ;;& # on BeamRider with the first three seeds, at 650
+anchor*) SEEDS=(1 2 3 4 5) STEPS=131072 ;;& # on BeamRider with the first three seeds
 trpo*) SEEDS=(1 2 3 4 5) STEPS=122880 SPEED=2500 ;;&
 skills*)
     SEEDS=(1 2 3 4 5) RATES=(1e-3) KL_COEFS=(0.03)
@@ -162,7 +162,8 @@ control() {
     for seed in "${SEEDS[@]}"; do
         for task in "${TASKS[@]}"; do
             for method in "${METHODS[@]}"; do
-                script=prpo_$family.py communicator=${method#*-} coefs=("${KL_COEFS[@]}") direction=()
+                script=prpo_$family.py communicator=${method#*-} coefs=("${KL_COEFS[@]}") direction=() steps=$STEPS
+                [[ $family$mode$task == minigrid--resultsMiniGrid-FourRooms* ]] && steps=1000000
                 [[ $family$mode == minigrid--results && $method != *-forward ]] && direction=(--kl-direction reverse)
                 case $method in
                 isolated) communicator=identity ;;
@@ -175,7 +176,7 @@ control() {
                         name=$method
                         [[ $mode == --results ]] || name+=_lr${rate}_coef$coef
                         echo "OMP_NUM_THREADS=1 python $script --communicator $communicator --env-id $task --seed $seed" \
-                            "--total-timesteps $STEPS --learning-rate $rate --kl-coef $coef" \
+                            "--total-timesteps $steps --learning-rate $rate --kl-coef $coef" \
                             "${direction[@]}" "${COMMON[@]}" "--run-dir $folder --exp-name $name"
                     done
                 done
@@ -345,9 +346,11 @@ skills() { # tiny agents differ in how often their prompts ask for the rare skil
 }
 
 estimate() { # of three agents where a line does not tell
-    tee >(awk -v each="$STEPS" -v speed=$((SPEED * 2)) \
-        '{ n++; agents += match($0, /--num-agents [0-9]+/) ? substr($0, RSTART + 13, RLENGTH - 13) : 3 }
-        END { printf "%d runs, about %.1f h on two cores\n", n, agents * each / speed / 3600 }' >&2)
+    tee >(awk -v speed="$SPEED" \
+        '{ agents = match($0, /--num-agents [0-9]+/) ? substr($0, RSTART + 13, RLENGTH - 13) : 3
+           match($0, /--total-timesteps [0-9]+/)
+           hours += agents * substr($0, RSTART + 18, RLENGTH - 18) / (/NoFrameskip/ ? 650 : speed) / 3600 }
+        END { printf "%d runs, about %.1f h on two cores\n", NR, hours / 2 }' >&2)
 }
 
 case $family in

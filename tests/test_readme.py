@@ -118,6 +118,18 @@ def test_sweeps_leave_out_only_what_they_mean_to():
     assert methods("crowd", "--tune") == {f"{name}-8" for name in shared | {"pr-reward", "isolated"}}
 
 
+@pytest.mark.parametrize("family", ["minigrid", "crowd", "anchor"])
+def test_sweeps_estimate_the_time_of_what_they_print(family):
+    """Agents x steps of each line at the speed of its script on two cores, which differ from line to line."""
+    words = ["bash", "benchmark/sweep.sh", family, "--results"]
+    printed, hours = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True), 0
+    for line in printed.stdout.splitlines():
+        agents, steps = (re.search(rf"--{flag} (\d+)", line) for flag in ("num-agents", "total-timesteps"))
+        speed = 650 if "NoFrameskip" in line else 6000
+        hours += (int(agents[1]) if agents else 3) * int(steps[1]) / speed / 2 / 3600
+    assert printed.stderr == f"{len(printed.stdout.splitlines())} runs, about {hours:.1f} h on two cores\n"
+
+
 def test_sweep_commands_run_and_are_plotted(tmp_path):
     """The sweep prints commands that run as they stand, and the plot reads what they leave."""
     (sweep,) = [c for c in COMMANDS if c.startswith("bash benchmark/sweep.sh minigrid")]
