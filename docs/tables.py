@@ -285,6 +285,18 @@ def tasks(name: str, column: str = "mean_training_return") -> str:
     return markdown(["", *(re.sub("^MiniGrid-|^BabyAI-|(NoFrameskip)?-v.$", "", env) for env in envs)], rows)
 
 
+def ends(name: str) -> str:
+    """Training return at the end and over the run, and how far policies have moved: methods of one task."""
+    curves = read(name).groupby("method").last()
+    runs, rows = read(f"{name}_runs").groupby("method"), []
+    for method in (method for method in SHARING if method in curves.index):
+        own = runs.get_group(method)
+        end = cell(curves.loc[method].rename({"ci_low": "mean_ci_low", "ci_high": "mean_ci_high"}), "mean", 0)
+        means = [mean_of(own[x], digits) for x, digits in (("mean_training_return", 0), ("reference_entropy", 3))]
+        rows.append([SHARING[method], end, *means, mean_of(own.tv_update, 4)])
+    return markdown(["", "return at the end", "over the run", "entropy of the reference", "tv_update"], rows)
+
+
 def methods(name: str, success: str = "all agents at 0.8 or more") -> str:
     """Over all agents: share of seeds with success, probability of a run to beat one of isolated agents."""
     table, rows = read(f"{name}_methods").set_index("method"), []
