@@ -20,7 +20,7 @@ table1 they use one core each (on a GPU machine several share a GPU):
            seven agents on TL;DR, one GPU each, with the reward model that benchmark/pipeline.sh trains
 --quick    a night on two cores. minigrid: two tasks, three seeds, two learning rates, 1 M steps; atari: BeamRider, two
            seeds, 1 M steps; llm: three agents and the small model on documentation
---results  the runs behind benchmark/results/: two hours, three hours, an hour and a half on two cores
+--results  the runs behind benchmark/results/: 3, 3 and 1.5 hours on two cores
 
 table1, the paper's table 1 at small scale (docs/pipeline.md): SmolLM2 on documentation, three agents, from the adapter
 and with the reward model of \`benchmark/pipeline.sh all --quick\`.
@@ -92,7 +92,7 @@ minigrid--quick)
     RATES=(2.5e-4 1e-3) KL_COEFS=(0.5) PEER_COEFS=(0.5)
     ;;
 minigrid--results)
-    SEEDS=(1 2 3) STEPS=200000 # on FourRooms 1 M
+    SEEDS=(1 2 3 4 5) STEPS=200000 # on FourRooms 1 M; elsewhere the first three seeds
     METHODS=(isolated isolated-no-penalty fedavg-uniform pr-uniform pr-similarity pr-reward pr-uniform-forward)
     RATES=(1e-3) KL_COEFS=(0.5) PEER_COEFS=(0.5) COMMON=(--local-updates 4)
     ;;
@@ -162,8 +162,12 @@ control() {
     for seed in "${SEEDS[@]}"; do
         for task in "${TASKS[@]}"; do
             for method in "${METHODS[@]}"; do
-                script=prpo_$family.py communicator=${method#*-} coefs=("${KL_COEFS[@]}") direction=() steps=$STEPS
-                [[ $family$mode$task == minigrid--resultsMiniGrid-FourRooms* ]] && steps=1000000
+                script=prpo_$family.py communicator=${method#*-} coefs=("${KL_COEFS[@]}") direction=()
+                runs=$folder steps=$STEPS
+                case $family$mode$task in
+                minigrid--results*FourRooms*) steps=1000000 runs=runs/fourrooms-results ;;
+                minigrid--results*) ((seed <= 3)) || continue ;;
+                esac
                 [[ $family$mode == minigrid--results && $method != *-forward ]] && direction=(--kl-direction reverse)
                 case $method in
                 isolated) communicator=identity ;;
@@ -177,7 +181,7 @@ control() {
                         [[ $mode == --results ]] || name+=_lr${rate}_coef$coef
                         echo "OMP_NUM_THREADS=1 python $script --communicator $communicator --env-id $task --seed $seed" \
                             "--total-timesteps $steps --learning-rate $rate --kl-coef $coef" \
-                            "${direction[@]}" "${COMMON[@]}" "--run-dir $folder --exp-name $name"
+                            "${direction[@]}" "${COMMON[@]}" "--run-dir $runs --exp-name $name"
                     done
                 done
             done
