@@ -165,7 +165,10 @@ control() {
                 script=prpo_$family.py communicator=${method#*-} coefs=("${KL_COEFS[@]}") direction=()
                 runs=$folder steps=$STEPS
                 case $family$mode$task in
-                minigrid--results*FourRooms*) steps=1000000 runs=runs/fourrooms-results ;;
+                minigrid--results*FourRooms*)
+                    [[ $method != *-no-penalty ]] || continue
+                    steps=1000000 runs=runs/fourrooms-results
+                    ;;
                 minigrid--results*) ((seed <= 3)) || continue ;;
                 esac
                 [[ $family$mode == minigrid--results && $method != *-forward ]] && direction=(--kl-direction reverse)

@@ -177,27 +177,7 @@ def cell(row: pd.Series, name: str, digits: int = 2, low: float = -float("inf"),
     )
 
 
-MINIGRID = {
-    "pr-reward": "PR-PPO, reward",
-    "pr-similarity": "PR-PPO, similarity",
-    "pr-uniform": "PR-PPO, uniform",
-    "pr-uniform-forward": "PR-PPO, uniform, forward KL as in eq. 4",
-    "fedavg-uniform": "FedAvg, uniform",
-    "isolated": "isolated, KL to the own old policy",
-    "isolated-no-penalty": "isolated, no KL penalty",
-}
 LLM = {"pr": "PR", "fedavg": "FedAvg", "isolated": "isolated"}
-
-
-def minigrid(column: str = "evaluation") -> str:
-    """Methods x tasks."""
-    table = read("minigrid_table").set_index(["method", "env"])
-    tasks = ["MiniGrid-DoorKey-6x6-v0", "MiniGrid-DistShift2-v0"]
-    rows = [
-        [name, *(cell(table.loc[method, task], column, low=0, high=1) for task in tasks)]
-        for method, name in MINIGRID.items()
-    ]
-    return markdown(["", *(task[9:-3] for task in tasks)], rows)
 
 
 def sb3() -> str:
@@ -245,10 +225,12 @@ def llm() -> str:
 
 
 SHARING = {
+    "isolated-no-penalty": "isolated, no KL penalty",
     "isolated": "isolated",
     "fedavg-uniform": "FedAvg, uniform",
     "fedavg-reward": "FedAvg, reward",
     "pr-uniform": "PR-PPO, uniform",
+    "pr-uniform-forward": "PR-PPO, uniform, forward KL as in eq. 4",
     "pr-similarity": "PR-PPO, similarity",
     "pr-surrogate": "PR-PPO, surrogate",
     "pr-reward": "PR-PPO, reward",
