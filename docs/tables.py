@@ -19,7 +19,7 @@ from tyro._docstrings import get_field_docstring
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 sys.path.insert(0, str(ROOT / "benchmark"))
-from plot import with_interval  # noqa: E402
+from plot import comments_of, with_interval  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted(Path(__file__).parent.glob("*.md"))]
 
@@ -155,8 +155,7 @@ def read(name: str) -> pd.DataFrame:
 
 def comments(name: str) -> list[str]:
     """Its comments, which tell commands, versions, date and cores."""
-    lines = (RESULTS / f"{name}.csv").read_text().splitlines()
-    return [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+    return [line.removeprefix("# ") for line in comments_of(RESULTS / f"{name}.csv").splitlines()]
 
 
 def setting(name: str, experiment: str, flag: str) -> str:
@@ -269,13 +268,13 @@ def tasks(name: str, column: str = "mean_training_return") -> str:
 
 def ends(name: str) -> str:
     """Training return at the end and over the run, and how far policies have moved: methods of one task."""
-    curves = read(name).groupby("method").last()
+    curves = read(name).rename(columns={"ci_low": "mean_ci_low", "ci_high": "mean_ci_high"}).groupby("method").last()
     runs, rows = read(f"{name}_runs").groupby("method"), []
     for method in (method for method in SHARING if method in curves.index):
         own = runs.get_group(method)
-        end = cell(curves.loc[method].rename({"ci_low": "mean_ci_low", "ci_high": "mean_ci_high"}), "mean", 0)
-        means = [mean_of(own[x], digits) for x, digits in (("mean_training_return", 0), ("reference_entropy", 3))]
-        rows.append([SHARING[method], end, *means, mean_of(own.tv_update, 4)])
+        means = (("mean_training_return", 0), ("reference_entropy", 3), ("tv_update", 4))
+        means = [mean_of(own[column], digits) for column, digits in means]
+        rows.append([SHARING[method], cell(curves.loc[method], "mean", 0), *means])
     return markdown(["", "return at the end", "over the run", "entropy of the reference", "tv_update"], rows)
 
 

@@ -22,6 +22,7 @@ import prpo_minigrid
 import prtrpo_minigrid
 
 REPOSITORY = Path(prpo_minigrid.__file__).parent
+HAS_ENVPOOL = sys.platform == "linux"  # as in requirements.txt
 
 # Six iterations, rounds after the third and the last one, checkpoints after every second: not at the same time.
 # Returns matter to C.

@@ -1,7 +1,6 @@
 """Advantages that never leak across episodes, in every autoreset mode; and environments that are what they say."""
 
 import copy
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -10,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers import PRPO_ATARI, PRPO_MINIGRID, on, on_minigrid, only_run, rows_of, tiny
+from helpers import HAS_ENVPOOL, PRPO_ATARI, PRPO_MINIGRID, on, on_minigrid, only_run, rows_of, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 GAMMA, LAMBDA = 0.97, 0.9
-BACKENDS = ["gymnasium"] + ["envpool"] * (sys.platform == "linux")  # as in requirements.txt
+BACKENDS = ["gymnasium"] + ["envpool"] * HAS_ENVPOOL
 needs_envpool = pytest.mark.skipif("envpool" not in BACKENDS, reason="envpool is for Linux")
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_family = on([PRPO_MINIGRID, PRPO_ATARI])  # FedAvg takes these from there
@@ -198,6 +197,7 @@ def test_training_advantages_equal_those_of_separate_episodes(script, backend, t
     args = tiny(script, tmp_path, env_backend=backend, gamma=GAMMA, gae_lambda=LAMBDA, **shape | changes)
     script.main(args)
     actions = np.array(acted).reshape(5, args.num_steps, args.num_agents, args.num_envs)
+    assert [len(own) for own in batches.values()] == [5, 5]  # of each agent
 
     ends, rows = Counter(), rows_of(only_run(tmp_path))
     for i, (own, agents) in enumerate(zip(batches.values(), policies.values(), strict=True)):

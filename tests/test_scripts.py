@@ -12,7 +12,6 @@ import json
 import math
 import re
 import shutil
-import sys
 import typing
 import warnings
 from collections import namedtuple
@@ -24,6 +23,7 @@ from helpers import (
     ATARI,
     FEDAVG_ATARI,
     FEDAVG_MINIGRID,
+    HAS_ENVPOOL,
     MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
@@ -365,7 +365,7 @@ def test_environments_that_cannot_be_made(script):
     """Tasks that are registered but whose files are not installed, or that the chosen backend does not know."""
     message = complaint(script, ["--env-id", "MiniGrid-WFC-MazeSimple-v0"])
     assert "--env-id MiniGrid-WFC-MazeSimple-v0" in message
-    if sys.platform != "linux":
+    if not HAS_ENVPOOL:
         pytest.skip("envpool is for Linux")
     message = complaint(script, ["--env-id", "MiniGrid-MultiRoom-N4-S5-v1", "--env-backend", "envpool"])
     assert "MiniGrid-MultiRoom-N4-S5-v1" in message and "gymnasium" in message
