@@ -557,16 +557,23 @@ def script_of(args: RunArgs) -> Path:
     return Path(sys.modules[type(args).__module__].__file__)
 
 
-def stop(message: str) -> NoReturn:
-    """End with one line; rank 0 speaks for all ranks."""
-    sys.exit(message if os.environ.get("RANK", "0") == "0" else 1)
+WRONG_VALUE = 2  # exit code of a wrong value, as argparse and tyro have it; a run that cannot go on ends with 1
+
+
+def stop(message: str, code: int = 1, any_rank: bool = False) -> NoReturn:
+    """End with one line on stderr. Rank 0 reports for all ranks, unless any rank may be the only one that knows."""
+    if any_rank or os.environ.get("RANK", "0") == "0":
+        print(message.strip(), file=sys.stderr, flush=True)
+    end = SystemExit(message.strip())
+    end.code = code
+    raise end
 
 
 def refuse(args: RunArgs, flag: str, valid: str) -> NoReturn:
     """End with one line that names the flag, its value and what would be valid."""
     value = getattr(args, flag)
     value = " ".join(map(str, value)) if isinstance(value, tuple) else value
-    stop(f"--{flag.replace('_', '-')} {value}: {valid}")
+    stop(f"--{flag.replace('_', '-')} {value}: {valid}", WRONG_VALUE)
 
 
 def read_flags(Args: type, argv: list[str] | None = None, **options):
@@ -597,7 +604,7 @@ def _tell(errors: str) -> NoReturn:
     said = re.sub(
         r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)\.", r"\2 \1: choose from \3", said
     )
-    stop(said.split(" Argument helptext")[0])
+    stop(said.split(" Argument helptext")[0], WRONG_VALUE)
 
 
 def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_change=(), again=()):
@@ -899,7 +906,8 @@ class Run:
             stop(f"{self.folder}: no checkpoint is there for all agents ({what}); bring back what is missing")
         self.iteration = max(common)
         if self.iteration > self.total:
-            stop(f"{self.folder}: has {self.iteration} {self.counter}s already, more than the {self.total} asked for")
+            done = f"has {self.iteration} {self.counter}s already"
+            stop(f"{self.folder}: {done}, more than the {self.total} asked for", WRONG_VALUE)
         for i in state if self.iteration else ():
             path = self._checkpoints(i) / f"{self.iteration}.pt"
             stored = torch.load(path, map_location=self.exchange.device, weights_only=True)

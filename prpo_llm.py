@@ -197,7 +197,7 @@ def data_sets(args: Args) -> list[str]:
 
 def refuse_data(args: Args, flag: str, name: str, wrong: str) -> NoReturn:
     """End with one line; what one rank alone has to load, it must tell itself."""
-    (sys.exit if data_sets(args) else communicators.stop)(f"--{flag} {name}: {wrong}")
+    communicators.stop(f"--{flag} {name}: {wrong}", communicators.WRONG_VALUE, any_rank=bool(data_sets(args)))
 
 
 def text_of(value: str | list[dict]) -> str:

@@ -1,6 +1,8 @@
 """What the tests of the scripts share: tiny runs, and how to read and compare what they leave."""
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -169,6 +171,18 @@ def torchrun(nproc, *command, cwd, options=(), **env):
     """Run a Python command in `nproc` processes."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, *options)
     return call(*launcher, *command, cwd=cwd, **env)
+
+
+def refusal(function, *arguments, code=2, **options):
+    """The one line on stderr with which it ends; the exit code is 2 for a wrong value, otherwise 1."""
+    errors = io.StringIO()
+    with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(errors):
+        function(*arguments, **options)
+    message = str(end.value)
+    assert end.value.code == code
+    assert message and message == message.strip() and "\n" not in message, message
+    assert errors.getvalue().splitlines()[-1] == message
+    return message
 
 
 def only_run(run_dir):

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 import transformers
 from command import parse_args
-from helpers import REPOSITORY, call
+from helpers import REPOSITORY, call, refusal
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_llm import WORDS, files, layers_of, rows_of, train
@@ -161,10 +161,8 @@ def test_families_that_are_refused(case, tmp_path):
     """In one line, at the start, which names the model."""
     family, changes, reason = REFUSED[case]
     args = settings(save(tmp_path, config_of(family, changes)))
-    with pytest.raises(SystemExit) as end:
-        prpo_llm.load_base(args)
-    assert end.value.code.startswith(f"--base-model {tmp_path}: cannot be") and "\n" not in end.value.code
-    assert reason in end.value.code
+    message = refusal(prpo_llm.load_base, args)
+    assert message.startswith(f"--base-model {tmp_path}: cannot be") and reason in message
 
 
 BROKEN = {
@@ -361,9 +359,8 @@ def test_adapters_that_are_more_than_lora_are_refused(name, tmp_path):
     """One line names what these adapters do not have."""
     folder = save(tmp_path / "model", config_of("Llama", {}))
     peft_adapter(tmp_path / "adapter", folder, **OTHER[name])
-    with pytest.raises(SystemExit) as end:
-        started(folder, tmp_path / "adapter")
-    assert "\n" not in end.value.code and "must be a plain LoRA adapter" in end.value.code and name in end.value.code
+    message = refusal(started, folder, tmp_path / "adapter")
+    assert "must be a plain LoRA adapter" in message and name in message
 
 
 CHANGED = {
@@ -384,9 +381,7 @@ def test_adapters_that_are_not_of_these_layers_are_refused(case, tmp_path):
     save_file(tensors | change(tensors), file)
     args = started(folder, tmp_path / "adapter")
     model, _ = prpo_llm.load_base(args)
-    with pytest.raises(SystemExit) as end:
-        prpo_llm.add_adapters(args, model, 1)
-    assert end.value.code.startswith("--adapter") and "\n" not in end.value.code
+    assert refusal(prpo_llm.add_adapters, args, model, 1).startswith("--adapter")
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "qkv_proj"])
@@ -394,9 +389,8 @@ def test_only_linear_layers_of_the_decoder_get_adapters(target, tmp_path):
     """The head is shared by the rows of all agents, and embeddings are no linear layer."""
     args = settings(save(tmp_path, config_of("Llama", {})), lora_targets=("q_proj", target))
     model, _ = prpo_llm.load_base(args)
-    with pytest.raises(SystemExit) as end:
-        prpo_llm.add_adapters(args, model, 1)
-    assert end.value.code.startswith("--lora-targets") and "down_proj, gate_proj, k_proj, o_proj" in end.value.code
+    message = refusal(prpo_llm.add_adapters, args, model, 1)
+    assert message.startswith("--lora-targets") and "down_proj, gate_proj, k_proj, o_proj" in message
 
 
 def test_an_agent_that_has_diverged_is_dropped(files, tmp_path, capsys, monkeypatch):
