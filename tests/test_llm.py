@@ -599,8 +599,8 @@ BAD = {
     "surrogate": (["--communicator", "surrogate"], ["--communicator surrogate", "is for control"]),
     "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "rank-reward"]),
     "nothing to compare": (
-        ["--communicator", "similarity", "--eval-prompts", "0"],
-        ["--communicator similarity", "--eval-prompts"],
+        ["--communicator", "similarity", "--dataset", "agent_{i}", "--eval-prompts", "0"],
+        ["--communicator similarity", "--eval-dataset"],
     ),
     "no such reward": (["--reward", "bleu"], ["--reward bleu", "FILE.py:function"]),
     "estimator of the forward KL": (
@@ -617,6 +617,12 @@ BAD = {
     "self-preference above 1": (["--self-preference", "1.5"], ["--self-preference 1.5", "[0, 1]"]),
     "no such file": (["--dataset", "nowhere.jsonl"], ["--dataset nowhere.jsonl", "no such file"]),
     "no adapter": (["--adapter", "nowhere"], ["--adapter nowhere", "adapter_config.json"]),
+    "adapters without effect": (["--lora-alpha", "0"], ["--lora-alpha 0", "at least 1"]),
+    "values without effect": (["--value-lora-alpha", "-1"], ["--value-lora-alpha -1", "at least 1"]),
+    "no completion is long enough": (
+        ["--min-response-tokens", "59"],
+        ["--min-response-tokens 59", "at most --response-length 58"],
+    ),
 }
 
 
@@ -626,6 +632,62 @@ def test_bad_input_ends_with_one_line(case):
     argv, parts = BAD[case]
     message = refusal(parse_args, prpo_llm, argv)
     assert all(part in message for part in parts), message
+
+
+GOOD = {
+    "as many tokens as there may be": ["--min-response-tokens", "58"],
+    "a single round": ["--local-updates", "4", "--total-steps", "4"],
+    "isolated agents": ["--local-updates", "5", "--total-steps", "4", "--aggregation", "none"],
+    "agents that receive from nobody": ["--local-updates", "5", "--total-steps", "4", "--communicator", "identity"],
+    "one agent": ["--local-updates", "5", "--total-steps", "4", "--num-agents", "1"],
+    "similarity without evaluations": ["--communicator", "similarity", "--eval-prompts", "0"],
+    "PPO with one completion": ["--algorithm", "ppo", "--group-size", "1"],
+    "PPO with the default group": ["--algorithm", "ppo", "--vf-coef", "0.5", "--gae-lambda", "0.9"],
+    "identity alone": ["--aggregation", "none", "--communicator", "identity"],
+    "a frozen A in any method": ["--lora-average", "frozen-a"],
+    "averages of adapters": ["--aggregation", "weights", "--lora-average", "naive"],
+    "a geometric mixture": ["--mixture", "geometric"],
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_flags_that_have_an_effect_are_accepted_in_silence(case, capsys):
+    """What is just inside a bound, and what is read."""
+    parse_args(prpo_llm, GOOD[case])
+    assert capsys.readouterr().out == ""
+
+
+UNUSED = {
+    "--loss-type dapo": ["--algorithm", "ppo"],
+    "--group-size 4": ["--algorithm", "ppo"],
+    "--vf-coef 0.5": ["--algorithm", "grpo"],
+    "--value-lora-rank 8": ["--algorithm", "grpo"],
+    "--min-response-tokens 18": ["--missing-eos-penalty", "0"],
+    "--lora-average naive": ["--aggregation", "policy"],
+    "--mixture geometric": ["--aggregation", "weights"],
+    "--communicator similarity": ["--aggregation", "none"],
+}
+
+
+def test_a_run_without_a_communication_round_reports_it(capsys):
+    """Also where the number of steps was given and the interval was not."""
+    for argv, every in (["--total-steps", "2"], 3), (["--local-updates", "41"], 41):
+        parse_args(prpo_llm, argv)
+        steps = argv[1] if every == 3 else 40
+        assert capsys.readouterr().out == f"--local-updates {every}: agents never communicate in {steps} steps\n"
+
+
+@pytest.mark.parametrize("flag", UNUSED)
+def test_flags_without_effect_are_reported_in_one_line(flag, capsys, monkeypatch):
+    """The run goes on; of several ranks the first one reports."""
+    argv = [*flag.split(), *UNUSED[flag]]
+    parse_args(prpo_llm, argv)
+    line = capsys.readouterr().out
+    assert line.startswith(f"{flag}: has no effect with {UNUSED[flag][0]} {UNUSED[flag][1]}") and line.count("\n") == 1
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    parse_args(prpo_llm, argv)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_model_that_cannot_be_loaded_ends_with_one_line(files, tmp_path):
