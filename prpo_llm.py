@@ -21,6 +21,7 @@ import os
 import re
 import runpy
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -36,7 +37,8 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from peft import LoraConfig, PeftConfig
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -51,6 +53,14 @@ class Args(RunArgs):
     eval_every: Natural = 0  # steps between evaluations during training (0: only before and after)
     eval_prompts: Natural = 16
     """held-out prompts of an evaluation, common ones and of each topic, greedily completed (0: no evaluation)"""
+    eval_samples: Natural = 0
+    """completions of each held-out prompt that are sampled beside the greedy one (0: none)"""
+    eval_top_p: Fraction = 1.0
+    """sample them from the likeliest tokens of this total probability; training samples from all"""
+    save_adapters: Natural = 0
+    """steps between copies of all adapters, and keep the best by held-out reward (0: neither)"""
+    log_completions: Natural = 0
+    """prompts per agent and step whose training completions are logged (0: none)"""
 
     # Model, data and reward
     base_model: str = "smollm2"
@@ -101,6 +111,8 @@ class Args(RunArgs):
     batch_size: Count = 4  # prompts per agent and step
     group_size: Count = 8  # completions per prompt (PPO: 1)
     response_length: Count = 58  # maximum tokens of a completion
+    stop_strings: tuple[str, ...] = ()
+    """texts that end a completion as an end-of-text token does, without a penalty"""
     temperature: Positive = 0.7  # sampling temperature, which scales the logits wherever a probability is taken
     learning_rate: Positive = 1e-4  # learning rate of AdamW
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # linear and cosine fall to 0
@@ -141,6 +153,7 @@ def check_args(args: Args) -> None:
     check_communication(args)
     check_adapters(args)
     check_rewards(args)
+    check_generation(args)
     report_unused(args)
 
 
@@ -240,6 +253,21 @@ def check_rewards(args: Args) -> None:
     numbers = [weight for weight in args.reward_weights if math.isfinite(weight)]
     if args.reward_weights and len(numbers) != len(args.reward):
         communicators.refuse(args, "reward_weights", "must be one for each --reward")
+
+
+def check_generation(args: Args) -> None:
+    """Sampled evaluations, logged completions and stop strings are possible."""
+    if args.eval_samples and not args.eval_prompts:
+        communicators.refuse(args, "eval_samples", "needs held-out prompts: --eval-prompts 1")
+    if args.eval_top_p == 0:
+        communicators.refuse(args, "eval_top_p", "must be positive")
+    if args.eval_top_p < 1 and not args.eval_samples:
+        communicators.refuse(args, "eval_top_p", "is for sampled evaluations: --eval-samples 1")
+    if args.log_completions > args.batch_size:
+        valid = f"must be at most the batch of {args.batch_size} prompts"
+        communicators.refuse(args, "log_completions", valid)
+    if "" in args.stop_strings:
+        communicators.refuse(args, "stop_strings", "must be texts, not empty")
 
 
 def report_unused(args: Args) -> None:
@@ -419,8 +447,9 @@ def judge(args: Args, functions: dict, tokenizer, chosen: list[dict], tokens: Te
     These are the reward, which agents learn from, the score, without penalties, and what each reward function says.
     """
     ids = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-    ends = [row[-1] in tokenizer.ends for row in ids]  # also one that ends exactly at the limit
-    texts = [tokenizer.decode(row[:-1] if end else row) for row, end in zip(ids, ends, strict=True)]
+    at_eos = [row[-1] in tokenizer.ends for row in ids]  # also one that ends exactly at the limit
+    texts = [tokenizer.decode(row[:-1] if end else row) for row, end in zip(ids, at_eos, strict=True)]
+    ends = [end or completes_stop_string(args, tokenizer, row) for row, end in zip(ids, at_eos, strict=True)]
     given = {name: [example["row"].get(name) for example in chosen] for name in chosen[0]["row"]}  # all columns
     prompts = given[args.prompt_column]
     said = [[{"role": "assistant", "content": text}] for text in texts] if isinstance(prompts[0], list) else texts
@@ -691,17 +720,64 @@ def as_vector(parameters: list[nn.Parameter]) -> Tensor:
     return vector
 
 
-def save_adapter(args: Args, model: nn.Module, number: int, folder: Path) -> None:
-    """One policy in PEFT's format, which `PeftModel.from_pretrained` loads."""
+def save_adapter(args: Args, model: nn.Module, number: int, folder: Path, tokenizer=None, about=None) -> None:
+    """One policy in PEFT's format, which `PeftModel.from_pretrained` loads, with its tokenizer.
+
+    Each file takes the place of a former one at once, the weights last: a crash leaves one whole adapter. about: what
+    the header of the weights says of them, {name: text}.
+    """
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Adapters)]
     sides = [(f"{name}.lora_{letter}", getattr(layer, letter)) for name, layer in layers for letter in "AB"]
     tensors = {f"base_model.model.{name}.weight": side["policy"].data[number].cpu().clone() for name, side in sides}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
     options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "target_modules": list(args.lora_targets)}
     path, others = Path(args.base_model), {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where they find it
     base = others.get(args.base_model, str(path.resolve()) if path.is_dir() else args.base_model)
-    LoraConfig(**options, task_type="CAUSAL_LM", base_model_name_or_path=base).save_pretrained(folder)
+    config = LoraConfig(**options, task_type="CAUSAL_LM", base_model_name_or_path=base)
+    with tempfile.TemporaryDirectory() as temporary:
+        config.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        for path in sorted(Path(temporary).rglob("*")):
+            if path.is_file():
+                target = folder / path.relative_to(temporary)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                communicators.write_atomically(target, lambda file, path=path: file.write(path.read_bytes()))
+    weights = save(tensors, metadata={"format": "pt"} | (about or {}))
+    communicators.write_atomically(folder / "adapter_model.safetensors", lambda file: file.write(weights))
+
+
+def save_adapters(args: Args, run: Run, model: nn.Module, tokenizer, folders: dict[int, Path], **about) -> None:
+    """Save the policies of some agents of this process. folders: agent -> folder; about: see `save_adapter`."""
+    about = {name: str(value) for name, value in about.items()}
+    try:
+        for i, folder in folders.items():
+            save_adapter(args, model, i - run.exchange.agents.start, folder, tokenizer, about)
+    except OSError as error:
+        reason = f"{run.folder}: {error}; what was saved before is kept, go on with --resume"
+        communicators.stop(reason, any_rank=True)
+
+
+def save_best_adapters(args: Args, run: Run, model: nn.Module, tokenizer) -> None:
+    """Save the policies whose held-out reward is above that of all their evaluations before.
+
+    That reward stands in the header of the weights. One from behind the step that a run was resumed at does not count:
+    its evaluation is done again.
+    """
+    folders = {}
+    for i in run.exchange.agents:
+        folder = run.folder / "adapters" / "best" / f"agent_{i}"
+        reward, best = run.results["validation"][i][0], -math.inf
+        try:
+            with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+                header = file.metadata()
+            best = float(header["reward"]) if int(header["step"]) <= run.iteration else best
+        except (OSError, SafetensorError, KeyError):
+            pass  # there is none yet
+        if reward > best:  # false for NaN
+            folders[i] = folder
+    for i, folder in folders.items():
+        reward = run.results["validation"][i][0]
+        save_adapters(args, run, model, tokenizer, {i: folder}, step=run.iteration, reward=repr(reward))
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
@@ -720,6 +796,34 @@ def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
     return (block * 256 + token.minimum(last)).squeeze(-1).clamp(max=logits.shape[-1] - 1)  # as NaN would
 
 
+def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Logits [..., vocabulary] of the fewest likeliest tokens that together have probability top_p; -inf elsewhere."""
+    ordered, inds = logits.sort(-1, descending=True)
+    probs = ordered.softmax(-1)
+    outside = probs.cumsum(-1) - probs >= top_p  # what likelier tokens have is enough
+    return logits.masked_fill(torch.zeros_like(outside).scatter_(-1, inds, outside), -torch.inf)
+
+
+def completes_stop_string(args: Args, tokenizer, ids: list[int]) -> bool:
+    """Whether the text of a completion's last tokens contains one of --stop-strings.
+
+    A token stands for at least one byte, so that the last ones suffice; some more, because a decoder may drop a space
+    at the start. A special token may be part of a stop string, as it is of the text.
+    """
+    if not args.stop_strings:
+        return False
+    most = 4 + max(len(stop.encode()) for stop in args.stop_strings)
+    text = tokenizer.decode(ids[-most:])
+    return any(stop in text for stop in args.stop_strings)
+
+
+def find_stop_test(args: Args, tokenizer) -> Callable[[list[int]], bool] | None:
+    """What `generate` calls to end a completion by --stop-strings; None spares it the look at every token."""
+    if not args.stop_strings:
+        return None
+    return functools.partial(completes_stop_string, args, tokenizer)
+
+
 def pad(sequences: list) -> tuple[Tensor, Tensor]:
     """Right-padded with zeros, [sequences, longest], and the lengths."""
     tensors = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences]
@@ -727,10 +831,19 @@ def pad(sequences: list) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def generate(model, prompts: list, uniforms: Tensor, ends: list[int], temperature: float) -> tuple[Tensor, Tensor]:
+def generate(
+    model,
+    prompts: list,
+    uniforms: Tensor,
+    ends: list[int],
+    temperature: float,
+    top_p: float = 1.0,
+    is_stopped: Callable[[list[int]], bool] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Complete prompts with the selected adapters. prompts: token ids; uniforms: [prompts, group, response].
 
-    Temperature 0 takes the likeliest token. Every prompt passes through the model once, whatever the group size.
+    Temperature 0 takes the likeliest token; `is_stopped` ends a completion, given its tokens, where no end of text
+    does. Every prompt passes through the model once, whatever the group size.
     Returns (tokens [prompts, group, response], lengths [prompts, group] up to and including the first that ends it).
     """
     device, (number, group_size, response_length) = model.device, uniforms.shape
@@ -745,8 +858,17 @@ def generate(model, prompts: list, uniforms: Tensor, ends: list[int], temperatur
     groups.prompt_tokens, uniforms = 0, uniforms.to(device)
     for step in range(response_length):
         found = logits(model, hidden)
-        token = sample(found / temperature, uniforms[..., step]) if temperature else found.argmax(-1)
+        if temperature:
+            tempered = found / temperature
+            if top_p < 1:
+                tempered = keep_nucleus(tempered, top_p)
+            token = sample(tempered, uniforms[..., step])
+        else:
+            token = found.argmax(-1)
         tokens[..., step], ended = token.where(running, ends[0]), torch.isin(token, ends)
+        if is_stopped is not None:
+            for place in running.nonzero().tolist():
+                ended[*place] |= is_stopped(tokens[*place, : step + 1].tolist())
         lengths[running & ended] = step + 1
         running &= ~ended
         if step == response_length - 1 or not running.any():
@@ -869,7 +991,15 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     return communicators.restrict(C, args.topology, k, usable, keep_self=name == "self-preferred")
 
 
-def rollout(args: Args, model, ends: list, examples: list[list[dict]], held: range, step: int) -> tuple[list, dict]:
+def rollout(
+    args: Args,
+    model,
+    ends: list,
+    examples: dict[int, list[dict]],
+    held: range,
+    step: int,
+    is_stopped: Callable[[list[int]], bool] | None = None,
+) -> tuple[list, dict]:
     """All agents complete the prompts of this step together; every epoch over an agent's examples has its own order.
 
     Returns the example of every completion, agent after agent, and the batch.
@@ -885,7 +1015,8 @@ def rollout(args: Args, model, ends: list, examples: list[list[dict]], held: ran
     Adapters.selected, prompts, parts = ("policy", None), [example["ids"] for example in chosen], []
     for part in torch.arange(len(prompts)).view(len(held), -1).split(args.rollout_batch_size or args.batch_size, dim=1):
         ids, drawn = [prompts[place] for place in part.flatten().tolist()], torch.cat(uniforms)[part.flatten()]
-        parts.append([x.unflatten(0, part.shape) for x in generate(model, ids, drawn, ends, args.temperature)])
+        generated = generate(model, ids, drawn, ends, args.temperature, is_stopped=is_stopped)
+        parts.append([tensor.unflatten(0, part.shape) for tensor in generated])
     tokens, lengths = (torch.cat(both, dim=1) for both in zip(*parts, strict=True))
     tokens = tokens[..., : lengths.max()]
     mask = torch.arange(tokens.shape[-1], device=model.device) < lengths[..., None]
@@ -1055,23 +1186,35 @@ def public_log_probs(args: Args, model, tokenizer, examples: list[dict]) -> Tens
 
 
 def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str, list[dict]]) -> None:
-    """Every agent completes the held-out prompts of every task, greedily; completions.jsonl takes it all."""
+    """Every agent completes the held-out prompts of every task, greedily; completions.jsonl takes it all.
+
+    With --eval-samples it also samples completions, with the same random numbers in every evaluation and placement.
+    """
     held, path, written = run.exchange.agents, run.folder / "completions.jsonl", []
     results = [{task: {} for task in tests} for _ in held]
     for task, k in ((task, k) for task, examples in tests.items() for k in range(0, len(examples), 8)):
         chosen = tests[task][k : k + 8] * len(held)
         Adapters.selected, none = ("policy", None), torch.zeros(len(chosen), 1, args.response_length)
         ids = [example["ids"] for example in chosen]
-        tokens, lengths = (tensor[:, 0] for tensor in generate(model, ids, none, tokenizer.ends, temperature=0.0))
+        is_stopped = find_stop_test(args, tokenizer)
+        generated = generate(model, ids, none, tokenizer.ends, temperature=0.0, is_stopped=is_stopped)
+        tokens, lengths = (tensor[:, 0] for tensor in generated[:2])
         texts, ends, columns = judge(args, functions, tokenizer, chosen, tokens, lengths)
+        sampled = {}
+        if args.eval_samples:
+            agents = [i for i in held for _ in range(len(chosen) // len(held))]
+            sampled = sample_evaluation(args, model, tokenizer, functions, chosen, agents)
         for n, (example, text, end, length) in enumerate(zip(chosen, texts, ends, lengths.tolist(), strict=True)):
             judged = {name: float(column[n]) for name, column in columns.items()}
             k = n * len(held) // len(chosen)
             row = {"step": run.iteration, "agent": held[k], "task": task, "id": example["id"], "completion": text}
             written.append(row | {"reference": example["completion"]} | judged)
-            for name, own in (judged | {"length": length, "eos_rate": end}).items():
+            means = {name: float(column[n]) for name, column in sampled.items()}
+            for name, own in (judged | {"length": length, "eos_rate": end} | means).items():
                 results[k][task].setdefault(name, []).append(own)
     run.log_evaluation(results)
+    if args.save_adapters:
+        save_best_adapters(args, run, model, tokenizer)
     for rank in range(run.exchange.world_size):  # one after the other, because they may share the file
         if rank == run.exchange.rank:  # what a run that was cut off wrote behind its last checkpoint is done again
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -1088,12 +1231,89 @@ def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str,
         print(f"  reference: {shown[0]['reference']}")
         for row in shown:
             print(f"  agent {row['agent']} ({row['reward']:.3f}): {row['completion'][:300]}", flush=True)
-            plain = "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in row["completion"])  # no Markdown
-            table += f"\n|{row['agent']}|{plain}|{row['reward']:.3f}|"
+            table += f"\n|{row['agent']}|{escape_markdown(row['completion'])}|{row['reward']:.3f}|"
         run.writer.add_text("completions", table, run.iteration)
         if args.track:
             wandb = sys.modules["wandb"]
             wandb.log({"completions": wandb.Table([*written[0]], [[*row.values()] for row in written])})
+
+
+def sample_evaluation(args: Args, model, tokenizer, functions, chosen: list, agents: list[int]) -> dict:
+    """Columns with the means over --eval-samples completions of each example, the [n]-th by agents[n]."""
+    uniforms = []
+    for i, example in zip(agents, chosen, strict=True):
+        generator = torch.Generator().manual_seed(derive_seed(args.seed, i, example["id"], 4))
+        uniforms.append(torch.rand(args.eval_samples, args.response_length, generator=generator))
+    tokens, lengths = generate(
+        model,
+        [example["ids"] for example in chosen],
+        torch.stack(uniforms),
+        tokenizer.ends,
+        args.temperature,
+        args.eval_top_p,
+        find_stop_test(args, tokenizer),
+    )[:2]
+    repeated = [example for example in chosen for _ in range(args.eval_samples)]
+    rows, sizes = tokens.flatten(0, 1), lengths.flatten()
+    _, ends, columns = judge(args, functions, tokenizer, repeated, rows, sizes)
+    shape = len(chosen), args.eval_samples
+    rewards = columns["reward"].reshape(shape)
+    return {
+        "sampled_reward": [communicators.mean(row[~np.isnan(row)]) for row in rewards],
+        "sampled_length": lengths.double().mean(1).tolist(),
+        "sampled_eos_rate": np.reshape(ends, shape).mean(1).tolist(),
+    }
+
+
+class CompletionLog:
+    """--log-completions: training completions of each agent in a JSONL file of its own, and in TensorBoard and W&B.
+
+    These files stay with the process of their agent; TensorBoard and W&B have those of rank 0's agents.
+    """
+
+    def __init__(self, args: Args, run: Run):
+        self.args = args
+        self.run = run
+        self.paths = [run.folder / "training_completions" / f"agent_{i}.jsonl" for i in run.exchange.agents]
+        for path in self.paths:
+            if path.exists():  # what a run that was cut off wrote behind its last checkpoint is done again
+                lines = re.findall(r'({"step": (\d+), .*}\n)', path.read_text(errors="replace"))
+                kept = "".join(line for line, step in lines if int(step) <= run.iteration)
+                communicators.write_atomically(path, lambda file, kept=kept: file.write(kept.encode()))
+
+    def write(self, batch: dict, chosen: list[dict], texts: list[str], judged: dict) -> None:
+        """Log the first prompts of each agent. chosen, texts and columns of judged are [agents * prompts * group]."""
+        each = len(chosen) // len(self.paths)
+        group_size = batch["lengths"].shape[2]
+        rewards = batch["rewards"].flatten().tolist()
+        columns = {"length": batch["lengths"].flatten().tolist(), "ended": batch["ends"].flatten().tolist()}
+        columns |= {"advantage": batch["advantages"][..., 0].flatten().tolist()}
+        columns |= {name: column.tolist() for name, column in judged.items()}
+        rows = []
+        for k, path in enumerate(self.paths):
+            written = []
+            for n in range(k * each, k * each + self.args.log_completions * group_size):
+                row = {"step": self.run.iteration, "agent": self.run.exchange.agents[k], "id": chosen[n]["id"]}
+                row |= {"prompt": chosen[n]["prompt"], "completion": texts[n], "reward": rewards[n]}
+                written.append(row | {name: column[n] for name, column in columns.items()})
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in written)
+            rows += written
+        if self.run.chief:
+            table = "|agent|prompt|completion|reward|\n|-|-|-|-|"
+            for row in rows:
+                cells = escape_markdown(row["prompt"]), escape_markdown(row["completion"])
+                table += f"\n|{row['agent']}|{cells[0]}|{cells[1]}|{row['reward']:.3f}|"
+            self.run.writer.add_text("training_completions", table, self.run.iteration)
+            if self.args.track:
+                wandb = sys.modules["wandb"]
+                wandb.log({"training_completions": wandb.Table([*rows[0]], [[*row.values()] for row in rows])})
+
+
+def escape_markdown(text: str) -> str:
+    """A text of which TensorBoard shows every character as it is."""
+    return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in text)
 
 
 def main(args: Args) -> dict:
@@ -1137,18 +1357,21 @@ def main(args: Args) -> dict:
     run.restore(state)
     if run.iteration and not isolated:
         snapshots[: args.num_agents] = exchange.all_gather(snapshots[mine])
+    completion_log = CompletionLog(args, run)
     if tests and not run.iteration:
         evaluate(args, run, model, tokenizer, functions, tests)
 
     for step in run.iterations():
         # Rollout: all agents' prompts are completed together
         began, diverged = time.perf_counter(), ~trained.isfinite().all(1)  # what these say is not judged
-        chosen, batch = rollout(args, model, tokenizer.ends, examples, held, step)
+        is_stopped = find_stop_test(args, tokenizer)
+        chosen, batch = rollout(args, model, tokenizer.ends, examples, held, step, is_stopped)
         lengths = batch["lengths"]  # [agents, prompts, group]
         run.tick("generate")
 
         # Rewards
-        _, ends, judged = judge(args, functions, tokenizer, chosen, batch["tokens"].flatten(0, 2), lengths.flatten())
+        rows = batch["tokens"].flatten(0, 2)
+        texts, ends, judged = judge(args, functions, tokenizer, chosen, rows, lengths.flatten())
         batch["ends"] = torch.tensor(ends, device=device).view_as(lengths)
         batch["rewards"] = torch.tensor(judged.pop("reward"), dtype=torch.float32, device=device).view_as(lengths)
         batch["rewards"][diverged] = torch.nan
@@ -1230,17 +1453,31 @@ def main(args: Args) -> dict:
         if tests and run.due(args.eval_every) and step < args.total_steps:
             evaluate(args, run, model, tokenizer, functions, tests)
 
+        # Adapters of this step, and training completions
+        if run.due(args.save_adapters):
+            folders = {i: run.folder / "adapters" / f"step_{step}" / f"agent_{i}" for i in held}
+            save_adapters(args, run, model, tokenizer, folders, step=step)
+        if args.log_completions:
+            completion_log.write(batch, chosen, texts, judged)
+
         # Checkpoint
         if run.saves():
             run.save(state)
 
     # Adapters, and the evaluation of every agent on every task
-    for k, i in enumerate(held):
-        save_adapter(args, model, k, run.folder / f"agent_{i}")
+    folders = {i: run.folder / f"agent_{i}" for i in held}
+    save_adapters(args, run, model, tokenizer, folders, step=run.iteration)
     if tests and not run.interrupted:
         evaluate(args, run, model, tokenizer, functions, tests)
     return run.finish(communication_rounds=run.iteration // args.local_updates)
 
 
 if __name__ == "__main__":
-    main(communicators.parse_args(Args, check_args, again=("reward",), may_change=("eval_prompts",)))
+    main(
+        communicators.parse_args(
+            Args,
+            check_args,
+            again=("reward",),
+            may_change=("eval_prompts", "total_steps", "save_adapters", "log_completions"),
+        )
+    )

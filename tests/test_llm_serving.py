@@ -1,0 +1,445 @@
+"""Language models: what surrounds training. Saved adapters, extended runs, sampled evaluations, logs, stop strings."""
+
+import csv
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from command import parse_args
+from helpers import only_run, refusal, torchrun
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_llm import (  # noqa: F401
+    PROMPTS,
+    WORDS,
+    files,
+    flags,
+    plain_model,
+    predict,
+    rows_of,
+    stacked,
+    tiny,
+    to_resume,
+    train,
+    weights_of,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import communicators
+import prpo_llm
+
+SERVICES = {
+    "eval_every": 1,
+    "eval_samples": 3,
+    "eval_top_p": 0.9,
+    "save_adapters": 1,
+    "log_completions": 2,
+    "stop_strings": ("a", "k m"),
+    "learning_rate": 1e-3,
+}
+
+
+def read_evaluations(folder):
+    with open(folder / "evaluations.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def read_logged(folder, agent):
+    """The rows that --log-completions wrote of an agent."""
+    text = (folder / "training_completions" / f"agent_{agent}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def read_header(path):
+    with safe_open(path, "pt") as file:
+        return file.metadata()
+
+
+def snapshot_of(folder):
+    """Everything that these options leave in a run's folder: name -> content."""
+    found = {"evaluations.csv": (folder / "evaluations.csv").read_text()}
+    for path in sorted((folder / "adapters").rglob("adapter_model.safetensors")):
+        tensors = torch.cat([tensor.flatten() for _, tensor in sorted(load_file(path).items())])
+        found[str(path.relative_to(folder))] = tensors, read_header(path)
+    for path in sorted((folder / "training_completions").iterdir()):
+        found[path.name] = path.read_text()
+    return found
+
+
+# --- runs that are extended, resumed and spread ---
+
+
+def test_an_extended_run_is_the_longer_run(files, tmp_path):  # noqa: F811
+    """--total-steps may be given anew when a run is resumed: from there on it is the run of that length."""
+    whole, _ = train(files, tmp_path / "whole", total_steps=4)
+    folder, _ = train(files, tmp_path / "extended", total_steps=2)
+    summary = prpo_llm.main(parse_args(prpo_llm, [*to_resume(folder), "--total-steps", "4"]))
+    assert summary["steps"] == 4 and summary["completed"] and summary["settings"]["total_steps"] == 4
+    for extended, expected in zip(weights_of(folder), weights_of(whole), strict=True):
+        assert torch.equal(extended, expected)
+    assert rows_of(folder) == rows_of(whole)
+    steps = [row["step"] for row in read_evaluations(folder) if row["task"] == "validation"]
+    assert steps == ["0", "0", "2", "2", "4", "4"]
+    with pytest.raises(SystemExit, match="has 4 steps already, more than the 3 asked for"):
+        prpo_llm.main(parse_args(prpo_llm, [*to_resume(folder), "--total-steps", "3"]))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_an_extended_schedule_runs_over_the_new_total(files, tmp_path, schedule):  # noqa: F811
+    """The learning rate goes on where a run of the new length has it."""
+    changes = {"lr_scheduler_type": schedule, "eval_prompts": 0, "num_agents": 1}
+    folder, _ = train(files, tmp_path, total_steps=2, **changes)
+    prpo_llm.main(parse_args(prpo_llm, [*to_resume(folder), "--total-steps", "5"]))
+    rates = [float(row["learning_rate"]) for row in rows_of(folder)]
+    done = np.array([0.0, 1 / 2, 2 / 5, 3 / 5, 4 / 5])
+    falling = 1 - done if schedule == "linear" else (1 + np.cos(np.pi * done)) / 2
+    assert rates == pytest.approx((1e-2 * falling).tolist(), rel=1e-4)
+
+
+def test_two_ranks_save_and_log_like_one_process(files, tmp_path):  # noqa: F811
+    """Saved adapters, sampled evaluations and logged completions do not depend on the placement."""
+    together, _ = train(files, tmp_path / "one", **SERVICES)
+    args = tiny(files, tmp_path / "two", **SERVICES)
+    run = torchrun(2, prpo_llm.__file__, *flags(args), cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    spread = only_run(tmp_path / "two")
+    found, expected = snapshot_of(spread), snapshot_of(together)
+    assert found.keys() == expected.keys() and len(found) == 1 + 2 * (4 + 1) + 2
+    for name, content in expected.items():
+        if name.endswith(".safetensors"):
+            torch.testing.assert_close(found[name][0], content[0], rtol=0, atol=1e-4)
+    for row, expected_row in zip(read_evaluations(spread), read_evaluations(together), strict=True):
+        for column in row.keys() - {"task"}:
+            assert float(row[column]) == pytest.approx(float(expected_row[column]), rel=1e-3, abs=1e-4), column
+    for agent in range(2):
+        for row, expected_row in zip(read_logged(spread, agent), read_logged(together, agent), strict=True):
+            assert row | {"advantage": 0} == expected_row | {"advantage": 0}
+            assert row["advantage"] == pytest.approx(expected_row["advantage"], abs=1e-4)
+
+
+def test_a_resumed_run_saves_and_logs_like_a_whole_one(files, tmp_path, monkeypatch):  # noqa: F811
+    """What a run wrote behind its last checkpoint, half a line included, is done again: the same files, bit for bit."""
+    whole, _ = train(files, tmp_path / "whole", **SERVICES)
+    write = prpo_llm.CompletionLog.write
+
+    def die_in_step_4(self, *content):
+        write(self, *content)
+        if self.run.iteration == 3:
+            with open(self.paths[0], "a") as file:
+                file.write('{"step": 4, "agent": 0, "id')
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prpo_llm.CompletionLog, "write", die_in_step_4)
+        with pytest.raises(KeyboardInterrupt):
+            prpo_llm.main(tiny(files, tmp_path / "cut", **SERVICES))
+    folder = only_run(tmp_path / "cut")
+    assert read_header(folder / "adapters" / "step_3" / "agent_0" / "adapter_model.safetensors")["step"] == "3"
+    prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
+    found, expected = snapshot_of(folder), snapshot_of(whole)
+    assert found.keys() == expected.keys()
+    for name, content in expected.items():
+        if name.endswith(".safetensors"):
+            assert torch.equal(found[name][0], content[0]) and found[name][1] == content[1], name
+        else:
+            assert found[name] == content, name
+
+
+# --- adapters ---
+
+
+def test_adapters_of_every_step_load_in_peft(files, tmp_path):  # noqa: F811
+    """adapters/step_N holds what a run of N steps ends with, and its tokenizer; every N-th step has one."""
+    folder, _ = train(files, tmp_path / "long", save_adapters=2, total_steps=5, eval_prompts=0)
+    short, _ = train(files, tmp_path / "short", total_steps=2, eval_prompts=0)
+    names = sorted(path.name for path in (folder / "adapters").iterdir())
+    assert names == ["step_2", "step_4"]
+    for agent in range(2):
+        saved = folder / "adapters" / "step_2" / f"agent_{agent}"
+        assert not list(saved.glob("*.tmp"))
+        expected = load_file(short / f"agent_{agent}" / "adapter_model.safetensors")
+        peft = PeftModel.from_pretrained(plain_model(files), saved)
+        loaded = {name.replace(".default", ""): value for name, value in peft.state_dict().items() if "lora" in name}
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+        tokenizer = AutoTokenizer.from_pretrained(saved)
+        assert tokenizer("c a", add_special_tokens=False)["input_ids"] == [WORDS.index("c"), WORDS.index("a")]
+        assert tokenizer.eos_token == "<eos>"
+        other = load_file(folder / "adapters" / "step_4" / f"agent_{agent}" / "adapter_model.safetensors")
+        assert any(not torch.equal(other[name], expected[name]) for name in expected)
+    assert AutoTokenizer.from_pretrained(folder / "agent_0").eos_token == "<eos>"
+
+
+def test_the_best_adapters_are_kept(files, stacked, tmp_path):  # noqa: F811
+    """Each agent's best by held-out reward: a worse, an equal or an unknown one replaces nothing."""
+    model, layers, _ = stacked
+    args = tiny(files, tmp_path, num_agents=4, algorithm="ppo")
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    run = SimpleNamespace(folder=tmp_path, exchange=SimpleNamespace(agents=range(1, 4)))
+    name, layer = next(iter(layers.items()))
+    side = layer.B["policy"]
+
+    def evaluate(step, rewards):
+        run.iteration, run.results = step, {"validation": [[reward, 0.1] for reward in rewards]}
+        side.data[:] = step + torch.arange(3.0)[:, None, None]  # the agents 1, 2, 3
+        prpo_llm.save_best_adapters(args, run, model, tokenizer)
+        kept = []
+        for agent in range(1, 4):
+            path = tmp_path / "adapters" / "best" / f"agent_{agent}" / "adapter_model.safetensors"
+            values = load_file(path)[f"base_model.model.{name}.lora_B.weight"]
+            assert values.unique().item() - (agent - 1) == int(read_header(path)["step"])
+            kept.append(int(read_header(path)["step"]))
+        assert not (tmp_path / "adapters" / "best" / "agent_0").exists()  # another process has it
+        return kept
+
+    assert evaluate(2, [9.0, -1.0, 0.5, 0.5]) == [2, 2, 2]
+    assert evaluate(4, [9.0, -0.5, 0.5, 0.4]) == [4, 2, 2]
+    assert evaluate(6, [9.0, math.nan, 0.6, math.nan]) == [4, 6, 2]
+    assert evaluate(8, [9.0, 1.0, 0.6, 0.7]) == [8, 6, 8]
+    # Resumed at step 5: what was saved in step 6 or 8 is evaluated again
+    assert evaluate(5, [9.0, 0.0, 0.1, 0.2]) == [5, 5, 5]
+
+
+def test_a_full_disk_leaves_the_former_adapter(files, stacked, tmp_path, monkeypatch):  # noqa: F811
+    """The weights come last and replace the former ones at once; the run ends with one line."""
+    model, _, _ = stacked
+    args = tiny(files, tmp_path, num_agents=3, algorithm="ppo")
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    run = SimpleNamespace(folder=tmp_path, exchange=SimpleNamespace(agents=range(3)))
+    prpo_llm.save_adapters(args, run, model, tokenizer, {1: tmp_path / "saved"}, step=1)
+    before = (tmp_path / "saved" / "adapter_model.safetensors").read_bytes()
+    write, order = communicators.write_atomically, []
+
+    def fail_at_weights(path, content):
+        order.append(path.name)
+        if path.name == "adapter_model.safetensors":
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(communicators, "write_atomically", fail_at_weights)
+    folders = {2: tmp_path / "saved"}
+    message = refusal(prpo_llm.save_adapters, args, run, model, tokenizer, folders, step=2, code=1)
+    assert "No space left on device; what was saved before is kept" in message
+    assert (tmp_path / "saved" / "adapter_model.safetensors").read_bytes() == before
+    assert order[-1] == "adapter_model.safetensors" and {"adapter_config.json", "tokenizer.json"} <= {*order}
+
+
+# --- sampled evaluation ---
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 2**31), size=st.integers(1, 40), top_p=st.floats(0.01, 0.99))
+def test_a_nucleus_is_the_fewest_likeliest_tokens(seed, size, top_p):
+    """Against a loop over sorted probabilities; logits inside are kept as they are."""
+    logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(seed)) * 3
+    found = prpo_llm.keep_nucleus(logits, top_p)
+    for row, kept in zip(logits.flatten(0, 1), found.flatten(0, 1), strict=True):
+        probs, total, inside = row.double().softmax(-1), 0.0, set()
+        for token in row.argsort(descending=True).tolist():
+            if total >= top_p - 1e-6:
+                break
+            inside.add(token)
+            total += float(probs[token])
+        kept_tokens = {*kept.isfinite().nonzero().flatten().tolist()}
+        # Rounding may decide whether the last one is needed
+        assert kept_tokens == inside or abs(total - top_p) < 1e-5
+        assert torch.equal(kept[kept.isfinite()], row[kept.isfinite()])
+
+
+def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
+    """The columns are means over prompts of means over samples, at --temperature, from the nucleus of --eval-top-p.
+
+    The samples differ between agents, samples and prompts, and are the same in the next evaluation of equal weights.
+    """
+    calls, generate = [], prpo_llm.generate
+
+    def watch(model, ids, uniforms, ends, temperature, top_p=1.0, is_stopped=None):
+        generated = generate(model, ids, uniforms, ends, temperature, top_p, is_stopped)
+        calls.append((ids, uniforms, temperature, top_p, *generated[:2]))
+        return generated
+
+    monkeypatch.setattr(prpo_llm, "generate", watch)
+    changes = {"eval_prompts": 3, "eval_samples": 4, "eval_top_p": 0.8, "temperature": 0.6, "total_steps": 1}
+    changes["topics"] = ("x", "y")
+    folder, _ = train(files, tmp_path, **changes, learning_rate=1e-12, missing_eos_penalty=0.25)
+    sampled = [call for call in calls if call[3] == 0.8]
+    assert len(sampled) == 2 * 3 and all(call[2] == 0.6 for call in sampled)  # three tasks, before and after
+    assert {call[3] for call in calls if call[2] == 0.6} == {1.0, 0.8}  # training samples from all tokens
+    for first, last in zip(sampled[:3], sampled[3:], strict=True):
+        assert torch.equal(first[1], last[1])
+    uniforms = sampled[0][1]
+    assert uniforms.shape == (2 * 3, 4, 6) and len(uniforms.flatten().unique()) > 140
+    rows = [row for row in read_evaluations(folder) if row["step"] == "0" and row["task"] == "validation"]
+    tokens, lengths = sampled[0][4].view(2, 12, 6), sampled[0][5].view(2, 12)
+    for agent, row in enumerate(rows):
+        rewards, ended = [], []
+        for completion, length in zip(tokens[agent].tolist(), lengths[agent].tolist(), strict=True):
+            ended.append(completion[length - 1] == 0)
+            rewards.append(completion[:length].count(WORDS.index("a")) - 0.25 * (not ended[-1]))
+        assert float(row["sampled_reward"]) == pytest.approx(np.mean(rewards), abs=1e-5)
+        assert float(row["sampled_length"]) == pytest.approx(lengths[agent].double().mean().item(), rel=1e-5)
+        assert float(row["sampled_eos_rate"]) == pytest.approx(np.mean(ended), abs=1e-5)
+        assert float(row["sampled_reward"]) != float(row["mean_reward"])
+
+
+def test_without_samples_evaluations_are_as_before(files, tmp_path):  # noqa: F811
+    """No column is added."""
+    folder, _ = train(files, tmp_path, total_steps=1)
+    assert not [column for column in read_evaluations(folder)[0] if "sampled" in column]
+
+
+# --- training completions ---
+
+
+def test_training_completions_are_logged(files, tmp_path):  # noqa: F811
+    """The first prompts of each agent and step, with all their completions: what the metrics are means of."""
+    changes = {"num_agents": 3, "local_updates": 1, "missing_eos_penalty": 0.5, "batch_size": 3}
+    folder, _ = train(files, tmp_path / "all", log_completions=3, **changes)
+    metrics = rows_of(folder)
+    for agent in range(3):
+        logged = read_logged(folder, agent)
+        assert len(logged) == 4 * 3 * 3 and {row["agent"] for row in logged} == {agent}
+        for step in range(1, 5):
+            rows = [row for row in logged if row["step"] == step]
+            row = metrics[(step - 1) * 3 + agent]
+            for name in ("reward", "score", "reward_letters.count"):
+                assert np.mean([r[name] for r in rows]) == pytest.approx(float(row[name]), rel=1e-4, abs=1e-5)
+            assert np.mean([r["length"] for r in rows]) == pytest.approx(float(row["response_length"]), rel=1e-4)
+            assert np.mean([r["ended"] for r in rows]) == pytest.approx(float(row["eos_rate"]), abs=1e-5)
+            for n in range(0, 9, 3):
+                rewards = np.array([r["reward"] for r in rows[n : n + 3]])
+                assert len({r["prompt"] for r in rows[n : n + 3]}) == 1
+                expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+                assert [r["advantage"] for r in rows[n : n + 3]] == pytest.approx(expected.tolist(), abs=1e-4)
+        assert all(row["completion"].split().count("a") == row["score"] for row in logged)
+    few, _ = train(files, tmp_path / "few", log_completions=1, **changes)
+    for agent in range(3):
+        kept = [row for n, row in enumerate(read_logged(folder, agent)) if n % 9 < 3]
+        assert read_logged(few, agent) == kept
+    events = EventAccumulator(str(few)).Reload()
+    shown = events.Tensors("training_completions/text_summary")
+    assert [event.step for event in shown] == [1, 2, 3, 4]
+    text = shown[0].tensor_proto.string_val[0].decode()
+    assert len(text.splitlines()) == 2 + 3 * 3
+    assert read_logged(few, 2)[0]["completion"] in text
+
+
+# --- stop strings ---
+
+
+def test_stop_strings_end_completions(files, stacked):  # noqa: F811
+    """With equal random numbers a completion is what it would have been, cut behind the token that completes one."""
+    model, _, eos = stacked
+    args = tiny(files, "runs", stop_strings=("c", "e f"), algorithm="ppo", num_agents=3)
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    tokenizer.ends = [eos]
+    prpo_llm.Adapters.selected = "policy", None
+    uniforms = torch.rand(3, 64, 12, generator=torch.Generator().manual_seed(5))
+    free, free_lengths = prpo_llm.generate(model, PROMPTS, uniforms, [eos], 1.5)[:2]
+    is_stopped = prpo_llm.find_stop_test(args, tokenizer)
+    tokens, lengths = prpo_llm.generate(model, PROMPTS, uniforms, [eos], 1.5, is_stopped=is_stopped)[:2]
+    c, e, f = (WORDS.index(letter) for letter in "cef")
+    stopped = both = 0
+    examples = [{"completion": "", "row": {"prompt": "", "completion": ""}}] * 64
+    functions = {"none": lambda completions, **_: [0.0] * len(completions)}
+    for agent in range(3):
+        texts, ends, _ = prpo_llm.judge(args, functions, tokenizer, examples, tokens[agent], lengths[agent])
+        for g in range(64):
+            row, expected = free[agent, g].tolist(), int(free_lengths[agent, g])
+            at_string = False
+            for t in range(expected):
+                if row[t] == c or (t and row[t - 1 : t + 1] == [e, f]):
+                    at_string, expected = True, t + 1
+                    both += row[t] == f
+                    break
+            length = int(lengths[agent, g])
+            assert length == expected
+            assert tokens[agent, g, :length].tolist() == row[:length]
+            assert (tokens[agent, g, length:] == eos).all()
+            assert ends[g] == (at_string or row[length - 1] == eos)
+            assert not at_string or texts[g].endswith(("c", "e f"))
+            stopped += at_string
+    assert stopped > 50 and both > 0
+    assert prpo_llm.find_stop_test(tiny(files, "runs"), tokenizer) is None
+
+
+def test_stop_strings_of_many_bytes(files):  # noqa: F811
+    """A token may be part of a character: the string counts from the token that completes it, wherever it stands."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = Tokenizer(models.BPE({letter: k for k, letter in enumerate(alphabet)}, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="a")
+    stops = ("</日本>", "\n\n")
+    args = tiny(files, "runs", stop_strings=stops)
+    for text in ("日本語 </日本>", "x" * 50 + "</日本>", "é\n\n", "\n\n"):
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text.encode())
+        tests = [prpo_llm.completes_stop_string(args, tokenizer, ids[:length]) for length in range(1, len(ids) + 1)]
+        assert tests == [False] * (len(ids) - 1) + [True]
+
+
+def test_stopped_completions_pay_no_penalty(files, tmp_path):  # noqa: F811
+    """With every letter a stop string, completions have one token, end, and are learned from where truncated ones are
+    not."""
+    stops = tuple(WORDS[1:])
+    changes = {"stop_strings": stops, "missing_eos_penalty": 5.0, "mask_truncated_completions": True}
+    folder, _ = train(files, tmp_path / "stop", total_steps=2, **changes)
+    for row in rows_of(folder):
+        assert float(row["response_length"]) == 1 and float(row["eos_rate"]) == 1
+        assert float(row["reward"]) == float(row["score"]) >= 0
+    assert any(float(row["grad_norm"]) > 0 for row in rows_of(folder))
+    evaluations = read_evaluations(folder)
+    assert all(float(row["length"]) == 1 and float(row["eos_rate"]) == 1 for row in evaluations)
+
+
+def test_an_end_behind_a_stop_string_is_not_generated(files):  # noqa: F811
+    """Scripted tokens: the mask reaches up to the stop string; an end of text before it counts as before."""
+    model = plain_model(files)
+    c, d = WORDS.index("c"), WORDS.index("d")
+    scripts = torch.tensor([[5, c, d, 0], [5, 0, c, d], [d, c, 6, 7], [6, 7, c, d]])
+    step = {"now": -1}
+
+    class Head(torch.nn.Module):
+        def forward(self, hidden):
+            step["now"] += 1
+            return F.one_hot(scripts[:, step["now"]], len(WORDS)).float()[None]
+
+    model.config._attn_implementation, model.lm_head = "shared_prefix", Head()
+    args = tiny(files, "runs", stop_strings=("c d",))
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    is_stopped = prpo_llm.find_stop_test(args, tokenizer)
+    uniforms = torch.zeros(1, 4, 4)
+    tokens, lengths = prpo_llm.generate(model, [[1, 2]], uniforms, [0], 0.0, is_stopped=is_stopped)[:2]
+    assert lengths.tolist() == [[3, 2, 4, 4]]
+    assert tokens[0].tolist() == [[5, c, d, 0], [5, 0, 0, 0], [d, c, 6, 7], [6, 7, c, d]]
+
+
+# --- refusals ---
+
+BAD = {
+    "samples of nothing": (["--eval-samples", "2", "--eval-prompts", "0"], ["--eval-samples 2", "--eval-prompts 1"]),
+    "empty nucleus": (["--eval-top-p", "0", "--eval-samples", "1"], ["--eval-top-p 0", "positive"]),
+    "nucleus above 1": (["--eval-top-p", "1.5", "--eval-samples", "1"], ["--eval-top-p 1.5", "[0, 1]"]),
+    "nucleus of no samples": (["--eval-top-p", "0.9"], ["--eval-top-p 0.9", "--eval-samples 1"]),
+    "more prompts than there are": (["--log-completions", "5"], ["--log-completions 5", "at most the batch of 4"]),
+    "empty stop string": (["--stop-strings", "x", ""], ["--stop-strings x", "not empty"]),
+    "negative": (["--save-adapters", "-1"], ["--save-adapters -1", "not be negative"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_with_one_line(case):
+    """It names the flag, the value and what would be valid."""
+    argv, parts = BAD[case]
+    message = refusal(parse_args, prpo_llm, argv)
+    assert all(part in message for part in parts), message
