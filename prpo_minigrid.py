@@ -136,6 +136,27 @@ def check_envs(args: Args) -> None:
             communicators.refuse(args, "env_backend", "envpool is not installed")
         if unknown := set(task_ids(args)) - envpool_ids():
             communicators.refuse(args, "env_backend", f"has no usable {', '.join(unknown)}; choose auto or gymnasium")
+    if args.levels_per_agent:
+        check_levels(args)
+
+
+def check_levels(args: Args) -> None:
+    """That every task has enough levels of different layouts to be private to agents, and to test on."""
+    tasks = tasks_of(args)
+    for task, name in zip(tasks, task_names(args), strict=True):
+        private = [level_seeds(args, i) for i in range(args.num_agents) if tasks[i] == task]
+        least = min(map(len, private))
+        if least == args.levels_per_agent and len(evaluation_levels(args, task)) == args.eval_episodes:
+            continue
+        number = sum(map(len, private)) + len(evaluation_levels(args, task))
+        demand = (
+            f"{len(private)} x {args.levels_per_agent} private layouts and {args.eval_episodes} unseen ones to test on"
+        )
+        communicators.refuse(
+            args,
+            "levels_per_agent",
+            f"{name} has only {number} different layouts for {demand} (--eval-episodes)",
+        )
 
 
 def task_ids(args: Args) -> list[str]:
@@ -173,6 +194,15 @@ class PrivateLevels(gym.Wrapper):
                 return result
 
 
+def layout_of(env: gym.Env) -> tuple:
+    """What tells an environment's current level, just reset, from other levels: seeds do not, layouts repeat."""
+    level = env.unwrapped
+    return level.grid.width, level.grid.encode().tobytes(), tuple(level.agent_pos), level.agent_dir, level.mission
+
+
+PATIENCE = 2000  # resets without a new layout after which a task is taken to have no more of them, about a second
+
+
 @functools.cache
 def find_levels(env_id: str, word: str, number: int, *key: int) -> list[int]:
     """The first levels whose mission has the word: seeds derived from a key ([...,] number of the level, purpose)."""
@@ -183,9 +213,52 @@ def find_levels(env_id: str, word: str, number: int, *key: int) -> list[int]:
     return list(itertools.islice((s for s in seeds if env.reset(seed=s) and word in env.unwrapped.mission), number))
 
 
+def find_new_levels(env_id: str, word: str, number: int, *key: int, taken: set) -> list[int]:
+    """As `find_levels`, but no layout that is in `taken`, which receives those of the levels found.
+
+    Fewer than `number`, if `PATIENCE` resets in a row show no new layout.
+    """
+    env = make_env(env_id)
+    levels = []
+    repeats = 0
+    for level in itertools.count():
+        if len(levels) == number or repeats == PATIENCE:
+            return levels
+        seed = derive_seed(*key[:-1], level, key[-1])
+        env.reset(seed=seed)
+        layout = layout_of(env)
+        repeats += 1
+        if word in env.unwrapped.mission and layout not in taken:
+            taken.add(layout)
+            levels.append(seed)
+            repeats = 0
+
+
+@functools.cache
+def split_levels(tasks: tuple[tuple[str, str], ...], num_levels: int, num_tests: int, seed: int) -> tuple[list, dict]:
+    """The private levels of every agent, and of every task unseen ones to test on.
+
+    The private levels of all agents have different layouts, and so have a task's unseen levels, none of which is
+    anybody's private one. Fewer than demanded, if there are no more.
+    """
+    taken = set()
+    private = [find_new_levels(*task, num_levels, seed, i, 2, taken=taken) for i, task in enumerate(tasks)]
+    unseen = {task: find_new_levels(*task, num_tests, seed, 3, taken=set(taken)) for task in dict.fromkeys(tasks)}
+    return private, unseen
+
+
 def level_seeds(args: Args, agent: int) -> list[int]:
     """The seeds of the private levels of `agent`, none if it has no such levels."""
-    return find_levels(*tasks_of(args)[agent], args.levels_per_agent, args.seed, agent, 2)
+    if not args.levels_per_agent:
+        return []
+    return split_levels(tuple(tasks_of(args)), args.levels_per_agent, args.eval_episodes, args.seed)[0][agent]
+
+
+def evaluation_levels(args: Args, task: tuple[str, str]) -> list[int]:
+    """The seeds of the levels of a task on which every agent is evaluated, unseen ones if levels are private."""
+    if not args.levels_per_agent:
+        return find_levels(*task, args.eval_episodes, args.seed, 3)
+    return split_levels(tuple(tasks_of(args)), args.levels_per_agent, args.eval_episodes, args.seed)[1][task]
 
 
 def make_env(env_id: str, levels: list[int] = (), word: str = "", **kwargs) -> gym.Env:
@@ -681,7 +754,7 @@ def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
     """
     tests = {}
     for name, task in zip(task_names(args), tasks_of(args), strict=True):
-        tests[name] = task[0], find_levels(*task, args.eval_episodes, args.seed, 3)
+        tests[name] = task[0], evaluation_levels(args, task)
     for i, name in enumerate(task_names(args) if args.levels_per_agent else []):
         levels = itertools.islice(itertools.cycle(level_seeds(args, i)), args.eval_episodes)
         tests[f"{name} levels of agent {i}"] = task_ids(args)[i], list(levels)

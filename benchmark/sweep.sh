@@ -204,7 +204,7 @@ variants() {
     doorkey) echo ":$THREE_DOORS" ;;
     keycorridor) echo ":--env-ids MiniGrid-KeyCorridorS3R1-v0 MiniGrid-KeyCorridorS3R2-v0 MiniGrid-KeyCorridorS3R3-v0" ;;
     missions) echo ":--env-id MiniGrid-Fetch-5x5-N2-v0 --missions key ball key" ;;
-    levels) printf -- "%s:--env-id MiniGrid-SimpleCrossingS9N1-v0 --levels-per-agent %s\n" 4 4 16 16 64 64 ;;
+    levels) printf -- "%s:--env-id MiniGrid-MultiRoom-N2-S4-v0 --levels-per-agent %s\n" 4 4 16 16 64 64 ;;
     networks)
         echo "equal:--env-id MiniGrid-DoorKey-6x6-v0 --hidden-sizes 64 64 64"
         echo "unequal:--env-id MiniGrid-DoorKey-6x6-v0 --hidden-sizes 128 32 32"

@@ -13,6 +13,8 @@ from helpers import HAS_ENVPOOL, PRPO_ATARI, PRPO_MINIGRID, on, on_minigrid, onl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import prpo_minigrid
+
 GAMMA, LAMBDA = 0.97, 0.9
 BACKENDS = ["gymnasium"] + ["envpool"] * HAS_ENVPOOL
 needs_envpool = pytest.mark.skipif("envpool" not in BACKENDS, reason="envpool is for Linux")
@@ -415,3 +417,62 @@ def test_private_levels_are_few_and_private(script, tmp_path, monkeypatch):
     assert not first & second
     assert [first, second] == train("again")
     assert not (first | second) & set.union(*train("other", seed=2))
+
+
+FEW_LAYOUTS = {"MiniGrid-SimpleCrossingS9N1-v0": 42, "MiniGrid-DoorKey-5x5-v0": 48, "MiniGrid-DistShift2-v0": 1}
+
+
+def layouts_of(env_id, levels):
+    """The layouts of the levels with these seeds: grid, position and direction of the agent, mission."""
+    env, layouts = gym.make(env_id, disable_env_checker=True), []
+    for level in levels:
+        env.reset(seed=level)
+        own = env.unwrapped
+        layouts.append((own.grid.encode().tolist(), list(own.agent_pos), own.agent_dir, own.mission))
+    return list(map(str, layouts))
+
+
+@pytest.mark.parametrize(
+    ("env_ids", "number", "tests"),
+    [
+        (("MiniGrid-SimpleCrossingS9N1-v0",) * 3, 10, 12),  # all 42 of them
+        (("MiniGrid-DoorKey-5x5-v0", "MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-5x5-v0"), 20, 8),  # all 48
+        (("MiniGrid-FourRooms-v0",) * 3, 30, 60),
+    ],
+)
+def test_private_and_unseen_levels_have_different_layouts(env_ids, number, tests):
+    """Seeds repeat layouts, so layouts are what agents do not share and what is new in tests."""
+    args = PRPO_MINIGRID.Args(env_ids=env_ids, num_agents=3, levels_per_agent=number, eval_episodes=tests)
+    PRPO_MINIGRID.check_envs(args)
+    private = [layouts_of(env_id, PRPO_MINIGRID.level_seeds(args, i)) for i, env_id in enumerate(env_ids)]
+    assert [len(set(own)) for own in private] == [number] * 3 and len(set(sum(private, []))) == 3 * number
+    for env_id in env_ids:
+        unseen = layouts_of(*PRPO_MINIGRID.make_tests(args)[env_id])
+        assert len(unseen) == len(set(unseen)) == tests
+        assert set(unseen).isdisjoint(sum(private, []))
+    levels = [PRPO_MINIGRID.level_seeds(replace(args, eval_episodes=0), i) for i in range(3)]
+    assert levels == [PRPO_MINIGRID.level_seeds(args, i) for i in range(3)]  # whatever the tests are
+
+
+@on_minigrid
+@pytest.mark.parametrize("env_id", FEW_LAYOUTS)
+def test_too_few_layouts_are_refused_with_their_number(script, env_id):
+    number = FEW_LAYOUTS[env_id]
+    args = script.Args(env_id=env_id, num_agents=2, levels_per_agent=max(number // 2 - 1, 1), eval_episodes=3)
+    refused = rf"--levels-per-agent {args.levels_per_agent}: {env_id} has only {number} different layouts for 2 x"
+    with pytest.raises(SystemExit, match=refused) as end:
+        script.check_args(args)
+    assert "\n" not in str(end.value)
+    args.levels_per_agent = 0  # then levels may repeat
+    script.check_args(args)
+    assert len(script.make_tests(args)[env_id][1]) == 3
+
+
+def test_layouts_of_one_mission_may_be_too_few(monkeypatch):
+    """Only levels whose mission has the word count; a rare word ends the search too."""
+    monkeypatch.setattr(prpo_minigrid, "PATIENCE", 20)
+    args = PRPO_MINIGRID.Args(env_id="MiniGrid-GoToDoor-5x5-v0", num_agents=2, missions=("red", "blue"))
+    args.levels_per_agent = 400
+    with pytest.raises(SystemExit) as end:
+        PRPO_MINIGRID.check_envs(args)
+    assert "GoToDoor-5x5-v0 red has only " in str(end.value) and " layouts for 1 x 400 " in str(end.value)

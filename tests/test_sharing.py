@@ -40,6 +40,12 @@ def mission_of(env_id, level):
     return env.unwrapped.mission
 
 
+def layout_of(env_id, level):
+    env = PRPO_MINIGRID.make_env(env_id)
+    env.reset(seed=level)
+    return PRPO_MINIGRID.layout_of(env)
+
+
 # --- missions ---
 
 
@@ -70,10 +76,15 @@ def test_agents_are_judged_on_unseen_levels_of_everybodys_missions(tmp_path):
     own = [f"{args.env_id} {word}" for word in args.missions]
     assert list(tests) == own + [f"{name} levels of agent {i}" for i, name in enumerate(own)]
     trained = {level for i in range(3) for level in PRPO_MINIGRID.level_seeds(args, i)}
+    trained_layouts = {layout_of(args.env_id, level) for level in trained}
+    assert len(trained) == len(trained_layouts) == 6
     for name, (env_id, levels) in tests.items():
         word = name.split()[1]
         assert len(levels) == 3 and all(word in mission_of(env_id, level) for level in levels)
-        assert (set(levels) <= trained) == ("levels of" in name)
+        if "levels of" in name:
+            assert set(levels) <= trained
+        else:
+            assert trained_layouts.isdisjoint(layout_of(env_id, level) for level in levels)
     PRPO_MINIGRID.main(args)
     evaluation = summary_of(only_run(tmp_path))["evaluation"]
     assert [list(row) for row in evaluation["agents"]] == [list(tests)] * 3
