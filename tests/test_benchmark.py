@@ -16,6 +16,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmark"))
 plot, throughput = importlib.import_module("plot"), importlib.import_module("throughput")
 table, choose = importlib.import_module("table"), importlib.import_module("choose")
 bound, crowd = importlib.import_module("bound"), importlib.import_module("crowd")
+methods = importlib.import_module("methods")
 RESULTS = REPOSITORY / "benchmark" / "results"
 
 
@@ -378,6 +379,69 @@ def test_tuning_seeds_are_not_reported_and_effort_is_equal(tmp_path, selected):
         selected(unequal=True)
 
 
+def test_grids_of_different_sizes_are_allowed_by_name_only(tmp_path, selected):
+    """As in the paper's: --unequal-grids allows more settings for a method, but no seed less, and no missing run."""
+    fake_grid(tmp_path)
+    line = (tmp_path / "tuning.txt").read_text().splitlines()[1]
+    extra = []
+    for seed in (101, 102):
+        settings = {"exp_name": "pr_coef9", "kl_coef": 9.0, "kl_direction": "reverse"}
+        fake_run(tmp_path / "runs", seed, [0.9, 0.9], **settings)
+        words = line.replace("--seed 101", f"--seed {seed}").replace("pr_coef2", "pr_coef9")
+        extra.append(words.replace("2.0e+00", "9"))
+    commands = tmp_path / "tuning.txt"
+    commands.write_text("\n".join([commands.read_text(), *extra]))
+    with pytest.raises(SystemExit, match=r"unequal effort.*pr 3 x 2.*--unequal-grids"):
+        selected()
+    lines, _ = selected(unequal_grids=True)
+    assert [re.search(r"--kl-coef (\S+)", line)[1] for line in lines[:2]] == ["5.0e-01", "9"]
+    shutil.rmtree(next((tmp_path / "runs").glob("Task__pr_coef9__102__*")))
+    with pytest.raises(SystemExit, match="1 of 10 --commands have no finished run"):
+        selected(unequal_grids=True)
+    commands.write_text("\n".join(line for line in commands.read_text().splitlines() if line != extra[1]))
+    with pytest.raises(SystemExit, match="unequal effort, settings x seeds: isolated 2 x 2, pr 3 x 1 or 2"):
+        selected(unequal_grids=True)
+
+
+def test_a_setting_of_which_a_seed_failed_is_not_chosen(tmp_path, selected):
+    """Its mean over the other seeds would compare luck: the best of the complete settings is chosen."""
+    fake_grid(tmp_path)
+    path = next((tmp_path / "runs").glob("Task__pr_coef0.5__102__*")) / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps(summary | {"evaluation": {"group": None, "agents": []}}))
+    lines, shown = selected(criterion="evaluation")
+    assert re.search(r"--kl-coef (\S+)", lines[0])[1] == "2.0e+00"  # 0.5, where the other has 0.6 in its one seed
+    row = next(line for line in shown.splitlines() if "pr_coef0.5" in line)
+    assert row.split()[-3:] == ["-", "0.6000", "-"]
+    path = next((tmp_path / "runs").glob("Task__pr_coef2__101__*")) / "summary.json"
+    summary = json.loads(path.read_text())
+    path.write_text(json.dumps(summary | {"evaluation": {"group": None, "agents": []}}))
+    with pytest.raises(SystemExit, match="--criterion evaluation: a method has no setting with it"):
+        selected(criterion="evaluation")
+
+
+def test_a_method_of_which_a_seed_failed_has_no_mean(tmp_path, plotted, tabled):
+    """In plot.py's table it is empty; table.py ends in one line, of control and of language models."""
+    fake_run(tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.9)
+    folder = fake_run(tmp_path / "runs", 2, [0.1, 0.2])
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": None, "agents": []}}))
+    (folder / "evaluations.csv").unlink()
+    _, _, results, _ = plotted()
+    row = results.iloc[0]
+    assert np.isnan([row.evaluation, row.evaluation_ci_low]).all() and row.seeds == "1 2"
+    assert row.mean_training_return == pytest.approx(0.16)
+    with pytest.raises(SystemExit, match=f"{folder}: not every agent has --measure evaluation"):
+        tabled()
+    shutil.rmtree(tmp_path / "runs")
+    for seed, held_out in ((1, 0.9), (2, None)):
+        for name in ("pr_a", "pr_b"):
+            settings = {"aggregation": "policy", "kl_coef": ord(name[-1])}
+            fake_language_run(tmp_path / "runs", seed, name, 0.5, held_out if name == "pr_a" else 0.5, **settings)
+    with pytest.raises(SystemExit, match="or one without evaluation for every seed"):
+        tabled()
+
+
 def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
     """--per-task: curves and evaluations of the agents that have a task; --matrix: every agent on every task."""
     for seed, curve in ((1, [0.1, 0.2]), (2, [0.3, 0.8])):
@@ -407,20 +471,75 @@ def test_methods_are_chosen_and_ordered(tmp_path, plotted):
     assert list(results.method) == ["isolated", "pr-b"]
 
 
-@pytest.mark.parametrize("name", sorted({path.stem.removesuffix("_matrix") for path in RESULTS.glob("*.png")}))
-def test_committed_figures_come_from_committed_data(name, tmp_path):
-    """Every figure is drawn again from the curves beside it, and a table from the rows per run where these are kept."""
+FIGURES = sorted({path.stem.removesuffix("_matrix") for path in RESULTS.glob("*.png")})
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch):
+    """Every figure is drawn again from the curves beside it, and a table from the rows per run where these are kept.
+
+    A method has the name and the colour of methods.py in all of them, and curves lie in front of all intervals.
+    """
     import matplotlib.pyplot as plt
 
     for path in RESULTS.glob(f"{name}*.csv"):
         shutil.copy(path, tmp_path)
     before = {path: path.read_text() for path in tmp_path.glob("*_table.csv")}
     tool = {"trpo_bound": bound, "crowd": crowd}.get(name, plot)
+    figures = []
+    draw = tool.draw
+    monkeypatch.setattr(tool, "draw", lambda *paths: figures.append(draw(*paths)))
     tool.main(tool.Args(out=str(tmp_path / name), from_csv=True))
     for path in (RESULTS / f"{name}.png", *RESULTS.glob(f"{name}_matrix.png")):
         drawn, committed = plt.imread(tmp_path / path.name), plt.imread(path)
         assert drawn.shape == committed.shape and np.abs(drawn - committed).mean() < 0.01
     assert {path: path.read_text() for path in tmp_path.glob("*_table.csv")} == before
+    (figure,) = figures
+    for axis in figure.axes:
+        bands = [band.get_zorder() for band in axis.collections]
+        assert max(bands, default=0) < min(line.get_zorder() for line in axis.lines)
+    if tool is bound:
+        return
+    names = pd.read_csv(tmp_path / f"{name}.csv", comment="#").method.unique()
+    expected = {method.label: method for method in map(methods.find_method, names)}
+    assert len(expected) == len(names)
+    (legend,) = figure.legends
+    shown = {text.get_text().rpartition(" (")[0] for text in legend.get_texts()}
+    assert shown == set(expected)
+    drawn = set()
+    for text, line in zip(legend.get_texts(), legend.get_lines(), strict=True):
+        method = expected[text.get_text().rpartition(" (")[0]]
+        drawn.add((line.get_color(), line.get_linestyle()))
+        assert line.get_color() == method.colour
+        assert method.label.startswith("isolated") == (method.colour == methods.GREY)
+    assert len(drawn) == len(names)
+
+
+def test_a_method_has_one_name_and_one_colour():
+    """In figures, tables and pages; variants have the colour of their method, and names that nobody knows another."""
+    styles = methods.style_methods(["pr-uniform-4", "mine", "isolated", "pr-uniform", "yours", "pr-uniform-16"])
+    assert list(styles) == ["pr-uniform-4", "mine", "isolated", "pr-uniform", "yours", "pr-uniform-16"]
+    assert styles["pr-uniform-16"].label == "PR-PPO, uniform, 16" and styles["mine"].label == "mine"
+    assert styles["pr-uniform"] == methods.METHODS["pr-uniform"] and styles["isolated"].colour == methods.GREY
+    dashes = [styles[name].dashes for name in ("pr-uniform", "pr-uniform-4", "pr-uniform-16")]
+    assert dashes == ["-", "--", ":"] and len({own.colour for own in styles.values()}) == 4
+    assert methods.find_method("pr-uniform-every1-8").label.endswith("after every iteration, 8")  # the longest
+    assert methods.find_method("pr-uniforms") is None
+    labels = {method.label for method in methods.METHODS.values()}
+    labels |= {"PR, self-preferred 0.6", "PR, self-preferred 0.2"}  # of PPO and of GRPO
+    for text in (path.read_text() for path in (REPOSITORY / "docs").glob("*.md")):
+        for label in re.findall(r"^\| (?:(?:PPO|GRPO), \w+ \| )?((?:isolated|FedAvg|PR)[^|]*) \| \d", text, re.M):
+            assert label in labels, label
+
+
+def test_tasks_have_the_names_of_the_text():
+    names = {
+        "MiniGrid-DoorKey-5x5-v0": "DoorKey-5x5",
+        "BeamRiderNoFrameskip-v4": "BeamRider",
+        "BabyAI-GoToLocalS5N2-v0": "GoToLocalS5N2",
+        "runs/skills/train.jsonl, topic": "skills, topic",
+    }
+    assert {task: methods.name_task(task) for task in names} == names
 
 
 def test_movements_are_the_largest_of_an_iterations_agents(tmp_path):
@@ -463,6 +582,26 @@ def test_isolated_agents_are_crowds_of_every_size():
     assert table.evaluation.tolist() == pytest.approx([0.675] * 3 + [0.72])
     assert table.loc["isolated", "all_learn"].tolist() == [0.75, 0.5, 0]
     assert table.median_steps.fillna(-1).tolist() == [250, -1, -1, 300]  # of 100, 200, 300 and never: in the middle
+
+
+@pytest.mark.parametrize(
+    ("agents", "sizes"), [(1, [1]), (4, [1, 2, 4]), (5, [1, 5]), (6, [1, 2, 6]), (12, [1, 2, 4, 12])]
+)
+def test_the_whole_isolated_run_is_a_crowd_too(agents, sizes):
+    """Also where its size is no power of two; runs that share have no other."""
+    assert crowd.sizes_of_crowds("isolated", agents) == sizes
+    assert crowd.sizes_of_crowds("pr-uniform", agents) == [agents]
+
+
+def test_shares_of_crowds_have_wilsons_interval_with_the_seed_as_trial():
+    """Of five runs whose eight agents all learn: 1 [0.57, 1], and not 1 [1, 1] or that of forty agents."""
+    rows = [
+        {"method": "pr", "agents": 8, "seed": seed, "first_agent": 0, "share": 1.0, "evaluation": 0.9, "steps": 9}
+        for seed in range(5)
+    ]
+    table = crowd.make_table(pd.DataFrame(rows)).iloc[0]
+    for name in ("share", "all_learn"):
+        assert table[[name, f"{name}_ci_low", f"{name}_ci_high"]].tolist() == pytest.approx([1, 0.5655, 1], abs=1e-4)
 
 
 @pytest.mark.parametrize("env_id", ["MiniGrid-FourRooms-v0", "BeamRiderNoFrameskip-v4"])

@@ -1,0 +1,123 @@
+"""What a method is called, and how it is drawn, in every figure and table of this repository.
+
+    from methods import style_methods
+    style_methods(["isolated", "pr-uniform"])["pr-uniform"].colour
+
+A colour is an algorithm with its communicator; variants of it have other dashes. Isolated agents
+are grey. The colours are Okabe and Ito's, which colour-blind readers can distinguish, and a few
+darker ones beside them.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+GREY = "#7F7F7F"
+VERMILION = "#D55E00"
+ORANGE = "#E69F00"
+BLUE = "#0072B2"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+PINK = "#CC79A7"
+PURPLE = "#5D3A9B"
+WINE = "#882255"
+BLACK = "#000000"
+
+DASHES = ("-", "--", ":", "-.")
+OTHER_COLOURS = ("#999933", "#44AA99", "#AA4499", "#661100", "#332288")  # of names not listed below
+
+
+@dataclass(frozen=True)
+class Method:
+    label: str
+    colour: str
+    dashes: str = "-"
+
+
+# --exp-name -> name and style, in the order of the tables' rows
+METHODS = {
+    "isolated-no-penalty": Method("isolated, no KL penalty", GREY, "--"),
+    "isolated": Method("isolated", GREY),
+    "fedavg-uniform": Method("FedAvg, uniform", VERMILION),
+    "fedavg-reward": Method("FedAvg, reward", ORANGE),
+    "fedavg-similarity": Method("FedAvg, similarity", ORANGE, "--"),
+    "pr-uniform": Method("PR-PPO, uniform", BLUE),
+    "pr-uniform-forward": Method("PR-PPO, uniform, forward KL as in eq. 4", BLUE, "--"),
+    "pr-similarity": Method("PR-PPO, similarity", SKY),
+    "pr-surrogate": Method("PR-PPO, surrogate", PINK),
+    "pr-reward": Method("PR-PPO, reward", GREEN),
+    "reward-easy-times-10": Method("PR-PPO, reward", GREEN),
+    "relative-gain-easy-times-10": Method("PR-PPO, relative-gain", BLACK),
+    "pr-self0.2": Method("PR-PPO, self-preferred 0.2", PURPLE, "--"),
+    "pr-self0.6": Method("PR-PPO, self-preferred 0.6", PURPLE),
+    "isolated-trpo": Method("isolated TRPO", GREY, "-."),
+    "pr-trpo": Method("PR-TRPO, uniform, a round every 4 updates", WINE, "--"),
+    "pr-trpo-every1": Method("PR-TRPO, uniform, a round after every update", WINE),
+    "isolated-snapshot": Method("isolated, held by its own old snapshot", GREY, ":"),
+    "fedavg-uniform-every1": Method(
+        "FedAvg, uniform, a round after every iteration",
+        VERMILION,
+        ":",
+    ),
+    "pr-uniform-every1": Method("PR-PPO, uniform, a round after every iteration", BLUE, ":"),
+    "isolated-equal": Method("isolated, 64 64 64", GREY),
+    "fedavg-uniform-equal": Method("FedAvg, uniform, 64 64 64", VERMILION),
+    "pr-uniform-equal": Method("PR-PPO, uniform, 64 64 64", BLUE),
+    "pr-reward-equal": Method("PR-PPO, reward, 64 64 64", GREEN),
+    "isolated-unequal": Method("isolated, 128 32 32", GREY, "--"),
+    "pr-uniform-unequal": Method("PR-PPO, uniform, 128 32 32", BLUE, "--"),
+    "pr-reward-unequal": Method("PR-PPO, reward, 128 32 32", GREEN, "--"),
+    "sb3": Method("stable-baselines3", BLACK),
+    # Language models; communicators are uniform
+    "isolated-grpo": Method("isolated GRPO", GREY),
+    "fedavg-grpo": Method("FedAvg-GRPO", VERMILION),
+    "pr-grpo": Method("PR-GRPO", BLUE),
+    "isolated-ppo": Method("isolated PPO", GREY, "--"),
+    "fedavg-ppo": Method("FedAvg-PPO", VERMILION, "--"),
+    "pr-ppo": Method("PR-PPO", BLUE, "--"),
+    "fedavg-exact": Method("FedAvg, exact", VERMILION),
+    "fedavg-naive": Method("FedAvg, naive", VERMILION, "--"),
+    "pr-reverse": Method("PR-GRPO, reverse KL", BLUE),
+    "pr-forward": Method("PR-GRPO, forward KL", BLUE, "--"),
+}
+
+
+def find_method(name: str) -> Method | None:
+    """Name and style of an --exp-name; of `fedavg-uniform-16`, which is not listed, those of
+    `fedavg-uniform`.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    beginnings = [known for known in METHODS if name.startswith((f"{known}-", f"{known}_"))]
+    if not beginnings:
+        return None
+    beginning = max(beginnings, key=len)
+    method = METHODS[beginning]
+    return replace(method, label=f"{method.label}, {name[len(beginning) + 1 :]}")
+
+
+def style_methods(names: Iterable[str]) -> dict[str, Method]:
+    """Names and styles of the methods of one figure; those that are not listed get what is left."""
+    styles = {name: METHODS[name] for name in names if name in METHODS}
+    unused_colours = list(OTHER_COLOURS)
+    for name in names:
+        if name in styles:
+            continue
+        method = find_method(name)
+        if method is None:
+            method = Method(name, unused_colours[0])
+            unused_colours.append(unused_colours.pop(0))
+        drawn = {(other.colour, other.dashes) for other in styles.values()}
+        free = [dashes for dashes in DASHES if (method.colour, dashes) not in drawn]
+        if free and method.dashes not in free:
+            method = replace(method, dashes=free[0])
+        styles[name] = method
+    return {name: styles[name] for name in names}
+
+
+def name_task(task: str) -> str:
+    """A task's name as the text has it: DoorKey-5x5 for MiniGrid-DoorKey-5x5-v0, skills for
+    runs/skills/train.jsonl.
+    """
+    task = re.sub(r"^runs/(\w+)/train\.jsonl", r"\1", task)
+    return re.sub("^MiniGrid-|^BabyAI-|(NoFrameskip)?-v.$", "", task)
