@@ -19,7 +19,9 @@ from tyro._docstrings import get_field_docstring
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 sys.path.insert(0, str(ROOT / "benchmark"))
+from methods import METHODS, name_task  # noqa: E402
 from plot import comments_of, with_interval  # noqa: E402
+from stats import SOLVED, is_all_or_nothing, success_rate, wilson_interval  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted(Path(__file__).parent.glob("*.md"))]
 
@@ -176,28 +178,56 @@ def cell(row: pd.Series, name: str, digits: int = 2, low: float = -float("inf"),
     )
 
 
-LLM = {"pr": "PR", "fedavg": "FedAvg", "isolated": "isolated"}
+def read_runs(name: str) -> pd.DataFrame:
+    """The rows per run behind a table, empty where they are not kept."""
+    if not (RESULTS / f"{name}_runs.csv").is_file():
+        return pd.DataFrame({"env": [], "method": [], "evaluation": []})
+    return read(f"{name}_runs")
+
+
+def format_share(successes: int, trials: int) -> str:
+    """How many of the seeds solve a task, with Wilson's interval."""
+    limits = wilson_interval(successes / trials, trials)
+    low, high = (f"{limit:.2f}" for limit in limits)
+    return f"{successes} of {trials}, [{low}, {high}]".replace("[0.00", "[0").replace("1.00]", "1]")
+
+
+def format_result(row: pd.Series, name: str, runs: pd.DataFrame, **form) -> str:
+    """A mean with its interval; the share of seeds that solve the task where each either does or fails.
+
+    runs: all rows per run; of those of the row's method and task the evaluation decides.
+    """
+    seeds = runs[(runs.method == row["method"]) & (runs.env == row.env)].evaluation
+    if not is_all_or_nothing(seeds):
+        return cell(row, name, **form)
+    share, *_ = success_rate(seeds, SOLVED)
+    mean = f"{float(row[name]):.{form.get('digits', 2)}f}"
+    return f"{mean}; {format_share(round(share * len(seeds)), len(seeds))}"
 
 
 def sb3() -> str:
-    """One isolated agent here and there."""
-    table, names = read("sb3_table").set_index("method"), {"isolated": "`prpo_minigrid.py`", "sb3": "stable-baselines3"}
-    columns = ["evaluation", "mean_training_return"]
-    rows = [
-        [name, *(cell(table.loc[method], column, low=0, high=1) for column in columns)]
-        for method, name in names.items()
-    ]
-    return markdown(["", "evaluation", "training return, mean over the run"], rows)
+    """One isolated agent here and there; in how many seeds the training return reaches 0.8."""
+    table = read("sb3_table").set_index("method")
+    rows = []
+    for method in ("isolated", "sb3"):
+        row = table.loc[method]
+        cells = [cell(row, name, low=0, high=1) for name in ("evaluation", "mean_training_return")]
+        steps = row.steps_per_seed.split()
+        reached = len(steps) - steps.count("-")
+        rows.append([METHODS[method].label, *cells, format_share(reached, len(steps))])
+    header = ["", "evaluation", "training return, mean over the run", "seeds that reach 0.8"]
+    return markdown(header, rows)
 
 
 def atari() -> str:
     """Methods on BeamRider."""
-    table, names = read("atari_table").set_index("method"), {"isolated": "isolated", "pr-reward": "PR-PPO, reward"}
+    table = read("atari_table").set_index("method")
     rows = []
-    for method, name in names.items():
+    for method in ("isolated", "pr-reward"):
         row = table.loc[method]
         steps = " and ".join(f"{int(steps):,}" for steps in row.steps_per_seed.split())
-        rows.append([name, cell(row, "evaluation", 0), cell(row, "mean_training_return", 0), steps])
+        cells = [cell(row, name, 0) for name in ("evaluation", "mean_training_return")]
+        rows.append([METHODS[method].label, *cells, steps])
     return markdown(
         ["", "evaluation, whole games", "training return, mean over the run", "steps to 500, each seed"], rows
     )
@@ -214,78 +244,59 @@ def precision() -> str:
 
 def llm() -> str:
     """Methods on documentation."""
-    table, rows = read("llm_table").set_index("method"), []
+    table = read("llm_table").set_index("method")
+    rows = []
     for algorithm in ("grpo", "ppo"):
-        for method, name in LLM.items():
-            row = table.loc[f"{method}-{algorithm}"]
-            cells = (cell(row, column) for column in ("evaluation", "own_topic", "mean_training_return"))
-            rows.append([f"{name}-{algorithm.upper()}".replace("isolated-", "isolated "), *cells])
+        for method in ("pr", "fedavg", "isolated"):
+            name = f"{method}-{algorithm}"
+            columns = ("evaluation", "own_topic", "mean_training_return")
+            cells = [cell(table.loc[name], column) for column in columns]
+            rows.append([METHODS[name].label, *cells])
     return markdown(["", "common held-out prompts", "of the own library", "training, mean of all steps"], rows)
-
-
-SHARING = {
-    "isolated-no-penalty": "isolated, no KL penalty",
-    "isolated": "isolated",
-    "fedavg-uniform": "FedAvg, uniform",
-    "fedavg-reward": "FedAvg, reward",
-    "pr-uniform": "PR-PPO, uniform",
-    "pr-uniform-forward": "PR-PPO, uniform, forward KL as in eq. 4",
-    "pr-similarity": "PR-PPO, similarity",
-    "pr-surrogate": "PR-PPO, surrogate",
-    "pr-reward": "PR-PPO, reward",
-    "reward-easy-times-10": "PR-PPO, reward",
-    "relative-gain-easy-times-10": "PR-PPO, relative-gain",
-    "pr-self0.2": "PR-PPO, self-preferred 0.2",
-    "pr-self0.6": "PR-PPO, self-preferred 0.6",
-    "isolated-trpo": "isolated TRPO",
-    "pr-trpo": "PR-TRPO, uniform, a round every 4 updates",
-    "pr-trpo-every1": "PR-TRPO, uniform, a round after every update",
-    "isolated-snapshot": "isolated, held by its own old snapshot",
-    "fedavg-uniform-every1": "FedAvg, uniform, a round after every iteration",
-    "pr-uniform-every1": "PR-PPO, uniform, a round after every iteration",
-    "isolated-equal": "isolated, 64 64 64",
-    "fedavg-uniform-equal": "FedAvg, uniform, 64 64 64",
-    "pr-uniform-equal": "PR-PPO, uniform, 64 64 64",
-    "pr-reward-equal": "PR-PPO, reward, 64 64 64",
-    "isolated-unequal": "isolated, 128 32 32",
-    "pr-uniform-unequal": "PR-PPO, uniform, 128 32 32",
-    "pr-reward-unequal": "PR-PPO, reward, 128 32 32",
-}
 
 
 def tasks(name: str, column: str = "mean_training_return") -> str:
     """When does sharing pay: methods x tasks."""
-    table = read(f"{name}_table").set_index(["method", "env"])
-    envs = list(dict.fromkeys(table.index.get_level_values("env")))
-    form = {"low": 0, "high": 1} if table[column].max() <= 1 else {"digits": 0}  # returns of MiniGrid, or scores
-    rows = [
-        [label, *(cell(table.loc[method, env], column, **form) for env in envs)]
-        for method, label in SHARING.items()
-        if method in table.index
-    ]
-    return markdown(["", *(re.sub("^MiniGrid-|^BabyAI-|(NoFrameskip)?-v.$", "", env) for env in envs)], rows)
+    runs = read_runs(name)
+    table = read(f"{name}_table")
+    envs = list(dict.fromkeys(table.env))
+    form = {"digits": 0}  # scores
+    if table[column].max() <= 1:  # returns of MiniGrid
+        form = {"low": 0, "high": 1}
+    results = {(row["method"], row.env): row for _, row in table.iterrows()}
+    rows = []
+    for method, style in METHODS.items():
+        if (method, envs[0]) in results:
+            cells = [format_result(results[method, env], column, runs, **form) for env in envs]
+            rows.append([style.label, *cells])
+    return markdown(["", *map(name_task, envs)], rows)
 
 
 def ends(name: str) -> str:
     """Training return at the end and over the run, and how far policies have moved: methods of one task."""
-    curves = read(name).rename(columns={"ci_low": "mean_ci_low", "ci_high": "mean_ci_high"}).groupby("method").last()
-    runs, rows = read(f"{name}_runs").groupby("method"), []
-    for method in (method for method in SHARING if method in curves.index):
-        own = runs.get_group(method)
-        means = (("mean_training_return", 0), ("reference_entropy", 3), ("tv_update", 4))
-        means = [mean_of(own[column], digits) for column, digits in means]
-        rows.append([SHARING[method], cell(curves.loc[method], "mean", 0), *means])
+    curves = read(name).rename(columns={"ci_low": "mean_ci_low", "ci_high": "mean_ci_high"})
+    curves = curves.groupby("method").last()
+    runs = read(f"{name}_runs").groupby("method")
+    rows = []
+    for method in METHODS:
+        if method in curves.index:
+            of_method = runs.get_group(method)
+            cells = [cell(curves.loc[method], "mean", 0)]
+            for column, digits in (("mean_training_return", 0), ("reference_entropy", 3), ("tv_update", 4)):
+                cells.append(mean_of(of_method[column], digits))
+            rows.append([METHODS[method].label, *cells])
     return markdown(["", "return at the end", "over the run", "entropy of the reference", "tv_update"], rows)
 
 
 def methods(name: str, success: str = "all agents at 0.8 or more") -> str:
     """Over all agents: share of seeds with success, probability of a run to beat one of isolated agents."""
     table, rows = read(f"{name}_methods").set_index("method"), []
-    for method, label in SHARING.items():
+    for method, style in METHODS.items():
         if method in table.index:
             row = table.loc[method]
             better = "" if pd.isna(row["better than isolated"]) else cell(row, "better than isolated", low=0, high=1)
-            rows.append([label, cell(row, "success", low=0, high=1), better, len(row.seeds.split())])
+            success_cell = cell(row, "success", low=0, high=1)
+            rows.append([style.label, success_cell, better, len(row.seeds.split())])
     return markdown(["", success, "better than isolated", "seeds"], rows)
 
 
@@ -293,8 +304,8 @@ def levels(column: str = "evaluation", numbers: tuple = (4, 16, 64)) -> str:
     """Limited data: methods x levels of each agent."""
     table = read("levels_table").set_index("method")
     rows = [
-        [label, *(cell(table.loc[f"{method}-{number}"], column, low=0, high=1) for number in numbers)]
-        for method, label in SHARING.items()
+        [style.label, *(cell(table.loc[f"{method}-{number}"], column, low=0, high=1) for number in numbers)]
+        for method, style in METHODS.items()
         if f"{method}-{numbers[0]}" in table.index
     ]
     return markdown(["levels of each agent", *map(str, numbers)], rows)
@@ -310,6 +321,16 @@ def reward_accuracy() -> str:
     return markdown(["rejected", "pairs", "reward model", "judge"], rows)
 
 
+# Names in files of table.py -> names in the text
+SEARCHES = {
+    "isolated": METHODS["isolated"].label,
+    "FedAvg": METHODS["fedavg-exact"].label,
+    "FedAvg, naive": METHODS["fedavg-naive"].label,
+    "PR, p = 0.6": "PR, self-preferred 0.6",
+    "PR, p = 0.2": "PR, self-preferred 0.2",
+}
+
+
 def docstrings() -> str:
     """Table 1's runs on docstrings: rewards, and win rates of all agents against references and isolated agents."""
     table, rates = read("docstrings_table1").set_index("method"), read("docstrings_win_rates").query("agent == 'all'")
@@ -321,7 +342,7 @@ def docstrings() -> str:
         ]
         own = rates[rates.run.str.contains(run, regex=False) & ((rates.step == 0) == (run == alone))]
         found = {row.against: cell(row, "win_rate", low=0, high=1) for _, row in own.iterrows()}
-        rows.append([name, *scores, found["references"], found.get(alone, "")])
+        rows.append([SEARCHES.get(name, name), *scores, found["references"], found.get(alone, "")])
     return markdown(
         ["", "reward, common prompts", "own topic", "others' topics", "wins against references", "against isolated"],
         rows,
@@ -337,7 +358,7 @@ def table1(name: str) -> str:
         columns = "held-out", "own topic", "others' topics", evp
         cells = ["" if pd.isna(row[column]) else cell(row, column, low=0, high=1) for column in columns]
         gains = ["" if pd.isna(row[gain]) else row[gain] for gain in ("gain over isolated", "gain over FedAvg")]
-        rows.append([where, row.method, *cells, *gains])
+        rows.append([where, SEARCHES.get(row["method"], row["method"]), *cells, *gains])
     named = ["", "", "common prompts", "own topic", "others' topics", evp, "over isolated", "over FedAvg"]
     return markdown(named, rows)
 
@@ -352,7 +373,8 @@ def table1_gains(name: str) -> str:
     for method, own in found.items():
         if method != "isolated":
             gains = own - found["isolated"]  # [algorithms and data, seeds]
-            rows.append([method, mean_of(gains.mean(0), 3), f"{(gains > 0).sum()} of {gains.size}"])
+            positive = f"{(gains > 0).sum()} of {gains.size}"
+            rows.append([SEARCHES.get(method, method), mean_of(gains.mean(0), 3), positive])
     return markdown(["", "above isolated agents", "in how many pairs"], rows)
 
 
@@ -362,56 +384,59 @@ def mean_of(values, digits: int = 2) -> str:
     return cell(pd.Series({"x": mean, "x_ci_low": low, "x_ci_high": high}), "x", digits)
 
 
-SKILLS = {
-    "isolated": "isolated",
-    "fedavg-exact": "FedAvg, exact",
-    "fedavg-naive": "FedAvg, naive",
-    "pr-reverse": "PR-GRPO, reverse KL",
-    "pr-forward": "PR-GRPO, forward KL",
-}
-
-
 def skills(skill: str = "mirror_after") -> str:
     """A rare skill: methods x agents, the agents' mean, and what it is above that of isolated ones, seed by seed."""
     table = read("skills_rare").pivot(index="seed", columns=["method", "agent"], values=skill)
-    alone, rows, agents = table["isolated"].mean(axis=1), [], sorted({agent for _, agent in table})
-    for method, label in SKILLS.items():
-        rate, coef = (float(setting("skills_rare", method, flag)) for flag in ("learning-rate", "kl-coef"))
-        own = table[method]
-        cells = [mean_of(values) for values in (*(own[agent] for agent in agents), own.mean(axis=1))]
-        gain = mean_of(own.mean(axis=1) - alone) if method != "isolated" else ""
-        rows.append([label, f"{rate:.0e}, {coef:g}".replace("e-0", "e-"), *cells, gain])
+    alone = table["isolated"].mean(axis=1)
+    agents = sorted({agent for _, agent in table})
+    methods = {method for method, _ in table}
+    rows = []
+    for method in (method for method in METHODS if method in methods):
+        rate = float(setting("skills_rare", method, "learning-rate"))
+        coef = float(setting("skills_rare", method, "kl-coef"))
+        of_agents = table[method]  # [seeds, agents]
+        mean = of_agents.mean(axis=1)
+        cells = [mean_of(of_agents[agent]) for agent in agents]
+        cells.append(mean_of(mean))
+        cells.append(mean_of(mean - alone) if method != "isolated" else "")
+        rows.append([METHODS[method].label, f"{rate:.0e}, {coef:g}".replace("e-0", "e-"), *cells])
     named = [f"agent {agent}, {share} %" for agent, share in zip(agents, (5, 20, 80), strict=True)]
     return markdown(["", "rate, coefficient", *named, "mean of the agents", "its gain over isolated, paired"], rows)
 
 
-def all_learn(row: pd.Series) -> str:
-    """In which share of crowds all learn, and when most agents have."""
+def format_all_learn(row: pd.Series) -> str:
+    """In which share of crowds all learn, with its interval, and when most agents have."""
+    percent = row[["all_learn", "all_learn_ci_low", "all_learn_ci_high"]] * 100
     steps = "never" if pd.isna(row.median_steps) else f"after {row.median_steps:,.0f}"
-    return f"{row.all_learn:.0%}, {steps}"
+    share, low, high = (f"{value:.0f}" for value in percent)
+    return f"{share}% [{low}, {high}], {steps}"
 
 
 def crowd(column: str = "share", sizes: tuple = (1, 2, 4, 8)) -> str:
-    """More agents: methods x agents. The share of them that learn; `all`: of seeds in which all do, and the steps."""
-    table, rows = read("crowd_table"), []
-    for method, label in SHARING.items():
-        own = table[table.method == method].set_index("agents")
-        cells = {size: cell(row, "share", low=0, high=1) for size, row in own.iterrows()}
-        if column == "all":
-            cells = {size: all_learn(row) for size, row in own.iterrows()}
-        rows += [[label, *(cells.get(size, "") for size in sizes)]] if cells else []
+    """More agents: methods x agents. The share of them that learn; `all`: of crowds in which all do, and the steps."""
+    table = read("crowd_table")
+    rows = []
+    for method, style in METHODS.items():
+        cells = {}
+        for _, row in table[table.method == method].iterrows():
+            shown = format_all_learn(row) if column == "all" else cell(row, "share", low=0, high=1)
+            cells[row.agents] = shown
+        if cells:
+            rows.append([style.label, *(cells.get(size, "") for size in sizes)])
     return markdown(["agents", *map(str, sizes)], rows)
 
 
 def crowd_tuned() -> str:
     """Eight agents, each method with the coefficient that was chosen for it, beside that of all others' section 1."""
-    before, table = (read(f"{name}_table").set_index(["method", "agents"]) for name in ("crowd", "crowd_tuned"))
+    before = read("crowd_table").set_index(["method", "agents"])
+    table = read("crowd_tuned_table").set_index(["method", "agents"])
     rows = []
-    for method in (method for method in SHARING if (method, 8) in table.index):
-        row, cells = table.loc[method, 8], [setting("crowd_tuned", f"{method}-8", "kl-coef")]
+    for method in (method for method in METHODS if (method, 8) in table.index):
+        row = table.loc[method, 8]
+        cells = [setting("crowd_tuned", f"{method}-8", "kl-coef")]
         for name in ("evaluation", "share"):
-            cells += [cell(own, name, low=0, high=1) for own in (before.loc[method, 8], row)]
-        rows.append([SHARING[method], *cells, all_learn(row)])
+            cells += [cell(result, name, low=0, high=1) for result in (before.loc[method, 8], row)]
+        rows.append([METHODS[method].label, *cells, format_all_learn(row)])
     named = ["eight agents", "coefficient", "return with 0.5", "return", "share with 0.5", "share", "all learn"]
     return markdown(named, rows)
 

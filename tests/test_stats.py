@@ -5,6 +5,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,3 +91,53 @@ def test_success_rate_has_wilsons_interval():
     assert 0 < stats.success_rate([1.0] * 3, 0.5)[1] < 0.5  # three of three are no certainty
     with pytest.raises(ValueError, match="one score per seed"):
         stats.success_rate([[0.8, 0.9]], 0.8)
+
+
+@pytest.mark.parametrize("trials", [1, 5, 8])
+def test_wilsons_interval_is_scipys(trials):
+    """For every number of successes; it is never empty, and never outside [0, 1]."""
+    for successes in range(trials + 1):
+        expected = scipy.stats.binomtest(successes, trials).proportion_ci(method="wilson")
+        limits = stats.wilson_interval(successes / trials, trials)
+        assert limits == pytest.approx(tuple(expected), abs=1e-12)
+        assert 0 <= limits[0] < limits[1] <= 1
+
+
+def test_a_run_is_one_trial_however_many_agents_succeed():
+    """Five runs whose agents all learn leave a probability of 0.57; a share between 0 and 1 counts as a part."""
+    assert stats.mean_share([1.0] * 5) == pytest.approx((1, 0.5655, 1), abs=1e-4)
+    assert stats.mean_share([0.0] * 5) == pytest.approx((0, 0, 0.4345), abs=1e-4)
+    share, low, high = stats.mean_share([0.5, 0, 0.25, 0.125, 0.5])
+    assert (share, low, high) == pytest.approx((0.275, *stats.wilson_interval(0.275, 5)))
+    assert stats.mean_share([1, 0, 1, 1])[1:] == stats.success_rate([1, 0, 1, 1], 0.5)[1:]
+    for shares in ([], [0.5, np.nan], [1.1], [[0.5]]):
+        with pytest.raises(ValueError, match="share"):
+            stats.mean_share(shares)
+    for scores in ([], [0.5, np.nan]):
+        with pytest.raises(ValueError, match="a score per seed"):
+            stats.success_rate(scores, 0.8)
+
+
+@pytest.mark.parametrize(("probability", "student"), [(0.1, 0.41), (0.5, 0.94)])
+def test_coverage_where_seeds_are_all_or_nothing(probability, student):
+    """All outcomes of five seeds, weighted: Student's t covers what stats.py writes, Wilson's formula at least 90 %."""
+    covered = {"student": 0, "wilson": 0}
+    for successes in range(6):
+        weight = scipy.stats.binom.pmf(successes, 5, probability)
+        seeds = np.array([1.0] * successes + [0.0] * (5 - successes))
+        half = scipy.stats.t.ppf(0.975, 4) * seeds.std(ddof=1) / np.sqrt(5)
+        low, high = stats.wilson_interval(seeds.mean(), 5)
+        covered["student"] += weight * (abs(seeds.mean() - probability) <= half)
+        covered["wilson"] += weight * (low <= probability <= high)
+    assert covered["student"] == pytest.approx(student, abs=0.005) and covered["wilson"] > 0.9
+
+
+def test_seeds_that_solve_or_fail_are_recognised():
+    """Both have to occur, and at most one seed may lie between; 0.8 solves, 0.4 does not fail any more."""
+    assert stats.is_all_or_nothing([0.96, 0.0, 0.97, 0.97, 0.0])
+    assert stats.is_all_or_nothing([0.97, 0.96, 0.49, 0.97, 0.07])
+    assert stats.is_all_or_nothing([0.8, 0.39])
+    assert not stats.is_all_or_nothing([0.62, 0.18, 0.9, 0.92, 0.61])
+    assert not stats.is_all_or_nothing([0.8, 0.4])  # nobody fails
+    assert not stats.is_all_or_nothing([0.79, 0.39])  # nobody solves it
+    assert not stats.is_all_or_nothing([])
