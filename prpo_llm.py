@@ -10,6 +10,7 @@ a prompt, a completion or a reward. All agents of a process share one frozen bas
     python prpo_llm.py --resume runs/<name>                                  # go on where a run was cut off
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -20,13 +21,18 @@ import math
 import os
 import re
 import runpy
+import shutil
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -113,6 +119,8 @@ class Args(RunArgs):
     response_length: Count = 58  # maximum tokens of a completion
     stop_strings: tuple[str, ...] = ()
     """texts that end a completion as an end-of-text token does, without a penalty"""
+    generate_with: str = ""
+    """URL, such as http://127.0.0.1:8000/v1, of a vLLM server that completes training prompts"""
     temperature: Positive = 0.7  # sampling temperature, which scales the logits wherever a probability is taken
     learning_rate: Positive = 1e-4  # learning rate of AdamW
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # linear and cosine fall to 0
@@ -266,6 +274,8 @@ def check_generation(args: Args) -> None:
     if args.log_completions > args.batch_size:
         valid = f"must be at most the batch of {args.batch_size} prompts"
         communicators.refuse(args, "log_completions", valid)
+    if args.generate_with and not re.match(r"https?://[^/]+", args.generate_with):
+        communicators.refuse(args, "generate_with", "must begin with http:// or https://")
     if "" in args.stop_strings:
         communicators.refuse(args, "stop_strings", "must be texts, not empty")
 
@@ -448,8 +458,11 @@ def judge(args: Args, functions: dict, tokenizer, chosen: list[dict], tokens: Te
     """
     ids = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     at_eos = [row[-1] in tokenizer.ends for row in ids]  # also one that ends exactly at the limit
-    texts = [tokenizer.decode(row[:-1] if end else row) for row, end in zip(ids, at_eos, strict=True)]
-    ends = [end or completes_stop_string(args, tokenizer, row) for row, end in zip(ids, at_eos, strict=True)]
+    texts = []
+    ends = []
+    for row, end in zip(ids, at_eos, strict=True):
+        texts.append(tokenizer.decode(row[:-1] if end else row))
+        ends.append(end or completes_stop_string(args, tokenizer, row))
     given = {name: [example["row"].get(name) for example in chosen] for name in chosen[0]["row"]}  # all columns
     prompts = given[args.prompt_column]
     said = [[{"role": "assistant", "content": text}] for text in texts] if isinstance(prompts[0], list) else texts
@@ -720,11 +733,18 @@ def as_vector(parameters: list[nn.Parameter]) -> Tensor:
     return vector
 
 
-def save_adapter(args: Args, model: nn.Module, number: int, folder: Path, tokenizer=None, about=None) -> None:
+def save_adapter(
+    args: Args,
+    model: nn.Module,
+    number: int,
+    folder: Path,
+    tokenizer=None,
+    about: dict[str, str] | None = None,
+) -> None:
     """One policy in PEFT's format, which `PeftModel.from_pretrained` loads, with its tokenizer.
 
-    Each file takes the place of a former one at once, the weights last: a crash leaves one whole adapter. about: what
-    the header of the weights says of them, {name: text}.
+    Each file takes the place of a former one at once, the weights last: a crash leaves one whole
+    adapter. about: what the header of the weights says of them, {name: text}.
     """
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Adapters)]
     sides = [(f"{name}.lora_{letter}", getattr(layer, letter)) for name, layer in layers for letter in "AB"]
@@ -741,13 +761,26 @@ def save_adapter(args: Args, model: nn.Module, number: int, folder: Path, tokeni
             if path.is_file():
                 target = folder / path.relative_to(temporary)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                communicators.write_atomically(target, lambda file, path=path: file.write(path.read_bytes()))
+                write_file(target, path.read_bytes())
     weights = save(tensors, metadata={"format": "pt"} | (about or {}))
-    communicators.write_atomically(folder / "adapter_model.safetensors", lambda file: file.write(weights))
+    write_file(folder / "adapter_model.safetensors", weights)
 
 
-def save_adapters(args: Args, run: Run, model: nn.Module, tokenizer, folders: dict[int, Path], **about) -> None:
-    """Save the policies of some agents of this process. folders: agent -> folder; about: see `save_adapter`."""
+def write_file(path: Path, content: bytes) -> None:
+    """A whole file at once, atomically."""
+    communicators.write_atomically(path, lambda file: file.write(content))
+
+
+def save_adapters(
+    args: Args,
+    run: Run,
+    model: nn.Module,
+    tokenizer,
+    folders: dict[int, Path],
+    **about,
+) -> None:
+    """Save the policies of some agents of this process. folders: agent -> folder; about: see
+    `save_adapter`."""
     about = {name: str(value) for name, value in about.items()}
     try:
         for i, folder in folders.items():
@@ -760,8 +793,8 @@ def save_adapters(args: Args, run: Run, model: nn.Module, tokenizer, folders: di
 def save_best_adapters(args: Args, run: Run, model: nn.Module, tokenizer) -> None:
     """Save the policies whose held-out reward is above that of all their evaluations before.
 
-    That reward stands in the header of the weights. One from behind the step that a run was resumed at does not count:
-    its evaluation is done again.
+    That reward stands in the header of the weights. One from behind the step that a run was resumed
+    at does not count: its evaluation is done again.
     """
     folders = {}
     for i in run.exchange.agents:
@@ -776,8 +809,8 @@ def save_best_adapters(args: Args, run: Run, model: nn.Module, tokenizer) -> Non
         if reward > best:  # false for NaN
             folders[i] = folder
     for i, folder in folders.items():
-        reward = run.results["validation"][i][0]
-        save_adapters(args, run, model, tokenizer, {i: folder}, step=run.iteration, reward=repr(reward))
+        about = {"step": run.iteration, "reward": run.results["validation"][i][0]}
+        save_adapters(args, run, model, tokenizer, {i: folder}, **about)
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
@@ -797,7 +830,8 @@ def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Logits [..., vocabulary] of the fewest likeliest tokens that together have probability top_p; -inf elsewhere."""
+    """Logits [..., vocabulary] of the fewest likeliest tokens that together have probability top_p;
+    -inf elsewhere."""
     ordered, inds = logits.sort(-1, descending=True)
     probs = ordered.softmax(-1)
     outside = probs.cumsum(-1) - probs >= top_p  # what likelier tokens have is enough
@@ -807,8 +841,9 @@ def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
 def completes_stop_string(args: Args, tokenizer, ids: list[int]) -> bool:
     """Whether the text of a completion's last tokens contains one of --stop-strings.
 
-    A token stands for at least one byte, so that the last ones suffice; some more, because a decoder may drop a space
-    at the start. A special token may be part of a stop string, as it is of the text.
+    A token stands for at least one byte, so that the last ones suffice; some more, because a
+    decoder may drop a space at the start. A special token may be part of a stop string, as it is of
+    the text.
     """
     if not args.stop_strings:
         return False
@@ -818,7 +853,8 @@ def completes_stop_string(args: Args, tokenizer, ids: list[int]) -> bool:
 
 
 def find_stop_test(args: Args, tokenizer) -> Callable[[list[int]], bool] | None:
-    """What `generate` calls to end a completion by --stop-strings; None spares it the look at every token."""
+    """What `generate` calls to end a completion by --stop-strings; None spares it the look at every
+    token."""
     if not args.stop_strings:
         return None
     return functools.partial(completes_stop_string, args, tokenizer)
@@ -840,11 +876,13 @@ def generate(
     top_p: float = 1.0,
     is_stopped: Callable[[list[int]], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Complete prompts with the selected adapters. prompts: token ids; uniforms: [prompts, group, response].
+    """Complete prompts with the selected adapters. prompts: token ids; uniforms: [prompts, group,
+    response].
 
-    Temperature 0 takes the likeliest token; `is_stopped` ends a completion, given its tokens, where no end of text
-    does. Every prompt passes through the model once, whatever the group size.
-    Returns (tokens [prompts, group, response], lengths [prompts, group] up to and including the first that ends it).
+    Temperature 0 takes the likeliest token; `is_stopped` ends a completion, given its tokens, where
+    no end of text does. Every prompt passes through the model once, whatever the group size.
+    Returns (tokens [prompts, group, response], lengths [prompts, group] up to and including the
+    first that ends it).
     """
     device, (number, group_size, response_length) = model.device, uniforms.shape
     ids, prompt_lengths = (tensor.to(device) for tensor in pad(prompts))
@@ -877,6 +915,253 @@ def generate(
         options = {"position_ids": positions, "use_cache": False, "groups": groups}
         hidden = decoder(input_ids=tokens[..., step], **options).last_hidden_state
     return tokens, lengths
+
+
+class ServerError(Exception):
+    """What a server of --generate-with answers, or does not; one line."""
+
+
+class Server:
+    """--generate-with: an OpenAI-compatible server that loads the agents' adapters between steps,
+    such as vLLM.
+
+    Every step has adapters of new names, in folders that this process and the server share: vLLM
+    keeps the keys and values of prompts by the adapter's name, and would mix those of the step
+    before with new weights.
+    """
+
+    def __init__(self, args: Args, held: range, ends: list[int], is_stopped: Callable | None):
+        self.args = args
+        self.held = held
+        self.ends = ends
+        self.is_stopped = is_stopped
+        self.group_size = args.group_size if args.algorithm == "grpo" else 1
+        self.folders = {}  # of the adapters that are loaded: name -> folder
+        self.names = {}  # agent -> the name of its present adapter; none if it is not finite
+
+    def send(self, route: str, body: dict | None = None) -> str:
+        """The answer to a request; one that may succeed later is sent again."""
+        url = f"{self.args.generate_with.rstrip('/')}/{route}"
+        data = None if body is None else json.dumps(body).encode()
+        token = f"Bearer {os.environ.get('OPENAI_API_KEY', '-')}"
+        headers = {"Content-Type": "application/json", "Authorization": token}
+        for seconds in (1, 4, None):
+            try:
+                request = urllib.request.Request(url, data, headers)
+                with urllib.request.urlopen(request, timeout=self.args.timeout) as response:
+                    return response.read().decode()
+            except urllib.error.HTTPError as error:
+                answer = " ".join(error.read().decode(errors="replace").split())[:300]
+                reason = f"{url}: {error.code} {answer}"
+                if error.code < 500 and error.code not in (408, 429):
+                    break
+            except (OSError, HTTPException) as error:
+                reason = f"{url}: {error}"
+            if seconds is not None:
+                time.sleep(seconds)
+        raise ServerError(reason)
+
+    def refuse(self, reason: str) -> NoReturn:
+        """End with one line; other machines may have other servers, so that any rank may be the
+        only one that knows."""
+        message = f"--generate-with {self.args.generate_with}: {reason}"
+        communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
+
+    @contextlib.contextmanager
+    def ending_the_run(self, run: Run):
+        """End the run with one line where the server fails in it; only this rank may know of it."""
+        try:
+            yield
+        except ServerError as error:
+            reason = f"--generate-with {self.args.generate_with}: {error}"
+            communicators.stop(f"{reason}; go on with --resume {run.folder}", any_rank=True)
+
+    def load(self, name: str, folder: Path) -> None:
+        """Have the server load the adapter that a folder holds."""
+        self.send("load_lora_adapter", {"lora_name": name, "lora_path": str(folder.resolve())})
+        self.folders[name] = folder
+
+    def unload(self, names: list[str]) -> None:
+        """Have the server forget these adapters, if it has not yet, and remove their folders."""
+        for name in names:
+            with contextlib.suppress(ServerError):
+                self.send("unload_lora_adapter", {"lora_name": name})
+            folder = self.folders.pop(name, None)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def load_policies(self, run: Run, model: nn.Module) -> None:
+        """Have the server use the present policies of this process's agents, not the former ones.
+
+        These go first: vLLM drops what is over --max-cpu-loras, and cannot unload what it dropped.
+        """
+        self.unload([*self.folders])
+        self.names = {}
+        for k, i in enumerate(self.held):
+            if all(side["policy"].data[k].isfinite().all() for side in adapter_sides(model)):
+                name = f"{run.folder.name}-agent_{i}-step_{run.iteration}"
+                folder = run.folder / "serving" / f"agent_{i}-step_{run.iteration}"
+                save_adapters(self.args, run, model, None, {i: folder}, step=run.iteration)
+                self.load(name, folder)
+                self.names[i] = name
+
+    def unload_leftovers(self, run: Run) -> None:
+        """Have the server forget what this run left there when it was cut off."""
+        prefixes = tuple(f"{run.folder.name}-agent_{i}-" for i in self.held)
+        models = [entry["id"] for entry in json.loads(self.send("models"))["data"]]
+        self.unload([name for name in models if name.startswith(prefixes)])
+        for i in self.held:
+            for folder in run.folder.glob(f"serving/agent_{i}-*"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self, run: Run) -> None:
+        """Have the server forget the last adapters."""
+        self.unload([*self.folders])
+        with contextlib.suppress(OSError):  # those of other processes may be in it
+            (run.folder / "serving").rmdir()
+
+    def request_completions(self, name: str, prompt: list[int], seed: int) -> list[tuple]:
+        """The group of completions of a prompt: their tokens, and the server's log-probabilities of
+        these."""
+        # What is not given here, vLLM takes from the model's generation_config.json
+        body = {"model": name, "prompt": prompt, "n": self.group_size, "seed": seed}
+        body |= {"max_tokens": self.args.response_length, "temperature": self.args.temperature}
+        body |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        body |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        body |= {"stop_token_ids": self.ends, "stop": list(self.args.stop_strings)}
+        body |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+        body |= {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        answer = self.send("completions", body)
+        try:
+            choices = sorted(json.loads(answer)["choices"], key=lambda choice: choice["index"])
+            completions = [self.read_choice(choice) for choice in choices]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            detail = f"({type(error).__name__}: {error})"
+            raise ServerError(f"sends no token ids and log-probabilities {detail}") from error
+        if len(completions) != self.group_size:
+            raise ServerError(f"sends {len(completions)} completions instead of {self.group_size}")
+        return completions
+
+    def read_choice(self, choice: dict) -> tuple[list[int], list[float]]:
+        """A completion of a server's answer, up to and including what ends it."""
+        logprobs = choice["logprobs"]
+        ids = choice.get("token_ids")
+        if ids is None:  # before vLLM 0.11
+            ids = [int(token.removeprefix("token_id:")) for token in logprobs["tokens"]]
+        values = [float(value) for value in logprobs["token_logprobs"]]
+        if len(values) != len(ids) or not 1 <= len(ids) <= self.args.response_length:
+            raise ValueError(f"{len(ids)} tokens, {len(values)} log-probabilities")
+        for step, token in enumerate(ids):
+            ended = token in self.ends
+            if not ended and self.is_stopped is not None:
+                ended = self.is_stopped(ids[: step + 1])
+            if ended:
+                return ids[: step + 1], values[: step + 1]
+        if choice.get("finish_reason") == "stop" and not self.args.stop_strings:
+            raise ValueError("a completion ends without an end-of-text token")
+        return ids, values
+
+    def complete(
+        self,
+        agents: list[int],
+        prompts: list[list[int]],
+        seeds: list[int],
+        device: torch.device,
+    ) -> tuple[Tensor, ...]:
+        """`generate` by the server, the [n]-th prompt with the adapter of agents[n]. Returns the
+        same.
+
+        An agent that is no longer finite says nothing: a single end-of-text token, with NaN.
+        """
+        shape = len(prompts), self.group_size, self.args.response_length
+        tokens = torch.full(shape, self.ends[0], dtype=torch.long)
+        lengths = torch.ones(shape[:2], dtype=torch.long)
+        logprobs = torch.zeros(shape)
+        with ThreadPoolExecutor(64) as pool:
+            futures = {}
+            for n, (i, prompt) in enumerate(zip(agents, prompts, strict=True)):
+                if i in self.names:
+                    request = self.request_completions, self.names[i], prompt, seeds[n]
+                    futures[n] = pool.submit(*request)
+                else:
+                    logprobs[n, :, 0] = torch.nan
+            try:
+                completed = {n: future.result() for n, future in futures.items()}
+            except ServerError:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        for n, group in completed.items():
+            for g, (ids, values) in enumerate(group):
+                tokens[n, g, : len(ids)] = torch.tensor(ids)
+                lengths[n, g] = len(ids)
+                logprobs[n, g, : len(ids)] = torch.tensor(values)
+        return tokens.to(device), lengths.to(device), logprobs.to(device)
+
+    @torch.no_grad()
+    def check(self, model: nn.Module, prompt: list[int]) -> None:
+        """End the run in one line if the server does not sample from our model with the adapter
+        that it is given.
+
+        The adapter is one that changes much: a fifth of each weight's deviation.
+        """
+        generator = torch.Generator().manual_seed(0)
+        layers = [layer for layer in model.modules() if isinstance(layer, Adapters)]
+        before = [layer.B["policy"].data[0].clone() for layer in layers]
+        for layer in layers:
+            A, B = layer.A["policy"].data[0], layer.B["policy"].data[0]
+            noise = torch.randn(B.shape, generator=generator).to(B)
+            # The deviation of scale * BA for each unit of B's deviation
+            spread = layer.scale["policy"] * A.std() * len(A) ** 0.5
+            B += 0.2 * layer.base.weight.float().std() / spread * noise
+        parent = Path(self.args.resume or self.args.run_dir)
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".probe-", dir=parent))
+        folder.chmod(0o755)  # the server may be another user's
+        name = f"prpo{folder.name}"
+        try:
+            save_adapter(self.args, model, 0, folder)
+            self.send("models")
+            try:
+                self.load(name, folder)
+            except ServerError as error:
+                hint = "vllm serve --enable-lora, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+                self.refuse(f"cannot load adapters ({error}); use {hint}")
+            completions = self.request_completions(name, prompt, 0)
+            gap = self.measure_gap(model, prompt, completions)
+        except ServerError as error:
+            self.refuse(str(error))
+        finally:
+            self.unload([*self.folders])
+            shutil.rmtree(folder, ignore_errors=True)
+            for layer, B in zip(layers, before, strict=True):
+                layer.B["policy"].data[0] = B
+            Adapters.casts.clear()
+        if not gap < 0.1:
+            hint = "serve the same --base-model, with --logprobs-mode processed_logprobs"
+            self.refuse(f"its log-probabilities are off by {gap:.2g}; {hint}")
+
+    def measure_gap(self, model: nn.Module, prompt: list[int], completions: list) -> float:
+        """The mean distance of the server's log-probabilities from those of the first policy here,
+        in nats."""
+        tokens, lengths = pad([ids for ids, _ in completions])
+        if int(tokens.max()) >= model.get_input_embeddings().num_embeddings:
+            raise ServerError("sends tokens that --base-model does not have")
+        Adapters.casts.clear()
+        Adapters.selected = "policy", (0,)
+        batch = {"prompts": [prompt], "tokens": tokens[None].to(model.device)}
+        hidden = predict(model, batch | {"lengths": lengths[None]})[0]
+        differences = []
+        for row, (ids, values) in zip(hidden, completions, strict=True):
+            logprobs = log_probs(self.args, model, row[: len(ids)])
+            ours = logprobs[torch.arange(len(ids)), ids].tolist()
+            differences += [abs(value - own) for value, own in zip(values, ours, strict=True)]
+        return communicators.mean(differences)
+
+
+def adapter_sides(model: nn.Module) -> list[nn.ParameterDict]:
+    """A and B of every layer with adapters: set -> parameters [adapters, ...]."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Adapters)]
+    return [side for layer in layers for side in (layer.A, layer.B)]
 
 
 def predict(model, batch: dict) -> Tensor:
@@ -999,25 +1284,33 @@ def rollout(
     held: range,
     step: int,
     is_stopped: Callable[[list[int]], bool] | None = None,
+    server: Server | None = None,
 ) -> tuple[list, dict]:
     """All agents complete the prompts of this step together; every epoch over an agent's examples has its own order.
 
     Returns the example of every completion, agent after agent, and the batch.
     """
     group_size, chosen, uniforms = args.group_size if args.algorithm == "grpo" else 1, [], []
+    seeds = []  # of the server
     for i in held:
         for place in range((step - 1) * args.batch_size, step * args.batch_size):
             epoch, place = divmod(place, len(examples[i]))
             order = np.random.default_rng(derive_seed(args.seed, i, epoch, 1)).permutation(len(examples[i]))
             chosen.append(examples[i][order[place]])
+            seeds.append(derive_seed(args.seed, i, step, len(seeds) % args.batch_size, 5))
         generator = torch.Generator().manual_seed(derive_seed(args.seed, i, step, 2))
         uniforms.append(torch.rand(args.batch_size, group_size, args.response_length, generator=generator))
     Adapters.selected, prompts, parts = ("policy", None), [example["ids"] for example in chosen], []
     for part in torch.arange(len(prompts)).view(len(held), -1).split(args.rollout_batch_size or args.batch_size, dim=1):
         ids, drawn = [prompts[place] for place in part.flatten().tolist()], torch.cat(uniforms)[part.flatten()]
-        generated = generate(model, ids, drawn, ends, args.temperature, is_stopped=is_stopped)
+        if server is None:
+            generated = generate(model, ids, drawn, ends, args.temperature, is_stopped=is_stopped)
+        else:
+            agents = [held[place // args.batch_size] for place in part.flatten().tolist()]
+            part_seeds = [seeds[place] for place in part.flatten().tolist()]
+            generated = server.complete(agents, ids, part_seeds, model.device)
         parts.append([tensor.unflatten(0, part.shape) for tensor in generated])
-    tokens, lengths = (torch.cat(both, dim=1) for both in zip(*parts, strict=True))
+    tokens, lengths, *_ = (torch.cat(both, dim=1) for both in zip(*parts, strict=True))
     tokens = tokens[..., : lengths.max()]
     mask = torch.arange(tokens.shape[-1], device=model.device) < lengths[..., None]
     chosen = [example for example in chosen for _ in range(group_size)]
@@ -1186,9 +1479,11 @@ def public_log_probs(args: Args, model, tokenizer, examples: list[dict]) -> Tens
 
 
 def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str, list[dict]]) -> None:
-    """Every agent completes the held-out prompts of every task, greedily; completions.jsonl takes it all.
+    """Every agent completes the held-out prompts of every task, greedily; completions.jsonl takes
+    it all.
 
-    With --eval-samples it also samples completions, with the same random numbers in every evaluation and placement.
+    With --eval-samples it also samples completions, with the same random numbers in every
+    evaluation and placement.
     """
     held, path, written = run.exchange.agents, run.folder / "completions.jsonl", []
     results = [{task: {} for task in tests} for _ in held]
@@ -1238,8 +1533,16 @@ def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str,
             wandb.log({"completions": wandb.Table([*written[0]], [[*row.values()] for row in written])})
 
 
-def sample_evaluation(args: Args, model, tokenizer, functions, chosen: list, agents: list[int]) -> dict:
-    """Columns with the means over --eval-samples completions of each example, the [n]-th by agents[n]."""
+def sample_evaluation(
+    args: Args,
+    model,
+    tokenizer,
+    functions: dict,
+    chosen: list[dict],
+    agents: list[int],
+) -> dict[str, list[float]]:
+    """Columns with the means over --eval-samples completions of each example, the [n]-th by
+    agents[n]."""
     uniforms = []
     for i, example in zip(agents, chosen, strict=True):
         generator = torch.Generator().manual_seed(derive_seed(args.seed, i, example["id"], 4))
@@ -1266,35 +1569,41 @@ def sample_evaluation(args: Args, model, tokenizer, functions, chosen: list, age
 
 
 class CompletionLog:
-    """--log-completions: training completions of each agent in a JSONL file of its own, and in TensorBoard and W&B.
+    """--log-completions: training completions of each agent in a JSONL file of its own, and in
+    TensorBoard and W&B.
 
-    These files stay with the process of their agent; TensorBoard and W&B have those of rank 0's agents.
+    These files stay with the process of their agent; TensorBoard and W&B have those of rank 0's
+    agents.
     """
 
     def __init__(self, args: Args, run: Run):
         self.args = args
         self.run = run
-        self.paths = [run.folder / "training_completions" / f"agent_{i}.jsonl" for i in run.exchange.agents]
+        folder = run.folder / "training_completions"
+        self.paths = [folder / f"agent_{i}.jsonl" for i in run.exchange.agents]
         for path in self.paths:
-            if path.exists():  # what a run that was cut off wrote behind its last checkpoint is done again
+            if path.exists():  # what was written behind the last checkpoint is done again
                 lines = re.findall(r'({"step": (\d+), .*}\n)', path.read_text(errors="replace"))
                 kept = "".join(line for line, step in lines if int(step) <= run.iteration)
-                communicators.write_atomically(path, lambda file, kept=kept: file.write(kept.encode()))
+                write_file(path, kept.encode())
 
     def write(self, batch: dict, chosen: list[dict], texts: list[str], judged: dict) -> None:
-        """Log the first prompts of each agent. chosen, texts and columns of judged are [agents * prompts * group]."""
+        """Log the first prompts of each agent. chosen, texts and columns of judged are [agents *
+        prompts * group]."""
         each = len(chosen) // len(self.paths)
         group_size = batch["lengths"].shape[2]
         rewards = batch["rewards"].flatten().tolist()
-        columns = {"length": batch["lengths"].flatten().tolist(), "ended": batch["ends"].flatten().tolist()}
+        columns = {"length": batch["lengths"].flatten().tolist()}
+        columns |= {"ended": batch["ends"].flatten().tolist()}
         columns |= {"advantage": batch["advantages"][..., 0].flatten().tolist()}
         columns |= {name: column.tolist() for name, column in judged.items()}
         rows = []
         for k, path in enumerate(self.paths):
             written = []
             for n in range(k * each, k * each + self.args.log_completions * group_size):
-                row = {"step": self.run.iteration, "agent": self.run.exchange.agents[k], "id": chosen[n]["id"]}
-                row |= {"prompt": chosen[n]["prompt"], "completion": texts[n], "reward": rewards[n]}
+                row = {"step": self.run.iteration, "agent": self.run.exchange.agents[k]}
+                row |= {"id": chosen[n]["id"], "prompt": chosen[n]["prompt"]}
+                row |= {"completion": texts[n], "reward": rewards[n]}
                 written.append(row | {name: column[n] for name, column in columns.items()})
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a") as file:
@@ -1308,7 +1617,8 @@ class CompletionLog:
             self.run.writer.add_text("training_completions", table, self.run.iteration)
             if self.args.track:
                 wandb = sys.modules["wandb"]
-                wandb.log({"training_completions": wandb.Table([*rows[0]], [[*row.values()] for row in rows])})
+                values = [[*row.values()] for row in rows]
+                wandb.log({"training_completions": wandb.Table([*rows[0]], values)})
 
 
 def escape_markdown(text: str) -> str:
@@ -1327,6 +1637,11 @@ def main(args: Args) -> dict:
     model, tokenizer = load_base(args, device)
     trained, snapshots = add_adapters(args, model, len(held))  # [agents held, numel], [agents, numel]
     examples, tests = deal(args, tokenizer, held)
+    server = None
+    if args.generate_with:
+        server = Server(args, held, tokenizer.ends, find_stop_test(args, tokenizer))
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once on every machine
+            server.check(model, examples[held[0]][0]["ids"])
     sizes = " + ".join(str(len(own)) for own in examples.values())
     name = Path(args.dataset[0]).stem.replace("_{i}", "s")
     run = Run(args, exchange, f"{Path(args.base_model).name}+{name}", total=args.total_steps,
@@ -1358,14 +1673,23 @@ def main(args: Args) -> dict:
     if run.iteration and not isolated:
         snapshots[: args.num_agents] = exchange.all_gather(snapshots[mine])
     completion_log = CompletionLog(args, run)
+    if server is not None:
+        with server.ending_the_run(run):
+            server.unload_leftovers(run)
     if tests and not run.iteration:
         evaluate(args, run, model, tokenizer, functions, tests)
 
     for step in run.iterations():
         # Rollout: all agents' prompts are completed together
         began, diverged = time.perf_counter(), ~trained.isfinite().all(1)  # what these say is not judged
+        request = args, model, tokenizer.ends, examples, held, step
         is_stopped = find_stop_test(args, tokenizer)
-        chosen, batch = rollout(args, model, tokenizer.ends, examples, held, step, is_stopped)
+        if server is None:
+            chosen, batch = rollout(*request, is_stopped)
+        else:
+            with server.ending_the_run(run):
+                server.load_policies(run, model)
+                chosen, batch = rollout(*request, is_stopped, server)
         lengths = batch["lengths"]  # [agents, prompts, group]
         run.tick("generate")
 
@@ -1464,6 +1788,9 @@ def main(args: Args) -> dict:
         if run.saves():
             run.save(state)
 
+    if server is not None:
+        server.close(run)
+
     # Adapters, and the evaluation of every agent on every task
     folders = {i: run.folder / f"agent_{i}" for i in held}
     save_adapters(args, run, model, tokenizer, folders, step=run.iteration)
@@ -1478,6 +1805,12 @@ if __name__ == "__main__":
             Args,
             check_args,
             again=("reward",),
-            may_change=("eval_prompts", "total_steps", "save_adapters", "log_completions"),
+            may_change=(
+                "eval_prompts",
+                "total_steps",
+                "save_adapters",
+                "log_completions",
+                "generate_with",
+            ),
         )
     )

@@ -50,6 +50,10 @@ OTHERS = {
     "--skills",
     "--gres",
     "--help",
+    # vLLM
+    "--max-loras",
+    "--max-lora-rank",
+    "--logprobs-mode",
 }
 PAST = {"--cudagraphs", "--partition-strength", "--partition-overlap", "--communication-coef", "--update-every"}
 

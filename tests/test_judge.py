@@ -4,21 +4,19 @@ import contextlib
 import importlib
 import importlib.util
 import json
-import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import REPOSITORY, environment
+from completion_server import transformers_serve
+from helpers import REPOSITORY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -357,27 +355,12 @@ def test_transformers_serve(tmp_path):
     if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai"))):
         pytest.skip("pip install 'transformers[serving]'")
     importlib.import_module("pipeline").write_base(tmp_path / "base")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    name, log = str(tmp_path / "base"), open(tmp_path / "log", "w")  # noqa: SIM115, the server's
-    words = ["-m", "transformers.cli.transformers", "serve", name, "--port", str(port), "--device", "cpu"]
-    env = environment(HF_HUB_OFFLINE="1", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-    server = subprocess.Popen([sys.executable, *words], env=env, stdout=log, stderr=log)
-    try:
-        for _ in range(600):
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            assert server.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.5)
-        options = {"server": f"http://127.0.0.1:{port}/v1", "model": name, "cache": str(tmp_path / "cache.jsonl")}
+    name = str(tmp_path / "base")
+    with transformers_serve(name, tmp_path / "log") as url:
+        options = {"server": url, "model": name, "cache": str(tmp_path / "cache.jsonl")}
         options |= {"sampling": '{"temperature": 0.6, "top_p": 0.95}', "max_tokens": 1, "concurrency": 2}
         args = judge.Args(runs=(str(make_run(tmp_path)),), **options)
         row = judge.main(args).set_index("agent").loc["all"]
         assert row.answers == 16 and 0 <= row.invalid <= 16
-    finally:
-        server.terminate()
-        server.wait(30)
     assert len((tmp_path / "cache.jsonl").read_text().splitlines()) == 12
     assert judge.main(args).set_index("agent").loc["all"].equals(row)  # without a server

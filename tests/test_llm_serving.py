@@ -1,8 +1,12 @@
-"""Language models: what surrounds training. Saved adapters, extended runs, sampled evaluations, logs, stop strings."""
+"""Language models: what surrounds training. Saved adapters, extended runs, sampled evaluations,
+logs, stop strings."""
 
+import contextlib
 import csv
+import importlib.util
 import json
 import math
+import socket
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command import parse_args
+from completion_server import CompletionServer, transformers_serve
 from helpers import only_run, refusal, torchrun
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,7 +84,8 @@ def snapshot_of(folder):
 
 
 def test_an_extended_run_is_the_longer_run(files, tmp_path):  # noqa: F811
-    """--total-steps may be given anew when a run is resumed: from there on it is the run of that length."""
+    """--total-steps may be given anew when a run is resumed: from there on it is the run of that
+    length."""
     whole, _ = train(files, tmp_path / "whole", total_steps=4)
     folder, _ = train(files, tmp_path / "extended", total_steps=2)
     summary = prpo_llm.main(parse_args(prpo_llm, [*to_resume(folder), "--total-steps", "4"]))
@@ -127,7 +133,8 @@ def test_two_ranks_save_and_log_like_one_process(files, tmp_path):  # noqa: F811
 
 
 def test_a_resumed_run_saves_and_logs_like_a_whole_one(files, tmp_path, monkeypatch):  # noqa: F811
-    """What a run wrote behind its last checkpoint, half a line included, is done again: the same files, bit for bit."""
+    """What a run wrote behind its last checkpoint, half a line included, is done again: the same
+    files, bit for bit."""
     whole, _ = train(files, tmp_path / "whole", **SERVICES)
     write = prpo_llm.CompletionLog.write
 
@@ -158,7 +165,8 @@ def test_a_resumed_run_saves_and_logs_like_a_whole_one(files, tmp_path, monkeypa
 
 
 def test_adapters_of_every_step_load_in_peft(files, tmp_path):  # noqa: F811
-    """adapters/step_N holds what a run of N steps ends with, and its tokenizer; every N-th step has one."""
+    """adapters/step_N holds what a run of N steps ends with, and its tokenizer; every N-th step has
+    one."""
     folder, _ = train(files, tmp_path / "long", save_adapters=2, total_steps=5, eval_prompts=0)
     short, _ = train(files, tmp_path / "short", total_steps=2, eval_prompts=0)
     names = sorted(path.name for path in (folder / "adapters").iterdir())
@@ -180,7 +188,8 @@ def test_adapters_of_every_step_load_in_peft(files, tmp_path):  # noqa: F811
 
 
 def test_the_best_adapters_are_kept(files, stacked, tmp_path):  # noqa: F811
-    """Each agent's best by held-out reward: a worse, an equal or an unknown one replaces nothing."""
+    """Each agent's best by held-out reward: a worse, an equal or an unknown one replaces
+    nothing."""
     model, layers, _ = stacked
     args = tiny(files, tmp_path, num_agents=4, algorithm="ppo")
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
@@ -256,9 +265,11 @@ def test_a_nucleus_is_the_fewest_likeliest_tokens(seed, size, top_p):
 
 
 def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
-    """The columns are means over prompts of means over samples, at --temperature, from the nucleus of --eval-top-p.
+    """The columns are means over prompts of means over samples, at --temperature, from the nucleus
+    of --eval-top-p.
 
-    The samples differ between agents, samples and prompts, and are the same in the next evaluation of equal weights.
+    The samples differ between agents, samples and prompts, and are the same in the next evaluation
+    of equal weights.
     """
     calls, generate = [], prpo_llm.generate
 
@@ -301,7 +312,8 @@ def test_without_samples_evaluations_are_as_before(files, tmp_path):  # noqa: F8
 
 
 def test_training_completions_are_logged(files, tmp_path):  # noqa: F811
-    """The first prompts of each agent and step, with all their completions: what the metrics are means of."""
+    """The first prompts of each agent and step, with all their completions: what the metrics are
+    means of."""
     changes = {"num_agents": 3, "local_updates": 1, "missing_eos_penalty": 0.5, "batch_size": 3}
     folder, _ = train(files, tmp_path / "all", log_completions=3, **changes)
     metrics = rows_of(folder)
@@ -337,7 +349,8 @@ def test_training_completions_are_logged(files, tmp_path):  # noqa: F811
 
 
 def test_stop_strings_end_completions(files, stacked):  # noqa: F811
-    """With equal random numbers a completion is what it would have been, cut behind the token that completes one."""
+    """With equal random numbers a completion is what it would have been, cut behind the token that
+    completes one."""
     model, _, eos = stacked
     args = tiny(files, "runs", stop_strings=("c", "e f"), algorithm="ppo", num_agents=3)
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
@@ -373,7 +386,8 @@ def test_stop_strings_end_completions(files, stacked):  # noqa: F811
 
 
 def test_stop_strings_of_many_bytes(files):  # noqa: F811
-    """A token may be part of a character: the string counts from the token that completes it, wherever it stands."""
+    """A token may be part of a character: the string counts from the token that completes it,
+    wherever it stands."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     fast = Tokenizer(models.BPE({letter: k for k, letter in enumerate(alphabet)}, []))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -389,8 +403,8 @@ def test_stop_strings_of_many_bytes(files):  # noqa: F811
 
 
 def test_stopped_completions_pay_no_penalty(files, tmp_path):  # noqa: F811
-    """With every letter a stop string, completions have one token, end, and are learned from where truncated ones are
-    not."""
+    """With every letter a stop string, completions have one token, end, and are learned from where
+    truncated ones are not."""
     stops = tuple(WORDS[1:])
     changes = {"stop_strings": stops, "missing_eos_penalty": 5.0, "mask_truncated_completions": True}
     folder, _ = train(files, tmp_path / "stop", total_steps=2, **changes)
@@ -403,7 +417,8 @@ def test_stopped_completions_pay_no_penalty(files, tmp_path):  # noqa: F811
 
 
 def test_an_end_behind_a_stop_string_is_not_generated(files):  # noqa: F811
-    """Scripted tokens: the mask reaches up to the stop string; an end of text before it counts as before."""
+    """Scripted tokens: the mask reaches up to the stop string; an end of text before it counts as
+    before."""
     model = plain_model(files)
     c, d = WORDS.index("c"), WORDS.index("d")
     scripts = torch.tensor([[5, c, d, 0], [5, 0, c, d], [d, c, 6, 7], [6, 7, c, d]])
@@ -443,3 +458,209 @@ def test_bad_input_ends_with_one_line(case):
     argv, parts = BAD[case]
     message = refusal(parse_args, prpo_llm, argv)
     assert all(part in message for part in parts), message
+
+
+# --- completions by a server ---
+
+
+@contextlib.contextmanager
+def serving(files, *faults):  # noqa: F811
+    """A server of the tiny model."""
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    with CompletionServer(plain_model(files), tokenizer, faults).running() as server:
+        yield server
+
+
+def test_a_server_completes_with_the_agents_adapters(files, tmp_path, monkeypatch):  # noqa: F811
+    """Every prompt of every step is completed once, with its agent's present adapter, which the
+    server has loaded from a folder: its log-probabilities are those of `predict`, and nothing stays
+    loaded or on disk."""
+    changes = {"num_agents": 3, "stop_strings": ("c", "e f"), "temperature": 0.7, "rollout_batch_size": 1}
+    seen, rollout = [], prpo_llm.rollout
+
+    def watch(args, model, *others):
+        chosen, batch = rollout(args, model, *others)
+        prpo_llm.Adapters.casts.clear()
+        prpo_llm.Adapters.selected = "policy", None
+        with torch.no_grad():
+            hidden = prpo_llm.predict(model, batch)
+        ours = prpo_llm.log_probs(args, model, hidden)
+        seen.append((chosen, batch, ours.gather(-1, batch["tokens"][..., None]).squeeze(-1)))
+        prpo_llm.Adapters.casts.clear()
+        return chosen, batch
+
+    monkeypatch.setattr(prpo_llm, "rollout", watch)
+    complete, answers = prpo_llm.Server.complete, []
+
+    def keep(self, *arguments):
+        answers.append((arguments, complete(self, *arguments)))
+        return answers[-1][1]
+
+    monkeypatch.setattr(prpo_llm.Server, "complete", keep)
+    with serving(files) as server:
+        folder, _ = train(files, tmp_path, generate_with=server.url, **changes)
+        assert server.loaded == {} and not (folder / "serving").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name]
+    sent = [body for path, body in server.requests if path == "/v1/completions"][1:]  # the first is the check
+    assert len(sent) == 4 * 3 * 2 and len({body["seed"] for body in sent}) == len(sent)
+    for body in sent:
+        assert (body["n"], body["max_tokens"], body["temperature"], body["stop"]) == (3, 6, 0.7, ["c", "e f"])
+        assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1, -1, 0, 1)
+    names = [body["lora_name"] for path, body in server.requests if path == "/v1/load_lora_adapter"][1:]
+    assert names == [f"{folder.name}-agent_{i}-step_{step}" for step in range(1, 5) for i in range(3)]
+    gone = [body["lora_name"] for path, body in server.requests if path == "/v1/unload_lora_adapter"][1:]
+    assert gone == names
+    asked = {(body["model"], tuple(body["prompt"])) for body in sent}
+    stopped = 0
+    for step, (chosen, batch, ours) in enumerate(seen, 1):
+        for n, prompt in enumerate(batch["prompts"]):
+            assert (f"{folder.name}-agent_{n // 2}-step_{step}", tuple(prompt)) in asked
+            assert chosen[n * 3]["ids"] == prompt
+        texts = [[[WORDS[token] for token in row] for row in group] for group in batch["tokens"].flatten(0, 1).tolist()]
+        for group, lengths in zip(texts, batch["lengths"].flatten(0, 1).tolist(), strict=True):
+            for row, length in zip(group, lengths, strict=True):
+                inside, last = " ".join(row[: length - 1]), " ".join(row[:length])
+                assert "c" not in inside and "e f" not in inside and "<eos>" not in inside
+                assert length == 6 or last.endswith(("c", "e f", "<eos>"))
+                stopped += last.endswith(("c", "e f"))
+        parts = answers[2 * step - 2 : 2 * step]
+        sampled = torch.cat([logprobs.unflatten(0, (3, 1)) for _, (_, _, logprobs) in parts], dim=1)
+        sampled = sampled[..., : ours.shape[-1]]
+        torch.testing.assert_close(sampled[batch["mask"]], ours[batch["mask"]], rtol=0, atol=1e-4)
+        assert (sampled[~batch["mask"]] == 0).all()
+    assert stopped > 0
+
+
+def test_a_server_trains_like_one_process_in_two_and_when_resumed(files, tmp_path, monkeypatch):  # noqa: F811
+    """Seeds depend on the agent, the step and the prompt; what a run left on the server is unloaded
+    first."""
+    changes = {"learning_rate": 1e-3, "local_updates": 1}
+    with serving(files) as server:
+        whole, _ = train(files, tmp_path / "whole", generate_with=server.url, **changes)
+        args = tiny(files, tmp_path / "two", generate_with=server.url, **changes)
+        run = torchrun(2, prpo_llm.__file__, *flags(args), cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+        for spread, expected in zip(weights_of(only_run(tmp_path / "two")), weights_of(whole), strict=True):
+            torch.testing.assert_close(spread, expected, rtol=0, atol=1e-4)
+        rollout = prpo_llm.rollout
+
+        def die_in_step_4(args, model, ends, examples, held, step, *others):
+            if step == 4:
+                raise KeyboardInterrupt
+            return rollout(args, model, ends, examples, held, step, *others)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(prpo_llm, "rollout", die_in_step_4)
+            with pytest.raises(KeyboardInterrupt):
+                prpo_llm.main(tiny(files, tmp_path / "cut", generate_with=server.url, **changes))
+        folder = only_run(tmp_path / "cut")
+        assert len(server.loaded) == 2 and len(list((folder / "serving").iterdir())) == 2
+        prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
+        assert server.loaded == {} and not (folder / "serving").exists()
+    for resumed, expected in zip(weights_of(folder), weights_of(whole), strict=True):
+        assert torch.equal(resumed, expected)
+
+
+REFUSED = {
+    "no-adapters": ["cannot load adapters", "load_lora_adapter: 404", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"],
+    "no-ids": ["sends no token ids and log-probabilities"],
+    "no-logprobs": ["sends no token ids and log-probabilities"],
+    "raw-logprobs": ["its log-probabilities are off by", "--logprobs-mode processed_logprobs"],
+    "ignored-adapter": ["its log-probabilities are off by", "serve the same --base-model"],
+    "one-choice": ["sends 1 completions instead of 3"],
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_a_server_lacks_is_refused_before_training(files, tmp_path, fault):  # noqa: F811
+    """One line, no run, and nothing left behind."""
+    with serving(files, fault) as server:
+        args = tiny(files, tmp_path / "runs", generate_with=server.url, temperature=0.6, response_length=12)
+        message = refusal(prpo_llm.main, args)
+        assert message.startswith(f"--generate-with {server.url}: ")
+        assert all(part in message for part in REFUSED[fault]), message
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_nobody_listens(files, tmp_path, monkeypatch):  # noqa: F811
+    """A server that is not there is named, after repetitions."""
+    waits = []
+    monkeypatch.setattr(prpo_llm.time, "sleep", waits.append)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+        message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", generate_with=url))
+    assert f"--generate-with {url}: {url}/models" in message and "refused" in message and waits == [1, 4]
+
+
+def test_a_server_of_earlier_form_and_with_trouble(files, tmp_path, monkeypatch):  # noqa: F811
+    """Token ids as words, statuses that pass and closed connections change nothing; one that stays
+    ends the run in one line, which says how to go on."""
+    monkeypatch.setattr(prpo_llm.time, "sleep", lambda seconds: None)
+    changes = {"total_steps": 2, "save_every": 1, "eval_prompts": 0}
+    with serving(files) as server:
+        plain, _ = train(files, tmp_path / "plain", generate_with=server.url, **changes)
+    with serving(files, "old") as server:
+        server.failures = [503, None, 200, 429, 500]
+        args = tiny(files, tmp_path / "old", generate_with=server.url, **changes)
+        prpo_llm.main(args)
+        for found, expected in zip(weights_of(only_run(tmp_path / "old")), weights_of(plain), strict=True):
+            assert torch.equal(found, expected)
+        answer = server.answer
+
+        def fail_in_step_2(path, body):
+            broken = path == "/v1/completions" and body["model"].endswith("step_2")
+            return (500, "out of\nmemory") if broken else answer(path, body)
+
+        server.answer = fail_in_step_2
+        message = refusal(prpo_llm.main, tiny(files, tmp_path / "bad", generate_with=server.url, **changes), code=1)
+        folder = only_run(tmp_path / "bad")
+        assert f"completions: 500 out of memory; go on with --resume {folder}" in message
+        server.answer = answer
+        prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
+    for found, expected in zip(weights_of(folder), weights_of(plain), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_an_end_without_its_token_is_an_error(files, tmp_path):  # noqa: F811
+    """A completion that stops for no visible reason would pay the penalty for not ending."""
+    args = tiny(files, tmp_path, generate_with="http://127.0.0.1:1/v1")
+    server = prpo_llm.Server(args, range(2), [0], None)
+    choice = {"index": 0, "token_ids": [3, 4], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "finish_reason": "length"}
+    assert server.read_choice(choice) == ([3, 4], [-1.0, -2.0])
+    with pytest.raises(ValueError, match="without an end-of-text token"):
+        server.read_choice(choice | {"finish_reason": "stop"})
+    ended = choice | {"token_ids": [3, 0, 5], "logprobs": {"token_logprobs": [-1.0, -2.0, -3.0]}}
+    assert server.read_choice(ended | {"finish_reason": "stop"}) == ([3, 0], [-1.0, -2.0])
+    with pytest.raises(ValueError, match="2 tokens, 1 log-probabilities"):
+        server.read_choice(choice | {"logprobs": {"token_logprobs": [-1.0]}})
+    with pytest.raises(ValueError, match="0 tokens"):
+        server.read_choice(choice | {"token_ids": [], "logprobs": {"token_logprobs": []}})
+    with pytest.raises(ValueError, match="7 tokens"):
+        server.read_choice(choice | {"token_ids": [1] * 7, "logprobs": {"token_logprobs": [-1.0] * 7}})
+
+
+def test_a_diverged_agent_says_nothing_to_the_server(files, stacked, tmp_path):  # noqa: F811
+    """No NaN is loaded; its peers are completed as before, and what it says is NaN, which nobody
+    learns from."""
+    model, layers, eos = stacked
+    next(iter(layers.values())).B["policy"].data[1, 0, 0] = math.nan
+    with serving(files) as running:
+        args = tiny(files, tmp_path, num_agents=3, algorithm="ppo", generate_with=running.url)
+        server = prpo_llm.Server(args, range(3), [eos], None)
+        run = SimpleNamespace(folder=tmp_path, iteration=7, exchange=SimpleNamespace(agents=range(3)))
+        server.load_policies(run, model)
+        assert [*running.loaded] == [f"{tmp_path.name}-agent_{i}-step_7" for i in (0, 2)]
+        tokens, lengths, logprobs = server.complete([0, 1, 2], PROMPTS, [1, 2, 3], "cpu")
+        assert tokens.shape == (3, 1, 6) and lengths[1] == 1 and tokens[1, 0, 0] == eos
+        assert logprobs[1, 0, 0].isnan() and logprobs[[0, 2]].isfinite().all() and (logprobs[[0, 2], 0, 0] < 0).all()
+
+
+@pytest.mark.slow
+def test_transformers_serve_is_refused(files, tmp_path):  # noqa: F811
+    """It loads no adapters, and is told so before training."""
+    if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai"))):
+        pytest.skip("pip install 'transformers[serving]'")
+    with transformers_serve(str(files / "model"), tmp_path / "log") as url:
+        message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", generate_with=url))
+    assert "cannot load adapters" in message and "load_lora_adapter: 404" in message
