@@ -123,6 +123,10 @@ class Args(RunArgs):
     """URL, such as http://127.0.0.1:8000/v1, of a vLLM server that completes training prompts"""
     temperature: Positive = 0.7  # sampling temperature, which scales the logits wherever a probability is taken
     learning_rate: Positive = 1e-4  # learning rate of AdamW
+    value_learning_rate: Positive | None = None  # PPO: that of the value model (default: the policy's)
+    adam_beta1: Fraction = 0.9  # AdamW: decay of the gradients' running mean
+    adam_beta2: Fraction = 0.999  # AdamW: decay of the running mean of their squares
+    weight_decay: NonNegative = 0.0  # AdamW: decay of the parameters
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # linear and cosine fall to 0
     warmup_steps: Natural = 0  # steps in which the learning rate rises before
     update_epochs: Count = 2  # epochs per step
@@ -132,13 +136,25 @@ class Args(RunArgs):
     gradient_checkpointing: bool = False  # compute every layer again in the backward pass, which needs less memory
     clip_coef: NonNegative = 0.2  # clip range of the surrogate objective (0: no clipping)
     clip_higher: NonNegative = 0.0  # its upper side, if it is to be wider (0: the same; DAPO: 0.28)
-    loss_type: Literal["grpo", "dr-grpo", "dapo"] = "grpo"
-    """divide by the group's deviation and a completion's length (grpo), all tokens' (dapo), or by neither (dr-grpo)"""
+    loss_type: Literal["grpo", "dr-grpo", "dapo", "gspo"] = "grpo"
+    """divide by the group's deviation and a completion's length (grpo; gspo, whose ratio is the completion's geometric
+    mean), all tokens' (dapo), or by neither (dr-grpo)"""
+    advantage_type: Literal["group", "rloo"] = "group"
+    """GRPO: reward less the group's mean, divided as above, or less the mean of the others, undivided (rloo)"""
+    norm_reward: Literal["auto", "on", "off"] = "auto"
+    """centre and divide rewards by the running mean and deviation of the agent's own; auto: with PPO only"""
+    ent_coef: NonNegative = 0.0  # coefficient of the entropy bonus
+    importance_cap: NonNegative = 0.0
+    """weigh policy losses by the ratio of the trainer's to the sampler's probability, at most this (0: no weights)"""
     mask_truncated_completions: bool = False  # a completion that does not end is judged, but not learned from
     gamma: Fraction = 1.0  # PPO: discount factor per token
     gae_lambda: Fraction = 0.95  # PPO: lambda of generalized advantage estimation
     vf_coef: NonNegative = 0.1  # PPO: coefficient of the value loss
-    max_grad_norm: Positive = 1.0  # maximum norm of each agent's gradient
+    value_clip_coef: NonNegative | None = None  # PPO: clip range of values (0: no clipping; default: --clip-coef)
+    value_init: str = "base"
+    """PPO: the value model starts from the base model, the weights of --adapter (adapter), or from the folder of a
+    reward model that is a PEFT LoRA adapter of the base model with its score head"""
+    max_grad_norm: Positive = 1.0  # maximum norm of each agent's gradient, of policy and value model separately
     lora_rank: Count = 64  # rank of the policy's adapters
     lora_alpha: Count = 16  # the policy's adapters are scaled by alpha / rank
     value_lora_rank: Count = 16  # PPO: rank of the value model's adapters
@@ -152,6 +168,7 @@ LOSSES = ("policy_loss", "kl_reference", "kl_anchor", "entropy", "ratio", "appro
 
 
 PPO_ONLY = ("gamma", "gae_lambda", "vf_coef", "value_lora_rank", "value_lora_alpha")
+PPO_ONLY += ("value_learning_rate", "value_clip_coef", "value_init")
 
 
 def check_args(args: Args) -> None:
@@ -162,6 +179,7 @@ def check_args(args: Args) -> None:
     check_adapters(args)
     check_rewards(args)
     check_generation(args)
+    check_training(args)
     report_unused(args)
 
 
@@ -235,16 +253,22 @@ def check_adapters(args: Args) -> None:
         reason = "must be a folder with adapter_config.json and adapter_model.safetensors"
         communicators.refuse(args, "adapter", reason)
     stored = json.loads(config.read_text())
-    common = {*vars(PeftConfig()), "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules"}
-    special = []
-    for name, default in vars(LoraConfig()).items():
-        if name not in common and stored.get(name) and stored[name] not in (default, "gaussian"):
-            special.append(name)
+    special = list_special_settings(stored)
     if special:
         communicators.refuse(args, "adapter", f"must be a plain LoRA adapter; it has {', '.join(special)}")
     for flag, key in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
         if getattr(args, flag) != stored.get(key, getattr(args, flag)):
             communicators.refuse(args, flag, f"must be {stored[key]} as in --adapter {args.adapter}")
+
+
+def list_special_settings(config: dict) -> list[str]:
+    """The settings by which the configuration of a PEFT adapter is not that of plain LoRA."""
+    common = {*vars(PeftConfig()), "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules"}
+    special = []
+    for name, default in vars(LoraConfig()).items():
+        if name not in common and config.get(name) and config[name] not in (default, "gaussian"):
+            special.append(name)
+    return special
 
 
 def check_rewards(args: Args) -> None:
@@ -280,15 +304,41 @@ def check_generation(args: Args) -> None:
         communicators.refuse(args, "stop_strings", "must be texts, not empty")
 
 
+def check_training(args: Args) -> None:
+    """Optimizer, importance weights and the start of the value model are possible."""
+    for flag in ("adam_beta1", "adam_beta2"):
+        if getattr(args, flag) == 1:
+            communicators.refuse(args, flag, "must be below 1")
+    if 0 < args.importance_cap < 1:
+        communicators.refuse(args, "importance_cap", "must be at least 1, or 0 for no weights")
+    if args.value_init == "base" or args.algorithm != "ppo":
+        return
+    if args.value_init == "adapter":
+        if not args.adapter:
+            communicators.refuse(args, "value_init", "needs an --adapter")
+        return
+    config = Path(args.value_init, "adapter_config.json")
+    if not config.is_file() or not Path(args.value_init, "adapter_model.safetensors").is_file():
+        valid = "must be base, adapter, or a folder with adapter_config.json and adapter_model.safetensors"
+        communicators.refuse(args, "value_init", valid)
+    special = {*list_special_settings(json.loads(config.read_text()))} - {"modules_to_save"}
+    if special:
+        reason = f"must be a plain LoRA adapter with a score head; it has {', '.join(sorted(special))}"
+        communicators.refuse(args, "value_init", reason)
+
+
 def report_unused(args: Args) -> None:
     """One line for each flag that has no effect with the others; the run goes on."""
     unused = {}
     if args.algorithm == "ppo":
         unused["loss_type"] = "with --algorithm ppo"
+        unused["advantage_type"] = "with --algorithm ppo"
         if args.group_size > 1:
             unused["group_size"] = "with --algorithm ppo, which completes each prompt once"
     else:
         unused |= dict.fromkeys(PPO_ONLY, f"with --algorithm {args.algorithm}")
+        if args.norm_reward == "off" or (args.loss_type != "dr-grpo" and args.advantage_type == "group"):
+            unused["norm_reward"] = f"with --algorithm {args.algorithm}, whose groups normalise their rewards"
     if not args.missing_eos_penalty:
         unused["min_response_tokens"] = "with --missing-eos-penalty 0, which short completions pay"
     if args.lora_average != "frozen-a" and args.aggregation != "weights":
@@ -717,8 +767,64 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tenso
     if args.algorithm == "ppo":
         hidden_size = model.get_output_embeddings().in_features
         model.value_head = nn.Parameter(torch.zeros(held, hidden_size, device=model.device))
-        trained += [*(side["value"] for side in sides if side["value"].requires_grad), model.value_head]
+        model.value_bias = nn.Parameter(torch.zeros(held, 1, device=model.device))
+        if args.value_init != "base":
+            start_value_model(args, model, layers)
+        trained += [side["value"] for side in sides if side["value"].requires_grad]
+        trained += [model.value_head, model.value_bias]
     return as_vector(trained), snapshots
+
+
+@torch.no_grad()
+def start_value_model(args: Args, model: nn.Module, layers: dict) -> None:
+    """Give the value model the weights of --value-init: where its rank is smaller, the nearest product of its rank.
+
+    layers: the layers by name, whose adapters they had before; a reward model's score head becomes the value head.
+    """
+    folder = args.adapter if args.value_init == "adapter" else args.value_init
+    config = json.loads(Path(folder, "adapter_config.json").read_text())
+    weights = load_file(Path(folder, "adapter_model.safetensors"))
+    prefix = "base_model.model."
+    if args.value_init != "adapter":
+        head = weights.pop(f"{prefix}score.weight", torch.empty(0))
+        if head.shape != (1, model.value_head.shape[1]) or not head.isfinite().all():
+            communicators.refuse(args, "value_init", "must have a score head for this model, score.weight")
+        model.value_head[:] = head
+    scale = config["lora_alpha"] / config["r"]
+    for name in layers:
+        adapters = model.get_submodule(name)
+        A = weights.pop(f"{prefix}{name}.lora_A.weight", None)
+        B = weights.pop(f"{prefix}{name}.lora_B.weight", None)
+        if A is None or B is None:
+            continue
+        value_A = adapters.A["value"]  # [agents, rank, in]
+        value_B = adapters.B["value"]  # [agents, out, rank]
+        if A.shape[1] != value_A.shape[2] or B.shape[0] != value_B.shape[1]:
+            communicators.refuse(args, "value_init", "must be of this model: its layers have other sizes")
+        if len(A) > args.value_lora_rank:
+            A, B = truncate_product(A, B, args.value_lora_rank)
+        value_A[:, : len(A)] = A.to(value_A)
+        value_B[:, :, : len(A)] = B.to(value_B) * scale / adapters.scale["value"]
+        if not (value_A.isfinite().all() and value_B.isfinite().all()):
+            communicators.refuse(args, "value_init", "must have finite weights")
+    if weights:
+        communicators.refuse(args, "value_init", f"must have the layers of --lora-targets only, not {min(weights)}")
+
+
+def truncate_product(A: Tensor, B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The product of this rank that is nearest to B A. A: [r, in], B: [out, r]. Returns [rank, in], [out, rank]."""
+    basis_A, small_A = torch.linalg.qr(A.double().mT)
+    basis_B, small_B = torch.linalg.qr(B.double())
+    U, S, V = torch.linalg.svd(small_B @ small_A.mT)
+    root = S[:rank].sqrt()
+    return root[:, None] * V[:rank] @ basis_A.mT, basis_B @ U[:, :rank] * root
+
+
+def compute_values(model: nn.Module, hidden: Tensor) -> Tensor:
+    """The value of each hidden state of the value models: [agents, ..., hidden] -> [agents, ...], float32."""
+    ones = [1] * (hidden.dim() - 2)
+    head = model.value_head.view(len(hidden), *ones, -1)
+    return (hidden.float() * head).sum(-1) + model.value_bias.view(len(hidden), *ones)
 
 
 def as_vector(parameters: list[nn.Parameter]) -> Tensor:
@@ -875,14 +981,14 @@ def generate(
     temperature: float,
     top_p: float = 1.0,
     is_stopped: Callable[[list[int]], bool] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Complete prompts with the selected adapters. prompts: token ids; uniforms: [prompts, group,
-    response].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Complete prompts with the selected adapters. prompts: token ids; uniforms: [prompts, group, response].
 
-    Temperature 0 takes the likeliest token; `is_stopped` ends a completion, given its tokens, where
-    no end of text does. Every prompt passes through the model once, whatever the group size.
-    Returns (tokens [prompts, group, response], lengths [prompts, group] up to and including the
-    first that ends it).
+    Temperature 0 takes the likeliest token; `is_stopped` ends a completion, given its tokens, where no end of text
+    does. Every prompt passes through the model once, whatever the group size.
+    Returns (tokens [prompts, group, response], lengths [prompts, group] up to and including the first that ends it,
+    the tokens' log-probabilities [prompts, group, response]). These are of the tempered distribution, whatever top_p
+    (temperature 0: as with temperature 1); 0 behind the end, NaN where the model's output is NaN.
     """
     device, (number, group_size, response_length) = model.device, uniforms.shape
     ids, prompt_lengths = (tensor.to(device) for tensor in pad(prompts))
@@ -891,18 +997,20 @@ def generate(
     hidden = decoder(input_ids=ids, use_cache=False, groups=groups).last_hidden_state
     hidden = hidden[torch.arange(number, device=device), prompt_lengths - 1][:, None].expand(-1, group_size, -1)
     tokens = ends[0].repeat(uniforms.shape)
+    logprobs = torch.zeros(uniforms.shape, device=device)
     running = torch.ones(uniforms.shape[:2], dtype=torch.bool, device=device)
     lengths = torch.full_like(running, response_length, dtype=torch.long)
     groups.prompt_tokens, uniforms = 0, uniforms.to(device)
     for step in range(response_length):
         found = logits(model, hidden)
         if temperature:
-            tempered = found / temperature
-            if top_p < 1:
-                tempered = keep_nucleus(tempered, top_p)
-            token = sample(tempered, uniforms[..., step])
+            found = found / temperature
+            candidates = keep_nucleus(found, top_p) if top_p < 1 else found
+            token = sample(candidates, uniforms[..., step])
         else:
             token = found.argmax(-1)
+        logprob = found.gather(-1, token[..., None]).squeeze(-1) - found.logsumexp(-1)
+        logprobs[..., step] = torch.where(running, logprob, 0.0)
         tokens[..., step], ended = token.where(running, ends[0]), torch.isin(token, ends)
         if is_stopped is not None:
             for place in running.nonzero().tolist():
@@ -914,7 +1022,7 @@ def generate(
         groups.step, positions = step, (prompt_lengths[:, None] + step).expand(-1, group_size)
         options = {"position_ids": positions, "use_cache": False, "groups": groups}
         hidden = decoder(input_ids=tokens[..., step], **options).last_hidden_state
-    return tokens, lengths
+    return tokens, lengths, logprobs
 
 
 class ServerError(Exception):
@@ -1193,18 +1301,58 @@ def log_probs(args: Args, model, hidden: Tensor) -> Tensor:
 # --- advantages and losses: a batch holds tensors [agents, prompts, group, tokens] ---
 
 
-def group_advantages(rewards: Tensor, loss_type: str = "grpo") -> Tensor:
+def update_statistics(statistics: Tensor, rewards: Tensor) -> None:
+    """Add rewards to each agent's running count, mean and sum of squared deviations, in place; NaN does not count.
+
+    statistics: [agents, 3] float64; rewards: [agents, ...]. Chan et al. (1979), as parts of a sample are put together.
+    """
+    for record, rewards_of_agent in zip(statistics, rewards.flatten(1).double().cpu(), strict=True):
+        values = rewards_of_agent[rewards_of_agent.isfinite()]
+        if not len(values):
+            continue
+        count, mean, _ = record.tolist()
+        total = count + len(values)
+        shift = values.mean() - mean
+        record[0] = total
+        record[1] += shift * len(values) / total
+        record[2] += (values - values.mean()).square().sum() + shift**2 * count * len(values) / total
+
+
+def running_deviation(statistics: Tensor) -> Tensor:
+    """The deviation of each agent's rewards [agents]; its floor keeps rounding errors of equal rewards small."""
+    count, mean, squares = statistics.T
+    return (squares / count.clamp(min=1)).sqrt().maximum(1e-6 * mean.abs().clamp(min=1))
+
+
+def scales_rewards(args: Args) -> bool:
+    """Whether agents learn from normalised rewards."""
+    return args.norm_reward == "on" or (args.norm_reward == "auto" and args.algorithm == "ppo")
+
+
+def normalise_rewards(statistics: Tensor, rewards: Tensor) -> Tensor:
+    """Rewards [agents, ...] less each agent's running mean, over its running deviation."""
+    shape = (len(rewards), *[1] * (rewards.dim() - 1))
+    mean = statistics[:, 1].to(rewards).view(shape)
+    deviation = running_deviation(statistics).to(rewards).view(shape)
+    return (rewards - mean) / deviation
+
+
+def group_advantages(rewards: Tensor, loss_type: str = "grpo", advantage_type: str = "group") -> Tensor:
     """Eq. 6: each completion's reward against its group's mean, over the deviation (not for Dr. GRPO).
 
     rewards: [..., group]; a NaN is out of the baseline and gets no advantage, and nobody does where all are equal.
+    rloo: against the mean of the others (https://arxiv.org/abs/2402.14740), which is K / (K - 1) times as far off.
     """
     known = ~rewards.isnan()
     highest, lowest = rewards.nan_to_num(-torch.inf).amax(-1), rewards.nan_to_num(torch.inf).amin(-1)
     known &= (highest > lowest)[..., None]  # else the mean's rounding error would count, over a deviation as small
     centred = torch.where(known, rewards - rewards.nanmean(-1, keepdim=True), 0.0)
+    number = known.sum(-1, keepdim=True)
+    if advantage_type == "rloo":
+        return centred * number / (number - 1).clamp(min=1)
     if loss_type == "dr-grpo":
         return centred
-    deviation = (centred.square().sum(-1, keepdim=True) / known.sum(-1, keepdim=True).clamp(min=1)).sqrt()
+    deviation = (centred.square().sum(-1, keepdim=True) / number.clamp(min=1)).sqrt()
     return centred / (deviation + 1e-6)
 
 
@@ -1228,11 +1376,11 @@ def token_weights(lengths: Tensor, args: Args) -> Tensor:
     return torch.ones_like(lengths) / (lengths.sum(-1, keepdim=True).clamp(min=1) if together else total)
 
 
-def learning_rate(args: Args, step: int) -> float:
-    """The learning rate of a step, the first of which is 1."""
+def learning_rate(args: Args, step: int, highest: float | None = None) -> float:
+    """The learning rate of a step, the first of which is 1; highest: instead of --learning-rate."""
     done = max(step - 1 - args.warmup_steps, 0) / max(args.total_steps - args.warmup_steps, 1)
     falling = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + np.cos(np.pi * done)) / 2}
-    return args.learning_rate * min(step / (args.warmup_steps + 1), 1.0) * falling[args.lr_scheduler_type]
+    return (highest or args.learning_rate) * min(step / (args.warmup_steps + 1), 1.0) * falling[args.lr_scheduler_type]
 
 
 def reference_kl(log_policy: Tensor, log_reference: Tensor, tokens: Tensor, ratio: Tensor, args: Args) -> Tensor:
@@ -1310,11 +1458,12 @@ def rollout(
             part_seeds = [seeds[place] for place in part.flatten().tolist()]
             generated = server.complete(agents, ids, part_seeds, model.device)
         parts.append([tensor.unflatten(0, part.shape) for tensor in generated])
-    tokens, lengths, *_ = (torch.cat(both, dim=1) for both in zip(*parts, strict=True))
+    tokens, lengths, sampled = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
     tokens = tokens[..., : lengths.max()]
+    sampled = sampled[..., : lengths.max()]  # the sampler's log-probabilities
     mask = torch.arange(tokens.shape[-1], device=model.device) < lengths[..., None]
     chosen = [example for example in chosen for _ in range(group_size)]
-    return chosen, {"prompts": prompts, "tokens": tokens, "lengths": lengths, "mask": mask}
+    return chosen, {"prompts": prompts, "tokens": tokens, "lengths": lengths, "mask": mask, "sampled": sampled}
 
 
 def take(batch: dict, inds: Tensor) -> dict:
@@ -1341,13 +1490,40 @@ def remember(args: Args, model, batch: dict, name: str, numbers: tuple[int, ...]
     return states
 
 
-def token_advantages(args: Args, model, batch: dict) -> dict[str, Tensor]:
-    """Advantages of all tokens; of PPO also values and returns."""
-    rewards, mask = batch["rewards"], batch["mask"]
+@torch.no_grad()
+def start_value_heads(args: Args, model, statistics: Tensor, first: Tensor, hidden: Tensor, batch: dict) -> None:
+    """Let the values of agents with their first rewards, bool [agents], have the mean of these rewards.
+
+    Values that start at 0 turn an offset of the rewards into advantages that grow towards the end of a completion:
+    with gamma = 1 ending at once looks good, or bad. hidden: the value models' states. A reward model's score head
+    scores in units of the reward.
+    """
+    model.value_bias[first] = 0.0
+    if scales_rewards(args):
+        model.value_head[first] /= running_deviation(statistics).to(model.value_head)[first, None]
+    values = compute_values(model, hidden)
+    for k in first.nonzero().flatten().tolist():
+        rewards = batch["scaled_rewards"][k]
+        model.value_bias[k] = rewards[rewards.isfinite()].mean() - values[k][batch["mask"][k]].mean().nan_to_num()
+
+
+@torch.no_grad()
+def token_advantages(args: Args, model, batch: dict, statistics: Tensor) -> dict[str, Tensor]:
+    """Advantages of all tokens; of PPO also values and returns. Takes the rewards into the statistics [agents, 3]."""
+    mask = batch["mask"]
+    count_before = statistics[:, 0].clone()
+    update_statistics(statistics, batch["rewards"])
+    rewards = batch["rewards"]
+    if scales_rewards(args):
+        rewards = normalise_rewards(statistics, rewards)
     if args.algorithm == "grpo":
-        return {"advantages": group_advantages(rewards, args.loss_type)[..., None].expand(mask.shape)}
-    states = remember(args, model, batch, "value").float()
-    values = (states * model.value_head.detach()[:, None, None, None]).sum(-1) * mask
+        advantages = group_advantages(rewards, args.loss_type, args.advantage_type)
+        return {"advantages": advantages[..., None].expand(mask.shape)}
+    states = remember(args, model, batch, "value")
+    first = (count_before == 0) & (statistics[:, 0] > 0)
+    if first.any():
+        start_value_heads(args, model, statistics, first, states, batch | {"scaled_rewards": rewards})
+    values = compute_values(model, states) * mask
     final = torch.zeros_like(values).scatter_(-1, batch["lengths"][..., None] - 1, rewards.nan_to_num()[..., None])
     advantages = gae(final, values, mask, args.gamma, args.gae_lambda)
     inside, axes = mask & ~rewards.isnan()[..., None], {"dim": (1, 2, 3), "keepdim": True}  # whitened over these only
@@ -1377,6 +1553,12 @@ def refer(args: Args, model, held: range, communicator: Tensor, batch: dict) -> 
         if any(asked):
             peers[asked, :, turn] = remember(args, model, batch, "snapshot", numbers)[asked]
     found = {"logprobs": old, "peers": peers}
+    if args.importance_cap:  # truncated importance sampling, of tokens, or of GSPO's completions
+        log_weights = (old - batch["sampled"]) * batch["mask"]
+        if has_sequence_ratios(args):
+            number = batch["mask"].sum(-1, keepdim=True).clamp(min=1)
+            log_weights = (log_weights.sum(-1, keepdim=True) / number).expand(log_weights.shape)
+        found["importance"] = log_weights.exp().clamp(max=args.importance_cap)
     if args.sft_anchor:
         found["anchor"] = remember(args, model, batch, "snapshot", (args.num_agents,) * len(held))
     return found, [C[i, own] for i, own in zip(held, heard, strict=True)]
@@ -1400,6 +1582,24 @@ def average_adapters(args: Args, model, C: Tensor, parameters: Tensor) -> tuple[
     return averages, (squares[0] / squares[1]).sqrt()
 
 
+def has_sequence_ratios(args: Args) -> bool:
+    """Whether completions have one ratio each: PPO's tokens have advantages of their own."""
+    return args.algorithm == "grpo" and args.loss_type == "gspo"
+
+
+@torch.no_grad()
+def sequence_logratios(args: Args, model, hidden: Tensor, mb: dict) -> Tensor:
+    """GSPO: the mean over each completion's tokens of the log ratio of new to old policy, [agents, prompts, group].
+
+    https://arxiv.org/abs/2507.18071; hidden: the new policies' states [agents, prompts, group, tokens, hidden].
+    """
+    logratios = torch.zeros(mb["mask"].shape, device=hidden.device)
+    for here in positions(model, mb["mask"]):
+        newlogprobs = log_probs(args, model, hidden[here]).gather(-1, mb["tokens"][here][:, None]).squeeze(-1)
+        logratios[here] = newlogprobs - mb["logprobs"][here]
+    return logratios.sum(-1) / mb["mask"].sum(-1).clamp(min=1)
+
+
 def learn(args, model, trained: Tensor, optimizer, batch: dict, weights: list[Tensor], inds: Tensor) -> dict:
     """One optimizer step of all agents on a minibatch of their prompts (eq. 4, eq. 7). Returns losses [agents].
 
@@ -1407,7 +1607,9 @@ def learn(args, model, trained: Tensor, optimizer, batch: dict, weights: list[Te
     """
     lengths = batch["mask"][torch.arange(len(inds))[:, None], inds].sum(-1)  # [agents, minibatch, group]
     counted = token_weights(lengths.flatten(1), args).view_as(lengths)
-    losses = {name: torch.zeros(len(inds), device=model.device) for name in (*LOSSES, "value_loss", "first_log_ratio")}
+    names = (*LOSSES, "value_loss", "first_log_ratio", "grad_norm", "value_grad_norm", "skipped_steps")
+    losses = {name: torch.zeros(len(inds), device=model.device) for name in names}
+    value_clip_coef = args.clip_coef if args.value_clip_coef is None else args.value_clip_coef
     low, high = 1 - args.clip_coef, 1 + (args.clip_higher or args.clip_coef)
     trained.grad.zero_()
     for micro, count in zip(*(x.split(args.micro_batch_size, dim=1) for x in (inds, counted)), strict=True):
@@ -1416,28 +1618,39 @@ def learn(args, model, trained: Tensor, optimizer, batch: dict, weights: list[Te
         hidden = predict(model, mb)
         states = hidden.detach().requires_grad_()  # the vocabulary is large: backward through it in parts
         states.grad = torch.zeros_like(states)
+        if has_sequence_ratios(args):
+            mean_logratio = sequence_logratios(args, model, hidden.detach(), mb)  # [agents, prompts, group]
         for here in positions(model, mb["mask"]):
             k, m, g, t = here
             newlogprobs, tokens = log_probs(args, model, states[here]), mb["tokens"][here]  # [tokens, vocabulary]
             logratio = newlogprobs.gather(-1, tokens[:, None]).squeeze(-1) - mb["logprobs"][here]
-            ratio, mb_advantages = logratio.exp(), mb["advantages"][here]
+            token_ratio = logratio.exp()
+            ratio = token_ratio
+            if has_sequence_ratios(args):  # the completion's ratio, to whose gradient each token adds its own share
+                ratio = (mean_logratio[k, m, g] + logratio - logratio.detach()).exp()
+            mb_advantages = mb["advantages"][here]
 
             # Policy loss
             pg_loss = -mb_advantages * ratio
             if args.clip_coef > 0:
                 pg_loss = torch.max(pg_loss, -mb_advantages * ratio.clamp(low, high))
+            if args.importance_cap:
+                pg_loss = mb["importance"][here] * pg_loss
 
             # The peers' influence: the distance to the reference policy, exact over the vocabulary if not estimated
             with torch.no_grad():
                 of_peers = log_probs(args, model, mb["peers"][k, m, :, g, t][:, : len(weights[k])]).transpose(0, 1)
                 reference = communicators.mix_log_probs(of_peers, weights[k], args.mixture)  # [tokens, vocabulary]
                 anchor = log_probs(args, model, mb["anchor"][here]) if args.sft_anchor else None
-                entropy = -(newlogprobs.exp() * newlogprobs).sum(-1)
-                approx_kl = ratio - 1 - logratio  # k3, http://joschu.net/blog/kl-approx.html
+                approx_kl = token_ratio - 1 - logratio  # k3, http://joschu.net/blog/kl-approx.html
                 clipfrac = ((ratio < low) | (ratio > high)).float() * (args.clip_coef > 0)
-            kl_reference = reference_kl(newlogprobs, reference, tokens, ratio, args)
-            kl_anchor = reference_kl(newlogprobs, anchor, tokens, ratio, args) if args.sft_anchor else 0.0 * ratio
-            loss = pg_loss + args.kl_coef * kl_reference + args.sft_anchor * kl_anchor
+            with torch.set_grad_enabled(args.ent_coef > 0):  # its graph holds a vocabulary more
+                entropy = -(newlogprobs.exp() * newlogprobs).sum(-1)
+            kl_reference = reference_kl(newlogprobs, reference, tokens, token_ratio, args)
+            kl_anchor = torch.zeros_like(ratio)
+            if args.sft_anchor:
+                kl_anchor = reference_kl(newlogprobs, anchor, tokens, token_ratio, args)
+            loss = pg_loss - args.ent_coef * entropy + args.kl_coef * kl_reference + args.sft_anchor * kl_anchor
             (count[k, m, g] * loss).sum().backward()
             measured = pg_loss, kl_reference, kl_anchor, entropy, ratio, approx_kl, clipfrac
             for name, values in zip(LOSSES, measured, strict=True):
@@ -1448,19 +1661,28 @@ def learn(args, model, trained: Tensor, optimizer, batch: dict, weights: list[Te
         # Value loss
         if args.algorithm == "ppo":
             Adapters.selected = "value", None
-            newvalue = (predict(model, mb).float() * model.value_head[:, None, None, None]).sum(-1)
+            newvalue = compute_values(model, predict(model, mb))
             values, returns, mask = (mb[name][..., : newvalue.shape[-1]] for name in ("values", "returns", "mask"))
             v_loss = (newvalue - returns) ** 2
-            if args.clip_coef > 0:
-                v_clipped = values + (newvalue - values).clamp(-args.clip_coef, args.clip_coef)
+            if value_clip_coef > 0:
+                v_clipped = values + (newvalue - values).clamp(-value_clip_coef, value_clip_coef)
                 v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
             v_loss = 0.5 * ((count * ~mb["rewards"].isnan())[..., None] * mask * v_loss).sum((1, 2, 3))
             (args.vf_coef * v_loss.sum()).backward()
             losses["value_loss"] += v_loss.detach()
-    losses["grad_norm"] = sum(part.square().sum(1) for part in trained.grad.split(2**20, dim=1)).sqrt()
-    trained.grad.mul_((args.max_grad_norm / (losses["grad_norm"] + 1e-6)).clamp(max=1.0)[:, None])  # each agent's own
-    for k, own in enumerate(optimizer.param_groups[0]["params"]):  # who has no signal makes no step, wherever peers are
-        own.grad = trained.grad[k] if losses["grad_norm"][k] else None
+    # Policy and value model of each agent are clipped by norms of their own. No step where the norm is 0: an agent
+    # without a signal would follow its momentum, if peers are in the same process; nor where it is not finite, which
+    # would ruin AdamW's moments for good
+    numel = optimizer.param_groups[0]["params"][0].numel()  # of a policy
+    gradients = trained.grad[:, :numel], trained.grad[:, numel:]
+    for name, group, gradient in zip(("grad_norm", "value_grad_norm"), optimizer.param_groups, gradients, strict=False):
+        norm = sum(columns.square().sum(1) for columns in gradient.split(2**20, dim=1)).sqrt()
+        gradient.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)[:, None])
+        for k, parameters in enumerate(group["params"]):
+            steps = bool(norm[k].isfinite() and norm[k] > 0)
+            parameters.grad = gradient[k] if steps else None
+        losses[name] = norm
+        losses["skipped_steps"] += ~norm.isfinite()
     optimizer.step()
     return losses
 
@@ -1493,8 +1715,9 @@ def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str,
         ids = [example["ids"] for example in chosen]
         is_stopped = find_stop_test(args, tokenizer)
         generated = generate(model, ids, none, tokenizer.ends, temperature=0.0, is_stopped=is_stopped)
-        tokens, lengths = (tensor[:, 0] for tensor in generated[:2])
+        tokens, lengths, logprobs = (tensor[:, 0] for tensor in generated)
         texts, ends, columns = judge(args, functions, tokenizer, chosen, tokens, lengths)
+        hide_diverged(columns, logprobs)
         sampled = {}
         if args.eval_samples:
             agents = [i for i in held for _ in range(len(chosen) // len(held))]
@@ -1533,6 +1756,13 @@ def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str,
             wandb.log({"completions": wandb.Table([*written[0]], [[*row.values()] for row in written])})
 
 
+def hide_diverged(columns: dict[str, np.ndarray], logprobs: Tensor) -> None:
+    """Make scores NaN, in place, where a log-probability is not finite: NaN's likeliest token is the first."""
+    diverged = ~logprobs.isfinite().all(-1).cpu().numpy()
+    for scores in columns.values():
+        scores[diverged] = math.nan
+
+
 def sample_evaluation(
     args: Args,
     model,
@@ -1547,7 +1777,7 @@ def sample_evaluation(
     for i, example in zip(agents, chosen, strict=True):
         generator = torch.Generator().manual_seed(derive_seed(args.seed, i, example["id"], 4))
         uniforms.append(torch.rand(args.eval_samples, args.response_length, generator=generator))
-    tokens, lengths = generate(
+    tokens, lengths, logprobs = generate(
         model,
         [example["ids"] for example in chosen],
         torch.stack(uniforms),
@@ -1555,10 +1785,11 @@ def sample_evaluation(
         args.temperature,
         args.eval_top_p,
         find_stop_test(args, tokenizer),
-    )[:2]
+    )
     repeated = [example for example in chosen for _ in range(args.eval_samples)]
     rows, sizes = tokens.flatten(0, 1), lengths.flatten()
     _, ends, columns = judge(args, functions, tokenizer, repeated, rows, sizes)
+    hide_diverged(columns, logprobs.flatten(0, 1))
     shape = len(chosen), args.eval_samples
     rewards = columns["reward"].reshape(shape)
     return {
@@ -1653,9 +1884,18 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, [agents, ...], and what is random is keyed by (seed, agent)
     trained[:], policy = exchange.broadcast(trained[0]), trained[:, : snapshots.shape[1]]
-    optimizer = torch.optim.AdamW([*trained], args.learning_rate, weight_decay=0.0, fused=True)
-    for own in optimizer.param_groups[0]["params"]:  # as AdamW makes it, but now, and each agent counts its own steps
-        optimizer.state[own] = {"step": torch.zeros((), device=device), "exp_avg": 0 * own, "exp_avg_sq": 0 * own}
+    groups = [{"params": [*policy]}]
+    if args.algorithm == "ppo":
+        groups.append({"params": [*trained[:, snapshots.shape[1] :]]})
+    betas = args.adam_beta1, args.adam_beta2
+    optimizer = torch.optim.AdamW(groups, args.learning_rate, betas, weight_decay=args.weight_decay, fused=True)
+    moments = [{} for _ in held]  # of each agent, by their names in checkpoints
+    for group, prefix in zip(optimizer.param_groups, ("", "value_"), strict=False):
+        for k, row in enumerate(group["params"]):  # as AdamW makes it, but now, and each agent counts its own steps
+            moments_of_row = {"step": torch.zeros((), device=device), "exp_avg": 0 * row, "exp_avg_sq": 0 * row}
+            optimizer.state[row] = moments_of_row
+            moments[k] |= {prefix + name: moment for name, moment in moments_of_row.items()}
+    statistics = torch.zeros(len(held), 3, dtype=torch.float64)  # of each one's rewards: count, mean, squares
 
     # Communication: the matrix C, everybody's snapshot of the last round, and how far apart these are on public states
     communicator = communicators.identity(args.num_agents)  # [agents, agents]; before the first round nobody has spoken
@@ -1666,8 +1906,8 @@ def main(args: Args) -> dict:
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
         i: {"trained": trained[k], "snapshot": snapshots[i], "round_rewards": round_rewards[k], "record": records[k]}
-        | optimizer.state[own] | {"communicator": communicator, "distances": distances}
-        for k, (i, own) in enumerate(zip(held, optimizer.param_groups[0]["params"], strict=True))
+        | moments[k] | {"statistics": statistics[k], "communicator": communicator, "distances": distances}
+        for k, i in enumerate(held)
     }  # fmt: skip
     run.restore(state)
     if run.iteration and not isolated:
@@ -1681,7 +1921,7 @@ def main(args: Args) -> dict:
 
     for step in run.iterations():
         # Rollout: all agents' prompts are completed together
-        began, diverged = time.perf_counter(), ~trained.isfinite().all(1)  # what these say is not judged
+        began = time.perf_counter()
         request = args, model, tokenizer.ends, examples, held, step
         is_stopped = find_stop_test(args, tokenizer)
         if server is None:
@@ -1698,23 +1938,27 @@ def main(args: Args) -> dict:
         texts, ends, judged = judge(args, functions, tokenizer, chosen, rows, lengths.flatten())
         batch["ends"] = torch.tensor(ends, device=device).view_as(lengths)
         batch["rewards"] = torch.tensor(judged.pop("reward"), dtype=torch.float32, device=device).view_as(lengths)
-        batch["rewards"][diverged] = torch.nan
+        batch["rewards"][~batch["sampled"].isfinite().all(-1)] = torch.nan  # a diverged agent's tokens mean nothing
         batch["mask"] &= batch["ends"][..., None] | (not args.mask_truncated_completions)
         run.tick("reward")
 
         # Advantages
-        batch |= token_advantages(args, model, batch)
+        batch |= token_advantages(args, model, batch, statistics)
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies, on agent i's own completions
         references, weights = refer(args, model, held, communicator, batch)
         batch |= references
+        gaps = ((batch["logprobs"] - batch["sampled"]).abs() * batch["mask"]).sum((1, 2, 3))
+        gaps /= batch["mask"].sum((1, 2, 3)).clamp(min=1)  # [agents]
         Adapters.casts.clear()  # they would add to the peak of memory
         run.tick("reference")
 
         # Update: epochs over minibatches of prompts in random order; all agents at once. Rows stay in the same company,
         # so that in bfloat16, too, the ratio starts at 1
-        losses, optimizer.param_groups[0]["lr"] = [], learning_rate(args, step)
+        losses = []
+        for group, highest in zip(optimizer.param_groups, (None, args.value_learning_rate), strict=False):
+            group["lr"] = learning_rate(args, step, highest)
         for epoch in range(args.update_epochs):
             generator = torch.Generator().manual_seed(derive_seed(args.seed, step, epoch, 3))
             order = torch.randperm(args.batch_size // args.micro_batch_size, generator=generator)
@@ -1764,8 +2008,12 @@ def main(args: Args) -> dict:
             row |= {"objective/nan_rewards": rewards.isnan().sum(), "completions/length": lengths[k].float().mean()}
             row |= {"completions/eos_rate": batch["ends"][k].float().mean()}
             row |= {"objective/groups_without_signal": silent * (args.algorithm == "grpo")}
-            row |= {f"losses/{name}": torch.stack([own[name][k] for own in losses]).mean() for name in losses[0]}
+            for name in losses[0]:
+                values = torch.stack([losses_of_step[name][k] for losses_of_step in losses])
+                row[f"losses/{name}"] = values[values.isfinite()].mean()  # skipped steps do not hide the others
             row["losses/first_log_ratio"] = losses[0]["first_log_ratio"][k]
+            row["losses/skipped_steps"] = sum(losses_of_step["skipped_steps"][k] for losses_of_step in losses)
+            row["losses/sampling_gap"] = gaps[k]
             row |= {"communication/lost_by_average": lost[k]} if args.aggregation == "weights" else {}
             rows.append({key: float(value) for key, value in row.items()})
         tokens = exchange.all_gather(lengths.sum((1, 2))[:, None].double()).sum().item()

@@ -686,12 +686,17 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tens
 
             approx_kl = (ratio - 1 - logratio).mean()  # k3, http://joschu.net/blog/kl-approx.html
             clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean() * (args.clip_coef > 0)
-            losses = v_loss, pg_loss, entropy, -logratio.mean(), approx_kl, clipfrac, kl_reference
-            if finite := bool(loss.isfinite()):
+            finite = bool(loss.isfinite())
+            if finite:
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                optimizer.step()
+                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                finite = bool(grad_norm.isfinite())  # else the optimizer's moments would be ruined for good
+                if finite:
+                    optimizer.step()
+                else:  # reported like a loss that is not finite
+                    pg_loss = torch.full_like(pg_loss, torch.nan)
+            losses = v_loss, pg_loss, entropy, -logratio.mean(), approx_kl, clipfrac, kl_reference
             yield dict(zip(LOSSES, (value.detach() for value in losses), strict=True))
             if not finite:  # this agent has diverged and learns no more, but its peers do
                 return

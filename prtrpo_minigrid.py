@@ -287,11 +287,16 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, reference: Tensor, ba
             distinct, states = batch["states"][mb_inds].unique(return_inverse=True)
             newvalue = agent.baseline(obs[distinct])[1].index_select(0, states)
             v_loss = 0.5 * ((newvalue - batch["returns"][mb_inds]) ** 2).mean()
-            if finite := bool(v_loss.isfinite()):
+            finite = bool(v_loss.isfinite())
+            if finite:
                 optimizer.zero_grad()
                 v_loss.backward()
-                nn.utils.clip_grad_norm_(agent.baseline.parameters(), args.max_grad_norm)
-                optimizer.step()
+                grad_norm = nn.utils.clip_grad_norm_(agent.baseline.parameters(), args.max_grad_norm)
+                finite = bool(grad_norm.isfinite())  # else the optimizer's moments would be ruined for good
+                if finite:
+                    optimizer.step()
+                else:  # reported like a loss that is not finite
+                    v_loss = torch.full_like(v_loss, torch.nan)
             yield {"value_loss": v_loss.item()}
             if not finite:  # this agent has diverged and learns no more, but its peers do
                 return

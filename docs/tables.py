@@ -125,7 +125,11 @@ LANGUAGE = {
     "losses/kl_anchor": "KL of the policy and that from which all agents started: what `--sft-anchor` multiplies",
     "losses/ratio": "mean probability ratio",
     "losses/first_log_ratio": "largest log-ratio in the first minibatch: 0 but for rounding",
-    "losses/grad_norm": "norm of the agent's gradient before clipping",
+    "losses/grad_norm": "norm of the policy's gradient before clipping",
+    "losses/value_grad_norm": "PPO: norm of the value model's gradient before clipping",
+    "losses/skipped_steps": "optimizer steps of policy or value model left out because their gradient was not finite",
+    "losses/sampling_gap": "mean absolute difference, in nats, of the completions' token log-probabilities in sampling"
+    " and in training, both before the update",
     "charts/learning_rate": "the learning rate of the step",
     "communication/lost_by_average": "FedAvg, `--lora-average exact`, in a step with a round: what rank r cuts off",
     "time/tokens_per_second": "tokens of completions per second of the whole step",

@@ -184,7 +184,7 @@ def test_cached_generation_equals_uncached(files, stacked):
     """Greedy completions with the shared cache are those of a model that reads everything again for each token."""
     model, layers, _ = stacked
     prpo_llm.Adapters.selected = "policy", None
-    tokens, lengths = prpo_llm.generate(model, PROMPTS, torch.zeros(3, 2, 8), [-1], temperature=0.0)
+    tokens, lengths, _ = prpo_llm.generate(model, PROMPTS, torch.zeros(3, 2, 8), [-1], temperature=0.0)
     assert (lengths == 8).all() and torch.equal(tokens[:, 0], tokens[:, 1])
     for agent, prompt in enumerate(PROMPTS):
         plain, ids = merged(files, layers, "policy", agent), list(prompt)
@@ -199,7 +199,7 @@ def test_sampled_generation_follows_its_own_tokens(stacked):
     model, layers, eos = stacked
     prpo_llm.Adapters.selected = "policy", None
     uniforms = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(3))
-    tokens, lengths = prpo_llm.generate(model, PROMPTS, uniforms, [eos], temperature=0.7)
+    tokens, lengths, _ = prpo_llm.generate(model, PROMPTS, uniforms, [eos], temperature=0.7)
     with torch.no_grad():
         hidden = predict(model, None, PROMPTS, tokens, lengths)
         cumulative = (model.lm_head(hidden).double() / 0.7).softmax(-1).cumsum(-1)
@@ -248,7 +248,7 @@ def test_lengths_reach_up_to_and_including_the_first_eos(files):
             return F.one_hot(scripts[:, step["now"]], len(WORDS)).float()
 
     model.config._attn_implementation, model.lm_head = "shared_prefix", Head()
-    tokens, lengths = prpo_llm.generate(model, [[1, 2]], torch.zeros(1, 4, 3), [0], temperature=0.0)
+    tokens, lengths, _ = prpo_llm.generate(model, [[1, 2]], torch.zeros(1, 4, 3), [0], temperature=0.0)
     assert lengths.tolist() == [[3, 1, 2, 3]]
     assert tokens[0].tolist() == [[5, 6, 0], [0, 0, 0], [5, 0, 0], [5, 6, 7]]
 

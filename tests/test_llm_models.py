@@ -121,7 +121,7 @@ def assert_equal_to_plain(args):
     with torch.no_grad():
         hidden = prpo_llm.predict(model, {"prompts": PROMPTS, "tokens": tokens, "lengths": lengths})
         found = prpo_llm.log_probs(args, model, hidden)
-        said, _ = prpo_llm.generate(model, PROMPTS, torch.zeros(4, 2, RESPONSE), [-1], temperature=0.0)
+        said, *_ = prpo_llm.generate(model, PROMPTS, torch.zeros(4, 2, RESPONSE), [-1], temperature=0.0)
     for agent in range(2):
         cases = [(p, g) for p in range(2) for g in range(3)]
         rows = [PROMPTS[2 * agent + p] + tokens[agent, p, g, : lengths[agent, p, g]].tolist() for p, g in cases]
@@ -291,7 +291,7 @@ def test_every_token_that_ends_a_text_ends_it(tmp_path):
             return nn.functional.one_hot(scripts[:, self.step], len(WORDS)).float()
 
     model.set_output_embeddings(Head())
-    tokens, lengths = prpo_llm.generate(model, [[1, 2]], torch.zeros(1, 4, 4), tokenizer.ends, temperature=0.0)
+    tokens, lengths, _ = prpo_llm.generate(model, [[1, 2]], torch.zeros(1, 4, 4), tokenizer.ends, temperature=0.0)
     assert lengths.tolist() == [[2, 1, 4, 4]] and tokens[0].tolist() == [[3, 9, 0, 0], [0] * 4, [7, 7, 7, 5], [7] * 4]
     examples = [{"row": {"prompt": "", "completion": ""}, "completion": ""}] * 4
     args.missing_eos_penalty, functions = 1.0, {"none": lambda completions: [0.0 for _ in completions]}

@@ -140,6 +140,8 @@ class Agent(nn.Module):
         if args.algorithm == "ppo":
             self.value = with_adapter(files, start["value"], args.value_lora_alpha / args.value_lora_rank)
             self.head = nn.Parameter(torch.zeros(32))
+            self.bias = nn.Parameter(torch.zeros(()))
+        self.rewards = []  # all so far
 
     def distributions(self, args, prompt, said):
         """The policy at each token of a completion."""
@@ -149,7 +151,7 @@ class Agent(nn.Module):
     def values(self, prompt, said):
         """V at each token of a completion."""
         states = self.value.model(torch.tensor([prompt + said])).last_hidden_state
-        return states[0, len(prompt) - 1 : -1] @ self.head
+        return states[0, len(prompt) - 1 : -1] @ self.head + self.bias
 
     @torch.no_grad()
     def say(self, args, prompt, uniforms=None):
@@ -201,14 +203,24 @@ def plain_advantages(args, agent, groups):
             signal = one["reward"] == one["reward"] and max(known) > min(known)
             scale = 1.0 if args.loss_type == "dr-grpo" else deviation + 1e-6
             one["advantage"] = torch.tensor([(one["reward"] - mean) / scale if signal else 0.0])
+            if args.advantage_type == "rloo" and signal:
+                others = [other["reward"] for other in group if other is not one and other["reward"] == other["reward"]]
+                one["advantage"] = torch.tensor([one["reward"] - sum(others) / len(others)])
     if args.algorithm == "grpo":
         return
     whole = [group[0] for group in groups]
+    first_rewards = not agent.rewards
+    agent.rewards += [one["reward"] for one in whole if one["reward"] == one["reward"]]
+    scaled = args.norm_reward != "off"
+    for one in whole:
+        one["scaled"] = (one["reward"] - np.mean(agent.rewards)) / np.std(agent.rewards) if scaled else one["reward"]
+    if first_rewards and agent.rewards:  # the head starts as 0, so this is the mean of the first values
+        agent.bias.data.fill_(0.0 if scaled else np.mean(agent.rewards))
     for one in whole:
         with torch.no_grad():
             one["values"] = agent.values(one["prompt"], one["said"])
         length, values = len(one["said"]), [*one["values"].tolist(), 0.0]
-        rewards = [0.0] * (length - 1) + [0.0 if math.isnan(one["reward"]) else one["reward"]]
+        rewards = [0.0] * (length - 1) + [0.0 if math.isnan(one["reward"]) else one["scaled"]]
         deltas = [rewards[t] + args.gamma * values[t + 1] - values[t] for t in range(length)]
         decay = args.gamma * args.gae_lambda
         raw = [sum(decay ** (s - t) * deltas[s] for s in range(t, length)) for t in range(length)]
@@ -245,25 +257,32 @@ def plain_penalty(args, policy, reference, tokens, old):
 def plain_losses(args, agent, one):
     """The losses of each token of a completion, by the names of the metrics."""
     tokens, policy = torch.tensor(one["said"]), agent.distributions(args, one["prompt"], one["said"])
-    ratio, advantage = (policy.log_prob(tokens) - one["logprob"]).exp(), one["advantage"]
+    logratio, advantage = policy.log_prob(tokens) - one["logprob"], one["advantage"]
+    ratio = logratio.mean().exp().expand(len(tokens)) if args.loss_type == "gspo" else logratio.exp()
     objective, above = ratio * advantage, args.clip_higher or args.clip_coef
     if args.clip_coef:
         objective = torch.minimum(objective, ratio.clamp(1 - args.clip_coef, 1 + above) * advantage)
+    if args.importance_cap:
+        shifts = [shift_of(token, t) for t, token in enumerate(one["said"])]
+        if args.loss_type == "gspo":
+            shifts = [sum(shifts) / len(shifts)] * len(shifts)
+        objective = objective * torch.tensor([min(math.exp(-shift), args.importance_cap) for shift in shifts])
     found = {
         "policy_loss": -objective,
         "kl_reference": plain_penalty(args, policy, one["reference"], tokens, one["logprob"]),
         "kl_anchor": plain_penalty(args, policy, one["anchor"], tokens, one["logprob"]) * (args.sft_anchor > 0),
         "entropy": policy.entropy(),
         "ratio": ratio,
-        "approx_kl": ratio - 1 - ratio.log(),
+        "approx_kl": logratio.exp() - 1 - logratio,
         "clipfrac": ((ratio < 1 - args.clip_coef) | (ratio > 1 + above)).float(),
     }
     found["value_loss"] = torch.zeros_like(ratio)
     if args.algorithm == "ppo" and not math.isnan(one["reward"]):
         value = agent.values(one["prompt"], one["said"])
         error = (value - one["returns"]) ** 2
-        if args.clip_coef:
-            near = one["values"] + (value - one["values"]).clamp(-args.clip_coef, args.clip_coef)
+        value_clip_coef = args.clip_coef if args.value_clip_coef is None else args.value_clip_coef
+        if value_clip_coef:
+            near = one["values"] + (value - one["values"]).clamp(-value_clip_coef, value_clip_coef)
             error = torch.maximum(error, (near - one["returns"]) ** 2)
         found["value_loss"] = error / 2
     return found
@@ -275,7 +294,7 @@ def plain_step(args, agent, optimizer, groups):
     learned = [one for one in completions if one["said"][-1] == 0 or not args.mask_truncated_completions]
     tokens = sum(len(one["said"]) for one in learned)
     if not learned:
-        return dict.fromkeys((*prpo_llm.LOSSES, "value_loss", "grad_norm"), 0.0)
+        return dict.fromkeys((*prpo_llm.LOSSES, "value_loss", "grad_norm", "value_grad_norm"), 0.0)
     for one in learned:
         together = args.algorithm == "ppo" or args.loss_type == "dapo"
         share = 1 / tokens if together else 1 / len(completions) / len(one["said"])
@@ -284,15 +303,17 @@ def plain_step(args, agent, optimizer, groups):
         for name, values in plain_losses(args, agent, one).items():
             metrics[name] = metrics.get(name, 0.0) + share * values.sum()
     loss = metrics["policy_loss"] + args.kl_coef * metrics["kl_reference"] + args.sft_anchor * metrics["kl_anchor"]
-    loss = loss + args.vf_coef * metrics["value_loss"]
+    loss = loss + args.vf_coef * metrics["value_loss"] - args.ent_coef * metrics["entropy"]
     optimizer.zero_grad()
     loss.backward()
-    trained = [parameter for parameter in agent.parameters() if parameter.grad is not None]
-    norm = torch.cat([parameter.grad.flatten() for parameter in trained]).norm()
-    for parameter in trained:
-        parameter.grad *= min(1.0, args.max_grad_norm / float(norm))
+    norms = {"grad_norm": 0.0, "value_grad_norm": 0.0}
+    for name, group in zip(norms, optimizer.param_groups, strict=False):
+        gradients = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+        norms[name] = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+        for gradient in gradients:
+            gradient *= min(1.0, args.max_grad_norm / norms[name])
     optimizer.step()
-    return {name: float(value.detach()) for name, value in metrics.items()} | {"grad_norm": float(norm)}
+    return {name: float(value.detach()) for name, value in metrics.items()} | norms
 
 
 @torch.no_grad()
@@ -311,14 +332,13 @@ def plain_average(args, agents, C):
                 layer.B.copy_(U[:, :rank] * S[:rank])
 
 
-def plain_rate(args, step):
+def plain_rate(args, step, highest):
     """The learning rate: after the warm-up it stays, or falls to 0 where the step behind the last would be."""
     if step <= args.warmup_steps:
-        return args.learning_rate * step / (args.warmup_steps + 1)
+        return highest * step / (args.warmup_steps + 1)
     left = (args.total_steps + 1 - step) / (args.total_steps - args.warmup_steps)
     return (
-        args.learning_rate
-        * {"constant": 1, "linear": left, "cosine": math.sin(math.pi / 2 * left) ** 2}[args.lr_scheduler_type]
+        highest * {"constant": 1, "linear": left, "cosine": math.sin(math.pi / 2 * left) ** 2}[args.lr_scheduler_type]
     )
 
 
@@ -331,8 +351,13 @@ def plain_training(files, args, examples):  # noqa: F811
         for layer in agent.modules():
             if isinstance(layer, Lora) and args.lora_average == "frozen-a":
                 layer.A.requires_grad_(False)
-        parameters = [parameter for parameter in agent.parameters() if parameter.requires_grad]
-        optimizers.append(torch.optim.AdamW(parameters, args.learning_rate, weight_decay=0.0))
+        policy = {name for name, _ in agent.named_parameters() if name.startswith("policy.")}
+        learned = [(name, parameter) for name, parameter in agent.named_parameters() if parameter.requires_grad]
+        groups = [{"params": [parameter for name, parameter in learned if name in policy]}]
+        if args.algorithm == "ppo":
+            groups.append({"params": [parameter for name, parameter in learned if name not in policy]})
+        betas = (args.adam_beta1, args.adam_beta2)
+        optimizers.append(torch.optim.AdamW(groups, args.learning_rate, betas, weight_decay=args.weight_decay))
     C = np.eye(args.num_agents)  # nobody has spoken yet
     for step in range(1, args.total_steps + 1):
         for i, agent in enumerate(agents):
@@ -343,7 +368,9 @@ def plain_training(files, args, examples):  # noqa: F811
                     row = C if args.aggregation == "policy" else np.eye(args.num_agents)
                     plain_reference(args, one, i, row, agents, peers, start)
             updates = []
-            optimizers[i].param_groups[0]["lr"] = plain_rate(args, step)
+            optimizers[i].param_groups[0]["lr"] = plain_rate(args, step, args.learning_rate)
+            for group in optimizers[i].param_groups[1:]:
+                group["lr"] = plain_rate(args, step, args.value_learning_rate or args.learning_rate)
             for epoch in range(args.update_epochs):
                 generator = torch.Generator().manual_seed(communicators.derive_seed(args.seed, step, epoch, 3))
                 blocks = torch.randperm(args.batch_size // args.micro_batch_size, generator=generator).tolist()
@@ -354,6 +381,10 @@ def plain_training(files, args, examples):  # noqa: F811
                     updates.append(plain_step(args, agent, optimizers[i], part))
             rewards = [one["reward"] for group in groups for one in group]
             row = {"step": step, "agent": i, "reward": np.nanmean(rewards), "nan_rewards": np.isnan(rewards).sum()}
+            said = [one["said"] for group in groups for one in group]
+            said = [tokens for tokens in said if tokens[-1] == 0 or not args.mask_truncated_completions]
+            shifts = [abs(shift_of(token, t)) for tokens in said for t, token in enumerate(tokens)]
+            row |= {"sampling_gap": sum(shifts) / max(len(shifts), 1), "skipped_steps": 0}
             rows.append(row | {name: np.mean([own[name] for own in updates]) for name in updates[0]})
         if step % args.local_updates == 0:
             C = np.eye(args.num_agents) if args.aggregation == "none" else np.loadtxt(args.communicator, delimiter=",")
@@ -365,7 +396,18 @@ def plain_training(files, args, examples):  # noqa: F811
 
 PLAIN = {
     "GRPO": {},
-    "PPO": {"algorithm": "ppo", "batch_size": 8, "minibatch_size": 4, "prompts_per_agent": 10},
+    "PPO": {
+        "algorithm": "ppo",
+        "batch_size": 8,
+        "minibatch_size": 4,
+        "prompts_per_agent": 10,
+        "value_learning_rate": 2e-2,
+        "value_clip_coef": 0.03,
+        "importance_cap": 1.1,
+        "adam_beta2": 0.95,
+        "weight_decay": 0.5,
+    },
+    "GSPO": {"loss_type": "gspo", "importance_cap": 1.2, "ent_coef": 0.1, "adam_beta1": 0.7, "clip_coef": 0.03},
     "GRPO, geometric, behaviour, anchor": {
         "mixture": "geometric",
         "self_reference": "behaviour",
@@ -377,6 +419,7 @@ PLAIN = {
     },
     "DAPO, no truncated ones, frozen A": {
         "loss_type": "dapo",
+        "advantage_type": "rloo",
         "clip_higher": 0.2,
         "mask_truncated_completions": True,
         "kl_estimator": "k1",
@@ -391,12 +434,28 @@ PLAIN = {
         "prompts_per_agent": 10,
         "aggregation": "weights",
         "lora_average": "frozen-a",
+        "norm_reward": "off",
+        "value_clip_coef": 0.0,
         "kl_direction": "reverse",
         "kl_estimator": "k3",
         "total_steps": 2,
     },
     "FedAvg": {"aggregation": "weights", "local_updates": 2, "total_steps": 2, "clip_coef": 0.05},
 }
+
+
+def shift_of(token, t):
+    """By how much the sampler's log-probabilities are made wrong."""
+    return 0.4 * math.sin(3 * token + t)
+
+
+def shift(sampled):
+    """The output of `generate` with such log-probabilities."""
+    tokens, lengths, logprobs = sampled
+    for place in torch.cartesian_prod(*map(torch.arange, tokens.shape)).tolist():
+        if place[-1] < lengths[*place[:-1]]:
+            logprobs[*place] += shift_of(int(tokens[*place]), place[-1])
+    return tokens, lengths, logprobs
 
 
 def smaller(part):
@@ -410,6 +469,8 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
     """Adapters, metrics and evaluations after several steps, rounds and epochs, with a C that is not symmetric."""
     args, parts = settings_of(files, folder, tmp_path, **PLAIN[case]), prpo_llm.positions
     monkeypatch.setattr(prpo_llm, "positions", lambda *given: [own for part in parts(*given) for own in smaller(part)])
+    generate = prpo_llm.generate
+    monkeypatch.setattr(prpo_llm, "generate", lambda *given, **options: shift(generate(*given, **options)))
     prpo_llm.main(args)
     run = only_run(tmp_path)
     _, tokenizer = prpo_llm.load_base(args)
@@ -530,19 +591,207 @@ def from_logs(log_probs):
     return Categorical(logits=log_probs)
 
 
+@pytest.mark.parametrize("norm_reward", ["on", "off"])
+def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_reward, monkeypatch):
+    """Of three agents with offsets of their own, one of whom receives its first rewards in the second step only.
+
+    The mean and deviation are those of all rewards so far, NaN left out; a head that is not 0 is kept in proportion.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([[[3], [1], [2], [4]]]).expand(3, -1, -1)
+    mask = torch.arange(4) < lengths[..., None]
+    hidden = torch.randn(3, 4, 1, 4, 5, generator=generator)
+    monkeypatch.setattr(prpo_llm, "remember", lambda *_: hidden)
+    head = torch.randn(3, 5, generator=generator)
+    model = SimpleNamespace(value_head=head.clone(), value_bias=torch.full((3, 1), 7.0))
+    args = prpo_llm.Args(algorithm="ppo", gamma=0.9, gae_lambda=0.8, norm_reward=norm_reward)
+    statistics, seen = torch.zeros(3, 3, dtype=torch.float64), [[], [], []]
+    for step in range(3):
+        rewards = torch.tensor([0.0, 12.0, -300.0])[:, None, None] + torch.randn(3, 4, 1, generator=generator)
+        rewards[0, 1] = math.nan
+        if step == 0:
+            rewards[2] = math.nan
+        found = prpo_llm.token_advantages(
+            args, model, {"lengths": lengths, "rewards": rewards, "mask": mask}, statistics
+        )
+        for k in range(3):
+            before = len(seen[k])
+            seen[k] += [reward for reward in rewards[k].flatten().tolist() if reward == reward]
+            if not seen[k]:
+                continue
+            mean, deviation = (np.mean(seen[k]), np.std(seen[k])) if norm_reward == "on" else (0.0, 1.0)
+            scaled = (rewards[k, :, 0] - mean) / deviation
+            if not before:
+                torch.testing.assert_close(model.value_head[k], head[k] / deviation, rtol=1e-4, atol=1e-4)
+                start = found["values"][k][mask[k]].mean()
+                assert float(start) == pytest.approx(float(scaled.nanmean()), rel=1e-4, abs=1e-4)
+            values = found["values"][k, :, 0]
+            expected = hidden[k, :, 0] @ model.value_head[k] + model.value_bias[k]
+            torch.testing.assert_close(values, expected * mask[k, :, 0])
+            for row in range(4):  # lambda's recursion ends with the reward
+                last = int(lengths[k, row]) - 1
+                reward = 0.0 if math.isnan(scaled[row]) else float(scaled[row])
+                assert float(found["returns"][k, row, 0, last]) == pytest.approx(reward, rel=1e-3, abs=1e-3)
+    assert statistics[:, 0].tolist() == [9, 12, 8]
+
+
+def test_equal_rewards_are_normalised_to_zero():
+    """Whatever their number and value, in one step or in many: rounding errors are not divided by themselves."""
+    for value in (0.0, 0.1, 12.3, -1e4):
+        statistics = torch.zeros(1, 3, dtype=torch.float64)
+        for size in (1, 3, 7, 8):
+            rewards = torch.full((1, size, 1), value)
+            prpo_llm.update_statistics(statistics, rewards)
+            assert prpo_llm.normalise_rewards(statistics, rewards).abs().max() < 1e-6
+
+
 def test_advantages_of_ppo_are_whitened_over_what_is_known(monkeypatch):
     """Mean 0 and variance 1 over the tokens whose reward is known; others have none; a single one makes no NaN."""
     lengths = torch.tensor([[[3], [2], [4]], [[1], [4], [2]], [[1], [2], [2]]])
     rewards = torch.tensor([[[1.0], [math.nan], [3.0]], [[2.0], [math.nan], [math.nan]], [[math.nan]] * 3])
     batch = {"lengths": lengths, "rewards": rewards, "mask": torch.arange(4) < lengths[..., None]}
     monkeypatch.setattr(prpo_llm, "remember", lambda *_: torch.ones(3, 3, 1, 4, 1))
-    model = SimpleNamespace(value_head=torch.tensor([[0.1], [0.2], [0.3]]))
-    found = prpo_llm.token_advantages(prpo_llm.Args(algorithm="ppo", gamma=0.9), model, batch)["advantages"]
+    model = SimpleNamespace(value_head=torch.tensor([[0.1], [0.2], [0.3]]), value_bias=torch.zeros(3, 1))
+    args, statistics = prpo_llm.Args(algorithm="ppo", gamma=0.9), torch.zeros(3, 3, dtype=torch.float64)
+    found = prpo_llm.token_advantages(args, model, batch, statistics)["advantages"]
     known = batch["mask"] & ~rewards.isnan()[..., None]
     assert (found[~known] == 0).all() and found.isfinite().all()
     assert float(found[0][known[0]].mean()) == pytest.approx(0, abs=1e-6)
     assert float(found[0][known[0]].std(correction=0)) == pytest.approx(1, abs=1e-6)
     assert (found[1:] == 0).all()
+
+
+# --- rewards with an offset, gradients that are not finite ---
+
+
+def rows_of(run):
+    """metrics.csv as [step][agent]."""
+    with open(run / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    agents = 1 + max(int(row["agent"]) for row in rows)
+    return [rows[first : first + agents] for first in range(0, len(rows), agents)]
+
+
+LONG = {"batch_size": 16, "micro_batch_size": 16, "response_length": 20, "total_steps": 150}
+SHORT = {"batch_size": 16, "micro_batch_size": 16, "response_length": 12, "total_steps": 24}
+
+
+@pytest.mark.parametrize(
+    ("budget", "least"),
+    [pytest.param(SHORT, 4.0, id="short"), pytest.param(LONG, 17.0, id="150", marks=pytest.mark.slow)],
+)
+def test_ppo_learns_whatever_the_offset_of_the_rewards(files, tmp_path, budget, least):  # noqa: F811
+    """The reward is the number of "a", and 0, 12 or -12 besides, an agent each: all three learn to say "a".
+
+    Without normalised rewards and a value head that starts at their mean, ending at once looks good with +12: the
+    completions of this agent have length 1 and no "a".
+    """
+    generator = np.random.default_rng(0)
+    for agent, offset in enumerate((0.0, 12.0, -12.0)):
+        prompts = [" ".join(generator.choice([*"bcdefgh"], size=4)) for _ in range(60)]
+        rows = [{"prompt": prompt, "completion": "a", "offset": offset} for prompt in prompts]
+        (tmp_path / f"data_{agent}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "letters.py").write_text(
+        "def count(completions, offset, **_):\n"
+        "    return [text.split().count('a') + own for text, own in zip(completions, offset)]\n"
+    )
+    base = {"algorithm": "ppo", "aggregation": "none", "num_agents": 3, "prompts_per_agent": 60, "local_updates": 1}
+    base |= {"dataset": str(tmp_path / "data_{i}.jsonl"), "reward": f"{tmp_path / 'letters.py'}:count"}
+    base |= {"eval_prompts": 0, "missing_eos_penalty": 0.0, "save_every": 1000}
+    prpo_llm.main(tiny(files, tmp_path / "runs", **base, **budget))
+    last = rows_of(only_run(tmp_path / "runs"))[-4:]
+    letters = [np.mean([float(row["reward"]) for row in rows]) for rows in zip(*last, strict=True)]
+    lengths = [np.mean([float(row["response_length"]) for row in rows]) for rows in zip(*last, strict=True)]
+    letters = [letters[0], letters[1] - 12, letters[2] + 12]
+    assert min(letters) > least and min(lengths) > budget["response_length"] / 2, (letters, lengths)
+
+
+@pytest.mark.parametrize("aggregation", ["policy", "weights"])
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_gradient_that_is_not_finite_makes_no_step(files, tmp_path, monkeypatch, algorithm, aggregation):  # noqa: F811
+    """In the second of four steps an advantage of agent 1 is infinite: nothing of its policy changes in this minibatch.
+
+    It is counted, its peer is not concerned, and after that the agent learns on: weights and moments are finite.
+    """
+    compute, calls = prpo_llm.token_advantages, []
+
+    def infinite_later(*given):
+        calls.append(1)
+        found = compute(*given)
+        if len(calls) == 2:
+            found["advantages"] = found["advantages"].clone()
+            found["advantages"][1] = torch.inf
+        return found
+
+    monkeypatch.setattr(prpo_llm, "token_advantages", infinite_later)
+    changes = {"algorithm": algorithm, "aggregation": aggregation, "local_updates": 3, "save_every": 1}
+    prpo_llm.main(tiny(files, tmp_path, **changes, batch_size=4, update_epochs=3))
+    run = only_run(tmp_path)
+    skipped = [[float(row["skipped_steps"]) for row in rows] for rows in rows_of(run)]
+    assert skipped == [[0, 0], [0, 3], [0, 0], [0, 0]]
+    run_of_one = tmp_path / "again"
+    calls.clear()
+    prpo_llm.main(tiny(files, run_of_one, **changes | {"total_steps": 2}, batch_size=4, update_epochs=3))
+    first, second = (checkpoint_of(only_run(run_of_one), 1, step) for step in (1, 2))
+    last = checkpoint_of(run, 1, 4)
+    numel = len(first["exp_avg"])
+    assert torch.equal(first["trained"][:numel], second["trained"][:numel])
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(first[name], second[name]), name
+        assert last[name].isfinite().all(), name
+    assert last["trained"].isfinite().all() and last["step"] > second["step"]
+    assert not torch.equal(last["trained"][:numel], second["trained"][:numel])
+    if algorithm == "ppo":  # the value model has a gradient of its own
+        assert second["value_step"] == first["value_step"] + 3
+        assert not torch.equal(first["trained"][numel:], second["trained"][numel:])
+    assert json.loads((run / "summary.json").read_text())["diverged"] == []
+
+
+def ruin(agent):
+    """A `learn` after whose first step an agent's adapters are NaN."""
+    learn, calls = prpo_llm.learn, []
+
+    def learn_and_ruin(args, model, trained, *given):
+        losses = learn(args, model, trained, *given)
+        if not calls:
+            trained[agent] = torch.nan
+        calls.append(1)
+        return losses
+
+    return learn_and_ruin
+
+
+def test_a_diverged_agent_has_no_score(files, tmp_path, monkeypatch):  # noqa: F811
+    """NaN's likeliest token is the first, which ends a completion: that is not scored, in training or evaluation."""
+    monkeypatch.setattr(prpo_llm, "learn", ruin(1))
+    prpo_llm.main(tiny(files, tmp_path, aggregation="none", eval_every=2, eval_samples=2))
+    run = only_run(tmp_path)
+    with open(run / "evaluations.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        lost = row["agent"] == "1" and row["step"] != "0"
+        for column in ("mean_reward", "score", "sampled_reward"):
+            assert math.isnan(float(row[column])) == lost, (row, column)
+    assert {row["step"] for row in rows} == {"0", "2", "4"}
+    for step, (healthy, diverged) in enumerate(rows_of(run)):
+        assert float(healthy["nan_rewards"]) == 0 and float(diverged["nan_rewards"]) == (0 if step == 0 else 6)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["diverged"] == [1]
+    assert summary["evaluation"]["agents"][1]["validation"]["mean"] is None
+    assert summary["evaluation"]["agents"][0]["validation"]["mean"] is not None
+
+
+def test_fedavg_restores_an_agent_that_is_not_finite(files, tmp_path, monkeypatch):  # noqa: F811
+    """It gets the mean of those that it listens to; that its own parameters are not finite does not exclude it."""
+    monkeypatch.setattr(prpo_llm, "learn", ruin(1))
+    changes = {"num_agents": 3, "aggregation": "weights", "lora_average": "naive", "communicator": "uniform"}
+    prpo_llm.main(tiny(files, tmp_path, **changes, local_updates=2, total_steps=2, save_every=1))
+    one, lost, other = (checkpoint_of(only_run(tmp_path), agent, 2)["trained"] for agent in range(3))
+    before = [checkpoint_of(only_run(tmp_path), agent, 1)["trained"] for agent in range(3)]
+    assert before[1].isnan().all() and before[0].isfinite().all()
+    assert lost.isfinite().all()
+    torch.testing.assert_close(lost, one)
+    torch.testing.assert_close(lost, other)
 
 
 # --- placements, checkpoints, logs ---

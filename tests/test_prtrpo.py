@@ -318,6 +318,25 @@ def test_fitting_the_value_function_leaves_the_policy_alone(monkeypatch):
     assert torch.equal(agent(obs)[0], policy(obs)[0]) and not torch.allclose(agent(obs)[1], policy(obs)[1])
 
 
+def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
+    """The weights and Adam's moments stay as they are, and the loss is reported as NaN."""
+    torch.manual_seed(0)
+    agent = prtrpo_minigrid.Agent(prpo_minigrid.Agent(7, hidden=16))
+    optimizer = torch.optim.Adam(agent.baseline.parameters(), 1e-3)
+    batch = {"states": torch.arange(8), "returns": torch.randn(8)}
+    monkeypatch.setattr(prtrpo_minigrid, "improve", lambda *_: {})
+    args, generator = prtrpo_minigrid.Args(num_minibatches=1, update_epochs=2), torch.Generator().manual_seed(0)
+    given = agent, optimizer, generator, PRTRPO_MINIGRID.random_obs(8), None, batch, 0.01, args
+    assert len([*prtrpo_minigrid.learn(*given)]) == 3
+    weights = parameters_to_vector(agent.baseline.parameters()).detach().clone()
+    moments = copy.deepcopy(optimizer.state_dict()["state"])
+    next(agent.baseline.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+    _, fit = prtrpo_minigrid.learn(*given)
+    assert math.isnan(fit["value_loss"])
+    assert torch.equal(parameters_to_vector(agent.baseline.parameters()), weights)
+    torch.testing.assert_close(optimizer.state_dict()["state"], moments, rtol=0, atol=0)
+
+
 # --- runs ---
 
 # Agents that differ, sit out rounds, and whose epsilons depend on everybody's last update

@@ -522,6 +522,31 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
     assert any(gradient.abs().max() > 1e-2 for gradient in found)
 
 
+@pytest.mark.parametrize("script", [PRPO_MINIGRID, PRPO_ATARI], ids=repr)
+def test_a_gradient_that_is_not_finite_makes_no_step(script):
+    """The loss is finite: the weights and Adam's moments stay as they are, the policy loss is NaN; then it learns."""
+    torch.manual_seed(0)
+    args = script.Args(update_epochs=2, num_minibatches=2)
+    (agent,), obs = lively_agents(script, 1), script.random_obs(6)
+    batch = {"actions": torch.randint(script.num_actions, (6,)), "logprobs": -torch.rand(6) - 1}
+    batch |= {"states": torch.arange(6), "advantages": torch.randn(6), "values": torch.randn(6)}
+    batch |= {"returns": batch["advantages"], "reference": torch.randn(6, script.num_actions).log_softmax(-1)}
+    optimizer, generator = torch.optim.Adam(agent.parameters(), 1e-2), torch.Generator().manual_seed(0)
+    learn = [*script.learn(agent, optimizer, generator, obs, batch, args)]
+    assert len(learn) == 4 and all(math.isfinite(losses["policy_loss"]) for losses in learn)
+    weights = parameters_to_vector(agent.parameters()).detach().clone()
+    moments = copy.deepcopy(optimizer.state_dict()["state"])
+    hook = next(agent.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+    (losses,) = script.learn(agent, optimizer, generator, obs, batch, args)
+    assert math.isnan(losses["policy_loss"]) and math.isfinite(losses["value_loss"])
+    assert torch.equal(parameters_to_vector(agent.parameters()), weights)
+    torch.testing.assert_close(optimizer.state_dict()["state"], moments, rtol=0, atol=0)
+    hook.remove()
+    assert len([*script.learn(agent, optimizer, generator, obs, batch, args)]) == 4
+    changed = parameters_to_vector(agent.parameters())
+    assert changed.isfinite().all() and not torch.equal(changed, weights)
+
+
 @on_minigrid
 def test_a_layer_that_is_added_acts_and_learns(script, tmp_path, monkeypatch):
     """The network is defined once: with another layer, and a wider one, all is as with the plain loop."""
