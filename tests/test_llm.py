@@ -326,9 +326,9 @@ def test_full_kl_is_the_sum_over_the_vocabulary(direction, mixture):
 @pytest.mark.parametrize("options", [{}, {"loss_type": "dr-grpo"}, {"loss_type": "dapo"}, {"algorithm": "ppo"}])
 def test_what_tokens_count(options):
     """GRPO: each completion the same; Dr. GRPO: each token, against the maximum; DAPO and PPO: each token."""
-    args = prpo_llm.Args(response_length=10, **options)
+    args = prpo_llm.Args(response_length=12, **options)  # no completion is as long as that
     weights = prpo_llm.token_weights(torch.tensor([1, 4, 10]), args)
-    expected = {"grpo": [1 / 3, 1 / 12, 1 / 30], "dr-grpo": [1 / 30] * 3, "ppo": [1 / 15] * 3, "dapo": [1 / 15] * 3}
+    expected = {"grpo": [1 / 3, 1 / 12, 1 / 30], "dr-grpo": [1 / 36] * 3, "ppo": [1 / 15] * 3, "dapo": [1 / 15] * 3}
     name = options.get("loss_type") or options.get("algorithm", "grpo")
     assert weights.tolist() == pytest.approx(expected[name])
 

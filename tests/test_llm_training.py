@@ -7,6 +7,7 @@ each layer, the whole vocabulary, and autograd.
 import contextlib
 import copy
 import csv
+import io
 import json
 import math
 import multiprocessing
@@ -24,10 +25,11 @@ from command import parse_args
 from helpers import only_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_llm import TARGETS, files, flags, plain_model, tiny, to_resume  # noqa: F401
 from torch.distributions import Categorical, kl_divergence
+from transformers import AutoModelForSequenceClassification
 
 import communicators
 import prpo_llm
@@ -549,6 +551,200 @@ def test_average_products_that_are_zero_leave_a_to_learn_from():
     product = sum(b @ a / 3 for a, b in zip(A, B, strict=True))
     torch.testing.assert_close(new_B[0] @ new_A[0], product, rtol=0, atol=1e-4)
     assert torch.linalg.svdvals(new_A[0]).min() > 0.05
+
+
+def test_average_adapters_averages_the_products_of_every_set(files, folder, tmp_path):  # noqa: F811
+    """Of policies and of value models, against a singular value decomposition; heads and biases are plain means."""
+    args = settings_of(files, folder, tmp_path, algorithm="ppo")
+    model, _ = prpo_llm.load_base(args)
+    trained, _ = prpo_llm.add_adapters(args, model, 3)
+    trained[:] = torch.randn(trained.shape, generator=torch.Generator().manual_seed(2))
+    layers = [layer for layer in model.modules() if isinstance(layer, prpo_llm.Adapters)]
+    C = torch.tensor(MATRIX)[1:]  # of two agents of three
+    expected = {}
+    for number, layer in enumerate(layers):
+        for kind in ("policy", "value"):
+            for row in range(2):
+                product = torch.einsum("n,nor,nri->oi", C[row], layer.B[kind], layer.A[kind])
+                U, S, V = torch.linalg.svd(product.detach())
+                rank = layer.A[kind].shape[1]
+                expected[number, kind, row] = (U[:, :rank] * S[:rank]) @ V[:rank]
+    heads = C @ model.value_head.detach(), C @ model.value_bias.detach()
+    averages, _ = prpo_llm.average_adapters(args, model, C, trained.clone())
+    trained[:2] = averages
+    for (number, kind, row), product in expected.items():
+        found = layers[number].B[kind][row] @ layers[number].A[kind][row]
+        torch.testing.assert_close(found.detach(), product, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close((model.value_head[:2].detach(), model.value_bias[:2].detach()), heads)
+
+
+# --- what the value model starts from, public states, the own policy, gains ---
+
+
+def reward_adapter(files, folder, rank, targets=TARGETS):  # noqa: F811
+    """A reward model as PEFT saves one in `folder`, and its model of plain transformers."""
+    torch.manual_seed(5)
+    plain = AutoModelForSequenceClassification.from_pretrained(files / "model", num_labels=1, dtype=torch.float32)
+    config = LoraConfig(r=rank, lora_alpha=3, target_modules=list(targets), task_type="SEQ_CLS")
+    model = get_peft_model(plain, config).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_the_value_model_starts_from_a_reward_model(files, folder, tmp_path, rank):  # noqa: F811
+    """Its values are the scores; where its rank, 2, is smaller, its products are the nearest of this rank."""
+    plain = reward_adapter(files, tmp_path / "reward", rank)
+    args = settings_of(files, folder, tmp_path, algorithm="ppo", value_init=str(tmp_path / "reward"))
+    prpo_llm.check_args(args)
+    model, _ = prpo_llm.load_base(args)
+    prpo_llm.add_adapters(args, model, 3)
+    for name, layer in model.named_modules():
+        if isinstance(layer, prpo_llm.Adapters):
+            stored = plain.base_model.model.get_submodule(name)
+            B, A = stored.lora_B["default"].weight, stored.lora_A["default"].weight
+            U, S, V = torch.linalg.svd((3 / rank * B @ A).detach())
+            product = layer.scale["value"] * layer.B["value"] @ layer.A["value"]
+            expected = (U[:, :2] * S[:2]) @ V[:2]
+            torch.testing.assert_close(product.detach(), expected.expand(3, -1, -1), rtol=1e-4, atol=1e-4)
+            assert (layer.A["value"].norm(dim=2) > 0).all()  # or there would be nothing to learn from
+    if rank <= 2:
+        prompt, said = [3, 7, 1], [5, 9, 2, 4]
+        prpo_llm.Adapters.selected = "value", None
+        lengths = torch.full((3, 1, 1), len(said))
+        batch = {"prompts": [prompt] * 3, "tokens": torch.tensor(said).expand(3, 1, 1, -1), "lengths": lengths}
+        with torch.no_grad():
+            values = prpo_llm.compute_values(model, prpo_llm.predict(model, batch))
+            for t in range(len(said)):  # V(s_t): the score of what was said before
+                score = plain(torch.tensor([prompt + said[:t]])).logits
+                torch.testing.assert_close(values[:, 0, 0, t], score[0].expand(3), rtol=1e-4, atol=1e-4)
+
+
+def test_the_value_model_starts_from_the_adapter_of_the_policy(files, folder, tmp_path):  # noqa: F811
+    """With the same rank the value model's states are the policy's; its head is 0."""
+    args = settings_of(files, folder, tmp_path, algorithm="ppo", value_init="adapter", value_lora_rank=4)
+    model, _ = prpo_llm.load_base(args)
+    prpo_llm.add_adapters(args, model, 3)
+    lengths, tokens = torch.full((3, 1, 2), 3), torch.randint(1, 27, (3, 1, 2, 3))
+    states = {}
+    for name in ("policy", "value"):
+        prpo_llm.Adapters.selected = name, None
+        with torch.no_grad():
+            states[name] = prpo_llm.predict(model, {"prompts": [[1, 2]] * 3, "tokens": tokens, "lengths": lengths})
+    torch.testing.assert_close(states["value"], states["policy"])
+    assert (model.value_head == 0).all() and (model.value_bias == 0).all()
+    with torch.no_grad():
+        base = plain_model(files).model(torch.tensor([[1, 2]])).last_hidden_state[0, -1]
+    assert (states["value"][0, 0, 0, 0] - base).abs().max() > 1e-2
+
+
+def test_what_the_value_model_cannot_start_from_ends_in_one_line(files, folder, tmp_path):  # noqa: F811
+    """A whole model, an adapter without score head, other layers, other sizes, another kind of adapter."""
+    reward_adapter(files, tmp_path / "reward", 2, targets=("q_proj", "o_proj"))
+    wide = tmp_path / "wide"
+    reward_adapter(files, wide, 2)
+    weights = load_file(wide / "adapter_model.safetensors")
+    narrow = {name: side[:, :-1].clone() if "lora_A" in name else side for name, side in weights.items()}
+    save_file(narrow, wide / "adapter_model.safetensors")
+    dora = tmp_path / "dora"
+    reward_adapter(files, dora, 2)
+    config = json.loads((dora / "adapter_config.json").read_text()) | {"use_dora": True}
+    (dora / "adapter_config.json").write_text(json.dumps(config))
+    for value_init, reason in (
+        (files / "model", "a folder with adapter_config.json"),
+        (folder / "adapter", "score.weight"),
+        (tmp_path / "reward", "o_proj"),
+        (wide, "other sizes"),
+        (dora, "use_dora"),
+    ):
+        args = settings_of(files, folder, tmp_path, algorithm="ppo", value_init=str(value_init))
+        with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as printed:
+            prpo_llm.check_args(args)
+            model, _ = prpo_llm.load_base(args)
+            prpo_llm.add_adapters(args, model, 3)
+        line = printed.getvalue().strip() or str(end.value.code)
+        assert line.startswith(f"--value-init {value_init}: ") and reason in line and "\n" not in line, line
+
+
+def test_public_log_probs_leave_padding_out(files, folder, tmp_path):  # noqa: F811
+    """Of each snapshot, at the first eight tokens of each reference, the shorter of which are padded: against plain."""
+    args = settings_of(files, folder, tmp_path, num_agents=2, response_length=9)
+    model, tokenizer = prpo_llm.load_base(args)
+    _, snapshots = prpo_llm.add_adapters(args, model, 2)
+    snapshots[1] += 0.1 * torch.randn(snapshots.shape[1], generator=torch.Generator().manual_seed(4))
+    completions = ["a b c d e f g h i j", "k", "l m n"]
+    examples = [
+        {"completion": text, "ids": ids} for text, ids in zip(completions, ([1, 2], [5], [9, 3, 4]), strict=True)
+    ]
+    found = prpo_llm.public_log_probs(args, model, tokenizer, examples)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, prpo_llm.Adapters)}
+    for k in range(2):
+        sides = {name: (layer.A["snapshot"][k], layer.B["snapshot"][k]) for name, layer in layers.items()}
+        plain, rows = with_adapter(files, sides, args.lora_alpha / args.lora_rank), []
+        for example in examples:
+            answer = tokenizer(example["completion"])["input_ids"][:8]
+            logits = plain(torch.tensor([example["ids"] + answer])).logits[0, len(example["ids"]) - 1 : -1]
+            rows.append((logits / args.temperature).log_softmax(-1))
+        assert found[k].shape == (8 + 1 + 3, 27)
+        torch.testing.assert_close(found[k], torch.cat(rows).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_an_agents_own_part_of_its_reference_goes_by_its_number(monkeypatch):
+    """Agents 1 and 2 of three are held: with `behaviour`, agent i's own part is its policy, and only its own."""
+    model = SimpleNamespace(device="cpu")
+    batch = {"mask": torch.ones(2, 1, 1, 2, dtype=torch.bool), "tokens": torch.zeros(2, 1, 1, 2, dtype=torch.long)}
+    batch["sampled"] = torch.zeros(2, 1, 1, 2)
+
+    def remember(args, model, batch, name, numbers=None):
+        filled = torch.tensor(numbers if name == "snapshot" else [-1, -1])
+        return filled.float().view(2, 1, 1, 1, 1).expand(2, 1, 1, 2, 4).clone()
+
+    monkeypatch.setattr(prpo_llm, "remember", remember)
+    monkeypatch.setattr(prpo_llm, "positions", lambda *_: [])
+    C = torch.tensor([[0.2, 0.3, 0.5], [0.4, 0.6, 0.0], [0.3, 0.3, 0.4]])
+    for self_reference, expected in (("behaviour", [[0, -1], [0, 1, -1]]), ("snapshot", [[0, 1], [0, 1, 2]])):
+        args = prpo_llm.Args(self_reference=self_reference)
+        found, weights = prpo_llm.refer(args, model, range(1, 3), C, batch)
+        for k, peers in enumerate(expected):
+            assert found["peers"][k, 0, : len(peers), 0, 0, 0].tolist() == peers
+            assert weights[k].tolist() == C[k + 1][C[k + 1] > 0].tolist()
+
+
+def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
+    """C of every round, from the completions' rewards: gains over each agent's own history, and not its means."""
+    judge, seen = prpo_llm.judge, []
+
+    def judge_and_remember(*given):
+        texts, ends, columns = judge(*given)
+        seen.append(columns["reward"].reshape(3, -1))
+        return texts, ends, columns
+
+    monkeypatch.setattr(prpo_llm, "judge", judge_and_remember)
+    changes = {"num_agents": 3, "communicator": "relative-gain", "communicator_temperature": 0.5, "eval_prompts": 0}
+    prpo_llm.main(tiny(files, tmp_path, **changes, local_updates=2, total_steps=6, response_length=8))
+    with open(only_run(tmp_path) / "communicator.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["step"]) in (2, 4, 6)]
+    baselines, apart = [None] * 3, 0.0
+    for number in range(3):
+        rewards = np.concatenate(seen[2 * number : 2 * number + 2], axis=1)
+        gains = []
+        for i in range(3):
+            mean, error = rewards[i].mean(), rewards[i].std(ddof=1) / math.sqrt(rewards.shape[1])
+            before = mean if baselines[i] is None else baselines[i]
+            gains.append(np.clip((mean - before) / (abs(before) + error), -1, 1))
+            baselines[i] = before + 0.2 * (mean - before)
+        weights = np.exp(np.array(gains) / 0.5)
+        means = np.exp(rewards.mean(1) / 0.5)
+        apart = max(apart, np.abs(weights / weights.sum() - means / means.sum()).max())
+        found = [row for row in rows if int(row["step"]) == 2 * number + 2]
+        for row in found:
+            expected = weights[int(row["peer"])] / weights.sum()
+            assert float(row["weight"]) == pytest.approx(expected, rel=1e-4), (number, row)
+        assert len(found) in (0, 9)  # it is written where it has changed
+    assert apart > 0.02 and len(rows) >= 18
 
 
 # --- exact expectations ---
