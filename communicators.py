@@ -20,12 +20,14 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
 import queue
 import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import typing
 import warnings
@@ -411,30 +413,91 @@ class Exchange:
         self.world_size = int(os.environ["WORLD_SIZE"]) if self.distributed else 1
         if num_agents % self.world_size:
             raise ValueError(f"{num_agents} agents cannot be shared by {self.world_size} ranks; use a divisor")
-        device, gpus = str(device).replace("auto", "cuda" if torch.cuda.is_available() else "cpu"), 0
-        own_gpu = device == "cuda"
+        device = str(device).replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cuda":
+            device = f"cuda:{local_rank() % torch.cuda.device_count()}"
         if device.startswith("cuda"):
-            gpus = torch.cuda.device_count()
-            device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if device == "cuda" else device
             torch.cuda.set_device(device)  # before anything is captured or sent from the wrong one
+            # The same float32 products in rollouts (matrix products) and updates (convolutions): by default only cuDNN
+            # rounds to TF32, and the first ratio of an update would not be 1
+            torch.backends.cudnn.allow_tf32 = False
+            torch.set_float32_matmul_precision("highest")
         self.num_agents, self.device, self.bytes_sent = num_agents, torch.device(device), 0
         held = num_agents // self.world_size
         self.agents = range(self.rank * held, (self.rank + 1) * held)  # the agents this process holds
         self.timeout = datetime.timedelta(seconds=timeout)
         if self.distributed:
-            # nccl wants a GPU for every rank; ranks that share one talk through the processor
-            nccl = own_gpu and gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-            self._wire = self.device if nccl else torch.device("cpu")
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             # torchrun's own store outlives a restart: the prefix drops the addresses of the dead
             leads = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             store = dist.TCPStore(*address, self.world_size, is_master=leads, timeout=self.timeout, multi_tenant=True)
-            self._store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+            self._store = dist.PrefixStore(attempt, store)
+            nccl = self._has_gpu_per_rank()
+            self._wire = self.device if nccl else torch.device("cpu")
             place = {"store": self._store, "rank": self.rank, "world_size": self.world_size}
             dist.init_process_group("nccl" if nccl else "gloo", timeout=self.timeout, **place)
             self._barriers = 0
+            self._meetings = 0
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+            # A connection of its own, because a thread that waits in the store would block the signs of life
+            signs = dist.PrefixStore(attempt, store.clone())
+            self._ended = threading.Event()
+            self._pulse = threading.Thread(target=self._show_life, args=(signs,), daemon=True)
+            self._pulse.start()
             atexit.register(self.close)  # gloo's threads abort a process that ends with them
+
+    def _has_gpu_per_rank(self) -> bool:
+        """Whether no two ranks share a GPU and none is without, which nccl needs; the same answer on every rank.
+
+        Ranks that share one communicate through the processor.
+        """
+        gpu = "none"
+        if self.device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+        self._store.set(f"gpu_{self.rank}", gpu)
+        gpus = [self._store.get(f"gpu_{rank}").decode() for rank in range(self.world_size)]
+        return "none" not in gpus and len(set(gpus)) == self.world_size
+
+    def _show_life(self, store: dist.Store) -> None:
+        """Count signs of life in the store until the process leaves the group: the thread behind `wait_for_all`."""
+        with contextlib.suppress(RuntimeError):  # the rank that holds the store has left
+            while True:
+                store.add(f"alive_{self.rank}", 1)
+                if self._ended.wait(min(1.0, self.timeout.total_seconds() / 20)):
+                    return
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank is here, however long the others take, provided that they are alive.
+
+        For work whose length differs between ranks, such as evaluations, where `barrier` would give up after `timeout`.
+        A RuntimeError names the ranks that have shown no sign of life for that long.
+        """
+        if not self.distributed:
+            return
+        self._meetings += 1
+        meeting = f"meeting_{self._meetings}"
+        self._store.set(f"{meeting}_{self.rank}", "here")
+        arrived = self._store.add(meeting, 1)
+        timeout = self.timeout.total_seconds()
+        signs = {}  # rank -> its last count of signs of life
+        seen = {}  # rank -> when that count was new
+        next_check = 0.0
+        while arrived < self.world_size:
+            now = time.monotonic()
+            if now >= next_check:
+                next_check = now + timeout / 20
+                missing = [k for k in range(self.world_size) if not self._store.check([f"{meeting}_{k}"])]
+                for rank in missing:
+                    count = self._store.add(f"alive_{rank}", 0)
+                    if count != signs.get(rank):
+                        signs[rank] = count
+                        seen[rank] = now
+                dead = ", ".join(str(rank) for rank in missing if now - seen[rank] > timeout)
+                if dead:
+                    raise RuntimeError(f"Ranks {dead} failed to arrive: no sign of life for {timeout:g} seconds")
+            time.sleep(min(0.1, timeout / 20))
+            arrived = self._store.add(meeting, 0)
 
     def barrier(self) -> None:
         """Wait until every rank is here; on rank 0 a RuntimeError names those that did not come in time."""
@@ -501,6 +564,8 @@ class Exchange:
         """Leave the process group."""
         if self.distributed:
             atexit.unregister(self.close)
+            self._ended.set()
+            self._pulse.join(timeout=5)
             dist.destroy_process_group()
 
 
@@ -534,7 +599,7 @@ class RunArgs:
     """iterations between checkpoints; the environments start anew at each, so that a resumed run is the same run"""
     eval_every: Natural = 0  # iterations between evaluations during training (0: only at the end)
     timeout: Positive = 600.0
-    """torchrun: seconds that ranks wait for each other before the run ends and names who is missing"""
+    """torchrun: seconds without a peer (after evaluations: without a sign of life) until the run ends and names it"""
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "prpo"  # the W&B project
     wandb_entity: str | None = None  # the W&B team or user
@@ -550,6 +615,11 @@ class RunArgs:
 
     def __post_init__(self):
         self.exp_name = self.exp_name or script_of(self).stem
+
+
+def local_rank() -> int:
+    """The number of this rank on its machine; rank 0 reports what the machine lacks."""
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def script_of(args: RunArgs) -> Path:
@@ -647,9 +717,11 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
             refuse(args, "communicator", str(error) if own else f"choose from {', '.join(named)}, or the CSV file of C")
     if args.top_k >= args.num_agents:
         refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
-    cuda = torch.cuda.is_available()
-    if args.device not in ("auto", "cpu") and not (cuda and re.fullmatch(r"cuda(:\d+)?", args.device)):
-        refuse(args, "device", f"choose auto, {'cuda, cuda:N, ' * cuda}cpu")
+    devices = ["auto", "cpu"]
+    if torch.cuda.is_available():
+        devices += ["cuda", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
+    if args.device not in devices:
+        stop(f"--device {args.device}: choose {', '.join(devices)}", WRONG_VALUE, any_rank=local_rank() == 0)
     if args.track and not importlib.util.find_spec("wandb"):
         refuse(args, "track", "wandb is not installed")
     run_dir = Path(args.run_dir).absolute()
@@ -671,6 +743,37 @@ def _bounds(hint) -> list[Must]:
 def derive_seed(*key: int) -> int:
     """A 31-bit seed for a key such as (seed, agent, environment, checkpoint): never of a rank, never global."""
     return int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
+
+
+@functools.cache
+def student_t(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t with a natural number of degrees of freedom, with an error below 1e-6.
+
+    The probability within +-t is a finite sum in the angle arctan(t / sqrt(degrees)): Abramowitz and Stegun, 26.7.3 and
+    26.7.4. It is solved by bisection.
+    """
+    odd = degrees % 2
+
+    def probability_within(angle: float) -> float:
+        cosine = math.cos(angle)
+        factors = [(k - 1) / k * cosine**2 for k in range(2 + odd, degrees, 2)]
+        first = cosine if odd else 1.0
+        terms = itertools.accumulate([first, *factors], operator.mul)
+        if not odd:
+            return math.sin(angle) * sum(terms)
+        if degrees == 1:
+            return 2 / math.pi * angle
+        return 2 / math.pi * (angle + math.sin(angle) * sum(terms))
+
+    low = 0.0
+    high = math.pi / 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        if probability_within(middle) < 0.95:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(degrees) * math.tan(low)
 
 
 def mean(values) -> float:
@@ -801,6 +904,16 @@ def _or_one_line(method: Callable) -> Callable:
     return guarded
 
 
+# The terms of a loss; other metrics may be infinite or NaN without harm, as the explained variance of equal returns
+LOSS_TERMS = "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/kl_reference", "losses/kl_anchor"
+
+
+def diverged_agents(metrics: dict[str, list[float]]) -> set[int]:
+    """The agents one of whose losses is not finite. metrics: {key: [agents]}."""
+    columns = [metrics[term] for term in LOSS_TERMS if term in metrics]
+    return {i for column in columns for i, loss in enumerate(column) if not math.isfinite(loss)}
+
+
 class Run:
     """What surrounds training, the same for every algorithm; `main` of every script shows how it is used.
 
@@ -833,10 +946,15 @@ class Run:
         self.cores = torch.get_num_threads()
         self.latest, self.results = {}, {}  # the last metrics {key: [agents]}, evaluation {task: [agents, columns]}
         # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends it at once
+        self._trained = False
         self._stop, numbers = [], (signal.SIGINT, signal.SIGTERM)
         self._handlers = {number: signal.signal(number, self._request_stop) for number in numbers}
 
     def _request_stop(self, number: int, frame) -> None:
+        if self.chief and not self._stop:
+            work = "the evaluation" if self._trained else f"this {self.counter}, then a checkpoint"
+            with contextlib.suppress(OSError):  # print is no good here: it may be what the signal has interrupted
+                os.write(2, f"\nfinishing {work}; again to end at once\n".encode())
         self._stop.append(number)
         signal.signal(number, signal.SIG_DFL)
 
@@ -873,7 +991,7 @@ class Run:
                     now += 1
             write_atomically(Path(runs, f"{prefix}{stamp.item()}", "config.json"), lambda f: f.write(config.encode()))
         folder = Path(runs, f"{prefix}{self.exchange.broadcast(stamp).item()}")
-        if os.environ.get("LOCAL_RANK", "0") == "0" and not folder.exists():  # a machine with a disk of its own
+        if local_rank() == 0 and not folder.exists():  # a machine with a disk of its own
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / "config.json", lambda file: file.write(config.encode()))
         return folder
@@ -972,6 +1090,7 @@ class Run:
             self.iteration += 1
             self._began = self._tock = time.perf_counter()
             yield self.iteration
+        self._trained = True
 
     def due(self, every: int) -> bool:
         """Whether this iteration is one of every `every`; 0 is never."""
@@ -979,6 +1098,8 @@ class Run:
 
     def tick(self, phase: str) -> None:
         """The time since the last tick was spent on `phase`."""
+        if self.exchange.device.type == "cuda":
+            torch.cuda.synchronize(self.exchange.device)  # what was only launched belongs to this phase
         now = time.perf_counter()
         self.clock[phase] += now - self._tock
         self._tock = now
@@ -995,6 +1116,8 @@ class Run:
         args, start = self.args, self.iteration
         about = ", ".join(filter(None, (f"{args.num_agents} agents on {self.exchange.device}", self.about)))
         print(f"{self.folder}: {about}", flush=True)
+        # What is resumed, perhaps extended, is not completed, even if it is killed before its end
+        (self.folder / "summary.json").unlink(missing_ok=True)
         if start:
             print(f"resuming after {self.counter} {start} of {self.total}", flush=True)
         if args.track:
@@ -1047,9 +1170,8 @@ class Run:
         self._shown = repr(shown)  # as text NaN is equal to NaN
         if not self.chief:
             return
-        for i, loss in enumerate(self.latest["losses/policy_loss"]):
-            if not math.isfinite(loss) and (not before or math.isfinite(before["losses/policy_loss"][i])):
-                print(f"\n{self.counter} {self.iteration}: agent {i} has diverged, it learns no more", flush=True)
+        for i in sorted(diverged_agents(self.latest) - diverged_agents(before)):
+            print(f"\n{self.counter} {self.iteration}: agent {i} has diverged, it learns no more", flush=True)
         x, rate = self.iteration * self.stride, self.iteration * self.work / self.train_seconds
         common = {key.rpartition("/")[2]: value for key, value in scalars.items()}
         common |= {"communication_bytes": self.exchange.bytes_sent, f"{self.unit.replace('-', '_')}_per_second": rate}
@@ -1087,15 +1209,19 @@ class Run:
     def log_evaluation(self, results: list[dict[str, dict[str, np.ndarray]]]) -> None:
         """Write an evaluation. results: of each agent held, task -> column -> a value per sample, the measure first.
 
-        Means, and half the 95 % interval of the measure, go to TensorBoard, evaluations.csv and the summary.
+        Means, and half the 95 % interval of the measure (Student's t; NaN for fewer than two values), go to
+        TensorBoard, evaluations.csv and the summary. Evaluations may take one rank much longer than another.
         """
+        self.exchange.wait_for_all()
         local = []
         for tasks in results:
             local.append([])
             for columns in tasks.values():
                 first = np.asarray(columns[self.measure], dtype=float)
                 known = first[~np.isnan(first)]
-                half = 1.96 * known.std(ddof=len(known) > 1) / np.sqrt(len(known)) if len(known) else math.nan
+                half = math.nan
+                if len(known) > 1:
+                    half = student_t(len(known) - 1) * known.std(ddof=1) / math.sqrt(len(known))
                 others = (np.mean(values) for name, values in columns.items() if name != self.measure)
                 local[-1] += [mean(known), half, *others]
         own = results[0]
@@ -1128,10 +1254,9 @@ class Run:
         own = [row[task]["mean"] for row, task in zip(matrix, tasks, strict=False) if task in row]
         used = [name for name in PACKAGES if name.replace("-", "_") in sys.modules]
         versions = {name: importlib.metadata.version(name) for name in used}
-        losses = self.latest.get("losses/policy_loss", ())
         summary = {
             "script": script_of(self.args).stem, "run": self.folder.name, "completed": not self.interrupted,
-            "diverged": [i for i, loss in enumerate(losses) if not math.isfinite(loss)],
+            "diverged": sorted(diverged_agents(self.latest)),
             "settings": vars(self.args), "seed": self.args.seed,
             "versions": {"python": sys.version.split()[0]} | versions,
             "device": str(self.exchange.device), "world_size": self.exchange.world_size,

@@ -31,6 +31,7 @@ DEFAULTS = ("save_every", "eval_episodes", "local_updates", "total_timesteps")
 
 @dataclass
 class Args(RunArgs):
+    device: str = "auto"  # cpu, cuda, cuda:N, or auto: the processor for MiniGrid, for Atari cuda where there is one
     save_every: Count | None = None
     """iterations between checkpoints (default: MiniGrid 32, Atari 128); the environments start anew at each"""
 
@@ -80,7 +81,8 @@ class Args(RunArgs):
     target_kl: Positive | None = None  # skip an agent's further epochs once its approximate KL exceeds this
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the convolutions (autocast), heads and losses are always float32; auto: as in the environments' script"""
-    compile: bool = False  # compile the networks with torch.compile
+    compile: bool = False
+    """compile the networks with torch.compile, which is not thread-safe: the agents then compute one after the other"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -131,7 +133,7 @@ def main(args: Args) -> dict:
     run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * n,
               headline="charts/return_last_100", env_ids=tasks, stride=batch_size,
               about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds")  # fmt: skip
-    workers, threads = family.share_cores(held, device)
+    workers, threads = family.share_cores(args, held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(device) for agent in family.make_agents(args)]

@@ -77,7 +77,8 @@ class Args(RunArgs):
     target_kl: Positive | None = None  # skip an agent's further epochs once its approximate KL exceeds this
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the convolutions (autocast), heads and losses are always float32; auto: bfloat16 where the hardware has it"""
-    compile: bool = False  # compile the networks with torch.compile
+    compile: bool = False
+    """compile the networks with torch.compile, which is not thread-safe: the agents then compute one after the other"""
 
 
 def check_args(args: Args) -> None:
@@ -342,9 +343,11 @@ class Actors:
 make_actors = Actors  # what acts for the agents in rollouts
 
 
-def share_cores(held: range, device: torch.device) -> tuple[int, int]:
+def share_cores(args: Args, held: range, device: torch.device) -> tuple[int, int]:
     """How many agents learn side by side, and the cores of each."""
-    workers = min(len(held), torch.get_num_threads()) if device.type == "cpu" else 1
+    workers = min(len(held), torch.get_num_threads())
+    if args.compile or device.type != "cpu":  # torch.compile is not thread-safe
+        workers = 1
     return workers, torch.get_num_threads() // workers
 
 
@@ -418,8 +421,9 @@ def rollout(args: Args, envs: Envs, actors: Actors, generators: list, run: Run) 
             yield
         values[:, -1, part] = actors.forward(torch.from_numpy(envs.obs[:, part]).to(device))[1]
 
-    threads = max(1, torch.get_num_threads() // len(envs.parts))
-    communicators.take_turns([play(part) for part in envs.parts], len(envs.parts), threads)
+    workers = 1 if args.compile else len(envs.parts)  # torch.compile is not thread-safe
+    threads = max(1, torch.get_num_threads() // workers)
+    communicators.take_turns([play(part) for part in envs.parts], workers, threads)
     episodes, obs = [[] for _ in generators], [own.flatten(0, 1) for own in obs]
     for _, k, _, *episode in sorted(ended):
         episodes[k].append(tuple(map(float, episode)))
@@ -604,7 +608,7 @@ def main(args: Args) -> dict:
     run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * n,
               headline="charts/return_last_100", env_ids=tasks, stride=batch_size,
               about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds")  # fmt: skip
-    workers, threads = share_cores(held, device)
+    workers, threads = share_cores(args, held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(device) for agent in make_agents(args)]

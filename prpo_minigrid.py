@@ -40,6 +40,9 @@ LOSSES = "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "
 
 @dataclass
 class Args(RunArgs):
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto: the processor, where each distinct observation is computed once"""
+
     # The environments
     env_id: str = "MiniGrid-FourRooms-v0"  # the task of all agents
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
@@ -83,12 +86,14 @@ class Args(RunArgs):
     target_kl: Positive | None = None  # skip an agent's further epochs once its approximate KL exceeds this
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the convolutions (autocast), heads and losses are always float32; auto: float32 for so small a network"""
-    compile: bool = False  # compile the networks with torch.compile
+    compile: bool = False
+    """compile the networks with torch.compile, which is not thread-safe: the agents then compute one after the other"""
 
 
 def check_args(args: Args) -> None:
     """What the types above cannot say; `refuse` ends with one line that names the flag, its value and what is valid."""
     args.precision = args.precision.replace("auto", "float32")
+    args.device = args.device.replace("auto", "cpu")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         communicators.refuse(args, "num_minibatches", f"must divide num_envs * num_steps = {batch_size}")
@@ -509,9 +514,11 @@ class Table(dict):
         return obs.to(self.agent.actor.weight.device)
 
 
-def share_cores(held: range, device: torch.device) -> tuple[int, int]:
+def share_cores(args: Args, held: range, device: torch.device) -> tuple[int, int]:
     """How many agents learn side by side, and the cores of each: one core is best for a small network."""
-    workers = min(len(held), torch.get_num_threads()) if device.type == "cpu" else 1
+    workers = min(len(held), torch.get_num_threads())
+    if args.compile or device.type != "cpu":  # torch.compile is not thread-safe
+        workers = 1
     torch.set_num_threads(1)
     return workers, 1
 
@@ -569,7 +576,8 @@ def rollout(args: Args, envs: Envs, actors: list[Table], generators: list, run: 
     noise = [torch.empty(*shape[1:], table.agent.actor.out_features) for table in actors]
     noise = [own.exponential_(generator=generator) for own, generator in zip(noise, generators, strict=True)]
     gumbel, history = -torch.stack(noise).log().numpy(), [[] for _ in actors]
-    communicators.take_turns([map(Table.start, [table]) for table in actors], min(len(actors), run.cores))
+    workers = 1 if args.compile else min(len(actors), run.cores)  # torch.compile is not thread-safe
+    communicators.take_turns([map(Table.start, [table]) for table in actors], workers)
     for step in range(args.num_steps + 1):
         for number, part in enumerate(envs.parts):
             if step > 0:
@@ -784,7 +792,7 @@ def main(args: Args) -> dict:
     run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * n,
               headline="charts/return_last_100", env_ids=tasks, stride=batch_size,
               about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds")  # fmt: skip
-    workers, threads = share_cores(held, device)
+    workers, threads = share_cores(args, held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(device) for agent in make_agents(args)]

@@ -53,6 +53,9 @@ REJECTED, NORMAL, RECOVERY = 0, 1, -1  # kinds of steps, as the logs have them
 
 @dataclass
 class Args(RunArgs):
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto: the processor, where each distinct observation is computed once"""
+
     # The environments
     env_id: str = "MiniGrid-FourRooms-v0"  # the task of all agents
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
@@ -98,6 +101,7 @@ class Args(RunArgs):
     max_grad_norm: Positive = 0.5  # maximum norm of each value function's gradient
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """of the convolutions (autocast), heads and losses are always float32; auto: float32 for so small a network"""
+    compile = False  # no flag
 
 
 def check_args(args: Args) -> None:
@@ -312,7 +316,7 @@ def main(args: Args) -> dict:
     run = Run(args, exchange, "+".join(dict.fromkeys(tasks)), total=num_iterations, work=batch_size * n,
               headline="charts/return_last_100", env_ids=tasks, stride=batch_size,
               about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds")  # fmt: skip
-    workers, threads = share_cores(held, device)
+    workers, threads = share_cores(args, held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(device) for agent in make_agents(args)]

@@ -11,6 +11,7 @@ import sys
 import typing
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -940,8 +941,12 @@ result["broadcast"] = exchange.broadcast(mine).tolist()
 exchange.barrier()
 exchange.close()
 
-exchange = connect(sys.argv[2], 3)  # a rank that comes too late
-if exchange.rank == 0:
+exchange = connect(sys.argv[2], 3)
+if exchange.rank == 1:
+    time.sleep(4)  # longer than the time-out, but alive
+exchange.wait_for_all()
+result["waited"] = True
+if exchange.rank == 0:  # a rank that comes too late
     result["late"] = fail(exchange)
 else:
     time.sleep(4)
@@ -1011,6 +1016,106 @@ def test_missing_rank_is_named_in_time(ranks, missing, shortest, longest):
     message, waited = ranks[0][missing]
     assert re.search(r"\branks? 1\b", message, re.IGNORECASE), message
     assert shortest <= waited <= longest
+
+
+def test_ranks_wait_for_one_that_works_longer_than_the_timeout(ranks):
+    assert [result["waited"] for result in ranks] == [True, True]
+
+
+class Place:
+    """Rank `rank` of two, whose peer and clock the test plays: no process, no socket, no time."""
+
+    def __init__(self, monkeypatch, rank=0, gpus=("none", "none"), **options):
+        self.store, self.now, self.others, self.backend = torch.distributed.HashStore(), 0.0, lambda now: None, None
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", "1")
+        monkeypatch.setattr(torch.distributed, "TCPStore", lambda *_, **__: self.store)
+        monkeypatch.setattr(torch.distributed, "init_process_group", self.start)
+        for name in ("new_group", "destroy_process_group"):
+            monkeypatch.setattr(torch.distributed, name, lambda **_: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        gpu = SimpleNamespace(uuid=gpus[rank])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(communicators, "time", clock)
+        self.set(f"gpu_{1 - rank}", gpus[1 - rank])
+        device = "cpu" if gpus[rank] == "none" else "cuda"
+        self.exchange = Exchange(2, device, timeout=100)
+
+    def start(self, backend, **_):
+        self.backend = backend
+
+    def set(self, key, value):
+        self.store.set(f"attempt_0/{key}", value)
+
+    def add(self, key):
+        self.store.add(f"attempt_0/{key}", 1)
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.others(self.now)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_shows_life_is_waited_for_and_a_dead_one_is_named(rank, monkeypatch):
+    """However long it takes; it is dead when it has shown no sign of life for as long as the time-out."""
+    place = Place(monkeypatch, rank)
+
+    def work(now):
+        place.add(f"alive_{1 - rank}")
+        if now > 1000:
+            place.set(f"meeting_1_{1 - rank}", "here")
+            place.add("meeting_1")
+            place.others = lambda now: None
+
+    place.others = work
+    place.exchange.wait_for_all()
+    assert 1000 < place.now < 1001
+    place.others = lambda now: place.add(f"alive_{1 - rank}") if now < 1500 else None
+    with pytest.raises(RuntimeError, match=f"^Ranks {1 - rank} failed to arrive: no sign of life for 100 seconds$"):
+        place.exchange.wait_for_all()
+    assert 1590 < place.now < 1620
+    place.exchange.close()
+
+
+def test_a_rank_counts_its_signs_of_life_until_it_leaves(monkeypatch):
+    place = Place(monkeypatch)
+    assert place.exchange._pulse.is_alive()
+    place.exchange.close()
+    assert not place.exchange._pulse.is_alive() and place.store.add("attempt_0/alive_0", 0) >= 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [(("A", "B"), "nccl"), (("A", "A"), "gloo"), (("A", "none"), "gloo"), (("none", "none"), "gloo")],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nccl_is_chosen_by_all_ranks_or_by_none(gpus, backend, rank, monkeypatch):
+    """Across machines too, which may have different numbers of GPUs: it needs one for every rank."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # each is alone on its machine, where there are GPUs enough
+    place = Place(monkeypatch, rank, gpus)
+    assert place.backend == backend
+    assert place.exchange._wire == (place.exchange.device if backend == "nccl" else torch.device("cpu"))
+    place.exchange.close()
+
+
+def test_float32_is_float32_on_a_gpu(alone, monkeypatch):
+    """Convolutions of an update must not round to TF32 where the matrix products of a rollout do not."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        alone(1)
+        assert torch.backends.cudnn.allow_tf32 and torch.get_float32_matmul_precision() == "high"
+        assert Exchange(1, "cuda:0").device == torch.device("cuda:0")
+        assert not torch.backends.cudnn.allow_tf32 and torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def test_parameters_stay_where_they_are():

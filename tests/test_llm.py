@@ -353,6 +353,21 @@ def train(files, run_dir, **changes):
     return only_run(run_dir), summary
 
 
+def test_an_infinite_value_loss_is_a_divergence(files, tmp_path, monkeypatch):
+    """Though the policy's loss is finite."""
+    learn = prpo_llm.learn
+
+    def learn_or_diverge(*arguments):
+        losses = learn(*arguments)
+        losses["value_loss"][1] = math.inf
+        return losses
+
+    monkeypatch.setattr(prpo_llm, "learn", learn_or_diverge)
+    changes = {"algorithm": "ppo", "num_agents": 2, "total_steps": 1, "eval_prompts": 0}
+    _, summary = train(files, tmp_path, **changes)
+    assert summary["diverged"] == [1]
+
+
 ALGORITHMS = {"grpo": {}, "ppo": {"algorithm": "ppo"}}
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 

@@ -478,7 +478,8 @@ def test_bad_input_ends_with_one_line(case):
 
 def test_defaults_stand():
     found, expected = vars(PRTRPO_MINIGRID.parse_args([])), vars(prtrpo_minigrid.Args())
-    assert found.pop("precision") == "float32" and expected.pop("precision") == "auto" and found == expected
+    assert found.pop("precision") == "float32" and expected.pop("precision") == "auto"
+    assert found.pop("device") == "cpu" and expected.pop("device") == "auto" and found == expected
 
 
 # --- theory ---

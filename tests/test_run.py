@@ -2,7 +2,9 @@
 
 import csv
 import errno
+import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -10,16 +12,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pandas
 import pytest
 import torch
 import toy
-from helpers import environment, only_run, refusal, scalars_of, torchrun
+from helpers import REPOSITORY, environment, only_run, refusal, scalars_of, torchrun
+from scipy import stats
 from test_running import free_port, outcomes, place_in_group
 
 import communicators
+
+sys.path.insert(0, str(REPOSITORY / "benchmark"))
+plot = importlib.import_module("plot")
 
 TOY = Path(toy.__file__)
 
@@ -95,6 +104,17 @@ def test_a_crash_anywhere_in_a_save_changes_nothing(moment, agent, iteration, le
     resume(folder)
     assert_same(folder, whole)
     assert files_of(folder) == [[4, 6]] * 3
+
+
+def test_an_agent_that_was_ahead_keeps_no_newer_checkpoint(whole, crashing, tmp_path):
+    """Or its next save would delete the one that the others still need, where they are cut off again before theirs."""
+    crashing("complete", 0, 4, lambda: toy.main(args_of(tmp_path)))
+    folder = only_run(tmp_path)
+    assert files_of(folder) == [[2, 4], [2], [2]]
+    crashing("complete", 0, 3, lambda: resume(folder, "--save-every", "1"))
+    assert files_of(folder) == [[2, 3], [2], [2]]
+    resume(folder)
+    assert pandas.read_csv(folder / "metrics.csv").x.tolist() == pandas.read_csv(whole / "metrics.csv").x.tolist()
 
 
 def test_a_truncated_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capsys):
@@ -207,8 +227,10 @@ def test_time_left_beyond_a_day(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_a_diverged_agent_is_named_once(tmp_path, capsys):
-    """The others go on, and summary.json knows which."""
+@pytest.mark.parametrize("term", ["policy_loss", "value_loss", "entropy", "kl_reference"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_diverged_agent_is_named_once(term, value, tmp_path, capsys):
+    """Whichever term of its loss is not finite; the others go on, and summary.json knows which."""
 
     def poison(iteration):
         if iteration == 3:
@@ -217,8 +239,11 @@ def test_a_diverged_agent_is_named_once(tmp_path, capsys):
     raise_nan, log = [], communicators.Run.log
 
     def with_nan(self, rows, *rest):
-        if raise_nan:
-            rows[1]["losses/policy_loss"] = float("nan")
+        for i, row in enumerate(rows):
+            row |= {"losses/value_loss": 1.0, "losses/entropy": 1.0, "losses/kl_reference": 0.0}
+            row["losses/explained_variance"] = -math.inf  # of equal returns: no divergence
+            if raise_nan and i == 1:
+                row[f"losses/{term}"] = value
         return log(self, rows, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -227,8 +252,8 @@ def test_a_diverged_agent_is_named_once(tmp_path, capsys):
     output = capsys.readouterr().out
     assert output.count("has diverged") == 1 and "iteration 3: agent 1 has diverged" in output
     assert summary["diverged"] == [1] and summary["completed"]
-    losses = pandas.read_csv(only_run(tmp_path) / "metrics.csv").query("agent == 1")["policy_loss"]
-    assert list(losses.isna()) == [False, False, True, True, True, True]
+    losses = pandas.read_csv(only_run(tmp_path) / "metrics.csv").query("agent == 1")[term]
+    assert [math.isfinite(loss) for loss in losses] == [True, True, False, False, False, False]
 
 
 # --- extending a run ---
@@ -252,7 +277,104 @@ def test_a_run_can_be_extended(whole, tmp_path):
     assert "9 iterations already" in refusal(toy.main, parse("--iterations", "5"))
 
 
+def test_a_run_that_goes_on_is_not_completed(whole, crashing, tmp_path):
+    """Killed while it is extended, it has no summary of before, by which tools would take it for finished."""
+    folder = Path(shutil.copytree(whole, tmp_path / "runs" / whole.name))
+    before = (folder / "summary.json").read_bytes()
+    refusal(resume_longer, folder, 5)
+    assert (folder / "summary.json").read_bytes() == before  # nothing was resumed
+    crashing("half a file", 0, 8, lambda: resume_longer(folder, 9))
+    assert not (folder / "summary.json").exists()
+    table = plot.load_runs(str(tmp_path / "runs"))
+    assert len(table) == 8 * 3 and not table["completed"].any()
+    with pytest.raises(SystemExit, match="no finished run in there"):
+        plot.finished_runs((str(tmp_path / "runs"),))
+    resume_longer(folder, 9)
+    assert json.loads((folder / "summary.json").read_text())["completed"]
+    assert plot.load_runs(str(tmp_path / "runs"))["completed"].all()
+
+
+def resume_longer(folder, iterations):
+    """Go on with a run to another length."""
+    argv = ["--resume", str(folder), "--iterations", str(iterations)]
+    toy.main(communicators.parse_args(toy.Args, toy.check_args, argv, may_change=("iterations",)))
+
+
+# --- evaluations ---
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 10, 30, 99, 1000])
+def test_quantiles_of_students_t(degrees):
+    assert communicators.student_t(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "half"),
+    [
+        ([1.0, 2.0, 6.0], 3.0, stats.t.ppf(0.975, 2) * 7**0.5 / 3**0.5),
+        ([1.0, math.nan, 4.0], 2.5, stats.t.ppf(0.975, 1) * 1.5),  # the standard deviation is 3 / sqrt(2)
+        ([5.0], 5.0, math.nan),
+        ([math.nan], math.nan, math.nan),
+    ],
+)
+def test_interval_of_an_evaluation(values, mean, half, tmp_path, monkeypatch):
+    """Half of Student's 95 % interval over the games that have a value; a single game has none."""
+    log = communicators.Run.log_evaluation
+    given = [{"line": {"return": np.array(values)}}] * 3
+    monkeypatch.setattr(communicators.Run, "log_evaluation", lambda self, results: log(self, given))
+    summary = toy.main(args_of(tmp_path, "--iterations", "2"))
+    expected = {"mean": pytest.approx(mean, nan_ok=True), "ci95": pytest.approx(half, nan_ok=True)}
+    found = [{name: math.nan if x is None else x for name, x in own["line"].items()} for own in evaluations_in(summary)]
+    assert found == [expected] * 3
+
+
+def evaluations_in(summary):
+    """Of every agent, task -> mean and interval."""
+    return summary["evaluation"]["agents"]
+
+
+def test_phases_end_when_the_gpu_has_finished(monkeypatch):
+    """Kernels are only launched: without waiting for them a phase would pay for the one before it."""
+    events = []
+    monkeypatch.setattr(torch.cuda, "synchronize", events.append)
+    monkeypatch.setattr(time, "perf_counter", lambda: events.append("clock") or 5.0)
+    for device, expected in (("cuda:1", [torch.device("cuda:1"), "clock"]), ("cpu", ["clock"])):
+        exchange = SimpleNamespace(device=torch.device(device))
+        run = SimpleNamespace(exchange=exchange, clock=Counter(), _tock=2.0)
+        events.clear()
+        communicators.Run.tick(run, "update")
+        assert events == expected and run.clock == {"update": 3.0}
+
+
 # --- signals and ranks ---
+
+
+def test_a_signal_is_answered_at_once_and_once(tmp_path, capfd):
+    """Before the iteration has ended, and however many signals follow, as under torchrun, which passes SIGTERM on."""
+    output = []
+
+    def interrupt(iteration):
+        if iteration == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            output.append(capfd.readouterr().err)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        toy.main(args_of(tmp_path), at=interrupt)
+    assert output == ["\nfinishing this iteration, then a checkpoint; again to end at once\n"]
+    assert "finishing" not in capfd.readouterr().err
+
+
+def test_a_signal_during_the_last_evaluation_says_so(tmp_path, capfd, monkeypatch):
+    finish = communicators.Run.finish
+
+    def interrupt(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return finish(self)
+
+    monkeypatch.setattr(communicators.Run, "finish", interrupt)
+    assert toy.main(args_of(tmp_path))["completed"]
+    assert "\nfinishing the evaluation; again to end at once\n" in capfd.readouterr().err
 
 
 def test_a_signal_ends_the_run_after_its_iteration(whole, tmp_path, capsys):

@@ -260,6 +260,7 @@ def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
     process.send_signal(number)
     [((output, errors), code)] = outcomes([process])
     assert code == 128 + number, errors
+    assert errors.count("finishing this iteration, then a checkpoint; again to end at once\n") == 1
     folder = only_run(tmp_path / "runs")
     iteration = assert_interrupted(folder, 3)
     assert f"interrupted after iteration {iteration} of 40" in output and f"--resume {folder}" in output
@@ -278,7 +279,9 @@ def test_a_signal_to_one_rank_ends_all_ranks_at_the_same_iteration(tmp_path):
     processes = start_ranks(2, *command, cwd=tmp_path)
     wait_for_rows(tmp_path / "runs", processes[0])
     processes[1].send_signal(signal.SIGINT)
-    assert [code for _, code in outcomes(processes)] == [128 + signal.SIGTERM, 128 + signal.SIGINT]
+    results = outcomes(processes)
+    assert [code for _, code in results] == [128 + signal.SIGTERM, 128 + signal.SIGINT]
+    assert not any("finishing" in errors for (_, errors), _ in results)  # rank 0 speaks for all, when it knows
     assert_interrupted(only_run(tmp_path / "runs"), 2)
 
 

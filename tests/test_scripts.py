@@ -8,10 +8,12 @@ import difflib
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import math
 import re
 import shutil
+import threading
 import typing
 import warnings
 from collections import namedtuple
@@ -36,6 +38,7 @@ from helpers import (
     every_script,
     every_variant,
     flags,
+    on,
     on_atari,
     on_minigrid,
     only_run,
@@ -45,7 +48,10 @@ from helpers import (
     tiny,
 )
 from safetensors.torch import load_file
+from scipy import stats
 from tyro._docstrings import get_field_docstring
+
+import communicators
 
 ROOMS, GAME = "MiniGrid-FourRooms-v0", "BreakoutNoFrameskip-v4"
 
@@ -189,6 +195,8 @@ def test_good_input_passes(script):
     """The defaults stand, and what is automatic is settled."""
     found, expected = vars(script.parse_args([])), vars(script.Args())
     assert found.pop("precision") in ("float32", "bfloat16") and expected.pop("precision") == "auto"
+    if script is not PRPO_ATARI:  # FedAvg's default is a task of MiniGrid
+        assert found.pop("device") == "cpu" and expected.pop("device") == "auto"
     assert found == expected
     for precision in ("float32", "bfloat16"):
         assert script.parse_args(["--precision", precision]).precision == precision
@@ -291,8 +299,62 @@ def test_device_that_is_not_there(script, monkeypatch):
         assert f"--device {value}" in message and "choose auto, cpu" in message
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
-    for value in ("cuda", "cuda:1"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for value in ("cuda", "cuda:0", "cuda:1"):
         assert script.parse_args(["--device", value]).device == value
+    for value in ("cuda:2", "cuda:-1", "cuda:01", "cuda:", "cuda:x", "cuda:300", "gpu"):
+        message = complaint(script, ["--device", value])
+        assert message == f"--device {value}: choose auto, cpu, cuda, cuda:0, cuda:1"
+
+
+def test_a_device_that_one_machine_lacks_is_reported_by_its_first_rank(monkeypatch, capsys):
+    """Rank 0 may be on another machine, which has it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    argv = ["--num-agents", "16", "--device", "cuda"]
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert complaint(PRPO_MINIGRID, argv) == "--device cuda: choose auto, cpu"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        PRPO_MINIGRID.parse_args(argv)
+    assert end.value.code == 2 and capsys.readouterr().err == ""
+
+
+@on([*MINIGRID, PRTRPO_MINIGRID, *ATARI])
+def test_auto_is_the_processor_for_minigrid(script, monkeypatch):
+    """Also where there is a GPU, which Atari takes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+    args = script.parse_args(["--env-id", script.tiny["env_id"]])
+    assert args.device == ("cpu" if script.family == "MiniGrid" else "auto")
+
+
+@on([PRPO_MINIGRID, PRPO_ATARI])
+def test_a_compiled_network_computes_in_one_thread(script, tmp_path, monkeypatch):
+    """torch.compile is not thread-safe, so that with --compile agents compute one after the other."""
+    threads, forward = {False: set(), True: set()}, script.Agent.forward
+    stacked = communicators.Stacked.__call__
+
+    def note(function):
+        def noted(*args, **kwargs):
+            threads[compiled].add(threading.get_ident())
+            return function(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(script.Agent, "forward", note(forward))
+    monkeypatch.setattr(communicators.Stacked, "__call__", note(stacked))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    torch.set_num_threads(2)
+    try:
+        for compiled in (False, True):
+            changes = {"iterations": 1, "num_steps": 8, "eval_episodes": 0, "compile": compiled}
+            script.main(tiny(script, tmp_path / str(compiled), **changes))
+    finally:
+        torch.set_num_threads(1)
+    assert len(threads[False]) > 1 and threads[True] == {threading.get_ident()}
 
 
 @every_script
@@ -466,7 +528,25 @@ def test_summary(script, finished):
         for test, (task, levels) in enumerate(script.make_tests(args).values()):
             found = script.evaluate(args, agent, task, levels, script.derive_seed(args.seed, i, test, 4))
             assert len(found) == episodes and row[task]["mean"] == pytest.approx(found.mean())
-            assert row[task]["ci95"] == pytest.approx(1.96 * found.std(ddof=1) / math.sqrt(episodes))
+            half = stats.t.ppf(0.975, episodes - 1) * found.std(ddof=1) / math.sqrt(episodes)
+            assert row[task]["ci95"] == pytest.approx(half)
+
+
+@on([*MINIGRID, *ATARI, PRTRPO_MINIGRID])
+def test_an_infinite_value_loss_is_a_divergence(script, tmp_path, monkeypatch, capsys):
+    """Though the policy's loss is finite, the agent stops learning: it is named."""
+    learn, calls = script.learn, itertools.count()
+
+    def learn_or_diverge(*arguments):
+        factor = math.inf if next(calls) == 1 else 1.0
+        for losses in learn(*arguments):
+            yield losses | {name: losses[name] * factor for name in losses.keys() & {"value_loss"}}
+
+    script.patch(monkeypatch, "learn", learn_or_diverge)
+    summary = script.main(tiny(script, tmp_path, iterations=1, num_steps=8, eval_episodes=0))
+    assert summary["diverged"] == [1] and "iteration 1: agent 1 has diverged" in capsys.readouterr().out
+    losses = [float(row["policy_loss"]) for row in rows_of(only_run(tmp_path))]
+    assert all(map(math.isfinite, losses))
 
 
 @every_script
@@ -637,6 +717,8 @@ FAMILIES = {
         "gymnasium only",
         "precision",
         "float32",
+        "device: str",
+        "the processor",
         "save_every",
         "start anew",
         "record one",

@@ -18,6 +18,7 @@ import csv
 import dataclasses
 import importlib.metadata
 import json
+import math
 import sys
 import time
 from collections import Counter, deque
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from scipy import stats
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env
@@ -307,7 +309,10 @@ def main(args: Args, make_model: Callable = make_model) -> dict:
         returns = np.array(returns)
     else:
         returns = evaluate(model, args.env_id, levels) if levels else np.full(1, np.nan)
-    mean, half = returns.mean(), 1.96 * returns.std(ddof=len(returns) > 1) / np.sqrt(len(returns))
+    mean = returns.mean()
+    half = math.nan
+    if len(returns) > 1:
+        half = stats.t.ppf(0.975, len(returns) - 1) * returns.std(ddof=1) / math.sqrt(len(returns))
     train_seconds = recorder.clock.total()
     packages = (*PACKAGES, *(["sb3-contrib"] if "sb3_contrib" in sys.modules else []))
     summary = {
