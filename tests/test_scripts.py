@@ -532,7 +532,7 @@ def test_summary(script, finished):
             assert row[task]["ci95"] == pytest.approx(half)
 
 
-@on([*MINIGRID, *ATARI, PRTRPO_MINIGRID])
+@on([*MINIGRID, PRPO_ATARI, PRTRPO_MINIGRID])
 def test_an_infinite_value_loss_is_a_divergence(script, tmp_path, monkeypatch, capsys):
     """Though the policy's loss is finite, the agent stops learning: it is named."""
     learn, calls = script.learn, itertools.count()
