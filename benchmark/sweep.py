@@ -1,0 +1,633 @@
+"""Prints the training commands of a sweep, one per line; `bash benchmark/sweep.sh --help` has more.
+
+A family is a function that yields commands. What it searches over stands in a `Grid`: seeds are the
+outermost loop, so that a sweep that is cut off has whole seeds.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+USAGE = """\
+usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
+       bash benchmark/sweep.sh table1 [--quick | --skills]
+       bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills [--tune | --results]
+       bash benchmark/sweep.sh anchor|trpo [--results]
+
+Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as Slurm arrays, and goes
+on where it was cut off. The lines assume the root of the repository as working directory; but for those of llm and
+table1 they use one core each (on a GPU machine several share a GPU):
+
+    bash benchmark/sweep.sh minigrid --quick | python benchmark/run.py
+    python benchmark/plot.py --runs runs/minigrid-quick --out minigrid-quick
+
+(default)  the paper's grid. minigrid, atari: table 2, three tasks or two games, ten seeds, five methods. llm: table 5,
+           seven agents on TL;DR, one GPU each, with the reward model that benchmark/pipeline.sh trains
+--quick    a night on two cores. minigrid: two tasks, three seeds, two learning rates, 1 M steps; atari: BeamRider, two
+           seeds, 1 M steps; llm: three agents and the small model on documentation
+--results  the runs behind benchmark/results/: 3, 3 and 1.5 hours on two cores
+
+table1, the paper's table 1 at small scale (docs/pipeline.md): SmolLM2 on documentation, three agents, from the adapter
+and with the reward model of `benchmark/pipeline.sh all --quick`.
+(default)  PPO and GRPO, iid and by topic, five methods, three KL coefficients, three seeds: more than a day on two cores,
+           estimated from those of llm
+--quick    one KL coefficient, one seed: two and a quarter hours, from 13 minutes for a run on one core
+--skills   the same on string skills, as skills below: a tiny model and three seeds, 40 minutes
+
+When does sharing pay (docs/results.md): doorkey and keycorridor, agents with an easy, a middling and a hard task;
+missions, with conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 8 agents on one
+hard task; skills, language models that differ in how often their prompts ask for a rare skill (first run
+benchmark/skills.py).
+anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
+PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound of --delta.
+--tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
+--results  the chosen settings on five fresh seeds (also the default)
+
+--exp-name tells the method and what is searched over. An estimate of the time goes to stderr.
+"""  # noqa: E501
+CONTROL = ("minigrid", "atari")
+SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd")
+LANGUAGE = ("llm", "table1")
+# Family -> its modes; the first one is the default
+MODES = {
+    **{family: ("", "--quick", "--results") for family in (*CONTROL, "llm")},
+    "table1": ("", "--quick", "--skills"),
+    **{family: ("--results", "--tune") for family in (*SHARING, "skills")},
+    **{family: ("--results",) for family in ("anchor", "trpo")},
+}
+
+ONE_THREAD = "OMP_NUM_THREADS=1 python"
+BEAM_RIDER = "BeamRiderNoFrameskip-v4"
+DOOR_KEY = "--env-id MiniGrid-DoorKey-6x6-v0"
+THREE_DOORS = "--env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0"
+# Flags of the language models that learn string skills
+STRING_SKILLS = (
+    "--base-model runs/skills/model --dataset runs/skills/train.jsonl"
+    " --reward benchmark/skills.py:exact --missing-eos-penalty 0 --precision float32"
+    " --temperature 1 --response-length 13 --lora-rank 8 --prompts-per-agent 400 --eval-prompts 40"
+)
+
+FIVE_SEEDS = (1, 2, 3, 4, 5)
+TUNING_SEEDS = (101,)
+# Agent-steps per second of each of two cores
+ATARI_SPEED = 650
+SPEEDS = {"missions": 3000, "levels": 2000, "trpo": 2500}
+DEFAULT_SPEED = 6000
+
+
+def join(*parts: str) -> str:
+    """The parts of a command, without those that are empty."""
+    return " ".join(part for part in parts if part)
+
+
+def name_folder(family: str, mode: str) -> str:
+    """The --run-dir of a family's runs."""
+    return f"runs/{family}{mode.replace('--', '-')}"
+
+
+# Table 2: MiniGrid and Atari
+
+
+@dataclass(frozen=True)
+class Grid:
+    tasks: tuple[str, ...]
+    methods: tuple[str, ...]
+    steps: int
+    seeds: tuple[int, ...] = tuple(range(1, 11))
+    rates: tuple[str, ...] = ("5e-5", "1e-4", "2.5e-4", "5e-4", "1e-3")
+    kl_coefs: tuple[str, ...] = ("0.5", "1", "2", "5", "10", "20", "50")
+    """of isolated agents and FedAvg"""
+    peer_coefs: tuple[str, ...] = ("0.5", "1", "2", "5", "10", "20")
+    """the paper's communication coefficient"""
+    common: str = ""
+    """flags of all runs"""
+
+
+MINIGRID = Grid(
+    tasks=("MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-6x6-v0", "MiniGrid-DistShift2-v0"),
+    methods=("isolated", "fedavg-uniform", "fedavg-similarity", "pr-uniform", "pr-similarity"),
+    steps=5000000,
+)
+ATARI = Grid(
+    tasks=(BEAM_RIDER, "AsterixNoFrameskip-v4"),
+    methods=("isolated", "fedavg-uniform", "fedavg-reward", "pr-uniform", "pr-reward"),
+    steps=10000000,
+)
+GRIDS = {
+    ("minigrid", ""): MINIGRID,
+    ("minigrid", "--quick"): replace(
+        MINIGRID,
+        tasks=("MiniGrid-DoorKey-6x6-v0", "MiniGrid-DistShift2-v0"),
+        seeds=(1, 2, 3),
+        steps=1000000,
+        rates=("2.5e-4", "1e-3"),
+        kl_coefs=("0.5",),
+        peer_coefs=("0.5",),
+    ),
+    ("minigrid", "--results"): replace(
+        MINIGRID,
+        methods=(
+            "isolated",
+            "isolated-no-penalty",
+            "fedavg-uniform",
+            "pr-uniform",
+            "pr-similarity",
+            "pr-reward",
+            "pr-uniform-forward",
+        ),
+        seeds=FIVE_SEEDS,
+        steps=200000,
+        rates=("1e-3",),
+        kl_coefs=("0.5",),
+        peer_coefs=("0.5",),
+        common="--local-updates 4",
+    ),
+    ("atari", ""): ATARI,
+    ("atari", "--quick"): replace(
+        ATARI,
+        tasks=(BEAM_RIDER,),
+        seeds=(1, 2),
+        steps=1000000,
+        rates=("2.5e-4",),
+        kl_coefs=("1",),
+        peer_coefs=("1",),
+    ),
+    ("atari", "--results"): replace(
+        ATARI,
+        tasks=(BEAM_RIDER,),
+        methods=("isolated", "pr-reward"),
+        seeds=(1, 2),
+        steps=1001472,
+        rates=("2.5e-4",),
+        kl_coefs=("1",),
+        peer_coefs=("1",),
+        common="--eval-every 122",
+    ),
+}
+
+
+def list_control(family: str, mode: str) -> Iterator[str]:
+    """The paper's grid of a family, or a part of it."""
+    grid = GRIDS[family, mode]
+    if (family, mode) == ("minigrid", "--results"):
+        yield from list_minigrid_results(grid)
+        yield from list_yardstick(grid)
+        return
+    for seed in grid.seeds:
+        for task in grid.tasks:
+            for method in grid.methods:
+                settings = {"task": task, "seed": seed, "steps": grid.steps}
+                settings["folder"] = name_folder(family, mode)
+                yield from list_method(family, mode, grid, method, **settings)
+
+
+def list_minigrid_results(grid: Grid) -> Iterator[str]:
+    """Five seeds of FourRooms with 1 M steps; three of the other tasks, which are learned sooner."""
+    for seed in grid.seeds:
+        for task in grid.tasks:
+            four_rooms = "FourRooms" in task
+            if not four_rooms and seed > 3:
+                continue
+            for method in grid.methods:
+                if four_rooms and method == "isolated-no-penalty":
+                    continue
+                direction = "" if method.endswith("-forward") else "--kl-direction reverse"
+                settings = {"task": task, "seed": seed, "direction": direction}
+                settings["steps"] = 1000000 if four_rooms else grid.steps
+                folder = "runs/fourrooms-results" if four_rooms else "runs/minigrid-results"
+                settings["folder"] = folder
+                yield from list_method("minigrid", "--results", grid, method, **settings)
+
+
+def list_method(
+    family: str,
+    mode: str,
+    grid: Grid,
+    method: str,
+    *,
+    task: str,
+    seed: int,
+    steps: int,
+    folder: str,
+    direction: str = "",
+) -> Iterator[str]:
+    """A command for each learning rate and coefficient of a method."""
+    script = f"prpo_{family}.py"
+    coefs = grid.kl_coefs
+    kind, _, communicator = method.partition("-")
+    if kind == "isolated":
+        communicator = "identity"
+        if method == "isolated-no-penalty":
+            coefs = ("0",)
+    elif kind == "fedavg":
+        script = "fedavg_ppo.py"
+    else:
+        communicator = communicator.removesuffix("-forward")
+        coefs = grid.peer_coefs
+    for rate in grid.rates:
+        for coef in coefs:
+            name = method if mode == "--results" else f"{method}_lr{rate}_coef{coef}"
+            yield join(
+                f"{ONE_THREAD} {script} --communicator {communicator} --env-id {task}",
+                f"--seed {seed} --total-timesteps {steps} --learning-rate {rate} --kl-coef {coef}",
+                direction,
+                grid.common,
+                f"--run-dir {folder} --exp-name {name}",
+            )
+
+
+def list_yardstick(grid: Grid) -> Iterator[str]:
+    """One agent without penalty and value clipping, against stable-baselines3."""
+    for seed in range(1, 9):
+        task = f"{DOOR_KEY} --seed {seed} --total-timesteps {grid.steps} --learning-rate 1e-3"
+        task += " --no-clip-vloss --eval-episodes 20 --run-dir runs/sb3"
+        yield f"{ONE_THREAD} benchmark/baselines/sb3_ppo.py {task} --exp-name sb3"
+        isolated = "prpo_minigrid.py --communicator identity --num-agents 1 --kl-coef 0"
+        yield f"{ONE_THREAD} {isolated} {task} --exp-name isolated"
+
+
+# When does sharing pay: agents that differ
+
+SEVEN_METHODS = (
+    "isolated",
+    "fedavg-uniform",
+    "fedavg-reward",
+    "pr-uniform",
+    "pr-reward",
+    "pr-similarity",
+    "pr-surrogate",
+)
+METHODS = {
+    "doorkey": SEVEN_METHODS,
+    "keycorridor": SEVEN_METHODS,
+    "missions": (
+        "isolated",
+        "fedavg-uniform",
+        "pr-uniform",
+        "pr-self0.6",
+        "pr-self0.2",
+        "pr-similarity",
+        "pr-surrogate",
+    ),
+    "levels": ("isolated", "fedavg-uniform", "pr-uniform"),
+    "networks": ("isolated", "fedavg-uniform", "pr-uniform", "pr-reward"),
+    "crowd": ("isolated", "fedavg-uniform", "pr-uniform", "pr-reward"),
+}
+STEPS = {
+    "doorkey": 250000,
+    "keycorridor": 250000,
+    "missions": 143360,
+    "levels": 250000,
+    "networks": 250000,
+    "crowd": 150000,
+}
+KEY_CORRIDORS = [f"MiniGrid-KeyCorridorS3R{rows}-v0" for rows in (1, 2, 3)]
+LEVELS = "--env-id MiniGrid-MultiRoom-N2-S4-v0 --levels-per-agent"
+# Variant, which the name of a run ends in -> its flags
+VARIANTS = {
+    "doorkey": {"": THREE_DOORS},
+    "keycorridor": {"": f"--env-ids {' '.join(KEY_CORRIDORS)}"},
+    "missions": {"": "--env-id MiniGrid-Fetch-5x5-N2-v0 --missions key ball key"},
+    "levels": {str(levels): f"{LEVELS} {levels}" for levels in (4, 16, 64)},
+    "networks": {
+        "equal": f"{DOOR_KEY} --hidden-sizes 64 64 64",
+        "unequal": f"{DOOR_KEY} --hidden-sizes 128 32 32",
+    },
+    "crowd": {str(agents): f"{DOOR_KEY} --num-agents {agents}" for agents in (8, 4, 2)},
+}
+
+
+def is_left_out(family: str, mode: str, method: str, variant: str) -> bool:
+    """What is not run: averages of unequal networks, and crowds that follow from others."""
+    if family == "networks":
+        return variant == "unequal" and method.startswith("fedavg-")
+    if family == "crowd" and variant in ("2", "4"):
+        # Eight agents alone are also two or four; and eight are tuned for all
+        return method == "isolated" or mode == "--tune"
+    return False
+
+
+def list_sharing(family: str, mode: str) -> Iterator[str]:
+    """Agents that differ in a task, a mission, levels or networks, or in how many they are."""
+    tuned = mode == "--tune"
+    for seed in TUNING_SEEDS if tuned else FIVE_SEEDS:
+        for variant, task in VARIANTS[family].items():
+            for method in METHODS[family]:
+                if is_left_out(family, mode, method, variant):
+                    continue
+                for coef in ("0.1", "0.2", "0.5", "2") if tuned else ("0.5",):
+                    name = f"{method}-{variant}" if variant else method
+                    if tuned:
+                        name += f"_coef{coef}"
+                    yield join(
+                        f"{ONE_THREAD} {choose_method(method)} {task} --seed {seed}",
+                        f"--total-timesteps {STEPS[family]} --learning-rate 1e-3 --kl-coef {coef}",
+                        "--kl-direction reverse --local-updates 4 --eval-episodes 50",
+                        f"--run-dir {name_folder(family, mode)} --exp-name {name}",
+                    )
+
+
+def choose_method(method: str) -> str:
+    """Script and communicator of a method of `list_sharing`."""
+    kind, _, communicator = method.partition("-")
+    if kind == "isolated":
+        return "prpo_minigrid.py --communicator identity"
+    if kind == "fedavg":
+        return f"fedavg_ppo.py --communicator {communicator}"
+    if communicator.startswith("self"):
+        preference = communicator.removeprefix("self")
+        script = "prpo_minigrid.py --communicator self-preferred"
+        return f"{script} --self-preference {preference}"
+    return f"prpo_minigrid.py --communicator {communicator}"
+
+
+# What slows mixing down: agents of the doorkey family, and on BeamRider
+
+PR_UNIFORM = "prpo_minigrid.py {keys} --kl-coef 0.5 --communicator uniform --local-updates 4"
+FEDAVG_UNIFORM = "fedavg_ppo.py {keys} --kl-coef 0.5 --communicator uniform --local-updates 4"
+ANCHOR_DOORKEY = {
+    "isolated": "prpo_minigrid.py {keys} --kl-coef 0.5 --communicator identity --local-updates 4",
+    "isolated-snapshot": "prpo_minigrid.py {keys} --kl-coef 0.3333 --communicator identity"
+    " --self-reference snapshot --local-updates 4",
+    "pr-uniform": PR_UNIFORM,
+    "pr-uniform-every1": PR_UNIFORM.replace("--local-updates 4", "--local-updates 1"),
+    "fedavg-uniform": FEDAVG_UNIFORM,
+    "fedavg-uniform-every1": FEDAVG_UNIFORM.replace("--local-updates 4", "--local-updates 1"),
+}
+ANCHOR_BEAMRIDER = {
+    "isolated": "--communicator identity",
+    "isolated-snapshot": "--communicator identity --self-reference snapshot --kl-coef 0.6667",
+    "pr-uniform": "--communicator uniform",
+    "pr-uniform-every1": "--communicator uniform --local-updates 1",
+}
+
+
+def list_anchor(family: str, mode: str) -> Iterator[str]:
+    """Five seeds of the doorkey family, three of BeamRider."""
+    folder = name_folder(family, mode)
+    keys = f"{THREE_DOORS} --total-timesteps 250000 --learning-rate 1e-3 --kl-direction reverse"
+    keys += f" --eval-episodes 50 --run-dir {folder}/doorkey"
+    beam = f"prpo_atari.py --env-id {BEAM_RIDER} --total-timesteps 131072 --save-every 16"
+    beam += f" --eval-episodes 0 --run-dir {folder}/beamrider"
+    for seed in FIVE_SEEDS:
+        for name, flags in ANCHOR_DOORKEY.items():
+            yield f"{ONE_THREAD} {flags.format(keys=keys)} --seed {seed} --exp-name {name}"
+        if seed > 3:
+            continue
+        for name, flags in ANCHOR_BEAMRIDER.items():
+            yield f"{ONE_THREAD} {beam} {flags} --seed {seed} --exp-name {name}"
+
+
+# Trust regions
+
+CHOSEN_PPO = "prpo_minigrid.py --learning-rate 1e-3 --kl-coef 0.5 --kl-direction reverse"
+TRPO_METHODS = {
+    "isolated-trpo": "prtrpo_minigrid.py --communicator identity --local-updates 4",
+    "pr-trpo": "prtrpo_minigrid.py --local-updates 4",
+    "pr-trpo-every1": "prtrpo_minigrid.py",  # as Observation 1 has it
+    "pr-uniform": f"{CHOSEN_PPO} --local-updates 4",  # as chosen for doorkey
+}
+BOUNDS = {
+    "fixed": "prtrpo_minigrid.py",
+    "bounded": "prtrpo_minigrid.py --delta 0.2",
+    "tight": "prtrpo_minigrid.py --delta 0.1",
+}
+# Experiment -> task, methods, steps
+TRPO = {
+    "doorkey6x6": (DOOR_KEY, TRPO_METHODS, 122880),
+    "bound": ("--env-id MiniGrid-DoorKey-5x5-v0", BOUNDS, 61440),
+    "fourrooms": ("--env-id MiniGrid-FourRooms-v0", TRPO_METHODS, 122880),
+    "doorkey": (THREE_DOORS, TRPO_METHODS, 122880),
+}
+
+
+def list_trpo(family: str, mode: str) -> Iterator[str]:
+    """PR-TRPO, isolated TRPO and PR-PPO on three tasks, and how far PR-TRPO's updates move."""
+    folder = name_folder(family, mode)
+    for experiment, (task, methods, steps) in TRPO.items():
+        for seed in FIVE_SEEDS:
+            for name, flags in methods.items():
+                command = f"{ONE_THREAD} {flags} {task} --seed {seed} --total-timesteps {steps}"
+                place = f"--run-dir {folder}/{experiment} --exp-name {name}"
+                yield f"{command} --eval-episodes 50 {place}"
+
+
+# Language models
+
+
+@dataclass(frozen=True)
+class LanguageGrid:
+    launch: str
+    common: str
+    """flags of all runs"""
+    partitions: tuple[str, ...]
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...]
+    kl_coefs: tuple[str, ...]
+    intervals: tuple[int, ...]
+    prompts: dict[str, int] | None = None
+    """algorithm -> prompts of a step (None: the script's default)"""
+
+
+# Table 5: 64 prompts per step, 26 steps x 6 epochs, 32 prompts per optimizer step, two PPO epochs
+TABLE5 = (
+    "--base-model mistral-community/Mistral-7B-v0.2 --dataset trl-lib/tldr"
+    " --reward runs/tldr/reward --batch-size 64 --minibatch-size 32 --micro-batch-size 8"
+    " --total-steps 156 --prompts-per-agent 1664 --topics loseit dating_advice legaladvice"
+    " offmychest personalfinance relationship_advice tifu --eval-dataset trl-lib/tldr:validation"
+    " --eval-prompts 128 --max-prompt-tokens 512 --missing-eos-penalty 3 --min-response-tokens 18"
+)
+DOCSTRINGS = (
+    "--base-model runs/docstrings/base --adapter runs/docstrings/sft-adapter"
+    " --reward runs/docstrings/reward --dataset runs/docstrings/prompts.jsonl"
+    " --prompts-per-agent 64 --total-steps 12 --learning-rate 3e-4 --max-prompt-tokens 128"
+    " --response-length 40 --eval-prompts 16"
+)
+TABLE1 = LanguageGrid(
+    launch="python prpo_llm.py",
+    common=DOCSTRINGS,
+    partitions=("iid", "topic"),
+    methods=("isolated", "fedavg", "fedavg-naive", "pr0.6", "pr0.2"),
+    seeds=(1, 2, 3),
+    kl_coefs=("0.03", "0.1", "0.3"),
+    intervals=(3,),
+    prompts={"grpo": 2, "ppo": 6},
+)
+QUICK_LLM = LanguageGrid(
+    launch="python prpo_llm.py",
+    common="--total-steps 40 --learning-rate 1e-3 --topics torch sympy transformers",
+    partitions=("topic",),
+    methods=("isolated", "fedavg", "pr0.6", "pr0.2"),
+    seeds=(1, 2),
+    kl_coefs=("0.1",),
+    intervals=(3,),
+)
+LANGUAGE_GRIDS = {
+    ("llm", ""): LanguageGrid(
+        launch="torchrun --nproc-per-node 7 prpo_llm.py --num-agents 7",
+        common=TABLE5,
+        partitions=("iid", "topic"),
+        methods=("isolated", "fedavg", "pr0.6", "pr0.2"),
+        seeds=(1,),
+        kl_coefs=("0.03", "0.1", "0.3"),
+        intervals=(1, 3, 7),
+    ),
+    ("llm", "--quick"): QUICK_LLM,
+    ("llm", "--results"): replace(
+        QUICK_LLM,
+        common="--total-steps 12 --learning-rate 1e-3 --max-prompt-tokens 128 --response-length 40"
+        " --topics torch sympy transformers",
+        methods=("isolated", "fedavg", "pr"),
+        seeds=(2, 3),
+        prompts={"grpo": 2, "ppo": 6},
+    ),
+    ("table1", ""): TABLE1,
+    ("table1", "--quick"): replace(TABLE1, seeds=(1,), kl_coefs=("0.1",)),
+    ("table1", "--skills"): replace(
+        TABLE1,
+        launch=f"{ONE_THREAD} prpo_llm.py",
+        common=STRING_SKILLS,
+        intervals=(1,),
+        prompts={"grpo": 8, "ppo": 64},  # equal numbers of completions
+    ),
+}
+AGGREGATIONS = {
+    "isolated": "--aggregation none",
+    "fedavg": "--aggregation weights --communicator uniform",
+    "fedavg-naive": "--aggregation weights --lora-average naive --communicator uniform",
+    "pr": "--aggregation policy --communicator uniform",
+    "pr0.6": "--aggregation policy --communicator self-preferred --self-preference 0.6",
+    "pr0.2": "--aggregation policy --communicator self-preferred --self-preference 0.2",
+}
+
+
+def list_language(family: str, mode: str) -> Iterator[str]:
+    """The paper's tables 5 and 1, or parts of them at small scale."""
+    grid = LANGUAGE_GRIDS[family, mode]
+    for seed in grid.seeds:
+        for algorithm in ("grpo", "ppo"):
+            for partition in grid.partitions:
+                for method in grid.methods:
+                    for coef in grid.kl_coefs:
+                        for interval in grid.intervals:
+                            name = f"{algorithm}_{partition}_{method}_kl{coef}_every{interval}"
+                            if mode == "--results":
+                                name = f"{method}-{algorithm}"
+                            yield join(
+                                f"{grid.launch} --algorithm {algorithm} --partition {partition}",
+                                f"{AGGREGATIONS[method]} --kl-coef {coef}",
+                                f"--local-updates {interval} --seed {seed}",
+                                choose_size(grid, mode, algorithm, method),
+                                grid.common,
+                                f"--run-dir {name_folder(family, mode)} --exp-name {name}",
+                            )
+
+
+def choose_size(grid: LanguageGrid, mode: str, algorithm: str, method: str) -> str:
+    """Flags for the prompts of a step; for string skills also the learning rate chosen there."""
+    flags = ""
+    if grid.prompts:
+        prompts = grid.prompts[algorithm]
+        flags = f"--batch-size {prompts} --micro-batch-size {prompts}"
+    if mode == "--skills":
+        rate = "3e-3" if method.startswith("fedavg") else "1e-3"
+        flags += f" --learning-rate {rate}"
+    return flags
+
+
+SKILL_METHODS = {
+    "isolated": "--aggregation none",
+    "fedavg-naive": "--aggregation weights --lora-average naive",
+    "fedavg-exact": "--aggregation weights --lora-average exact",
+    "pr-reverse": "--aggregation policy --kl-direction reverse",
+    "pr-forward": "--aggregation policy --kl-direction forward",
+}
+
+
+def list_skills(family: str, mode: str) -> Iterator[str]:
+    """Tiny agents that differ in how often their prompts ask for the rare skill."""
+    task = f"{STRING_SKILLS} --partition topic --batch-size 8 --micro-batch-size 8"
+    task += " --local-updates 1"
+    tuned = mode == "--tune"
+    for seed in (101, 102) if tuned else FIVE_SEEDS:
+        for method, aggregation in SKILL_METHODS.items():
+            rates = ["3e-3" if method.startswith("fedavg") else "1e-3"]  # as choose.py has chosen
+            coefs = ["0.03"]
+            if tuned:
+                rates = ["3e-4", "1e-3", "3e-3", "1e-2"]
+                coefs = ["0.03", "0.3"]
+            for rate in rates:
+                for coef in coefs:
+                    name = f"{method}_lr{rate}_coef{coef}" if tuned else method
+                    yield join(
+                        f"{ONE_THREAD} prpo_llm.py {aggregation} {task}",
+                        f"--learning-rate {rate} --kl-coef {coef} --seed {seed}",
+                        f"--run-dir {name_folder(family, mode)} --exp-name {name}",
+                    )
+
+
+# The program
+
+
+def find_family(family: str):
+    """The function that lists the commands of a family."""
+    if family in CONTROL:
+        return list_control
+    if family in SHARING:
+        return list_sharing
+    if family in LANGUAGE:
+        return list_language
+    return {"anchor": list_anchor, "trpo": list_trpo, "skills": list_skills}[family]
+
+
+def read_number(flag: str, line: str, default: int) -> int:
+    """The number behind a flag, or the default."""
+    match = re.search(rf"--{flag} (\d+)", line)
+    return int(match[1]) if match else default
+
+
+def estimate(family: str, lines: list[str]) -> str:
+    """How many runs there are, and of control how long they take; with three agents by default."""
+    if family in LANGUAGE or family == "skills":
+        return f"{len(lines)} runs"
+    hours = 0
+    for line in lines:
+        agents = read_number("num-agents", line, default=3)
+        steps = read_number("total-timesteps", line, default=0)
+        speed = ATARI_SPEED if "NoFrameskip" in line else SPEEDS.get(family, DEFAULT_SPEED)
+        hours += agents * steps / speed / 3600
+    return f"{len(lines)} runs, about {hours / 2:.1f} h on two cores"
+
+
+def refuse(problem: str) -> None:
+    """Ends with one line and exit code 2."""
+    print(f"sweep.sh: {problem}; try --help", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(words: list[str]) -> None:
+    family = words[0] if words else ""
+    if family in ("--help", "-h"):
+        print(USAGE, end="")
+        return
+    if family not in MODES:
+        refuse(f"unknown family '{family}'")
+    mode = words[1] if len(words) > 1 else ""
+    if not mode:
+        mode = MODES[family][0]
+    if mode not in MODES[family]:
+        if (family, mode) == ("table1", "--results"):
+            refuse(f"{family} has no {mode}")
+        refuse(f"unknown option {mode}")
+    lines = list(find_family(family)(family, mode))
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # as of `| head`; Python would fail again when it closes the stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(estimate(family, lines), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
