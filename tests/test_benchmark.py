@@ -109,6 +109,7 @@ def test_a_search_is_drawn_by_the_settings_that_are_tried(tmp_path, plotted):
     drawn = plotted(search=True)[0].set_index(["method", "settings"])
     assert drawn["mean"].tolist() == pytest.approx([0.5, 0.4, (0.4 + 0.7 + 0.7 + 0.3 + 0.6 + 0.6) / 6, 0.65])
     deviation = np.sqrt(np.mean([np.var([0.1, 0.4, 0.7]), np.var([0.3, 0.3, 0.6])]))
+    assert drawn.ci_low["pr", 1] == pytest.approx(0.4 - deviation)
     assert drawn.ci_high["pr", 1] == pytest.approx(0.4 + deviation) and drawn.ci_low["pr", 3] == pytest.approx(0.65)
     fake_run(tmp_path / "runs", 2, [0.2, 0.3], 0.5, exp_name="pr_d", kl_coef=7)
     with pytest.raises(SystemExit, match="not every seed has tried the same settings"):
@@ -131,6 +132,46 @@ def test_of_repeated_runs_the_newest_counts(tmp_path, plotted):
     fake_run(tmp_path / "runs", 3, [0.1, 0.2], kl_coef=3.0)
     with pytest.raises(SystemExit, match="the same name as .*, but other settings"):
         plotted()
+
+
+def test_a_curve_reaches_as_far_as_every_run(tmp_path, plotted):
+    """It begins where all agents of all seeds have a return, and ends with the shortest run; seeds are in order.
+
+    A run that did not end and one without an episode are left out, with a line each.
+    """
+    late = fake_run(tmp_path / "runs", 2, [0.1, 0.2, 0.3], stamp=1)
+    metrics = pd.read_csv(late / "metrics.csv")
+    metrics.loc[1, "return_last_100"] = np.nan  # the second agent has ended no episode yet
+    metrics.to_csv(late / "metrics.csv", index=False)
+    fake_run(tmp_path / "runs", 1, [0.5, 0.6, 0.7, 0.8], stamp=2)  # the newer one
+    fake_run(tmp_path / "runs", 1, [0.1] * 7, exp_name="longer")
+    unfinished = fake_run(tmp_path / "runs", 3, [0.9, 0.9])
+    (unfinished / "summary.json").unlink()
+    empty = fake_run(tmp_path / "runs", 4, [np.nan, np.nan])
+    drawn, runs, results, shown = plotted(points=8)
+    points = drawn[drawn.method == "pr"]
+    assert points.timesteps.tolist() == [262]  # of 88, 175, 262, 350, ... up to 700
+    late_value, early_value = 0.2 + 0.1 * 0.62 + 0.01, 0.6 + 0.1 * 0.62 + 0.01
+    assert points["mean"].tolist() == pytest.approx([(late_value + early_value) / 2])
+    own = runs[runs.method == "pr"].set_index("seed")
+    assert own.index.tolist() == [1, 2] and results.set_index("method").seeds["pr"] == "1 2"
+    assert own.mean_training_return[2] == pytest.approx(0.26)  # of the iterations in which both have one
+    assert f"{unfinished}: not finished, left out" in shown
+    assert f"{empty}: cut off or without a single episode, left out" in shown
+
+
+def test_commands_in_files_have_every_setting(tmp_path):
+    """Switches with their negation, lists, and nothing for what is empty; seeds stand behind, versions below."""
+    settings = {"anneal_lr": False, "norm_adv": True, "hidden_sizes": [64, 32], "wandb_entity": None, "adapter": ""}
+    for seed in (1, 2):
+        fake_run(tmp_path, seed, [0.1], **settings)
+    lines = plot.header(plot.read_groups(plot.Args(runs=(str(tmp_path),)))).splitlines()
+    expected = "# python prpo_minigrid.py --exp-name pr --env-id Task --learning-rate 0.5 --no-anneal-lr --norm-adv"
+    assert lines == [
+        f"{expected} --hidden-sizes 64 32 --kl-coef 2.0  (--seed 1 2)",
+        "# torch 2",
+        "# environments: none",
+    ]
 
 
 def test_all_runs_are_one_table(tmp_path):
@@ -198,6 +239,9 @@ def test_table_of_methods_takes_a_seed_as_one_sample(tmp_path, tabled):
     assert "# python prpo_minigrid.py --exp-name pr" in (tmp_path / "t.csv").read_text()
     shown, exact = tabled(measure="final", methods=("pr",))
     assert exact.Task["pr"] == pytest.approx(0.11) and list(shown) == ["pr"]
+    fake_run(tmp_path / "runs", 1, [0.1, 0.2, 0.6], exp_name="longer")
+    assert tabled(measure="auc", methods=("longer",))[1].Task["longer"] == pytest.approx(0.31)
+    assert tabled(measure="final", methods=("longer",))[1].Task["longer"] == pytest.approx(0.61)
 
 
 def test_table_has_a_column_per_task(tmp_path, tabled):
@@ -250,6 +294,7 @@ def fake_language_run(root, seed, name, training, held_out, agents=(), **setting
 
 def test_table_of_searches_is_the_papers(tmp_path, tabled):
     """The setting chosen in training with its held-out score, not the best of these; EVP for each seed."""
+    best = (0.5 + 0.5 + 0.4) / 3  # of two of the three, without replacement; 0.1 more with the second seed
     kinds = {"isolated": {"aggregation": "none"}, "fedavg": {"aggregation": "weights"}}
     kinds["pr0.2"] = {"aggregation": "policy", "communicator": "self-preferred", "self_preference": 0.2}
     kinds["pr0.6"] = kinds["pr0.2"] | {"self_preference": 0.6}
@@ -257,16 +302,19 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
         for k, (training, held_out) in enumerate([(0.9, 0.3), (0.1, 0.5), (0.2, 0.4)]):
             for seed in (1, 2):
                 value = held_out + 0.1 * (seed == 2) + 0.3 * (name == "pr0.2")
+                if name == "pr0.6" and seed == 2:
+                    value = best + 0.1
                 fake_language_run(tmp_path / "runs", seed, f"{name}_{k}", training, value, **own)
     shown, exact = tabled(evp=2)
     assert list(shown) == ["isolated", "FedAvg", "PR, p = 0.6", "PR, p = 0.2"]
     assert exact["best setting"]["isolated"] == "isolated_0" and exact["held-out"]["isolated"] == pytest.approx(0.35)
-    best = (0.5 + 0.5 + 0.4) / 3  # of two of the three, without replacement; 0.1 more with the second seed
     assert exact["EVP of 2"]["isolated"] == pytest.approx(best + 0.05, abs=1e-5)
     assert exact["EVP per seed"]["isolated"] == f"{best:.4f} {best + 0.1:.4f}"
     half = 12.706204736432095 * np.std([best, best + 0.1], ddof=1) / np.sqrt(2)
     assert exact["EVP of 2_ci_high"]["isolated"] == pytest.approx(best + 0.05 + half, abs=1e-5)
     assert exact.deviation["isolated"] == pytest.approx(np.std([0.5, 0.5, 0.4]), abs=1e-3)
+    variance = np.var([0.5, 0.5, 0.4]) / 2  # of the second seed, whose settings are all alike, it is 0
+    assert exact.deviation["PR, p = 0.6"] == pytest.approx(np.sqrt(variance), abs=1e-3)
     assert shown["PR, p = 0.2"]["gain over isolated"] == f"{0.3 / (best + 0.05):+.1%}"
     assert shown["PR, p = 0.6"]["gain over FedAvg"] == "+0.0%" and shown["isolated"]["gain over FedAvg"] == ""
     with_replacement = (5 * 0.5 + 3 * 0.4 + 0.3) / 9
@@ -276,6 +324,27 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
     assert "EVP of 3" in tabled()[1]
     with pytest.raises(SystemExit, match="fewer settings than --evp 4"):
         tabled(evp=4)
+
+
+def test_language_models_are_judged_by_common_prompts_and_their_own_topics(tmp_path, plotted):
+    """evaluations.csv has a row per agent and task, the common prompts first; own topics follow in order."""
+    rewards = {0: {"common": 0.5, "a": 0.1, "b": 0.2}, 1: {"common": 0.7, "a": 0.3, "b": 0.6}}
+    agents = [{task: {"mean": value} for task, value in row.items()} for row in rewards.values()]
+    rows = [
+        {"step": 2, "agent": agent, "task": task, "mean_reward": value, "ci95": 0}
+        for agent, row in rewards.items()
+        for task, value in row.items()
+    ]
+    for seed in (1, 2):
+        folder = fake_language_run(tmp_path / "runs", seed, "pr", 0.5, 0.6, agents, partition="topic")
+        pd.DataFrame(rows).to_csv(folder / "evaluations.csv", index=False)
+    _, runs, results, _ = plotted()
+    assert runs.own_topic.tolist() == pytest.approx([0.35, 0.35]) and results.evaluation[0] == pytest.approx(0.6)
+    loaded = plot.load_run(folder)
+    assert loaded[["step", "agent"]].values.tolist() == [[1, 0], [1, 1], [2, 0], [2, 1]]
+    assert (
+        loaded.evaluation.tolist()[2:] == [0.5, 0.7] and loaded.evaluation.isna().tolist() == [True] * 2 + [False] * 2
+    )
 
 
 def test_table_of_win_rates_and_topics(tmp_path, tabled):
@@ -329,7 +398,7 @@ def fake_grid(root, left_out=()):
             line = f"OMP_NUM_THREADS=1 python prpo_minigrid.py --seed {seed} --kl-coef {float(coef):.1e} --env-id Task"
             lines.append(f"{line} --run-dir runs/tuning --exp-name {name} --kl-direction 'reverse'")
             if (name, seed) not in left_out:
-                own = {"exp_name": name, "kl_coef": float(coef), "kl_direction": "reverse"}
+                own = {"exp_name": name, "kl_coef": float(coef), "kl_direction": "reverse", "run_dir": "elsewhere"}
                 fake_run(root / "runs", seed, [x + 0.2 * (seed == 102) for x in curve], evaluations[name], **own)
     (root / "tuning.txt").write_text("\n".join(lines))
 
@@ -460,6 +529,11 @@ def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
     matrix = matrix.loc["pr"].set_index(["agent", "task"])
     assert matrix.loc[(1, "Other"), "mean"] == pytest.approx(0.15 + 0.1 + 0.5)  # off the diagonal
     assert matrix.loc[(0, "Hard"), "mean"] == pytest.approx(0.15) and len(matrix) == 6
+    path = next((tmp_path / "runs").glob("Task__zzz__1__*")) / "evaluations.csv"
+    earlier = pd.read_csv(path).assign(iteration=1, timesteps=100, mean_return=0.0)  # of --eval-every
+    pd.concat((earlier, pd.read_csv(path))).to_csv(path, index=False)
+    _, runs, _, _ = plotted(per_task=True, methods=("zzz",))
+    assert runs.evaluation.tolist() == pytest.approx([0.7, 0.8])
     assert (tmp_path / "x_matrix.png").stat().st_size > 5_000
 
 
@@ -467,8 +541,10 @@ def test_methods_are_chosen_and_ordered(tmp_path, plotted):
     """--methods takes patterns, in this order."""
     for name in ("pr-a", "pr-b", "isolated"):
         fake_run(tmp_path / "runs", 1, [0.1, 0.2], exp_name=name)
-    *_, results, _ = plotted(methods=("isolated", "pr-b"))
-    assert list(results.method) == ["isolated", "pr-b"]
+    *_, results, _ = plotted(methods=("pr-*", "isolated"))
+    assert list(results.method) == ["pr-a", "pr-b", "isolated"]
+    *_, results, _ = plotted(methods=("pr-b", "isolated"))
+    assert list(results.method) == ["pr-b", "isolated"]
 
 
 FIGURES = sorted({path.stem.removesuffix("_matrix") for path in RESULTS.glob("*.png")})
@@ -580,7 +656,9 @@ def test_isolated_agents_are_crowds_of_every_size():
     table = crowd.make_table(rows.reset_index()).set_index(["method", "agents"])
     assert table.loc["isolated", "share"].tolist() == [0.75] * 3
     assert table.evaluation.tolist() == pytest.approx([0.675] * 3 + [0.72])
-    assert table.loc["isolated", "all_learn"].tolist() == [0.75, 0.5, 0]
+    assert table.all_learn.tolist() == [0.75, 0.5, 0, 0]  # four of the last five have learned
+    exact = crowd.make_rows(runs.assign(evaluation=runs.evaluation.replace(0.9, 0.8)), 0.8)
+    assert exact.share.tolist() == rows.share.tolist()  # what reaches it exactly counts
     assert table.median_steps.fillna(-1).tolist() == [250, -1, -1, 300]  # of 100, 200, 300 and never: in the middle
 
 

@@ -158,6 +158,8 @@ def test_a_failure_is_listed_and_stops_nobody(tmp_path, tool):
         "failed with exit code 127: no-such-program" in failed.stdout and "[3/3] 0 running, 2 failed" in failed.stdout
     )
     assert (tmp_path / "tries").read_text() == "try\n" * 2
+    ten = "sh -c 'exit 10'"
+    assert tool([ten]).returncode == 1 and tool([ten], "--dry-run").stdout == f"{ten}\n"  # it ends in a 0 too
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -170,6 +172,7 @@ def test_a_signal_reaches_the_runs_and_waits_for_their_checkpoints(tmp_path, too
     process.send_signal(number)
     said, _ = process.communicate(timeout=20)
     assert process.returncode == 130 and "stopping (2 running)" in said and said.endswith("go on\n")
+    assert "failed with" not in said and ", 0 failed" in said
     assert len(list(tmp_path.glob("runs/*/checkpoints/agent_0/1.pt"))) == 2 and "later" not in calls(tmp_path)
     assert tool(lines).returncode == 0
     assert [len(own) for own in calls(tmp_path).values()] == [2, 2, 1]

@@ -43,6 +43,8 @@ def test_interquartile_mean_is_of_the_middle_half():
     value, low, high = stats.interquartile_mean(scores)
     assert value == 3.5 and low < 3.5 < high < 100
     assert stats.interquartile_mean(scores.reshape(4, 2))[0] == 3.5
+    uneven = [[0.0], [0.0], [0.0], [0.0], [4.0], [5.0], [6.0], [7.0]]
+    assert stats.interquartile_mean(uneven)[0] == 2.25  # of 0, 0, 4 and 5
     value, *limits = stats.interquartile_mean([[0.2, 0.6]])
     assert value == pytest.approx(0.4) and np.isnan(limits).all()
     with pytest.raises(ValueError, match="without NaN"):
