@@ -24,7 +24,8 @@ table1 they use one core each (on a GPU machine several share a GPU):
     python benchmark/plot.py --runs runs/minigrid-quick --out minigrid-quick
 
 (default)  the paper's grid. minigrid, atari: table 2, three tasks or two games, ten seeds, five methods. llm: table 5,
-           seven agents on TL;DR, one GPU each, with the reward model that benchmark/pipeline.sh trains
+           seven agents on TL;DR, a GPU of 80 GB each (benchmark/llm_memory.py counts), with the reward model that
+           benchmark/pipeline.sh trains
 --quick    a night on two cores. minigrid: two tasks, three seeds, two learning rates, 1 M steps; atari: BeamRider, two
            seeds, 1 M steps; llm: three agents and the small model on documentation
 --results  the runs behind benchmark/results/: 3, 3 and 1.5 hours on two cores
@@ -438,6 +439,7 @@ TABLE5 = (
     " --total-steps 156 --prompts-per-agent 1664 --topics loseit dating_advice legaladvice"
     " offmychest personalfinance relationship_advice tifu --eval-dataset trl-lib/tldr:validation"
     " --eval-prompts 128 --max-prompt-tokens 512 --missing-eos-penalty 3 --min-response-tokens 18"
+    " --gradient-checkpointing"
 )
 DOCSTRINGS = (
     "--base-model runs/docstrings/base --adapter runs/docstrings/sft-adapter"
