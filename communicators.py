@@ -10,6 +10,7 @@ Equation, example, definition and remark numbers are those of the PRPO paper.
 
 import atexit
 import contextlib
+import copy
 import csv
 import datetime
 import functools
@@ -48,6 +49,7 @@ from torch import Tensor
 
 MIXTURES = ("arithmetic", "geometric")
 KL_DIRECTIONS = ("forward", "reverse")
+FEW_AGENTS = 16  # up to so many, logs hold all pairs of agents; for more, what is linear in their number
 # Whose versions a summary tells, where they are in use
 PACKAGES = ("torch", "numpy", "gymnasium", "minigrid", "ale-py", "envpool", "transformers", "peft")
 
@@ -127,6 +129,30 @@ def rank_reward(returns: Tensor) -> Tensor:
     return _normalise_rows(rank.double().expand(len(rank), -1))
 
 
+def bound_returns(returns: Tensor, factor: float = 10.0) -> Tensor:
+    """What agents report, bounded by what a listener can know: `factor` times the others' usual magnitude.
+
+    returns: [agents], NaN for an agent without data. A value beyond `factor` times the median magnitude of the *other*
+    agents' reports is cut there, so that a report of 1e30 is worth at most `factor` ordinary ones; where that median
+    is 0, their mean magnitude stands for it. Where all others report 0, or nothing, there is no scale to compare with,
+    and the report stays: of (0, 0, r) Example 4 makes the same row for every positive r. A value that is not finite
+    counts as no report. Returns [agents], double.
+    """
+    returns = returns.detach().double()
+    returns = torch.where(returns.isfinite(), returns, torch.nan)
+    bounded = returns.clone()
+    for j in range(len(returns)):
+        others = torch.cat((returns[:j], returns[j + 1 :]))
+        magnitudes = others[~others.isnan()].abs()
+        if not magnitudes.any():
+            continue
+        scale = magnitudes.quantile(0.5)
+        if scale == 0:
+            scale = (magnitudes / len(magnitudes)).sum()  # the sum of huge numbers may be infinite
+        bounded[j] = returns[j].clamp(-factor * scale, factor * scale)
+    return bounded
+
+
 def _fill_unknown(returns: Tensor) -> Tensor:
     """Returns [agents] in double precision, NaN replaced by the mean of the others (0 if nobody has data)."""
     returns = returns.detach().double()
@@ -185,7 +211,6 @@ def surrogate_gains(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, ma
     return ((log_probs - behaviour).exp().clamp(max=max_ratio) * advantages).mean(-1)
 
 
-@functools.cache
 def from_csv(path: str, num_agents: int) -> Tensor:
     """A matrix of one's own: a row of comma-separated weights for each agent, # begins a comment.
 
@@ -198,6 +223,44 @@ def from_csv(path: str, num_agents: int) -> Tensor:
     if not ((communicator >= 0).all() and (communicator.sum(1) - 1).abs().max() < 1e-6):
         raise ValueError("has a row that is not on the simplex: weights must be at least 0 and sum to 1")
     return _normalise_rows(communicator)
+
+
+def write_matrix(communicator: Tensor) -> str:
+    """A matrix [agents, agents] as text, exactly: weights apart by spaces, rows by semicolons."""
+    return "; ".join(" ".join(map(repr, row)) for row in communicator.tolist())
+
+
+def own_matrix(args: "RunArgs") -> Tensor:
+    """The matrix of --communicator FILE, as the file was at the start of the run. Returns [agents, agents].
+
+    Raises ValueError and OSError as `from_csv`, if the file could not be read then.
+    """
+    if not args.communicator_matrix:
+        return from_csv(args.communicator, args.num_agents)
+    return _read_matrix(args.communicator_matrix).clone()
+
+
+@functools.lru_cache(maxsize=4)
+def _read_matrix(text: str) -> Tensor:
+    """The inverse of `write_matrix`."""
+    return torch.tensor([[float(weight) for weight in row.split()] for row in text.split(";")])
+
+
+def neighbours(args: "RunArgs") -> Tensor:
+    """Whom each agent may ever listen to: itself, and whom --communicator FILE and --topology leave.
+
+    Returns a bool mask [agents, agents].
+    """
+    n = args.num_agents
+    oneself = torch.eye(n, dtype=torch.bool)
+    if args.communicator == "identity":
+        return oneself
+    mask = torch.ones(n, n, dtype=torch.bool)
+    if args.topology == "ring":
+        mask = ring(n)
+    if args.communicator not in named_communicators(type(args)):
+        mask = mask & (own_matrix(args) > 0)  # a zero of the file forbids
+    return mask | oneself
 
 
 def participants(num_agents: int, fraction: float, seed: int) -> Tensor:
@@ -248,15 +311,20 @@ def drop_invalid(communicator: Tensor, valid: Tensor) -> Tensor:
     return _normalise_rows(communicator.detach().double() * valid, torch.eye(len(valid), dtype=torch.double))
 
 
-def restrict(communicator: Tensor, topology="full", k: int = 0, usable=None, keep_self: bool = False) -> Tensor:
+def restrict(
+    communicator: Tensor, topology="full", k: int = 0, usable=None, keep_self: bool = False, allowed=None
+) -> Tensor:
     """C within a topology (full or ring), among the usable peers (bool [agents], None: all), of these the k heaviest.
 
-    k = 0 is all; keep_self as in `sparsify`. Returns [agents, agents].
+    k = 0 is all; keep_self as in `sparsify`. allowed: bool [agents, agents], the only peers that may get weight (None:
+    all); where none of them is left, an agent falls back on itself. Returns [agents, agents].
     """
     n = len(communicator)
     usable = torch.ones(n, dtype=torch.bool) if usable is None else usable
     mask = ring(n) if topology == "ring" else torch.ones(n, n, dtype=torch.bool)
-    communicator = sparsify(communicator, mask & (usable | torch.eye(n, dtype=torch.bool)), keep_self)
+    if allowed is not None:
+        mask = mask & allowed
+    communicator = sparsify(communicator, (mask & usable) | torch.eye(n, dtype=torch.bool), keep_self)
     if k:
         communicator = sparsify(communicator, top_k(communicator, k), keep_self)
     return drop_invalid(communicator, usable)
@@ -265,6 +333,21 @@ def restrict(communicator: Tensor, topology="full", k: int = 0, usable=None, kee
 def non_expansion(communicator: Tensor) -> float:
     """The uniform non-expansion coefficient of C, its norm max_i sum_j |c_ij| (Definition 1, Remark 3): <= 1."""
     return communicator.abs().sum(1).max().item()
+
+
+def summarise(communicator: Tensor, distances: Tensor) -> dict[str, float]:
+    """What TensorBoard shows of C and of the distances [agents, agents] of many agents; NaN where nothing is known."""
+    n = len(communicator)
+    peers = communicator * ~torch.eye(n, dtype=torch.bool)
+    apart = distances[(peers > 0) & ~distances.isnan()]
+    return {
+        "communicator/self_weight": communicator.diagonal().mean().item(),
+        "communicator/peers": (peers > 0).sum(1).double().mean().item(),
+        "communicator/largest_peer_weight": peers.max().item(),
+        "communicator/most_listeners": (peers > 0).sum(0).max().item(),
+        "distances/mean": apart.mean().item(),
+        "distances/largest": apart.max().item() if len(apart) else math.nan,
+    }
 
 
 def _softmax_rows(scores: Tensor, temperature: float) -> Tensor:
@@ -569,6 +652,223 @@ class Exchange:
             dist.destroy_process_group()
 
 
+class View(dict):
+    """What one agent received last: sender -> network, its own snapshot among them; `round`: in which iteration.
+
+    A checkpoint holds of it what no other agent's checkpoint has, `stored`: its own snapshot, and those of senders
+    that have sent a newer one since.
+    """
+
+    def __init__(self, agent: int, network: nn.Module):
+        super().__init__({agent: network})
+        self.round = 0
+        self.stored = [agent]
+        self.loaded = {}  # sender -> flat parameters, between `load_state_dict` and `Peers.restore`
+
+    def state_dict(self) -> dict:
+        """What `load_state_dict` needs."""
+        received = {j: nn.utils.parameters_to_vector(self[j].parameters()).detach() for j in self.stored}
+        return {"round": self.round, "received": received}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take what a checkpoint holds; `Peers.restore` makes networks of it."""
+        self.round = state["round"]
+        self.loaded = dict(state["received"])
+
+
+class Peers:
+    """What surrounds the communication rounds of control: what agents report, send, receive and are compared by.
+
+    A script decides what is reported, the new C, and who applies it. Kept here are
+    communicator, distances: [agents, agents], C and the total variation of policies on the public states as of the
+        last round in which both took part, for all pairs of up to FEW_AGENTS agents, else for those that C connects;
+    views: of each agent held, what it received in the last round in which it took part, `View`: senders of positive
+        weight in its row, and itself. Agents of one process that received the same snapshot share one network;
+    round_returns, records: of each agent held, the returns since the last round, and what `remember` makes of them;
+    and, of the last round: received, sender -> network; usable, bool [agents]: whose snapshot is here and is valid;
+    log_probs [agents, states, actions]: on the public states, NaN for whom nobody here may listen to.
+
+    networks: of all agents, the common start; each has `predict(states)`, (logits, values). states: the public states,
+    None where there will be no round. neighbours: bool [agents, agents], whom each agent may ever listen to.
+    """
+
+    def __init__(self, exchange: Exchange, networks: list[nn.Module], states: Tensor | None, neighbours: Tensor):
+        n = len(networks)
+        self.exchange = exchange
+        self.held = exchange.agents
+        self.states = states
+        self.neighbours = neighbours
+        self.sizes = [sum(parameter.numel() for parameter in network.parameters()) for network in networks]
+        first_of_shape = {}
+        shapes = [tuple(parameter.shape for parameter in network.parameters()) for network in networks]
+        self._templates = [first_of_shape.setdefault(*own) for own in zip(shapes, networks, strict=True)]
+        self.communicator = identity(n)  # before the first round nobody has sent anything
+        self.distances = torch.full((n, n), torch.nan)
+        self.views = [View(i, networks[i].requires_grad_(False)) for i in self.held]
+        self.round_returns = [[] for _ in self.held]
+        self.records = torch.full((len(self.held), 3), torch.nan, dtype=torch.float64)  # mean, gain, baseline
+        self.last_rounds = torch.zeros(n, dtype=torch.long)  # the iteration in which each agent took part last
+
+    # Resume
+
+    def state(self, k: int) -> dict:
+        """What a checkpoint holds of the k-th agent held; `restore` makes the rest of it."""
+        i = self.held[k]
+        return {
+            "view": self.views[k],
+            "row": self.communicator[i],
+            "distances": self.distances[i],
+            "round_returns": self.round_returns[k],
+            "record": self.records[k],
+        }
+
+    def restore(self) -> None:
+        """After `Run.restore`: the rows of all agents, and the snapshots that are stored by those who sent them."""
+        held = list(self.held)
+        self.communicator[:] = self.exchange.all_gather(self.communicator[held].double())
+        self.distances[:] = self.exchange.all_gather(self.distances[held].double())
+        rounds = torch.tensor([[view.round] for view in self.views])
+        self.last_rounds[:] = self.exchange.all_gather(rounds).flatten()
+        networks = {}  # (sender, iteration) -> network
+        for view in self.views:
+            for j, parameters in view.loaded.items():
+                view[j] = networks.setdefault((j, view.round), self._copy(j, parameters))
+            view.loaded = {}
+        if not torch.equal(self.communicator, identity(len(self.sizes))):  # isolated agents send nothing
+            own = [view[i] for i, view in zip(held, self.views, strict=True)]
+            latest = self.exchange.all_gather(flatten(own, max(self.sizes)))
+            for i, view in zip(held, self.views, strict=True):
+                for j in self._senders(i):
+                    if j not in view:
+                        if (j, view.round) not in networks:
+                            networks[j, view.round] = self._copy(j, latest[j])
+                        view[j] = networks[j, view.round]
+        self._choose_stored()
+
+    def _senders(self, i: int) -> list[int]:
+        """Whom agent i listens to."""
+        return self.communicator[i].nonzero().flatten().tolist()
+
+    def _copy(self, j: int, parameters: Tensor) -> nn.Module:
+        """A network of agent j's shape with these parameters, flat and maybe padded."""
+        network = copy.deepcopy(self._templates[j]).requires_grad_(False)
+        unflatten(parameters[None], [network])
+        return network
+
+    def _choose_stored(self) -> None:
+        """A sender's checkpoint has its last snapshot; who still holds an older one stores it."""
+        for i, view in zip(self.held, self.views, strict=True):
+            view.stored = [j for j in view if j == i or self.last_rounds[j] > view.round]
+
+    # A round: reports, snapshots, the new C
+
+    def remember_returns(self) -> None:
+        """End the interval of returns that this round closes."""
+        for k, returns in enumerate(self.round_returns):
+            self.records[k] = remember(self.records[k], returns)
+            returns.clear()
+
+    def report(self, numbers: Tensor) -> Tensor:
+        """One number of each agent held, [agents held], goes to all agents. Returns [agents]."""
+        return self.exchange.all_gather(numbers[:, None]).flatten()
+
+    def exchange_snapshots(
+        self, networks: list[nn.Module], participating: Tensor, receives: Tensor, iteration: int
+    ) -> None:
+        """The agents that take part send their parameters to their listeners, who judge what they have received.
+
+        networks: of the agents held; participating: bool [agents]; receives: bool [agents, agents], whose snapshot each
+        agent gets, as far as that is known before the new C (`update` counts what it adds). Where nobody receives
+        anything, no parameters leave an agent: only its log-probabilities on the public states are gathered, for the
+        log, and of more than FEW_AGENTS agents not even these.
+
+        A snapshot is usable if its parameters are finite, its log-probabilities on the public states too (parameters of
+        3e38 are finite), and its values there even when squared, as a loss does.
+        """
+        n = len(self.sizes)
+        held = list(self.held)
+        self.iteration = iteration
+        self.participating = participating
+        self.receives = receives & participating & participating[:, None]
+        self.gathered = bool(self.receives.fill_diagonal_(False).any())
+        local = flatten(networks, max(self.sizes))
+        local[~participating[held]] = 0.0  # who sits out sends nothing
+        if self.gathered:
+            parameters, finite = self.exchange.snapshots(local, self.receives, self.sizes)
+            compared = participating
+            if n > FEW_AGENTS:
+                compared = (self.neighbours & participating & participating[:, None])[held].any(0)
+        else:
+            parameters = dict(zip(held, local, strict=True))
+            finite = torch.zeros(n, dtype=torch.bool)
+            finite[held] = local.isfinite().all(1).cpu()
+            compared = torch.zeros(n, dtype=torch.bool).index_fill(0, torch.tensor(held), True)
+        self.received = {}
+        self.usable = torch.zeros(n, dtype=torch.bool)
+        log_probs = {}
+        for j in compared.nonzero().flatten().tolist():
+            network = self._copy(j, parameters[j])
+            logits, values = network.predict(self.states)
+            log_probs[j] = logits.log_softmax(-1).cpu()
+            self.usable[j] = log_probs[j].isfinite().all() and values.square().isfinite().all() and finite[j]
+            if self.usable[j]:
+                self.received[j] = network
+        rejected = [j for j in log_probs if finite[j] and not self.usable[j]]
+        if rejected and self.exchange.rank == 0:
+            print(f"\ndropped agents {rejected} for this round: their policies are not finite", flush=True)
+        if not self.gathered and n <= FEW_AGENTS:
+            public = self.exchange.all_gather(torch.stack([log_probs[i].flatten() for i in held]))
+            log_probs = dict(enumerate(public.view(n, *log_probs[held[0]].shape)))
+        if log_probs:
+            self.log_probs = torch.full((n, *next(iter(log_probs.values())).shape), torch.nan)
+        for j, own in log_probs.items():
+            if self.usable[j] or not self.gathered:
+                self.log_probs[j] = own
+
+    def candidates(self, i: int) -> dict[int, nn.Module]:
+        """The peers to whom agent i may listen from this round on: agent -> network; none if it sits out."""
+        if not self.participating[i]:
+            return {}
+        return {j: network for j, network in self.received.items() if self.neighbours[i, j] and j != i}
+
+    def update(self, new_communicator: Tensor) -> None:
+        """The rows of C of those who take part, and what follows: distances, views, the bytes of late choices.
+
+        new_communicator: [agents, agents], of which the rows of the agents held count, each computed where its agent
+        lives. A weight on a snapshot that is not usable is dropped.
+        """
+        n = len(self.sizes)
+        held = list(self.held)
+        if (new_communicator[held][:, ~self.usable] > 0).any():
+            new_communicator = drop_invalid(new_communicator, self.usable)
+        few = n <= FEW_AGENTS
+        rows = torch.cat((new_communicator, self.distances), dim=1)  # [agents, 2 agents]
+        if self.gathered or few:
+            probs = self.log_probs.exp()
+            for i in held if self.gathered else range(n):
+                pairs = self.participating if few else new_communicator[i] > 0
+                if self.participating[i]:
+                    rows[i, n:][pairs] = (probs[pairs] - probs[i]).abs().sum(-1).mean(-1) / 2  # total variation
+        if self.gathered:
+            rows = self.exchange.all_gather(rows[held].double()).float()
+        self.communicator[self.participating] = rows[self.participating, :n]
+        self.distances[self.participating] = rows[self.participating, n:]
+        # Where a snapshot turned out to be unusable, another sender may have taken its place
+        late = (self.communicator > 0) & self.participating[:, None] & ~self.receives
+        late.fill_diagonal_(False)
+        size_of_number = next(self._templates[0].parameters()).element_size()
+        self.exchange.bytes_sent += int(late.sum(0) @ torch.tensor(self.sizes)) * size_of_number
+        for i, view in zip(held, self.views, strict=True):
+            if self.participating[i]:
+                snapshot = self.received.get(i, view[i])  # the last valid one
+                senders = {j: self.received[j] for j in self._senders(i) if j != i}
+                view.clear()
+                view.update({i: snapshot} | senders)
+                view.round = self.iteration
+        self.last_rounds[self.participating] = self.iteration
+        self._choose_stored()
+
+
 # --- 3. arguments: every flag declares its bounds in its type, and bad input ends in one line ---
 
 
@@ -584,6 +884,7 @@ Natural = Annotated[int, Must("not be negative", lambda v: v >= 0)]
 NonNegative = Annotated[float, Must("not be negative", lambda v: v >= 0)]
 Positive = Annotated[float, Must("be positive", lambda v: v > 0)]
 Fraction = Annotated[float, Must("lie in [0, 1]", lambda v: 0 <= v <= 1)]
+PositiveFraction = Annotated[float, Must("lie in (0, 1]", lambda v: 0 < v <= 1)]
 
 
 @dataclass
@@ -607,6 +908,8 @@ class RunArgs:
     communicator: Literal["identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward",
                           "rank-reward", "relative-gain", "surrogate"] | str = "uniform"  # fmt: skip
     """who listens to whom, see `make_communicator`; identity is isolated training; or FILE.csv, a matrix of your own"""
+    communicator_matrix: tyro.conf.Suppress[str] = ""
+    """no flag: what FILE.csv held when the run began, which belongs to the run's settings as they do"""
     self_preference: Fraction = 0.6  # c_ii of the self-preferred communicator
     communicator_temperature: Positive = 1.0
     """softmax-reward: in spreads of returns; relative-gain: in gains; surrogate: in tenths of the advantages' spread"""
@@ -615,6 +918,15 @@ class RunArgs:
 
     def __post_init__(self):
         self.exp_name = self.exp_name or script_of(self).stem
+        if self.communicator not in named_communicators(type(self)) and not self.communicator_matrix:
+            with contextlib.suppress(OSError, ValueError):  # `parse_args` refuses what cannot be read
+                self.communicator_matrix = write_matrix(from_csv(self.communicator, self.num_agents))
+
+
+@functools.cache
+def named_communicators(Args: type) -> tuple[str, ...]:
+    """The values of --communicator that are no file."""
+    return typing.get_args(typing.get_args(typing.get_type_hints(Args)["communicator"])[0])
 
 
 def local_rank() -> int:
@@ -708,10 +1020,10 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     if args.num_agents % world_size:
         refuse(args, "num_agents", f"must be a multiple of the {world_size} processes")
-    named = typing.get_args(typing.get_args(typing.get_type_hints(Args)["communicator"])[0])
+    named = named_communicators(Args)
     if args.communicator not in named:
         try:
-            from_csv(args.communicator, args.num_agents)
+            own_matrix(args)
         except (OSError, ValueError) as error:
             own = args.communicator.endswith(".csv")
             refuse(args, "communicator", str(error) if own else f"choose from {', '.join(named)}, or the CSV file of C")
@@ -1026,6 +1338,7 @@ class Run:
         if self.iteration > self.total:
             done = f"has {self.iteration} {self.counter}s already"
             stop(f"{self.folder}: {done}, more than the {self.total} asked for", WRONG_VALUE)
+        latest = []  # the last metrics of each agent held
         for i in state if self.iteration else ():
             path = self._checkpoints(i) / f"{self.iteration}.pt"
             stored = torch.load(path, map_location=self.exchange.device, weights_only=True)
@@ -1047,8 +1360,13 @@ class Run:
                     case _:
                         target.load_state_dict(stored[name])
             run = stored["run"]
-            self.train_seconds, self._wall_seconds, self.latest = run["train"], run["wall"], run["latest"]
+            self.train_seconds, self._wall_seconds = run["train"], run["wall"]
+            latest.append(list(run["latest"].values()))
+            keys = list(run["latest"])
             self.clock, self.exchange.bytes_sent, self._shown = Counter(run["clock"]), run["bytes"], run["shown"]
+        if latest:
+            columns = self.exchange.all_gather(torch.tensor(latest, dtype=torch.float64)).T.tolist()
+            self.latest = dict(zip(keys, columns, strict=True))
         self._open_logs()
 
     def saves(self) -> bool:
@@ -1058,13 +1376,13 @@ class Run:
     @_or_one_line
     def save(self, state: dict[int, dict]) -> None:
         """Write each agent's checkpoint; the one before it is kept. Returns when all ranks have."""
-        run = {"train": self.train_seconds, "wall": self._wall(), "latest": self.latest, "shown": self._shown}
+        run = {"train": self.train_seconds, "wall": self._wall(), "shown": self._shown}
         run |= {"clock": dict(self.clock), "bytes": self.exchange.bytes_sent}
         if self.chief:
             for log in self._logs:
                 log.flush()
         for i, own in state.items():
-            values = {"run": run}
+            values = {"run": run | {"latest": {key: column[i] for key, column in self.latest.items()}}}
             for name, source in own.items():
                 match source:
                     case torch.Generator():
@@ -1166,8 +1484,10 @@ class Run:
         self.interrupted = bool(gathered[:, -1].any())
         self.train_seconds += time.perf_counter() - self._began
         before, self.latest = self.latest, dict(zip(rows[0], gathered.T[:-1].tolist(), strict=True))
-        shown_before, shown = self._shown, torch.stack((communicator, distances)).tolist()
-        self._shown = repr(shown)  # as text NaN is equal to NaN
+        shown_before = self._shown
+        values = torch.stack((communicator, distances)).double().nan_to_num(nan=-1.0)  # NaN shall be equal to NaN
+        self._shown = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+        changed = self._shown != shown_before
         if not self.chief:
             return
         for i in sorted(diverged_agents(self.latest) - diverged_agents(before)):
@@ -1177,9 +1497,12 @@ class Run:
         common |= {"communication_bytes": self.exchange.bytes_sent, f"{self.unit.replace('-', '_')}_per_second": rate}
         scalars = scalars | {self.speed: rate, "communication/bytes": self.exchange.bytes_sent}
         scalars["communication/non_expansion"] = non_expansion(communicator)
-        for i in range(n):
-            scalars |= {f"communicator/c_{i}_{j}": communicator[i, j].item() for j in range(n)}
-            scalars |= {f"distances/agent_{i}_agent_{j}": distances[i, j].item() for j in range(i + 1, n)}
+        if n <= FEW_AGENTS:
+            for i in range(n):
+                scalars |= {f"communicator/c_{i}_{j}": communicator[i, j].item() for j in range(n)}
+                scalars |= {f"distances/agent_{i}_agent_{j}": distances[i, j].item() for j in range(i + 1, n)}
+        elif changed:
+            scalars |= summarise(communicator, distances)
         for key, column in self.latest.items():
             scalars |= {f"{key}/agent_{i}": value for i, value in enumerate(column)}
             scalars[key] = mean([value for value in column if value == value])
@@ -1193,9 +1516,12 @@ class Run:
             row |= {self.columns.get(key, key.rpartition("/")[2]): column[i] for key, column in self.latest.items()}
             self._write(self._metrics, row | common)
         self._metrics.flush()
-        for i, j in itertools.product(range(n), repeat=2) if self._shown != shown_before else ():
-            row = {self.counter: self.iteration, "listener": i, "peer": j}
-            self._write(self._communicators, row | {"weight": shown[0][i][j], "distance": shown[1][i][j]})
+        if changed:
+            pairs = torch.ones(n, n) if n <= FEW_AGENTS else communicator
+            for i, j in pairs.nonzero().tolist():
+                row = {self.counter: self.iteration, "listener": i, "peer": j}
+                row |= {"weight": communicator[i, j].item(), "distance": distances[i, j].item()}
+                self._write(self._communicators, row)
         live = sys.stdout.isatty()
         if live or time.time() - self._line > 10 or self.iteration == self.total:
             seconds = round((self.total - self.iteration) * self.train_seconds / self.iteration)

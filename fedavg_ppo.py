@@ -23,7 +23,20 @@ from safetensors.torch import save_file
 import communicators
 import prpo_atari
 import prpo_minigrid
-from communicators import Count, Exchange, Fraction, Natural, NonNegative, Positive, Run, RunArgs, derive_seed, mean
+from communicators import (
+    Count,
+    Exchange,
+    Fraction,
+    Natural,
+    NonNegative,
+    Peers,
+    Positive,
+    PositiveFraction,
+    Run,
+    RunArgs,
+    derive_seed,
+    mean,
+)
 
 # The defaults that depend on the environments (table 2 of the paper)
 DEFAULTS = ("save_every", "eval_episodes", "local_updates", "total_timesteps")
@@ -60,7 +73,8 @@ class Args(RunArgs):
     """coefficient of the KL penalty towards the agent's own policy before the update"""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(old policy || policy), eq. 3; reverse: KL(policy || old policy), mirror descent"""
-    participation: Positive = 1.0  # fraction of the agents, drawn anew, that takes part in a communication round
+    participation: PositiveFraction = 1.0
+    """fraction of the agents, drawn anew, that takes part in a communication round"""
 
     # PPO
     total_timesteps: Count | None = None
@@ -145,25 +159,22 @@ def main(args: Args) -> dict:
     for agent in agents if args.compile else ():
         agent.compile(dynamic=True if family is prpo_minigrid else None)  # there batches vary with what is distinct
 
-    # Communication: the matrix C, everybody's parameters of the last round, how far apart these are on public states
-    communicator = communicators.identity(n)  # [agents, agents]; before the first round nobody has spoken
-    distances = torch.full_like(communicator, torch.nan)
-    snapshots = [agent.requires_grad_(False) for agent in first]
+    # Communication: C, what agents have received in the last round, and how far apart policies are on public states
     reference_states = family.public_states(args).to(device) if num_rounds else None
-    last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
-    records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)  # of each one's rounds: mean, gain, baseline
+    peers = Peers(exchange, first, reference_states, communicators.neighbours(args))
+    communicator = peers.communicator  # [agents, agents], changed in place
+    last_returns = [deque(maxlen=100) for _ in held]
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
-        i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k], "snapshot": snapshots[i]}
-        | {"last_returns": last_returns[k], "round_returns": round_returns[k], "record": records[k]}
-        | {"communicator": communicator, "distances": distances}
+        i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k]}
+        | {"last_returns": last_returns[k]}
+        | peers.state(k)
         for k, i in enumerate(held)
     }
     run.restore(state)
-    if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
-        own = communicators.flatten([snapshots[i] for i in held], max(sizes))
-        communicators.unflatten(exchange.all_gather(own), snapshots)
+    if run.iteration:
+        peers.restore()
     envs, actors = family.Envs(args, held, run.iteration), family.make_actors(args, agents)
 
     for iteration in run.iterations():
@@ -189,42 +200,40 @@ def main(args: Args) -> dict:
         # Update: every agent takes its minibatches in order, and the agents take turns, so that all cores work
         learners = zip(agents, optimizers, generators, obs, batches, strict=True)
         losses = communicators.take_turns([family.learn(*own, args) for own in learners], workers, threads)
-        moved = zip(held, agents, obs, behaviour, batches, strict=True)
-        moved = [family.diagnose(*own, snapshots, communicator, args) for own in moved]
+        moved = zip(held, agents, obs, behaviour, batches, peers.views, strict=True)
+        moved = [family.diagnose(*own, communicator, args) for own in moved]
         run.tick("update")
 
         # Communication round: exchange parameters, refresh the communicator, average
         for k, own in enumerate(episodes):
             last_returns[k].extend(total for total, _ in own)
-            round_returns[k].extend(total for total, _ in own)
+            peers.round_returns[k].extend(total for total, _ in own)
         if iteration % args.local_updates == 0:
-            for k, own in enumerate(round_returns):
-                records[k] = communicators.remember(records[k], own)
-                own.clear()
-            local = communicators.flatten(agents, max(sizes))
-            if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
-                communicators.unflatten(local, [snapshots[i] for i in held])
-                public = [agent.predict(reference_states)[0].log_softmax(-1).cpu().flatten() for agent in agents]
-                public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
-            else:
-                part = communicators.participants(n, args.participation, derive_seed(args.seed, iteration, 7))
-                told = records[:, 1:2] if args.communicator == "relative-gain" else records[:, :1]  # one number each
-                told = exchange.all_gather(told).flatten()
-                heard = family.make_communicator(args, told, usable=part) > 0
-                heard &= part[:, None]  # who must be sent
-                parameters, usable = exchange.snapshots(local, heard, sizes)
-                communicators.unflatten(parameters, snapshots)
-                public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                own = enumerate(held if args.communicator == "surrogate" else ())
-                gains = [family.gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in own]
-                gains = exchange.all_gather(torch.stack(gains)) if gains else None
-                made = family.make_communicator(args, told, public, gains, usable & part)
-                communicator[part] = made[part]
-                averages = communicators.average_parameters(communicator, parameters)
-                for k, i in enumerate(held):  # who sits out goes on with what it has; optimizer moments are kept
-                    if part[i] and usable[communicator[i] > 0].all():  # or there is nobody to average
-                        communicators.unflatten(averages[i : i + 1], agents[k : k + 1])
-            distances[:] = communicators.total_variation(public)
+            peers.remember_returns()
+            participating = torch.ones(n, dtype=torch.bool)
+            reported_returns = None
+            if args.communicator != "identity":  # isolated agents report nothing
+                participating = communicators.participants(n, args.participation, derive_seed(args.seed, iteration, 7))
+                if args.communicator == "relative-gain":
+                    reported_returns = peers.report(peers.records[:, 1])
+                else:
+                    reported_returns = communicators.bound_returns(peers.report(peers.records[:, 0]))
+            receives = family.make_communicator(args, reported_returns, usable=participating) > 0
+            peers.exchange_snapshots(agents, participating, receives, iteration)
+            gains = None
+            if args.communicator == "surrogate":
+                gains = torch.full((n, n), torch.nan)
+                for k, i in enumerate(held):
+                    gains[i] = family.gains_of_peers(i, obs[k], batches[k], peers.candidates(i), n)
+            usable = peers.usable
+            new_communicator = family.make_communicator(args, reported_returns, peers.log_probs, gains, usable)
+            peers.update(new_communicator)
+            for k, i in enumerate(held):  # who sits out goes on with what it has; optimizer moments are kept
+                senders = communicator[i].nonzero().flatten()
+                if participating[i] and usable[senders].all():  # or there is nobody to average
+                    received = communicators.flatten([peers.views[k][j] for j in senders.tolist()], max(sizes))
+                    average = communicators.average_parameters(communicator[i : i + 1, senders], received)
+                    communicators.unflatten(average, agents[k : k + 1])
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -241,7 +250,8 @@ def main(args: Args) -> dict:
             row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in family.LOSSES}
             rows.append(row | {f"policy/{name}": value for name, value in moved[k].items()})
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
-        run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
+        scalars["communication/rounds"] = iteration // args.local_updates
+        run.log(rows, communicator, peers.distances, scalars)
 
         # Evaluation
         if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:

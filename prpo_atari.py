@@ -29,7 +29,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import communicators
-from communicators import Count, Exchange, Fraction, Natural, NonNegative, Positive, Run, RunArgs, derive_seed, mean
+from communicators import (
+    Count,
+    Exchange,
+    Fraction,
+    Natural,
+    NonNegative,
+    Peers,
+    Positive,
+    PositiveFraction,
+    Run,
+    RunArgs,
+    derive_seed,
+    mean,
+)
 
 LOSSES = "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "kl_reference"  # of `learn`
 
@@ -57,7 +70,8 @@ class Args(RunArgs):
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
-    participation: Positive = 1.0  # fraction of the agents, drawn anew, that takes part in a communication round
+    participation: PositiveFraction = 1.0
+    """fraction of the agents, drawn anew, that takes part in a communication round"""
 
     # PPO
     total_timesteps: Count = 10_000_000  # environment steps of each agent; a step is four frames
@@ -365,6 +379,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
     if name == "identity":
         return communicators.identity(n)
     C = communicators.uniform(n)
+    allowed = None
     if name == "self-preferred":
         C = communicators.self_preferred(n, args.self_preference)
     elif name == "similarity" and log_probs is not None:
@@ -380,10 +395,12 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
     elif name == "surrogate" and gains is not None:
         C = communicators.surrogate(gains, args.communicator_temperature)
     elif name not in ("uniform", "similarity", "surrogate"):  # then it is a file
-        C = communicators.from_csv(name, n)
+        C = communicators.own_matrix(args)
+        allowed = C > 0  # its zeros forbid
     compared = {"similarity": log_probs, "surrogate": gains}.get(name, C)
     k = 0 if compared is None else args.top_k  # who compares policies must hear all before it can choose
-    return communicators.restrict(C, args.topology, k, usable, keep_self=name == "self-preferred")
+    keep_self = name == "self-preferred"
+    return communicators.restrict(C, args.topology, k, usable, keep_self, allowed)
 
 
 def rollout(args: Args, envs: Envs, actors: Actors, generators: list, run: Run) -> tuple[dict, list, list, list]:
@@ -453,7 +470,9 @@ def gae(rewards, terminations, dones, values, next_values, gamma: float, gae_lam
     return advantages
 
 
-def refer(i: int, obs: Tensor, behaviour: Tensor, snapshots: list[Agent], communicator: Tensor, args: Args) -> Iterator:
+def refer(
+    i: int, obs: Tensor, behaviour: Tensor, snapshots: dict[int, Agent], communicator: Tensor, args: Args
+) -> Iterator:
     """Agent i's reference policy C_i pi on its own states, frozen for this update: row i of C applied to the policies.
 
     obs: [states, ...], behaviour: its own log-probabilities there [states, actions]. Yields after every policy; the
@@ -467,11 +486,19 @@ def refer(i: int, obs: Tensor, behaviour: Tensor, snapshots: list[Agent], commun
     yield communicators.mix_log_probs(torch.stack(log_probs), communicator[i, heard].to(behaviour.device), args.mixture)
 
 
-def gains_of_peers(i: int, obs: Tensor, batch: dict[str, Tensor], snapshots: list[Agent]) -> Tensor:
-    """L_i(pi_j): how much agent i's own rollout says that listening to each peer would help. Returns [agents]."""
-    log_probs = [peer.predict(obs)[0].log_softmax(-1)[batch["states"], batch["actions"]] for peer in snapshots]
-    gains = communicators.surrogate_gains(torch.stack(log_probs), batch["logprobs"], batch["advantages"]).cpu()
-    return gains.index_fill(0, torch.tensor(i), 0.0)  # oneself is what the others are measured by
+def gains_of_peers(i: int, obs: Tensor, batch: dict[str, Tensor], snapshots: dict[int, Agent], n: int) -> Tensor:
+    """L_i(pi_j): how much agent i's own rollout says that listening to each peer would help.
+
+    snapshots: agent -> network, of the peers to whom it may listen. Returns [agents], NaN for the others.
+    """
+    gains = torch.full((n,), torch.nan)
+    if snapshots:
+        log_probs = [peer.predict(obs)[0].log_softmax(-1) for peer in snapshots.values()]
+        log_probs = torch.stack([policy[batch["states"], batch["actions"]] for policy in log_probs])
+        of_peers = communicators.surrogate_gains(log_probs, batch["logprobs"], batch["advantages"])
+        gains[list(snapshots)] = of_peers.float().cpu()
+    gains[i] = 0.0  # oneself is what the others are measured by
+    return gains
 
 
 @torch.enable_grad()
@@ -532,7 +559,7 @@ def learn(agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tens
             return
 
 
-def diagnose(i: int, agent: Agent, obs: Tensor, behaviour: Tensor, batch: dict, snapshots: list[Agent],
+def diagnose(i: int, agent: Agent, obs: Tensor, behaviour: Tensor, batch: dict, snapshots: dict[int, Agent],
              communicator: Tensor, args: Args, number: int = 128) -> dict[str, float]:  # fmt: skip
     """What an update did to the policy, on about `number` states of the rollout; distances are total variations.
 
@@ -620,27 +647,22 @@ def main(args: Args) -> dict:
     for agent in agents if args.compile else ():
         agent.compile()
 
-    # Communication: the matrix C, everybody's snapshot of the last round, and how far apart these are on public states
-    communicator = communicators.identity(n)  # [agents, agents]; before the first round nobody has spoken
-    distances = torch.full_like(communicator, torch.nan)
-    snapshots = [agent.requires_grad_(False) for agent in first]
-    views = [snapshots if args.participation == 1 else copy.deepcopy(snapshots) for _ in held]  # of the agents held
+    # Communication: C, what agents have received in the last round, and how far apart policies are on public states
     reference_states = public_states(args).to(device) if num_rounds else None
-    last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
-    records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)  # of each one's rounds: mean, gain, baseline
+    peers = Peers(exchange, first, reference_states, communicators.neighbours(args))
+    communicator = peers.communicator  # [agents, agents], changed in place
+    last_returns = [deque(maxlen=100) for _ in held]
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
-        i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k], "snapshot": snapshots[i]}
-        | ({"view": nn.ModuleList(views[k])} if args.participation < 1 else {})
-        | {"last_returns": last_returns[k], "round_returns": round_returns[k], "record": records[k]}
-        | {"communicator": communicator, "distances": distances}
+        i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k]}
+        | {"last_returns": last_returns[k]}
+        | peers.state(k)
         for k, i in enumerate(held)
     }
     run.restore(state)
-    if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
-        own = communicators.flatten([snapshots[i] for i in held], max(sizes))
-        communicators.unflatten(exchange.all_gather(own), snapshots)
+    if run.iteration:
+        peers.restore()
     envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
     for iteration in run.iterations():
@@ -659,7 +681,7 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies, on agent i's own states
-        references = [refer(i, obs[k], behaviour[k], views[k], communicator, args) for k, i in enumerate(held)]
+        references = [refer(i, obs[k], behaviour[k], peers.views[k], communicator, args) for k, i in enumerate(held)]
         for batch, (*_, reference) in zip(batches, communicators.take_turns(references, workers, threads), strict=True):
             batch["reference"] = reference[batch["states"]]
         run.tick("reference")
@@ -667,40 +689,34 @@ def main(args: Args) -> dict:
         # Update: every agent takes its minibatches in order, and the agents take turns, so that all cores work
         learners = zip(agents, optimizers, generators, obs, batches, strict=True)
         losses = communicators.take_turns([learn(*own, args) for own in learners], workers, threads)
-        moved = zip(held, agents, obs, behaviour, batches, views, strict=True)
+        moved = zip(held, agents, obs, behaviour, batches, peers.views, strict=True)
         moved = [diagnose(*own, communicator, args) for own in moved]
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
         for k, own in enumerate(episodes):
             last_returns[k].extend(total for total, _ in own)
-            round_returns[k].extend(total for total, _ in own)
+            peers.round_returns[k].extend(total for total, _ in own)
         if iteration % args.local_updates == 0:
-            for k, own in enumerate(round_returns):
-                records[k] = communicators.remember(records[k], own)
-                own.clear()
-            local = communicators.flatten(agents, max(sizes))
-            if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
-                communicators.unflatten(local, [snapshots[i] for i in held])
-                public = [agent.predict(reference_states)[0].log_softmax(-1).cpu().flatten() for agent in agents]
-                public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
-            else:
-                part = communicators.participants(n, args.participation, derive_seed(args.seed, iteration, 7))
-                told = records[:, 1:2] if args.communicator == "relative-gain" else records[:, :1]  # one number each
-                told = exchange.all_gather(told).flatten()
-                heard = (make_communicator(args, told, usable=part) > 0) & part[:, None]  # who must be sent
-                parameters, usable = exchange.snapshots(local, heard, sizes)
-                communicators.unflatten(parameters, snapshots)
-                public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                own = enumerate(held if args.communicator == "surrogate" else ())
-                gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in own]
-                gains = exchange.all_gather(torch.stack(gains)) if gains else None
-                made = make_communicator(args, told, public, gains, usable & part)
-                communicator[part] = made[part]
-                for k, i in enumerate(held):  # who sits out goes on with what it knows
-                    for j in part.nonzero().flatten().tolist() if args.participation < 1 and part[i] else ():
-                        views[k][j].load_state_dict(snapshots[j].state_dict())
-            distances[:] = communicators.total_variation(public)
+            peers.remember_returns()
+            participating = torch.ones(n, dtype=torch.bool)
+            reported_returns = None
+            if args.communicator != "identity":  # isolated agents report nothing
+                participating = communicators.participants(n, args.participation, derive_seed(args.seed, iteration, 7))
+                if args.communicator == "relative-gain":
+                    reported_returns = peers.report(peers.records[:, 1])
+                else:
+                    reported_returns = communicators.bound_returns(peers.report(peers.records[:, 0]))
+            receives = make_communicator(args, reported_returns, usable=participating) > 0
+            peers.exchange_snapshots(agents, participating, receives, iteration)
+            gains = None
+            if args.communicator == "surrogate":
+                gains = torch.full((n, n), torch.nan)
+                for k, i in enumerate(held):
+                    gains[i] = gains_of_peers(i, obs[k], batches[k], peers.candidates(i), n)
+            usable = peers.usable
+            new_communicator = make_communicator(args, reported_returns, peers.log_probs, gains, usable)
+            peers.update(new_communicator)
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -717,7 +733,8 @@ def main(args: Args) -> dict:
             row |= {f"losses/{name}": mean([loss[name].item() for loss in losses[k]]) for name in LOSSES}
             rows.append(row | {f"policy/{name}": value for name, value in moved[k].items()})
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
-        run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
+        scalars["communication/rounds"] = iteration // args.local_updates
+        run.log(rows, communicator, peers.distances, scalars)
 
         # Evaluation
         if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:

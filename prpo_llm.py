@@ -1406,6 +1406,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     if name == "identity":
         return communicators.identity(n)
     C = communicators.uniform(n)
+    allowed = None
     if name == "self-preferred":
         C = communicators.self_preferred(n, args.self_preference)
     elif name == "similarity" and log_probs is not None:
@@ -1419,9 +1420,11 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     elif name == "relative-gain":
         C = communicators.relative_gain(returns, args.communicator_temperature)
     elif name not in ("uniform", "similarity"):  # then it is a file
-        C = communicators.from_csv(name, n)
+        C = communicators.own_matrix(args)
+        allowed = C > 0  # its zeros forbid
     k = 0 if name == "similarity" and log_probs is None else args.top_k  # it must hear all before it can choose
-    return communicators.restrict(C, args.topology, k, usable, keep_self=name == "self-preferred")
+    keep_self = name == "self-preferred"
+    return communicators.restrict(C, args.topology, k, usable, keep_self, allowed)
 
 
 def rollout(
@@ -1978,14 +1981,18 @@ def main(args: Args) -> dict:
             if isolated:  # nothing leaves an agent
                 snapshots[mine] = policy
             else:
-                told = records[:, 1:2] if args.communicator == "relative-gain" else records[:, :1]  # one number each
-                told = exchange.all_gather(told).flatten()
-                heard = make_communicator(args, told) > 0  # what is counted as sent
+                if args.communicator == "relative-gain":
+                    reported_returns = exchange.all_gather(records[:, 1:2]).flatten()
+                else:
+                    reported_returns = communicators.bound_returns(exchange.all_gather(records[:, :1]).flatten())
+                heard = make_communicator(args, reported_returns) > 0  # what is counted as sent
                 parameters, usable = exchange.snapshots(trained if args.aggregation == "weights" else policy, heard)
                 for j in usable.nonzero().flatten().tolist():
                     snapshots[j] = parameters[j, : snapshots.shape[1]]
                 public = public_log_probs(args, model, tokenizer, tests["validation"][:4]) if tests else None
-                communicator[:] = make_communicator(args, told, public, usable)
+                if public is not None:  # parameters of 3e38 are finite, their policy is not
+                    usable &= public.isfinite().all(-1).all(-1)
+                communicator[:] = make_communicator(args, reported_returns, public, usable)
                 distances[:] = communicators.total_variation(public) if tests else torch.nan
                 if args.aggregation == "weights":  # optimizer moments are kept
                     able = torch.stack([usable[communicator[i] > 0].all() for i in held])  # or there is nobody

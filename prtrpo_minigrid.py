@@ -26,7 +26,19 @@ from torch.nn.utils import parameters_to_vector
 
 import communicators
 import prpo_minigrid
-from communicators import Count, Exchange, Fraction, Natural, Positive, Run, RunArgs, derive_seed, mean
+from communicators import (
+    Count,
+    Exchange,
+    Fraction,
+    Natural,
+    Peers,
+    Positive,
+    PositiveFraction,
+    Run,
+    RunArgs,
+    derive_seed,
+    mean,
+)
 from prpo_minigrid import (
     Envs,
     choose_backend,
@@ -76,7 +88,8 @@ class Args(RunArgs):
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"  # how the reference mixes the agents' distributions
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     """an agent's own part of its reference: its policy before this update, or its snapshot of the last round"""
-    participation: Positive = 1.0  # fraction of the agents, drawn anew, that takes part in a communication round
+    participation: PositiveFraction = 1.0
+    """fraction of the agents, drawn anew, that takes part in a communication round"""
 
     # The trust region: KL divergences are in nats, total variations lie in [0, 1]
     epsilon: Positive = 0.01  # the largest KL(reference || policy), as a mean over the rollout's states
@@ -153,7 +166,8 @@ def radius(communicator: Tensor, variations: Tensor, args: Args) -> tuple[float,
     variations and KL divergences of each other: TV <= sqrt(KL / 2), also of means over states. Without --delta epsilon
     is given, and the bound is what the same sum allows.
     """
-    moved, apart = variations.max(0).values.tolist()
+    reported = variations.nan_to_num(nan=0.0).clamp(0.0, 1.0)  # nobody listens to an agent that has diverged
+    moved, apart = reported.max(0).values.tolist()
     used = communicators.non_expansion(communicator) * moved + apart
     if args.delta is None:
         return args.epsilon, math.sqrt(args.epsilon / 2) + used
@@ -327,28 +341,25 @@ def main(args: Args) -> dict:
     optimizers = [torch.optim.Adam(own, args.learning_rate, eps=1e-5, fused=True) for own in fitted]
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
 
-    # Communication: the matrix C, everybody's snapshot of the last round, and how far apart these are on public states
-    communicator = communicators.identity(n)  # [agents, agents]; before the first round nobody has spoken
-    distances = torch.full_like(communicator, torch.nan)
-    variations = torch.zeros(n, 3, dtype=torch.float64)  # of the last update, see `radius`; updates within the bound
-    snapshots = [agent.requires_grad_(False) for agent in first]
-    views = [snapshots if args.participation == 1 else copy.deepcopy(snapshots) for _ in held]  # of the agents held
+    # Communication: C, what agents have received in the last round, and how far apart policies are on public states
     reference_states = public_states(args).to(device) if num_rounds else None
-    last_returns, round_returns = [deque(maxlen=100) for _ in held], [[] for _ in held]  # since the last round
-    records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)  # of each one's rounds: mean, gain, baseline
+    peers = Peers(exchange, first, reference_states, communicators.neighbours(args))
+    communicator = peers.communicator  # [agents, agents], changed in place
+    last_returns = [deque(maxlen=100) for _ in held]
+    variations = torch.zeros(n, 3, dtype=torch.float64)  # of the last update, see `radius`; updates within the bound
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
-        i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k], "snapshot": snapshots[i]}
-        | ({"view": nn.ModuleList(views[k])} if args.participation < 1 else {})
-        | {"last_returns": last_returns[k], "round_returns": round_returns[k], "record": records[k]}
-        | {"communicator": communicator, "distances": distances, "variations": variations}
+        i: {"agent": agents[k], "optimizer": optimizers[k], "generator": generators[k]}
+        | {"last_returns": last_returns[k]}
+        | {"variations": variations[i]}
+        | peers.state(k)
         for k, i in enumerate(held)
     }
     run.restore(state)
-    if run.iteration and args.communicator != "identity":  # else all are as at the start, or nobody hears them
-        own = communicators.flatten([snapshots[i] for i in held], max(sizes))
-        communicators.unflatten(exchange.all_gather(own), snapshots)
+    if run.iteration:
+        peers.restore()
+        variations[:] = exchange.all_gather(variations[list(held)])
     envs, actors = Envs(args, held, run.iteration), make_actors(args, agents)
 
     for iteration in run.iterations():
@@ -367,7 +378,7 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies, on agent i's own states
-        references = [refer(i, obs[k], behaviour[k], views[k], communicator, args) for k, i in enumerate(held)]
+        references = [refer(i, obs[k], behaviour[k], peers.views[k], communicator, args) for k, i in enumerate(held)]
         references = [reference for *_, reference in communicators.take_turns(references, workers, threads)]
         for batch, reference in zip(batches, references, strict=True):
             batch["reference"] = reference[batch["states"]]
@@ -378,7 +389,7 @@ def main(args: Args) -> dict:
         epsilons, bounds = zip(*(radius(communicator, group, args) for group in groups), strict=True)
         learners = zip(agents, optimizers, generators, obs, references, batches, epsilons, strict=True)
         steps = communicators.take_turns([learn(*own, args) for own in learners], workers, threads)
-        moved = zip(held, agents, obs, behaviour, batches, views, strict=True)
+        moved = zip(held, agents, obs, behaviour, batches, peers.views, strict=True)
         moved = [diagnose(*own, communicator, args) for own in moved]
         # What the next epsilons need: two scalars of each agent, and a third for the log
         told = zip(steps, bounds, strict=True)
@@ -391,33 +402,27 @@ def main(args: Args) -> dict:
         # Communication round: exchange snapshots, refresh the communicator
         for k, own in enumerate(episodes):
             last_returns[k].extend(total for total, _ in own)
-            round_returns[k].extend(total for total, _ in own)
+            peers.round_returns[k].extend(total for total, _ in own)
         if iteration % args.local_updates == 0:
-            for k, own in enumerate(round_returns):
-                records[k] = communicators.remember(records[k], own)
-                own.clear()
-            local = communicators.flatten([agent.policy for agent in agents], max(sizes))
-            if args.communicator == "identity":  # isolated: nothing leaves an agent but what the log is to show
-                communicators.unflatten(local, [snapshots[i] for i in held])
-                public = [agent.predict(reference_states)[0].log_softmax(-1).cpu().flatten() for agent in agents]
-                public = exchange.all_gather(torch.stack(public)).unflatten(1, (len(reference_states), -1))
-            else:
-                part = communicators.participants(n, args.participation, derive_seed(args.seed, iteration, 7))
-                told = records[:, 1:2] if args.communicator == "relative-gain" else records[:, :1]  # one number each
-                told = exchange.all_gather(told).flatten()
-                heard = (make_communicator(args, told, usable=part) > 0) & part[:, None]  # who must be sent
-                parameters, usable = exchange.snapshots(local, heard, sizes)
-                communicators.unflatten(parameters, snapshots)
-                public = torch.stack([peer.predict(reference_states)[0].log_softmax(-1).cpu() for peer in snapshots])
-                own = enumerate(held if args.communicator == "surrogate" else ())
-                gains = [gains_of_peers(i, obs[k], batches[k], snapshots) for k, i in own]
-                gains = exchange.all_gather(torch.stack(gains)) if gains else None
-                made = make_communicator(args, told, public, gains, usable & part)
-                communicator[part] = made[part]
-                for k, i in enumerate(held):  # who sits out goes on with what it knows
-                    for j in part.nonzero().flatten().tolist() if args.participation < 1 and part[i] else ():
-                        views[k][j].load_state_dict(snapshots[j].state_dict())
-            distances[:] = communicators.total_variation(public)
+            peers.remember_returns()
+            participating = torch.ones(n, dtype=torch.bool)
+            reported_returns = None
+            if args.communicator != "identity":  # isolated agents report nothing
+                participating = communicators.participants(n, args.participation, derive_seed(args.seed, iteration, 7))
+                if args.communicator == "relative-gain":
+                    reported_returns = peers.report(peers.records[:, 1])
+                else:
+                    reported_returns = communicators.bound_returns(peers.report(peers.records[:, 0]))
+            receives = make_communicator(args, reported_returns, usable=participating) > 0
+            peers.exchange_snapshots([agent.policy for agent in agents], participating, receives, iteration)
+            gains = None
+            if args.communicator == "surrogate":
+                gains = torch.full((n, n), torch.nan)
+                for k, i in enumerate(held):
+                    gains[i] = gains_of_peers(i, obs[k], batches[k], peers.candidates(i), n)
+            usable = peers.usable
+            new_communicator = make_communicator(args, reported_returns, peers.log_probs, gains, usable)
+            peers.update(new_communicator)
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -438,7 +443,8 @@ def main(args: Args) -> dict:
             share = variations[held[k], 2].item() / iteration
             rows.append(row | {"trust_region/bound": bounds[k], "trust_region/share_within_bound": share})
         scalars = {"charts/learning_rate": optimizers[0].param_groups[0]["lr"]}
-        run.log(rows, communicator, distances, scalars | {"communication/rounds": iteration // args.local_updates})
+        scalars["communication/rounds"] = iteration // args.local_updates
+        run.log(rows, communicator, peers.distances, scalars)
 
         # Evaluation
         if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:

@@ -85,7 +85,7 @@ def flags(args):
     return [
         part
         for name, value in vars(args).items()
-        if value != getattr(prpo_llm.Args(), name)
+        if value != getattr(prpo_llm.Args(), name) and name != "communicator_matrix"  # which is no flag
         for part in (f"--{name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)]))
     ]
 
@@ -386,6 +386,39 @@ def test_agents_learn_to_say_a_letter(files, tmp_path, algorithm, aggregation):
         assert np.mean(own[-5:]) > np.mean(own[:5]) + 0.5
     assert summary["communication_rounds"] == changes["total_steps"] // 2
     assert (summary["communication_bytes"] > 0) == (aggregation != "none")
+
+
+def communicator_of(folder):
+    """The last C of a run of two agents."""
+    with open(folder / "communicator.csv", newline="") as file:
+        rows = list(csv.DictReader(file))[-4:]
+    return np.array([float(row["weight"]) for row in rows]).reshape(2, 2)
+
+
+def test_an_inflated_report_does_not_own_a_row(files, tmp_path, monkeypatch):
+    """Agent 1 reports 1e30, agent 0 reports 1: its weight is that of 10."""
+    numbers = itertools.cycle([1.0, 1e30])
+
+    def report(record, returns):
+        return torch.tensor([next(numbers), 0.0, 0.0], dtype=torch.float64)
+
+    monkeypatch.setattr(communicators, "remember", report)
+    folder, _ = train(files, tmp_path, communicator="reward", total_steps=1, local_updates=1)
+    assert communicator_of(folder) == pytest.approx(np.array([[1 / 11, 10 / 11]] * 2), abs=1e-5)
+
+
+def test_a_policy_that_is_not_finite_on_public_states_is_dropped(files, tmp_path, monkeypatch):
+    """Parameters of 3e38 are finite."""
+    compute = prpo_llm.public_log_probs
+
+    def spoil(*args):
+        log_probs = compute(*args)
+        log_probs[1, -1, -1] = torch.nan
+        return log_probs
+
+    monkeypatch.setattr(prpo_llm, "public_log_probs", spoil)
+    folder, _ = train(files, tmp_path, communicator="uniform", total_steps=1, local_updates=1)
+    assert communicator_of(folder).tolist() == [[1, 0], [1, 0]]
 
 
 @every_algorithm
@@ -715,4 +748,6 @@ def test_a_model_that_cannot_be_loaded_ends_with_one_line(files, tmp_path):
 def test_help_explains_every_flag():
     """--help shows every flag."""
     shown = call(prpo_llm.__file__, "--help", cwd=".").stdout
-    assert all(f"--{name.replace('_', '-')}" in shown for name in vars(prpo_llm.Args()))
+    flags_of_args = vars(prpo_llm.Args()).keys() - {"communicator_matrix"}
+    assert all(f"--{name.replace('_', '-')}" in shown for name in flags_of_args)
+    assert "--communicator-matrix" not in shown

@@ -342,6 +342,8 @@ def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
 # Agents that differ, sit out rounds, and whose epsilons depend on everybody's last update
 MIXED = {"hidden_sizes": (32, 16, 24), "participation": 0.67, "communicator": "surrogate", "delta": 0.2}
 MIXED |= {"local_updates": 1, "num_agents": 3}
+# Too little for any update, but epsilon has a floor: some updates exceed the bound, of each agent other ones
+MIXED |= {"delta": 0.01, "epsilon_min": 1e-3}
 QUICK = {"hidden_sizes": (16, 16, 16), "local_updates": 1, "eval_episodes": 0}
 
 
@@ -369,6 +371,8 @@ def test_three_ranks_train_like_one_process(mixed_run, tmp_path):
     run = torchrun(3, REPOSITORY / "prtrpo_minigrid.py", *args, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert_same_run(only_run(tmp_path / "runs"), mixed_run)
+    shares = [row["share_within_bound"] for row in rows_of(mixed_run)[-3:]]
+    assert len(set(shares)) > 1  # so that it matters whose is whose
     summaries = [json.loads((path / "summary.json").read_text()) for path in (only_run(tmp_path / "runs"), mixed_run)]
     assert summaries[0]["communication_bytes"] == summaries[1]["communication_bytes"] > 0
 

@@ -106,40 +106,55 @@ def test_bytes_of_networks_of_different_sizes_are_their_own(tmp_path):
     assert summary["communication_bytes"] == summary["communication_rounds"] * 2 * sum(sizes) * 4 > 0
 
 
-@pytest.fixture(scope="module", params=["surrogate", "relative-gain"])
+MIXED_RUNS = {
+    "PR-PPO, surrogate": (PRPO_MINIGRID, MIXED),
+    "PR-PPO, relative-gain": (PRPO_MINIGRID, MIXED | {"communicator": "relative-gain"}),
+    "FedAvg, surrogate": (FEDAVG_MINIGRID, MIXED | {"hidden_sizes": (16, 16, 16)}),
+}
+
+
+@pytest.fixture(scope="module", params=MIXED_RUNS)
 def mixed(request):
-    """What the runs have in common, with communicators that depend on what agents meet, now or in all rounds before."""
-    return MIXED | {"communicator": request.param}
+    """A script and settings, with communicators that depend on what agents meet, now or in all rounds before."""
+    script, settings = MIXED_RUNS[request.param]
+    return script, settings | {"iterations": 6, "local_updates": 1}
 
 
 @pytest.fixture(scope="module")
 def mixed_run(mixed, tmp_path_factory):
     """One process, never interrupted."""
+    script, settings = mixed
     folder = tmp_path_factory.mktemp("mixed")
-    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, folder, **mixed, iterations=6, local_updates=1))
+    script.main(tiny(script, folder, **settings))
     return only_run(folder)
 
 
 def test_mixed_agents_resume_exactly(mixed, mixed_run, crashing, tmp_path):
     """Who sat out before the crash goes on with the snapshots that it knew."""
-    args = tiny(PRPO_MINIGRID, tmp_path, **mixed, iterations=6, local_updates=1)
-    crashing("complete", 0, 4, lambda: PRPO_MINIGRID.main(args))
+    script, settings = mixed
+    args = tiny(script, tmp_path, **settings)
+    crashing("complete", 0, 4, lambda: script.main(args))
     folder = only_run(tmp_path)
-    PRPO_MINIGRID.main(PRPO_MINIGRID.parse_args(["--resume", str(folder)]))
+    script.main(script.parse_args(["--resume", str(folder)]))
     assert_same_run(folder, mixed_run, exactly=True)
     assert (folder / "communicator.csv").read_text() == (mixed_run / "communicator.csv").read_text()
 
 
 def test_mixed_agents_train_alike_on_three_ranks(mixed, mixed_run, tmp_path):
-    args = flags(PRPO_MINIGRID, tmp_path / "runs", **mixed | {"hidden_sizes": ""}, iterations=6, local_updates=1)
+    """Each rank holds one agent, so that its number there is another one than among all."""
+    script, settings = mixed
+    args = flags(script, tmp_path / "runs", **settings | {"hidden_sizes": ""})
     at = args.index("--hidden-sizes")
-    args[at + 1 : at + 2] = map(str, MIXED["hidden_sizes"])
-    run = torchrun(3, REPOSITORY / "prpo_minigrid.py", *args, cwd=tmp_path)
+    args[at + 1 : at + 2] = map(str, settings["hidden_sizes"])
+    run = torchrun(3, REPOSITORY / f"{script.__name__}.py", *args, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert_same_run(only_run(tmp_path / "runs"), mixed_run)
-    assert (
-        summary_of(only_run(tmp_path / "runs"))["communication_bytes"] == summary_of(mixed_run)["communication_bytes"]
+    folder = only_run(tmp_path / "runs")
+    assert_same_run(folder, mixed_run)
+    assert summary_of(folder)["communication_bytes"] == summary_of(mixed_run)["communication_bytes"]
+    ours, theirs = (
+        np.genfromtxt(path / "communicator.csv", delimiter=",", skip_header=1) for path in (folder, mixed_run)
     )
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_who_sits_out_keeps_its_row(mixed_run):
@@ -262,10 +277,11 @@ def test_gains_of_peers_come_from_ones_own_rollout(script):
     for agent in agents:
         taken = Categorical(logits=agent.predict(obs)[0][batch["states"]]).log_prob(batch["actions"])
         expected.append(((taken - batch["logprobs"]).exp().clamp(max=10) * advantages).mean())
-    found = script.gains_of_peers(0, obs, batch, agents)
+    found = script.gains_of_peers(0, obs, batch, dict(enumerate(agents)), 3)
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
     assert found[0] == 0 and found[1:].abs().min() > 1e-4
-    assert script.gains_of_peers(2, obs, batch, agents)[2] == 0  # whatever it has become since
+    of_last = script.gains_of_peers(2, obs, batch, {0: agents[0]}, 3)
+    assert of_last[2] == 0 and of_last[1].isnan() and of_last[0] == pytest.approx(expected[0].item(), abs=1e-5)
 
 
 # --- diagnostics ---

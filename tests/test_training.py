@@ -162,13 +162,16 @@ def plain_training(script, args, communicator):
                     optimizers[i].step()
         if (iteration + 1) % args.local_updates == 0:
             seed = script.derive_seed(args.seed, iteration + 1, 7)
-            part = communicators.participants(n, args.participation, seed).nonzero().flatten().tolist()
+            participating = communicators.participants(n, args.participation, seed)
+            part = participating.nonzero().flatten().tolist()
+            present = communicator * participating  # nobody listens to who sits out
+            present = present / present.sum(1, keepdim=True)
             if script.module is fedavg_ppo:
-                theta = communicator @ torch.stack([parameters_to_vector(agent.parameters()) for agent in agents])
+                theta = present @ torch.stack([parameters_to_vector(agent.parameters()) for agent in agents])
                 for i in part:
                     vector_to_parameters(theta[i].detach(), agents[i].parameters())
             for i in part:
-                matrix[i] = communicator[i]
+                matrix[i] = present[i]
                 for j in part:
                     views[i][j] = copy.deepcopy(agents[j])
     return agents
@@ -234,8 +237,10 @@ def test_training_equals_the_plain_version(script, changes, communicator, tmp_pa
 def fixed(communicator):
     """In the place of `make_communicator`: this matrix, as soon as anything is known of the agents."""
 
-    def make(args, returns=None, *_, **__):
-        return torch.eye(args.num_agents) if returns is None else communicator.clone()
+    def make(args, returns=None, log_probs=None, gains=None, usable=None):
+        if returns is None:
+            return torch.eye(args.num_agents)
+        return communicator if usable.all() else communicators.drop_invalid(communicator, usable)
 
     return make
 

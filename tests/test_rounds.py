@@ -1,0 +1,465 @@
+"""Communication rounds without a script: who sends what to whom, who judges it, and what a checkpoint holds of it."""
+
+import copy
+import json
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import (
+    FEDAVG_MINIGRID,
+    PRPO_MINIGRID,
+    PRTRPO_MINIGRID,
+    assert_same_run,
+    on,
+    only_run,
+    rows_of,
+    scalars_of,
+    tiny,
+)
+
+import communicators
+from communicators import Exchange, Peers
+
+GENERATOR = threading.Lock()  # ranks are threads, and initialisation draws from the common generator
+
+
+class Policy(torch.nn.Module):
+    """A small network; its width may differ between agents."""
+
+    evaluated = None  # a list takes note of every network that is evaluated
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.hidden = torch.nn.Linear(4, width)
+        self.head = torch.nn.Linear(width, 3)
+
+    def predict(self, states):
+        """Logits and values."""
+        if Policy.evaluated is not None:
+            Policy.evaluated.append(self)
+        with torch.no_grad():
+            logits = self.head(self.hidden(states).tanh())
+        return logits, logits.sum(-1)
+
+
+class Place(Exchange):
+    """The exchange of one of several ranks, which are threads of this process."""
+
+    def __init__(self, num_agents, rank, world):
+        self.num_agents = num_agents
+        self.rank = rank
+        self.world_size = len(world.tables)
+        self.bytes_sent = 0
+        held = num_agents // self.world_size
+        self.agents = range(rank * held, (rank + 1) * held)
+        self.world = world
+
+    def all_gather(self, local):
+        """Row i for every agent i."""
+        self.world.tables[self.rank] = local.clone()
+        self.world.barrier.wait(20)
+        gathered = torch.cat(self.world.tables)
+        self.world.barrier.wait(20)
+        return gathered
+
+
+def in_ranks(number, num_agents, train):
+    """`train(exchange)` in so many ranks. Returns what each rank returns."""
+    world = SimpleNamespace(tables=[None] * number, barrier=threading.Barrier(number))
+    results = [None] * number
+
+    def work(rank):
+        try:
+            results[rank] = train(Place(num_agents, rank, world))
+        except BaseException as error:
+            results[rank] = error
+            world.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def policies(number, widths=(3,), seed=0):
+    """Networks of all agents, all different."""
+    with GENERATOR:
+        torch.manual_seed(seed)
+        return [Policy(widths[i % len(widths)]) for i in range(number)]
+
+
+def play(exchange, topology="ring", fraction=1.0, rounds=5, widths=(3,), resume_after=None, invalid=(), top_k=0):
+    """Rounds in which every agent's network is a new one each time. Returns the last state of it all."""
+    n = exchange.num_agents
+    args = PRPO_MINIGRID.Args(num_agents=n, communicator="similarity", topology=topology, top_k=top_k)
+    held = exchange.agents
+    states = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+    def start():
+        return Peers(exchange, policies(n, widths), states, communicators.neighbours(args))
+
+    peers = start()
+    for number in range(1, rounds + 1):
+        networks = policies(n, widths, seed=number)
+        for j in invalid:
+            networks[j].head.bias.data.fill_(math.nan)
+        participating = communicators.participants(n, fraction, number)
+        receives = PRPO_MINIGRID.make_communicator(args, torch.ones(n), usable=participating) > 0
+        peers.exchange_snapshots([networks[i] for i in held], participating, receives, number)
+        peers.update(PRPO_MINIGRID.make_communicator(args, torch.ones(n), peers.log_probs, None, peers.usable))
+        if number == resume_after:
+            stored = [stored_of(peers.state(k)) for k in range(len(held))]
+            peers = start()
+            for k, values in enumerate(stored):
+                load(peers.state(k), values)
+            peers.restore()
+    return peers
+
+
+def stored_of(state):
+    """What `Run.save` writes."""
+    plain = {name: copy.deepcopy(value) for name, value in state.items() if name != "view"}
+    return plain | {"view": copy.deepcopy(state["view"].state_dict())}
+
+
+def load(state, values):
+    """What `Run.restore` does."""
+    for name, target in state.items():
+        match target:
+            case torch.Tensor():
+                target.copy_(values[name])
+            case list():
+                target[:] = values[name]
+            case _:
+                target.load_state_dict(values[name])
+
+
+def snapshots_of(peers):
+    """listener -> sender -> parameters."""
+    views = zip(peers.held, peers.views, strict=True)
+    return {i: {j: communicators.flatten([own], 99)[0] for j, own in sorted(view.items())} for i, view in views}
+
+
+def alone(num_agents):
+    """One process that holds all agents."""
+    return Place(num_agents, 0, SimpleNamespace(tables=[None], barrier=threading.Barrier(1)))
+
+
+CASES = [("ring", 1.0, 8), ("ring", 0.5, 8), ("full", 0.5, 6), ("ring", 0.5, 24), ("full", 0.5, 18)]
+
+
+@pytest.mark.parametrize(("topology", "fraction", "n"), CASES)
+def test_a_view_is_what_came_in_the_last_round_of_its_agent(topology, fraction, n):
+    """Of positive weight only, replaced whole; who sits out keeps its row and its view, and agents share networks."""
+    peers = play(alone(n), topology, fraction, widths=(3, 5))
+    found = snapshots_of(peers)
+    last = torch.zeros(n, dtype=torch.long)
+    for number in range(1, 6):
+        last[communicators.participants(n, fraction, number)] = number
+    distinct = set()
+    for i, view in enumerate(peers.views):
+        senders = set(peers.communicator[i].nonzero().flatten().tolist())
+        assert set(view) == senders | {i} and view.round == last[i]
+        for j in view:
+            networks = policies(n, (3, 5), seed=int(last[i]))
+            assert torch.equal(found[i][j], communicators.flatten([networks[j]], 99)[0])
+            distinct.add((j, int(last[i])))
+        if last[i]:
+            present = communicators.participants(n, fraction, int(last[i]))
+            assert all(present[j] for j in senders)
+    assert len({id(network) for view in peers.views for network in view.values()}) == len(distinct)
+    assert (peers.communicator.sum(1) - 1).abs().max() < 1e-6 and (fraction == 1 or len(set(last.tolist())) > 1)
+
+
+@pytest.mark.parametrize(("topology", "fraction", "n"), CASES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rounds_are_the_same_in_every_placement_and_over_a_restart(topology, fraction, n, ranks):
+    """C, distances, views and bytes; a rank may hold agents that do not start at 0."""
+    options = {"topology": topology, "fraction": fraction, "widths": (3, 5), "invalid": (n - 1,)}
+    expected = play(alone(n), **options)
+    views = snapshots_of(expected)
+    for peers in in_ranks(ranks, n, lambda exchange: play(exchange, **options, resume_after=3)):
+        torch.testing.assert_close(peers.communicator, expected.communicator, rtol=0, atol=1e-6)
+        torch.testing.assert_close(peers.distances, expected.distances, rtol=0, atol=1e-6, equal_nan=True)
+        assert torch.equal(peers.last_rounds, expected.last_rounds)
+        assert peers.exchange.bytes_sent == expected.exchange.bytes_sent > 0
+        for i, view in snapshots_of(peers).items():
+            assert view.keys() == views[i].keys()
+            assert all(torch.equal(view[j], views[i][j]) for j in view)
+
+
+def test_a_checkpoint_holds_what_no_other_has():
+    """With everybody in every round its own snapshot; else also the older ones that it still listens to."""
+    for topology in ("ring", "full"):
+        assert all(view.stored == [i] for i, view in enumerate(play(alone(20), topology).views))
+    peers = play(alone(20), "full", 0.5)
+    for i, view in enumerate(peers.views):
+        assert set(view.stored) == {i} | {j for j in view if peers.last_rounds[j] > peers.last_rounds[i]}
+        assert set(view.state_dict()["received"]) == set(view.stored)
+    assert 20 < sum(len(view.stored) for view in peers.views) < sum(len(view) for view in peers.views)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(8, 8), (24, 14)])
+def test_a_rank_evaluates_only_those_to_whom_its_agents_may_listen(n, expected, monkeypatch):
+    """On a ring of 24, shared by two, the 12 held and a neighbour at each end; of few agents all, for the log."""
+    monkeypatch.setattr(Policy, "evaluated", [])
+    first, second = in_ranks(2, n, lambda exchange: play(exchange, rounds=1))
+    assert len(Policy.evaluated) == 2 * expected
+    assert len(first.received) == len(second.received) == expected
+    known = ~first.distances.isnan()
+    assert known.sum() == (n * n if n == 8 else 3 * n)
+
+
+def test_candidates_are_those_to_whom_an_agent_may_listen():
+    """Its neighbours that took part; whoever sits out has none."""
+    n = 6
+    exchange = alone(n)
+    peers = Peers(exchange, policies(n), torch.randn(6, 4), communicators.ring(n))
+    participating = torch.tensor([True, True, False, True, True, True])
+    peers.exchange_snapshots(policies(n, seed=1), participating, communicators.ring(n), 1)
+    assert [sorted(peers.candidates(i)) for i in range(n)] == [[1, 5], [0], [], [4], [3, 5], [0, 4]]
+    # 0-1, 3-4, 4-5, 5-0: four pairs, each of which sends both ways
+    assert exchange.bytes_sent == 8 * communicators.flatten([Policy()], 27).numel() * 4
+
+
+def test_isolated_agents_send_log_probabilities_for_the_log_and_nothing_else(monkeypatch):
+    """And of many agents not even these."""
+    sent = []
+    gather = Place.all_gather
+
+    def watch(exchange, local):
+        sent.append(tuple(local.shape))
+        return gather(exchange, local)
+
+    monkeypatch.setattr(Place, "all_gather", watch)
+    for n in (4, 20):
+        sent.clear()
+        exchange = alone(n)
+        peers = Peers(exchange, policies(n), torch.randn(6, 4), torch.eye(n, dtype=torch.bool))
+        everybody = torch.ones(n, dtype=torch.bool)
+        networks = policies(n, seed=1)
+        peers.exchange_snapshots(networks, everybody, torch.eye(n, dtype=torch.bool), 1)
+        peers.update(torch.eye(n))
+        assert sent == ([(4, 18)] if n == 4 else []) and exchange.bytes_sent == 0
+        assert (~peers.distances.isnan()).all() == (n == 4)
+        for i, view in enumerate(peers.views):
+            assert list(view) == [i]
+            assert torch.equal(view[i].head.bias, networks[i].head.bias)
+
+
+@pytest.mark.parametrize("spoiled", ["nan", "huge weight", "huge value"])
+def test_what_is_finite_but_no_policy_is_dropped(spoiled, capsys):
+    """Parameters of 3e38 are finite; their log-probabilities, or the squares of their values, are not."""
+    n = 4
+    exchange = alone(n)
+    peers = Peers(exchange, policies(n), torch.ones(2, 4), torch.ones(n, n, dtype=torch.bool))
+    networks = policies(n, seed=1)
+    if spoiled == "nan":
+        networks[2].head.bias.data[1] = math.nan
+    elif spoiled == "huge weight":
+        networks[2].head.weight.data.fill_(3e38)
+    else:
+        networks[2].head.bias.data.fill_(1e25)  # the same for each action: a uniform policy, and a huge sum
+    receives = torch.ones(n, n, dtype=torch.bool)
+    peers.exchange_snapshots(networks, torch.ones(n, dtype=torch.bool), receives, 1)
+    assert peers.usable.tolist() == [True, True, False, True] and set(peers.received) == {0, 1, 3}
+    assert capsys.readouterr().out.count("agents [2]") == 1
+    peers.update(torch.full((n, n), 0.25))  # whoever makes C may ignore what is usable
+    third = 1 / 3
+    assert peers.communicator[0].tolist() == pytest.approx([third, third, 0, third])
+    assert 2 not in peers.views[0] and set(peers.views[2]) == {0, 1, 2, 3}
+    assert torch.equal(peers.views[2][2].head.bias, policies(n)[2].head.bias)  # its last valid snapshot
+
+
+def test_who_takes_an_invalid_agents_place_is_counted():
+    """With top-k the next peer is chosen: its parameters are sent too."""
+    n, size = 5, communicators.flatten([Policy()], 27).numel()
+    for invalid in ((), (1,)):
+        peers = play(alone(n), "full", rounds=1, invalid=invalid)
+        peers.exchange.bytes_sent = 0
+        args = PRPO_MINIGRID.Args(num_agents=n, communicator="uniform", top_k=1)
+        everybody = torch.ones(n, dtype=torch.bool)
+        receives = PRPO_MINIGRID.make_communicator(args) > 0
+        networks = policies(n)
+        for j in invalid:
+            networks[j].head.bias.data.fill_(math.nan)
+        peers.exchange_snapshots(networks, everybody, receives, 2)
+        peers.update(PRPO_MINIGRID.make_communicator(args, usable=peers.usable))
+        extra = ((peers.communicator > 0) & ~torch.eye(n, dtype=torch.bool) & ~receives).sum()
+        assert peers.exchange.bytes_sent == (n + extra) * size * 4 and (extra > 0) == bool(invalid)
+
+
+def test_bytes_are_the_senders_sizes_times_its_listeners():
+    """Column j says who listens to agent j: with sizes 7, 5, 3 and an asymmetric matrix rows would give another sum."""
+    exchange = alone(3)
+    receives = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
+    exchange.snapshots(torch.ones(3, 7), receives, [7, 5, 3])
+    assert exchange.bytes_sent == (0 * 7 + 2 * 5 + 1 * 3) * 4
+
+
+# --- reports ---
+
+
+def test_reports_are_bounded_by_the_others_magnitude():
+    nan = math.nan
+    cases = [
+        ([1.0, 2.0, 1e30], [1.0, 2.0, 15.0]),
+        ([1.0, 2.0, -1e30], [1.0, 2.0, -15.0]),
+        ([1.0, 2.0, math.inf], [1.0, 2.0, nan]),
+        ([0.0, 0.0, 0.9], [0.0, 0.0, 0.9]),  # nothing to compare with: by Example 4 any positive return has the row
+        ([0.0, 0.0, 0.0, 0.3, 1e30], [0.0, 0.0, 0.0, 0.3, 0.75]),
+        ([0.01, 0.02, 0.1], [0.01, 0.02, 0.1]),
+        ([nan, nan, 5.0], [nan, nan, 5.0]),
+        ([-3.0, 2.0, 20.0], [-3.0, 2.0, 20.0]),
+        ([1e308, 1e308, 1e308], [1e308, 1e308, 1e308]),
+        ([7.0], [7.0]),
+    ]
+    for reported, expected in cases:
+        bounded = communicators.bound_returns(torch.tensor(reported, dtype=torch.float64))
+        assert bounded.tolist() == pytest.approx(expected, nan_ok=True, rel=1e-6), reported
+
+
+@on([PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID])
+def test_an_inflated_report_does_not_own_a_row(script, tmp_path, monkeypatch):
+    """Agent 1 reports 1e30, the others 1 and 2: its weight is that of 15."""
+    numbers = iter([1.0, 1e30, 2.0] * 9)
+
+    def report(record, returns):
+        return torch.tensor([next(numbers), 0.0, 0.0], dtype=torch.float64)
+
+    monkeypatch.setattr(communicators, "remember", report)
+    settings = {"communicator": "reward", "iterations": 1, "local_updates": 1, "eval_episodes": 0}
+    script.main(tiny(script, tmp_path, **settings))
+    points = scalars_of(only_run(tmp_path))
+    row = [points[f"communicator/c_0_{j}"][-1][1] for j in range(3)]
+    assert row == pytest.approx([1 / 18, 15 / 18, 2 / 18], abs=1e-5)
+
+
+# --- a matrix of one's own ---
+
+
+def test_a_zero_of_ones_own_matrix_forbids(tmp_path):
+    """Row [0, 1, 0] without agent 1 falls back on oneself, and nobody listens to whom its owner forbade."""
+    file = tmp_path / "C.csv"
+    file.write_text("0,1,0\n0.5,0,0.5\n0.2,0.3,0.5\n")
+    for script in (PRPO_MINIGRID, PRTRPO_MINIGRID):
+        args = script.Args(num_agents=3, communicator=str(file))
+        usable = torch.tensor([True, False, True])
+        C = script.make_communicator(args, torch.ones(3), usable=usable)
+        torch.testing.assert_close(C[0], torch.tensor([1.0, 0, 0]))
+        torch.testing.assert_close(C[1], torch.tensor([0.5, 0, 0.5]))
+        torch.testing.assert_close(C[2], torch.tensor([2 / 7, 0, 5 / 7]))
+        alone = script.make_communicator(args, torch.ones(3), usable=torch.tensor([False, False, True]))
+        assert alone.tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 1]]
+        assert (communicators.neighbours(args) == torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]])).all()
+
+
+@pytest.mark.parametrize("change", ["other content", "gone"])
+def test_a_matrix_belongs_to_its_run(change, crashing, tmp_path):
+    """Its content is in config.json and is used on resume, whatever has become of the file."""
+    text = "0.5,0.5,0\n0.25,0.5,0.25\n0,0.1,0.9\n"
+    settings = {"iterations": 4, "local_updates": 1, "save_every": 2, "eval_episodes": 0}
+    for name in ("whole", "resumed"):
+        (tmp_path / f"{name}.csv").write_text(text)
+    file = tmp_path / "resumed.csv"
+    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path / "a", **settings, communicator=str(tmp_path / "whole.csv")))
+    args = tiny(PRPO_MINIGRID, tmp_path / "b", **settings, communicator=str(file))
+    crashing("complete", 2, 2, lambda: PRPO_MINIGRID.main(args))
+    folder = only_run(tmp_path / "b")
+    if change == "gone":
+        file.unlink()
+    else:
+        file.write_text("1,0,0\n0,1,0\n0,0,1\n")
+    again = PRPO_MINIGRID.parse_args(["--resume", str(folder)])
+    assert again.communicator_matrix == json.loads((folder / "config.json").read_text())["communicator_matrix"] != ""
+    PRPO_MINIGRID.main(again)
+    assert_same_run(folder, only_run(tmp_path / "a"), exactly=True)
+
+
+def test_ranks_compare_the_content_of_a_matrix(tmp_path):
+    """The same path may hold another matrix on another machine."""
+    file, numbers = tmp_path / "C.csv", []
+
+    def agree(number):
+        numbers.append(number)
+        return []
+
+    for text in ("1,0\n0,1\n", "1,0\n0,1\n", "0.5,0.5\n0,1\n"):
+        file.write_text(text)
+        args = PRPO_MINIGRID.Args(num_agents=2, communicator=str(file))
+        run = SimpleNamespace(args=args, exchange=SimpleNamespace(agree=agree))
+        communicators.Run._compare_ranks(run)
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
+# --- isolated agents, PR-TRPO's radius, averages of adapters ---
+
+
+def test_isolated_agents_always_take_part(tmp_path):
+    """--participation says nothing to them: held by their own last snapshot, they train as with everybody."""
+    for fraction in (1.0, 0.67):
+        settings = {"communicator": "identity", "self_reference": "snapshot", "participation": fraction}
+        settings |= {"iterations": 4, "local_updates": 1, "eval_episodes": 0, "kl_coef": 5.0}
+        PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path / str(fraction), **settings))
+    assert_same_run(only_run(tmp_path / "0.67"), only_run(tmp_path / "1.0"), exactly=True)
+    assert all(0 < float(row["tv_snapshot"]) < 0.5 for row in rows_of(only_run(tmp_path / "0.67")))
+
+
+def test_an_agent_that_has_diverged_leaves_the_others_their_radius():
+    args = PRTRPO_MINIGRID.Args(num_agents=3, delta=0.2)
+    C = communicators.uniform(3)
+    known = torch.tensor([[0.01, 0.02], [0.03, 0.01]], dtype=torch.float64)
+    lost = torch.tensor([[math.nan, math.nan]], dtype=torch.float64)
+    expected = PRTRPO_MINIGRID.radius(C, known, args)
+    assert PRTRPO_MINIGRID.radius(C, torch.cat((known, lost)), args) == expected
+    assert all(math.isfinite(value) for value in PRTRPO_MINIGRID.radius(C, lost, args))
+    inflated = torch.tensor([[1e30, 0.0]], dtype=torch.float64)  # no total variation
+    assert PRTRPO_MINIGRID.radius(C, torch.cat((known, inflated)), args) == (args.epsilon_min, args.delta)
+
+
+def test_an_average_of_adapters_keeps_a_far_from_singular():
+    """Of (a, b) and (a, -b) the mean is (a, 0): without a floor that rank could never learn again."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 9, generator=generator)
+    A = torch.stack((torch.stack((a, b)), torch.stack((a, -b))))
+    B = torch.randn(1, 7, 2, generator=generator).repeat(2, 1, 1)
+    B[1, :, 1] *= -1.0  # the products are equal
+    C = torch.full((2, 2), 0.5)
+    new_A, new_B, *_ = communicators.average_products(C, A, B)
+    torch.testing.assert_close(new_B @ new_A, B @ A, rtol=0, atol=1e-4)
+    scales = torch.linalg.svdvals(new_A[0])
+    assert scales.min() > 0.05 * scales.max() and new_B.abs().max() < 100
+
+
+# --- the log of many agents ---
+
+
+def test_logs_of_many_agents_are_linear(tmp_path):
+    """communicator.csv has positive weights only, TensorBoard a summary, both only where C changes."""
+    n = 18
+    settings = {"num_agents": n, "communicator": "uniform", "topology": "ring", "hidden_sizes": (8,) * n}
+    settings |= {"iterations": 3, "local_updates": 2, "eval_episodes": 0, "num_envs": 1, "num_steps": 8}
+    settings |= {"num_minibatches": 1, "update_epochs": 1}
+    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path, **settings))
+    folder = only_run(tmp_path)
+    lines = (folder / "communicator.csv").read_text().splitlines()[1:]
+    assert [line.split(",")[0] for line in lines] == ["1"] * n + ["2"] * 3 * n
+    points = scalars_of(folder)
+    assert not [tag for tag in points if tag.startswith(("communicator/c_", "distances/agent"))]
+    summary = {tag: [value for _, value in own] for tag, own in points.items() if tag.startswith("communicator/")}
+    assert summary == {
+        "communicator/self_weight": pytest.approx([1, 1 / 3]),
+        "communicator/peers": [0, 2],
+        "communicator/largest_peer_weight": pytest.approx([0, 1 / 3]),
+        "communicator/most_listeners": [0, 2],
+    }
+    ((step, mean_distance),) = points["distances/mean"]
+    assert step == 16 and 0 < mean_distance <= points["distances/largest"][0][1] < 1
