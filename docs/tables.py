@@ -56,6 +56,8 @@ def flags(script: str) -> str:
     defaults = {field.name: field.default for field in dataclasses.fields(common)}
     rows = []
     for field in dataclasses.fields(shown):
+        if field.name == "communicator_matrix":  # what a file held, in config.json: no flag
+            continue
         if Args and (texts[field.name], field.default) == (known.get(field.name), defaults.get(field.name)):
             continue
         value, others = field.default, choices(typing.get_type_hints(shown)[field.name])
@@ -472,6 +474,26 @@ def phases(name: str, contender: str) -> str:
         ["phase", *(phase.removesuffix("_us") for phase in shares.index)],
         [["share", *(f"{share:.1%}" for share in shares)]],
     )
+
+
+def rounds() -> str:
+    """What a communication round costs each agent, as agents are added."""
+    rows = []
+    for run in read("rounds").itertuples():
+        rows.append(
+            [
+                run.agents,
+                f"{run.participation:g}",
+                f"{run.round_ms:.1f} ms",
+                f"{run.iteration_ms:.0f} ms",
+                f"{run.peak_memory_mb:,.0f} MB",
+                f"{run.checkpoint_kb:.0f} kB",
+                f"{run.tensorboard_kb:.1f} kB",
+                f"{run.csv_kb:.2f} kB",
+            ]
+        )
+    header = ["agents", "participation", "round", "whole iteration", "peak memory, all", "checkpoint"]
+    return markdown([*header, "TensorBoard, an iteration", "CSV files, an iteration"], rows)
 
 
 def scaling() -> str:

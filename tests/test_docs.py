@@ -20,6 +20,7 @@ tables = importlib.import_module("tables")
 PAGES = [*tables.PAGES, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"]
 SCRIPT_NAMES = ("prpo_minigrid", "prpo_atari", "prpo_llm", "fedavg_ppo", "prtrpo_minigrid")
 BENCHMARKS = (
+    "rounds",
     "plot",
     "run",
     "choose",
