@@ -1103,6 +1103,15 @@ def test_nccl_is_chosen_by_all_ranks_or_by_none(gpus, backend, rank, monkeypatch
     place.exchange.close()
 
 
+@pytest.mark.parametrize(("local_rank", "device"), [(0, "cuda:0"), (2, "cuda:2"), (5, "cuda:1")])
+def test_each_rank_of_a_machine_takes_a_gpu(local_rank, device, monkeypatch):
+    """By its number there, whatever its number among all."""
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    place = Place(monkeypatch, 1, ("A", "B"))
+    assert place.exchange.device == torch.device(device)
+    place.exchange.close()
+
+
 def test_float32_is_float32_on_a_gpu(alone, monkeypatch):
     """Convolutions of an update must not round to TF32 where the matrix products of a rollout do not."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -117,6 +117,21 @@ def test_an_agent_that_was_ahead_keeps_no_newer_checkpoint(whole, crashing, tmp_
     assert pandas.read_csv(folder / "metrics.csv").x.tolist() == pandas.read_csv(whole / "metrics.csv").x.tolist()
 
 
+def test_a_checkpoint_holds_its_own_agent(whole, tmp_path):
+    """Without what a view shares its memory with; and it continues the clocks of the run."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    for path in folder.glob("checkpoints/*/6.pt"):
+        assert path.stat().st_size < 50_000
+        stored = torch.load(path)
+        stored["run"] |= {"train": 500.0, "wall": 1000.0, "clock": {"all": 400.0}}
+        torch.save(stored, path)
+    summary = resume(folder)
+    assert (summary["train_seconds"], summary["seconds"]) == (500.0, {"all": 400.0})
+    assert 1000 <= summary["wall_seconds"] < 1100
+    expected = json.loads((whole / "summary.json").read_text())
+    assert summary["training_return"] == expected["training_return"]
+
+
 def test_a_truncated_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capsys):
     """With a message; the others step back with it."""
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
@@ -210,6 +225,8 @@ def test_tables_that_a_person_analyses(whole):
     assert list(metrics.columns[:6]) == ["iteration", "agent", "env_id", "timesteps", "seed", "exp_name"]
     assert list(metrics["timesteps"]) == [5 * k for k in range(1, 7) for _ in range(3)]
     assert set(metrics["env_id"]) == {"line 0", "line 1", "line 2"} and set(metrics["exp_name"]) == {"toy"}
+    summary = json.loads((whole / "summary.json").read_text())
+    assert metrics["agent_steps_per_second"].iloc[-1] == pytest.approx(summary["agent_steps_per_second"], rel=1e-5)
     communicator = pandas.read_csv(whole / "communicator.csv")
     weights = communicator.query("listener == 0 and peer == 2").set_index("iteration")["weight"]
     assert weights.to_dict() == pytest.approx({k: k / 10 for k in range(1, 7)})
@@ -257,6 +274,26 @@ def test_a_diverged_agent_is_named_once(term, value, tmp_path, capsys):
 
 
 # --- extending a run ---
+
+OTHER = {"exp_name": "other", "seed": "2", "device": "cpu", "save_every": "3", "eval_every": "1", "timeout": "5"}
+OTHER |= {"wandb_project_name": "other", "wandb_entity": "other", "num_agents": "4", "communicator": "identity"}
+OTHER |= {"self_preference": "0.5", "communicator_temperature": "2", "topology": "ring", "top_k": "1"}
+OTHER |= {"iterations": "9", "run_dir": "other", "track": "True"}
+FREE = {"run_dir", "device", "timeout", "save_every", "eval_every", "wandb_project_name", "wandb_entity", "track"}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_a_resumed_run_may_change(name, whole, monkeypatch):
+    """Where it runs and how often it is saved, evaluated and tracked; nothing that training depends on."""
+    assert OTHER.keys() == vars(toy.Args()).keys() - {"resume"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)  # wandb is installed
+    argv = ["--resume", str(whole), f"--{name.replace('_', '-')}", *([] if name == "track" else [OTHER[name]])]
+    if name in FREE:
+        args = communicators.parse_args(toy.Args, toy.check_args, argv)
+        assert str(getattr(args, name)).removesuffix(".0") == OTHER[name]
+    else:
+        message = refusal(communicators.parse_args, toy.Args, toy.check_args, argv)
+        assert message.startswith(argv[2]) and f" as in {whole}, or left out" in message
 
 
 def test_a_run_can_be_extended(whole, tmp_path):
@@ -328,6 +365,27 @@ def test_interval_of_an_evaluation(values, mean, half, tmp_path, monkeypatch):
     assert found == [expected] * 3
 
 
+def test_ranks_wait_for_each_other_before_they_exchange_an_evaluation(tmp_path, monkeypatch):
+    """However long it took the others: the exchange itself has a time-out."""
+    events, logged = [], []
+    gather, log = communicators.Exchange.all_gather, communicators.Run.log_evaluation
+
+    def note_gather(self, local):
+        events.append("gather")
+        return gather(self, local)
+
+    def note_log(self, results):
+        events.clear()
+        log(self, results)
+        logged.append(list(events))
+
+    monkeypatch.setattr(communicators.Exchange, "wait_for_all", lambda self: events.append("wait"))
+    monkeypatch.setattr(communicators.Exchange, "all_gather", note_gather)
+    monkeypatch.setattr(communicators.Run, "log_evaluation", note_log)
+    toy.main(args_of(tmp_path))
+    assert logged == [["wait", "gather"]] * 3
+
+
 def evaluations_in(summary):
     """Of every agent, task -> mean and interval."""
     return summary["evaluation"]["agents"]
@@ -340,10 +398,10 @@ def test_phases_end_when_the_gpu_has_finished(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: events.append("clock") or 5.0)
     for device, expected in (("cuda:1", [torch.device("cuda:1"), "clock"]), ("cpu", ["clock"])):
         exchange = SimpleNamespace(device=torch.device(device))
-        run = SimpleNamespace(exchange=exchange, clock=Counter(), _tock=2.0)
+        run = SimpleNamespace(exchange=exchange, clock=Counter({"update": 1.0}), _tock=2.0)
         events.clear()
         communicators.Run.tick(run, "update")
-        assert events == expected and run.clock == {"update": 3.0}
+        assert events == expected and run.clock == {"update": 4.0} and run._tock == 5.0
 
 
 # --- signals and ranks ---
@@ -357,10 +415,12 @@ def test_a_signal_is_answered_at_once_and_once(tmp_path, capfd):
         if iteration == 3:
             os.kill(os.getpid(), signal.SIGINT)
             output.append(capfd.readouterr().err)
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL  # again to end at once
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as end:
         toy.main(args_of(tmp_path), at=interrupt)
+    assert end.value.code == 128 + signal.SIGINT  # the first one's
     assert output == ["\nfinishing this iteration, then a checkpoint; again to end at once\n"]
     assert "finishing" not in capfd.readouterr().err
 
@@ -373,7 +433,9 @@ def test_a_signal_during_the_last_evaluation_says_so(tmp_path, capfd, monkeypatc
         return finish(self)
 
     monkeypatch.setattr(communicators.Run, "finish", interrupt)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert toy.main(args_of(tmp_path))["completed"]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert "\nfinishing the evaluation; again to end at once\n" in capfd.readouterr().err
 
 
@@ -404,6 +466,31 @@ def test_ranks_with_other_settings_are_refused(other, tmp_path):
     assert [code for _, code in results] == [1, 1]
     assert "ranks 1 differ from rank 0 in settings" in results[0][0][1] and results[1][0][1] == ""
     assert not (tmp_path / "runs").exists()
+
+
+def test_ranks_compare_settings_code_and_torch(tmp_path, monkeypatch):
+    """But not where each of them runs."""
+
+    def digest(**settings):
+        numbers = []
+        exchange = SimpleNamespace(agree=lambda number: numbers.append(number) or [])
+        communicators.Run._compare_ranks(SimpleNamespace(args=toy.Args(**settings), exchange=exchange))
+        return numbers[0]
+
+    first = digest()
+    assert digest(device="cpu", run_dir="other", resume="run") == first
+    others = [digest(seed=2), digest(exp_name="other"), digest(timeout=5.0)]
+    other_code = tmp_path / "code.py"
+    other_code.write_text("other")
+    for owner, name, value in (
+        (torch, "__version__", "0.0"),
+        (communicators, "__file__", str(other_code)),
+        (communicators, "script_of", lambda args: other_code),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            others.append(digest())
+    assert len({first, *others}) == 7
 
 
 def test_a_rank_that_ends_early_leaves_its_group(tmp_path):

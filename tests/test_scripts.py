@@ -280,6 +280,7 @@ def test_agents_must_not_swap_networks():
 def test_agents_must_be_shared_evenly_by_the_ranks(script, monkeypatch, capsys):
     """One rank speaks for all, and all end."""
     monkeypatch.setenv("WORLD_SIZE", "2")
+    assert script.parse_args([]).num_agents == 3  # without a rank it is not torchrun's
     monkeypatch.setenv("RANK", "0")
     message = complaint(script, [])
     assert "--num-agents 3" in message and "multiple of the 2 processes" in message
