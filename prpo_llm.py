@@ -1228,7 +1228,6 @@ class Server:
         name = f"prpo{folder.name}"
         try:
             save_adapter(self.args, model, 0, folder)
-            self.send("models")
             try:
                 self.load(name, folder)
             except ServerError as error:
