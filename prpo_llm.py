@@ -132,7 +132,8 @@ class Args(RunArgs):
     update_epochs: Count = 2  # epochs per step
     minibatch_size: Natural = 0  # prompts per agent and optimizer step (0: the whole batch)
     micro_batch_size: Count = 1  # prompts per agent that pass through the model at once
-    rollout_batch_size: Natural = 0  # prompts per agent that are completed at once (0: the whole batch)
+    rollout_batch_size: Natural = 0
+    """prompts per agent that are completed at once (0: the whole batch); evaluations complete as many tokens at once"""
     gradient_checkpointing: bool = False  # compute every layer again in the backward pass, which needs less memory
     clip_coef: NonNegative = 0.2  # clip range of the surrogate objective (0: no clipping)
     clip_higher: NonNegative = 0.0  # its upper side, if it is to be wider (0: the same; DAPO: 0.28)
@@ -164,6 +165,7 @@ class Args(RunArgs):
 
 
 HELD_OUT = 0.1  # the share of a common data set from which no agent learns
+PUBLIC_STATES = 4  # held-out prompts on whose references snapshots are compared
 LOSSES = ("policy_loss", "kl_reference", "kl_anchor", "entropy", "ratio", "approx_kl", "clipfrac")  # of every token
 
 
@@ -420,45 +422,69 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
     return sorted(examples, key=lambda example: example["place"])
 
 
-def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list[dict]], dict[str, list[dict]]]:
-    """The training examples of each agent held, and what is held out: `validation` for all, and some of every topic.
+def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str, list], list[dict]]:
+    """The training examples of each agent held, those of every evaluation task, and those that make public states.
 
     No setting moves a prompt between training and test: a tenth of all prompts is held out because of their hashes, or
-    all of --eval-dataset, however many of them are asked for.
+    all of --eval-dataset. `validation` is common to all agents; there is a task for each topic. Public states are of
+    the first held-out prompts, whatever --eval-prompts is, since the similarity communicator learns from them.
     """
-    n, own, asked, tested = args.num_agents, data_sets(args), args.prompts_per_agent, args.eval_prompts
-    names, topics = own or args.dataset * n, args.topics
+    n = args.num_agents
+    separate = data_sets(args)
+    names = separate or args.dataset * n
     loaded = {name: load_examples(args, tokenizer, name) for name in dict.fromkeys(names[i] for i in held)}
-    pool = [example for example in loaded[names[held[0]]] if example["place"] < HELD_OUT and not own]
-    pool = load_examples(args, tokenizer, args.eval_dataset, "eval-dataset") if args.eval_dataset else pool
-    reserved = {example["place"] for example in pool}
-    parts = {i: [example for example in loaded[names[i]] if example["place"] not in reserved] for i in held}
-    rest = parts[held[0]]
+    common = loaded[names[held[0]]]
+    if args.eval_dataset:
+        pool = load_examples(args, tokenizer, args.eval_dataset, "eval-dataset")
+    elif separate:
+        pool = []
+    else:
+        pool = [example for example in common if example["place"] < HELD_OUT]
+    # By token ids, which are the same for messages without a chat template and for texts
+    reserved = {tuple(example["ids"]) for example in pool}
+    parts = {i: [example for example in loaded[names[i]] if tuple(example["ids"]) not in reserved] for i in held}
+    training = parts[held[0]]
+    topics = args.topics
     if args.partition == "topic":
-        counts = Counter(example["topic"] for example in loaded[names[held[0]]])
+        counts = Counter(example["topic"] for example in common)
         topics = topics or sorted(counts, key=lambda name: (-counts[name], name))[:n]
         if len(topics) < n:
             communicators.refuse(args, "num_agents", f"must be at most {len(topics)}, as there are topics")
-        parts = {i: [example for example in rest if example["topic"] == topics[i]][:asked] for i in held}
-    elif not own:
-        size = min(asked, len(rest) // n)
-        parts = {i: rest[i * size : (i + 1) * size] for i in held}
-    tests = {"validation": pool[:tested]} if tested else {}
-    for name in topics if tested else ():  # from the other end, so that they are others
-        tests[name] = [example for example in pool[::-1] if example["topic"] == name][:tested]
-    found = [("prompts-per-agent", asked * (not own), f"agent {i}", parts[i], args.batch_size) for i in held]
-    found += [("eval-prompts", tested, task, rows, 1) for task, rows in tests.items() if not held[0]]
-    for flag, wanted, who, rows, least in found:
-        if len(rows) < least:
-            refuse_data(args, "dataset", " ".join(args.dataset), f"{who} has {len(rows)} prompts, {least} are needed")
-        if len(rows) < wanted:
-            print(f"{who} has {len(rows)} prompts, fewer than --{flag} {wanted}", flush=True)
-    return parts, tests
+        for i in held:
+            parts[i] = [example for example in training if example["topic"] == topics[i]][: args.prompts_per_agent]
+    elif not separate:
+        size = min(args.prompts_per_agent, len(training) // n)
+        parts = {i: training[i * size : (i + 1) * size] for i in held}
+    tests = {}
+    if args.eval_prompts:
+        tests["validation"] = pool[: args.eval_prompts]
+        for name in topics:  # from the other end, so that they are others
+            of_topic = [example for example in pool[::-1] if example["topic"] == name]
+            tests[name] = of_topic[: args.eval_prompts]
+    for i in held:
+        # An agent with a data set of its own has all of it, so that none are missing
+        count = 0 if separate else args.prompts_per_agent
+        check_number(args, f"agent {i}", parts[i], args.batch_size, "prompts-per-agent", count)
+    if held[0] == 0:  # held-out prompts are the same on all ranks
+        for task, examples in tests.items():
+            check_number(args, task, examples, 1, "eval-prompts", args.eval_prompts)
+    if args.communicator == "similarity" and not pool:
+        communicators.refuse(args, "communicator", "must compare on held-out prompts, and there are none")
+    return parts, tests, pool[:PUBLIC_STATES]
+
+
+def check_number(args: Args, owner: str, examples: list[dict], least: int, flag: str, count: int) -> None:
+    """End where there are fewer examples than `least`; report where there are fewer than the flag's count."""
+    if len(examples) < least:
+        name = " ".join(args.dataset)
+        refuse_data(args, "dataset", name, f"{owner} has {len(examples)} prompts, {least} are needed")
+    if len(examples) < count:
+        print(f"{owner} has {len(examples)} prompts, fewer than --{flag} {count}", flush=True)
 
 
 def make_reward(args: Args, device: torch.device) -> dict[str, Callable]:
     """Every --reward by its name: a function with TRL's signature, a number or None for each completion."""
-    functions, options = {}, {"trust_remote_code": False}
+    functions = {}
     for name in args.reward:
         file, _, function = name.rpartition(":")
         if name == "rouge":
@@ -469,18 +495,34 @@ def make_reward(args: Args, device: torch.device) -> dict[str, Callable]:
                 communicators.refuse(args, "reward", f"{file} has no function {function}")
             functions[f"{Path(file).stem}.{function}"] = found
         else:
-            try:
-                tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-                library = transformers.AutoModelForSequenceClassification
-                model, found = library.from_pretrained(name, num_labels=1, output_loading_info=True, **options)
-            except (OSError, ValueError, RuntimeError) as error:
-                communicators.refuse(args, "reward", f"{name} cannot be loaded: {str(error).splitlines()[0]}")
-            if found["missing_keys"]:
-                communicators.refuse(args, "reward", f"{name} is no whole model with one score for a text")
-            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-            model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # the score is read before padding
-            functions[Path(name).name] = functools.partial(score, model.to(device).eval(), tokenizer)
+            functions[Path(name).name] = functools.partial(score, *load_reward_model(args, name, device))
     return functions
+
+
+def load_reward_model(args: Args, name: str, device: torch.device) -> tuple[nn.Module, object]:
+    """A sequence-classification model with one label, in --precision but for its head, and its tokenizer."""
+    options = {"trust_remote_code": False}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        options |= {"dtype": getattr(torch, args.precision), "device_map": {"": device}}
+        library = transformers.AutoModelForSequenceClassification
+        model, report = library.from_pretrained(name, num_labels=1, output_loading_info=True, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        communicators.refuse(args, "reward", f"{name} cannot be loaded: {str(error).splitlines()[0]}")
+    if report["missing_keys"]:
+        communicators.refuse(args, "reward", f"{name} is no whole model with one score for a text")
+    for child, head in model.named_children():
+        if child != model.base_model_prefix:  # a score of 13 in bfloat16 is a multiple of 1/16
+            head.float()
+            head.register_forward_pre_hook(convert_to_float32)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # the score is read before padding
+    return model.eval(), tokenizer
+
+
+def convert_to_float32(module: nn.Module, inputs: tuple) -> tuple:
+    """A forward pre-hook of a head: its inputs in float32."""
+    return tuple(value.float() for value in inputs)
 
 
 def rouge(scorer, completions: list, references: list[str], **_) -> list[float]:
@@ -491,14 +533,42 @@ def rouge(scorer, completions: list, references: list[str], **_) -> list[float]:
 
 @torch.no_grad()
 def score(model, tokenizer, prompts: list, completions: list, **_) -> list[float]:
-    """What a reward model thinks of texts as TRL trains it: ended by EOS, or in the chat template of its own."""
-    rewards, chat, end = [], isinstance(prompts[0], list), tokenizer.eos_token or ""
-    texts = [prompt + said for prompt, said in zip(prompts, completions, strict=True)]
-    texts = tokenizer.apply_chat_template(texts, tokenize=False) if chat else [text + end for text in texts]
+    """What a reward model makes of texts as TRL trains it: ended by EOS, or in the chat template of its own."""
+    texts, chat = join_texts(tokenizer, prompts, completions)
     options = {"padding": True, "padding_side": "right", "add_special_tokens": not chat, "return_tensors": "pt"}
+    rewards = []
     for k in range(0, len(texts), 8):
         rewards += model(**tokenizer(texts[k : k + 8], **options).to(model.device)).logits[:, 0].float().tolist()
     return rewards
+
+
+def join_texts(tokenizer, prompts: list, completions: list) -> tuple[list[str], bool]:
+    """Prompts with their completions, as TRL trains a reward model on them, and whether its chat template was used."""
+    texts = []
+    end = tokenizer.eos_token or ""
+    chat = isinstance(prompts[0], list) and bool(tokenizer.chat_template)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        if chat:
+            texts.append(tokenizer.apply_chat_template(prompt + completion, tokenize=False))
+        elif isinstance(prompt, list):
+            texts.append("\n\n".join(message["content"] for message in prompt + completion) + end)
+        else:
+            texts.append(prompt + completion + end)
+    return texts, chat
+
+
+def decode(args: Args, tokenizer, example: dict, ids: list[int]) -> str:
+    """The text of a completion as it stands behind its prompt; a message is a text of its own.
+
+    Decoded together with the prompt, which is then cut off: SentencePiece drops the space with which a text begins.
+    """
+    if isinstance(example["row"][args.prompt_column], list):
+        return tokenizer.decode(ids)
+    prompt = tokenizer.decode(example["ids"])
+    both = tokenizer.decode([*example["ids"], *ids])
+    if not both.startswith(prompt):  # the end of the prompt is another text before this completion
+        return tokenizer.decode(ids)
+    return both.removeprefix(prompt)
 
 
 def judge(args: Args, functions: dict, tokenizer, chosen: list[dict], tokens: Tensor, lengths: Tensor) -> tuple:
@@ -510,8 +580,8 @@ def judge(args: Args, functions: dict, tokenizer, chosen: list[dict], tokens: Te
     at_eos = [row[-1] in tokenizer.ends for row in ids]  # also one that ends exactly at the limit
     texts = []
     ends = []
-    for row, end in zip(ids, at_eos, strict=True):
-        texts.append(tokenizer.decode(row[:-1] if end else row))
+    for example, row, end in zip(chosen, ids, at_eos, strict=True):
+        texts.append(decode(args, tokenizer, example, row[:-1] if end else row))
         ends.append(end or completes_stop_string(args, tokenizer, row))
     given = {name: [example["row"].get(name) for example in chosen] for name in chosen[0]["row"]}  # all columns
     prompts = given[args.prompt_column]
@@ -655,24 +725,40 @@ def find_base(name: str) -> tuple[str, dict]:
     return name, where
 
 
+class Float32Head(nn.Linear):
+    """The head of a base model in another precision: rounded logits are off by as much as the clip range."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Multiply without rounding, or as bfloat16 numbers what are bfloat16 numbers: that loses nothing."""
+        if hidden.dtype == torch.bfloat16:
+            torch.set_float32_matmul_precision("medium")
+        logits = F.linear(hidden.float(), self.weight, self.bias)
+        torch.set_float32_matmul_precision("highest")
+        return logits
+
+
 def load_base(args: Args, device: torch.device | str = "cpu") -> tuple[nn.Module, object]:
     """The frozen base model with our attention, and its tokenizer, whose `ends` are all the tokens that end a text."""
     name, where = find_base(args.base_model)
-    options = {"attn_implementation": "shared_prefix"}
+    options = {"attn_implementation": "shared_prefix", "dtype": getattr(torch, args.precision)}
+    # Weights go from the file to the device: seven ranks of a machine would need 300 GB of the processor's memory
+    options["device_map"] = {"": torch.device(device)}
     if "gguf_file" in where:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        tokenizer, dtype = transformers.AutoTokenizer.from_pretrained(name, **where), getattr(torch, args.precision)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **where, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, **where, **options)
     except (OSError, ValueError) as error:
         communicators.refuse(args, "base_model", f"cannot be loaded: {str(error).splitlines()[0]}")
-    model.requires_grad_(False).eval().to(device)
-    if args.precision != "float32":  # rounded logits are off by as much as the clip range
-        head = copy.deepcopy(model.get_output_embeddings()).float()
-        # What it multiplies are bfloat16 numbers: to multiply them as such loses nothing
-        head.register_forward_pre_hook(lambda _, x: torch.set_float32_matmul_precision("medium") or x[0].float())
-        head.register_forward_hook(lambda *_: torch.set_float32_matmul_precision("highest"))
-        model.set_output_embeddings(head)
+    except KeyError as error:  # of a table of its own, in which a model looks its attention up
+        reason = "its attention cannot be replaced" if "shared_prefix" in str(error) else f"KeyError {error}"
+        communicators.refuse(args, "base_model", f"cannot be trained: {reason}")
+    model.requires_grad_(False).eval()
+    if args.precision != "float32":
+        plain_head = model.get_output_embeddings()
+        head = Float32Head(*reversed(plain_head.weight.shape), plain_head.bias is not None, device="meta")
+        head.load_state_dict(copy.deepcopy(plain_head).float().state_dict(), assign=True)  # no longer tied
+        model.set_output_embeddings(head.requires_grad_(False).eval())
     more = model.generation_config.eos_token_id
     ends = dict.fromkeys([tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])])
     tokenizer.ends = [token for token in ends if token is not None]
@@ -693,28 +779,83 @@ def checkpoint_layers(model) -> None:
 
 @torch.no_grad()
 def compare_with_plain(args: Args, model) -> None:
-    """End the run if a completion's log-probabilities are not the plain model's, in a row as long as rows may get."""
-    config, sizes = model.config.get_text_config(), (args.max_prompt_tokens, args.response_length, args.response_length)
+    """End the run if a completion's log-probabilities are not the plain model's, in a row as long as rows may get.
+
+    In float32, with the same weights, every difference is an error of the code here. In bfloat16 both round, large
+    models more: there the code here may be as far from the float32 pass as the plain model is, with some margin.
+    """
+    config = model.config.get_text_config()
+    sizes = args.max_prompt_tokens, args.response_length, args.response_length
     drawn = torch.randint(config.vocab_size, (sum(sizes),), generator=torch.Generator().manual_seed(0))
-    prompt, other, own = drawn.to(model.device).split(sizes)
-    group = {"prompts": [prompt.tolist()], "tokens": torch.stack((other, own))[None]}
-    try:
-        for kind in {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}:
-            raise NotImplementedError(f"layers of {kind} are not supported")
-        rope, trained = getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", 0)
-        trained = rope.get("original_max_position_embeddings", trained)
-        if rope.get("rope_type") in ("dynamic", "longrope") and sum(sizes[:2]) > trained:
-            raise NotImplementedError(f"beyond {trained} tokens its encoding of positions depends on the row's length")
-        ours = logits(model, predict(model, group | {"lengths": torch.tensor([sizes[1:]])})[0, 1]).log_softmax(-1)
+    prompt, other, completion = drawn.to(model.device).split(sizes)
+    batch = {"prompts": [prompt.tolist()], "tokens": torch.stack((other, completion))[None]}
+    batch["lengths"] = torch.tensor([sizes[1:]])
+
+    def measure_gap(log_probs: Tensor, exact: Tensor) -> float:
+        return (log_probs - exact).gather(-1, completion[:, None]).abs().mean().item()
+
+    def packed_log_probs() -> Tensor:
+        return logits(model, predict(model, batch)[0, 1]).log_softmax(-1)
+
+    def plain_log_probs() -> Tensor:
         model.set_attn_implementation("eager")
-        row, keep = torch.cat((prompt, own))[None], len(own) + 1
-        plain = model(input_ids=row, use_cache=False, logits_to_keep=keep).logits[0, -keep:-1].float().log_softmax(-1)
+        row = torch.cat((prompt, completion))[None]
+        keep = len(completion) + 1
+        found = model(input_ids=row, use_cache=False, logits_to_keep=keep).logits[0, -keep:-1].float().log_softmax(-1)
         model.set_attn_implementation("shared_prefix")
+        return found
+
+    try:
+        check_layers(config, sum(sizes[:2]))
+        with in_float32(model):
+            exact = plain_log_probs()
+            error = measure_gap(packed_log_probs(), exact)
+        valid = error < 1e-3
+        if valid and args.precision != "float32":
+            error = measure_gap(packed_log_probs(), exact)
+            valid = error < 2 * measure_gap(plain_log_probs(), exact) + 1e-3
     except Exception as error:  # whatever the many models there are may say to a call that they do not know
         communicators.refuse(args, "base_model", f"cannot be trained: {(str(error) or repr(error)).splitlines()[0]}")
-    off = (ours - plain).gather(-1, own[:, None]).abs().mean().item()
-    if not off < (1e-3 if args.precision == "float32" else 0.1):
-        communicators.refuse(args, "base_model", f"cannot be trained: log-probabilities are off by {off:.2g}")
+    if not valid:
+        communicators.refuse(args, "base_model", f"cannot be trained: log-probabilities are off by {error:.2g}")
+
+
+def check_layers(config, longest: int) -> None:
+    """NotImplementedError for layers that are no attention, and for positions that depend on a row's length."""
+    for kind in {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}:
+        raise NotImplementedError(f"layers of {kind} are not supported")
+    rope = getattr(config, "rope_parameters", None) or {}
+    trained = rope.get("original_max_position_embeddings", getattr(config, "max_position_embeddings", 0))
+    if rope.get("rope_type") in ("dynamic", "longrope") and longest > trained:
+        raise NotImplementedError(f"beyond {trained} tokens its encoding of positions depends on the row's length")
+
+
+@contextlib.contextmanager
+def in_float32(model: nn.Module):
+    """The same weights in float32: of each layer only while it computes, so that there is no second model."""
+    whole = [
+        layer for layer in model.modules() if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer)
+    ]
+    inside = {module for layer in whole for module in layer.modules()}
+    alone = [module for module in model.modules() if module not in inside]
+    stored = {}
+
+    def widen(module: nn.Module, inputs: tuple) -> None:
+        for parameter in module.parameters(recurse=module in inside):
+            stored[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, inputs: tuple, output) -> None:
+        for parameter in module.parameters(recurse=module in inside):
+            parameter.data = stored.pop(parameter)
+
+    hooks = []
+    for module in (*whole, *alone):
+        hooks.append(module.register_forward_pre_hook(widen))
+        hooks.append(module.register_forward_hook(restore))
+    yield
+    for hook in hooks:
+        hook.remove()
 
 
 def logits(model, hidden: Tensor) -> Tensor:
@@ -856,8 +997,11 @@ def save_adapter(
     sides = [(f"{name}.lora_{letter}", getattr(layer, letter)) for name, layer in layers for letter in "AB"]
     tensors = {f"base_model.model.{name}.weight": side["policy"].data[number].cpu().clone() for name, side in sides}
     options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "target_modules": list(args.lora_targets)}
-    path, others = Path(args.base_model), {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where they find it
-    base = others.get(args.base_model, str(path.resolve()) if path.is_dir() else args.base_model)
+    base = args.base_model
+    if base == "smollm2":
+        base = None  # trained on the dequantized weights of the package: no hub model has these
+    elif Path(base).is_dir():
+        base = str(Path(base).resolve())
     config = LoraConfig(**options, task_type="CAUSAL_LM", base_model_name_or_path=base)
     with tempfile.TemporaryDirectory() as temporary:
         config.save_pretrained(temporary)
@@ -1489,6 +1633,7 @@ def remember(args: Args, model, batch: dict, name: str, numbers: tuple[int, ...]
     for part in torch.arange(args.batch_size).split(args.micro_batch_size):
         hidden = predict(model, take(batch, part.expand(shape[0], -1)))
         states[:, part, :, : hidden.shape[3]] = hidden
+    Adapters.casts.clear()  # copies of all peers' adapters would add to the peak of memory
     return states
 
 
@@ -1702,6 +1847,18 @@ def public_log_probs(args: Args, model, tokenizer, examples: list[dict]) -> Tens
     return log_probs(args, model, hidden[:, inside]).cpu()
 
 
+def evaluation_batch_size(args: Args) -> int:
+    """Held-out prompts of each agent that are completed at once: as many tokens as a rollout holds, at least one.
+
+    In an evaluation each prompt has one completion, or --eval-samples of them; in a rollout of GRPO it has a group.
+    """
+    group_size = args.group_size if args.algorithm == "grpo" else 1
+    prompts = args.rollout_batch_size or args.batch_size
+    tokens = prompts * (args.max_prompt_tokens + group_size * args.response_length)
+    tokens_of_prompt = args.max_prompt_tokens + max(1, args.eval_samples) * args.response_length
+    return max(1, tokens // tokens_of_prompt)
+
+
 def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str, list[dict]]) -> None:
     """Every agent completes the held-out prompts of every task, greedily; completions.jsonl takes
     it all.
@@ -1711,8 +1868,9 @@ def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str,
     """
     held, path, written = run.exchange.agents, run.folder / "completions.jsonl", []
     results = [{task: {} for task in tests} for _ in held]
-    for task, k in ((task, k) for task, examples in tests.items() for k in range(0, len(examples), 8)):
-        chosen = tests[task][k : k + 8] * len(held)
+    size = evaluation_batch_size(args)
+    for task, k in ((task, k) for task, examples in tests.items() for k in range(0, len(examples), size)):
+        chosen = tests[task][k : k + size] * len(held)
         Adapters.selected, none = ("policy", None), torch.zeros(len(chosen), 1, args.response_length)
         ids = [example["ids"] for example in chosen]
         is_stopped = find_stop_test(args, tokenizer)
@@ -1869,12 +2027,13 @@ def main(args: Args) -> dict:
     functions = make_reward(args, device)
     model, tokenizer = load_base(args, device)
     trained, snapshots = add_adapters(args, model, len(held))  # [agents held, numel], [agents, numel]
-    examples, tests = deal(args, tokenizer, held)
+    examples, tests, public_states = deal(args, tokenizer, held)
     server = None
     if args.generate_with:
         server = Server(args, held, tokenizer.ends, find_stop_test(args, tokenizer))
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once on every machine
             server.check(model, examples[held[0]][0]["ids"])
+    exchange.wait_for_all()  # one rank may load, or download, for longer than --timeout
     sizes = " + ".join(str(len(own)) for own in examples.values())
     name = Path(args.dataset[0]).stem.replace("_{i}", "s")
     run = Run(args, exchange, f"{Path(args.base_model).name}+{name}", total=args.total_steps,
@@ -1953,7 +2112,6 @@ def main(args: Args) -> dict:
         batch |= references
         gaps = ((batch["logprobs"] - batch["sampled"]).abs() * batch["mask"]).sum((1, 2, 3))
         gaps /= batch["mask"].sum((1, 2, 3)).clamp(min=1)  # [agents]
-        Adapters.casts.clear()  # they would add to the peak of memory
         run.tick("reference")
 
         # Update: epochs over minibatches of prompts in random order; all agents at once. Rows stay in the same company,
@@ -1988,11 +2146,11 @@ def main(args: Args) -> dict:
                 parameters, usable = exchange.snapshots(trained if args.aggregation == "weights" else policy, heard)
                 for j in usable.nonzero().flatten().tolist():
                     snapshots[j] = parameters[j, : snapshots.shape[1]]
-                public = public_log_probs(args, model, tokenizer, tests["validation"][:4]) if tests else None
+                public = public_log_probs(args, model, tokenizer, public_states) if public_states else None
                 if public is not None:  # parameters of 3e38 are finite, their policy is not
                     usable &= public.isfinite().all(-1).all(-1)
                 communicator[:] = make_communicator(args, reported_returns, public, usable)
-                distances[:] = communicators.total_variation(public) if tests else torch.nan
+                distances[:] = communicators.total_variation(public) if public_states else torch.nan
                 if args.aggregation == "weights":  # optimizer moments are kept
                     able = torch.stack([usable[communicator[i] > 0].all() for i in held])  # or there is nobody
                     averages, lost = average_adapters(args, model, communicator[mine], parameters)

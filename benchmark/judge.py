@@ -31,7 +31,6 @@ from typing import Annotated
 
 import numpy as np
 import pandas as pd
-import transformers
 import tyro
 from pipeline import load_scorer, read_rows
 from plot import read_settings, write
@@ -194,10 +193,10 @@ def read_completions(folder: str, before: bool = False) -> pd.DataFrame:
     return rows[rows.step == (0 if before else rows.step.max())].reset_index(drop=True)
 
 
-def add_prompts(rows: pd.DataFrame, folder: str, tokenizer=None) -> pd.DataFrame:
-    """The rows with their prompts: plain ones for a reader, or, with a tokenizer, in its chat template as in training.
+def add_prompts(rows: pd.DataFrame, folder: str, for_reward_model: bool = False) -> pd.DataFrame:
+    """The rows with their prompts: plain ones for a reader, or texts and messages as a reward model was trained on.
 
-    A prompt is found by its number in the data; that it is the right one, its reference tells.
+    A prompt is found by its number in the data, and compared by its reference.
     """
     settings = read_settings(Path(folder))[1]
     columns = settings.get("prompt_column", "prompt"), settings.get("completion_column", "completion")
@@ -207,10 +206,10 @@ def add_prompts(rows: pd.DataFrame, folder: str, tokenizer=None) -> pd.DataFrame
     if any(own.get("completion") != reference for own, reference in zip(found, rows.reference, strict=True)):
         sys.exit(f"{folder}: --dataset {names} has changed since the run")
 
-    def read(example: dict) -> str:
-        if tokenizer and "messages" in example and tokenizer.chat_template:
-            return tokenizer.apply_chat_template(example["messages"], tokenize=False, add_generation_prompt=True)
-        return example["prompt"] if tokenizer else example.get("request", example["prompt"])
+    def read(example: dict) -> str | list[dict]:
+        if for_reward_model:
+            return example.get("messages", example["prompt"])
+        return example.get("request", example["prompt"])
 
     return rows.assign(prompt=list(map(read, found)))
 
@@ -255,7 +254,7 @@ def check_args(args: Args) -> None:
             sys.exit(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least {least}")
 
 
-def read_pairs(folder: str, args: Args, tokenizer) -> pd.DataFrame:
+def read_pairs(folder: str, args: Args) -> pd.DataFrame:
     """What is to be judged of a run: prompt, completion, other."""
     rows = read_completions(folder, args.before)
     rows = rows[rows.task.isin(args.tasks)] if args.tasks else rows
@@ -268,7 +267,7 @@ def read_pairs(folder: str, args: Args, tokenizer) -> pd.DataFrame:
         sys.exit(
             f"{folder}: nothing to judge: --tasks {' '.join(args.tasks)} --against {args.against or '(references)'}"
         )
-    return add_prompts(rows, folder, tokenizer)
+    return add_prompts(rows, folder, for_reward_model=bool(args.reward_model))
 
 
 def ask_server(args: Args, rows: pd.DataFrame) -> np.ndarray:
@@ -292,8 +291,7 @@ def ask_reward_model(args: Args, rows: pd.DataFrame) -> np.ndarray:
 def main(args: Args) -> pd.DataFrame:
     """Judge, print, write, and return the win rates of all runs."""
     check_args(args)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.reward_model) if args.reward_model else None
-    rows = pd.concat([read_pairs(folder, args, tokenizer).assign(run=folder) for folder in dict.fromkeys(args.runs)])
+    rows = pd.concat([read_pairs(folder, args).assign(run=folder) for folder in dict.fromkeys(args.runs)])
     verdicts = (ask_reward_model if args.reward_model else ask_server)(args, rows)
     found = []
     for folder, own in rows.assign(verdicts=[*verdicts]).groupby("run", sort=False):

@@ -185,7 +185,8 @@ def main(args: Args) -> None:
     if dealt:
         parts = list(prpo_llm.deal(settings, tokenizer, range(args.num_agents))[0].values())
     else:
-        rest = [example for example in examples if example["place"] >= prpo_llm.HELD_OUT]
+        reserved = {tuple(example["ids"]) for example in pool}
+        rest = [example for example in examples if tuple(example["ids"]) not in reserved]
         rest = [example for example in rest if not args.topics or example["topic"] in args.topics]
         try:
             parts = [[rest[k] for k in own] for own in sets_of(args, rest)]

@@ -14,8 +14,9 @@ many of the body's first words; `padded` its own with another one behind it; `sh
 merge: a LoRA adapter, of a language model or a reward model, and its base in one folder, in float32, since bfloat16
 would lose most of a small update.
 
-accuracy: how often a reward model ranks held-out pairs rightly, by kind of the rejected text, with Wilson's interval;
-where the kinds are those above also what ROUGE-L against the first line makes of each.
+accuracy: how often a reward model ranks held-out pairs rightly, by kind of the rejected text, with Wilson's interval,
+in which all pairs of a prompt count as one; where the kinds are those above also the ROUGE-L of each against the first
+line.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 import docstrings
+import numpy as np
 import pandas as pd
 import torch
 import transformers
@@ -96,8 +98,8 @@ def read_rows(name: str, split: str = "train", prompt: str = "prompt", completio
     return rows
 
 
-def load_scorer(name: str) -> Callable[[list[str], list[str]], list[float]]:
-    """What a reward model makes of completions of prompts, texts that end as TRL lets them end in its training."""
+def load_scorer(name: str) -> Callable[[list, list[str]], list[float]]:
+    """The scores of a reward model for completions of prompts, texts or messages, as TRL trains it on both together."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = transformers.AutoModelForSequenceClassification.from_pretrained(name, num_labels=1)
@@ -105,10 +107,13 @@ def load_scorer(name: str) -> Callable[[list[str], list[str]], list[float]]:
     device = 0 if torch.cuda.is_available() else "cpu"
     classify = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, device=device)
 
-    def score(prompts: list[str], completions: list[str]) -> list[float]:
-        texts = [p + c + tokenizer.eos_token for p, c in zip(prompts, completions, strict=True)]
+    def score(prompts: list, completions: list[str]) -> list[float]:
+        if isinstance(prompts[0], list):
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        texts, chat = prpo_llm.join_texts(tokenizer, prompts, completions)
+        options = {"batch_size": 8, "function_to_apply": "none", "add_special_tokens": not chat}
         order = sorted(range(len(texts)), key=lambda k: len(texts[k]))  # little padding
-        found = classify([texts[k] for k in order], batch_size=8, function_to_apply="none")
+        found = classify([texts[k] for k in order], **options)
         return [found[place]["score"] for place in sorted(range(len(texts)), key=order.__getitem__)]
 
     return score
@@ -188,11 +193,26 @@ def merge(args: Args) -> None:
     print(f"{args.model} and its base in {args.out}")
 
 
+def interval_of_share(share: float, pairs_of_prompts: np.ndarray) -> tuple[float, float]:
+    """Wilson's 95 % interval of the share of pairs that are ranked rightly, where prompts are the samples, not pairs.
+
+    The verdicts of a prompt's pairs, pairs_of_prompts [prompts], depend on each other, and it is unknown how much. The
+    interval is that of the worst case, where they are all alike: of (sum m)² / sum m² independent trials with m pairs
+    each (Kish), as many as there are prompts if all have equally many pairs.
+    """
+    trials = pairs_of_prompts.sum() ** 2 / (pairs_of_prompts**2).sum()
+    z = stats.norm.ppf(0.975)
+    centre = (share + z**2 / (2 * trials)) / (1 + z**2 / trials)
+    half = z * (share * (1 - share) / trials + z**2 / (4 * trials**2)) ** 0.5 / (1 + z**2 / trials)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
 def accuracy(args: Args) -> pd.DataFrame:
     """Score pairs, print the table, and add it to a CSV file. Returns it: a row for each kind and one for all."""
     rows = read_rows(args.pairs, split="validation")[: args.limit or None]
     score, known = load_scorer(args.model), {}  # a chosen text stands in several pairs
     table = pd.DataFrame({"rejected": [row.get("kind", "rejected") for row in rows]})
+    table["prompt"] = [row["prompt"] for row in rows]
     for name in ("chosen", "rejected"):
         texts = [(row["prompt"], row[name]) for row in rows]
         new = [text for text in dict.fromkeys(texts) if text not in known]
@@ -205,11 +225,12 @@ def accuracy(args: Args) -> pd.DataFrame:
     groups = [*table.groupby("rejected", sort=False), ("all", table)][-1 if table.rejected.nunique() == 1 else 0 :]
     found = []
     for kind, own in groups:
-        test = stats.binomtest(int(own.right.sum()), len(own))
-        low, high = test.proportion_ci(method="wilson")
+        pairs_of_prompts = own.groupby("prompt").size().to_numpy()
+        low, high = interval_of_share(own.right.mean(), pairs_of_prompts)
         row = {"reward_model": args.model, "pairs_from": args.pairs, "rejected": kind, "pairs": len(own)}
-        row |= {"accuracy": test.statistic, "accuracy_ci_low": low, "accuracy_ci_high": high}
-        found.append(row | own.drop(columns=["rejected", "right"]).mean().add_prefix("mean_").to_dict())
+        row |= {"prompts": len(pairs_of_prompts)}
+        row |= {"accuracy": own.right.mean(), "accuracy_ci_low": low, "accuracy_ci_high": high}
+        found.append(row | own.drop(columns=["rejected", "right", "prompt"]).mean().add_prefix("mean_").to_dict())
     found = pd.DataFrame(found)
     print(found.drop(columns=["reward_model", "pairs_from"]).to_string(index=False, float_format="%.3f"))
     if args.out:

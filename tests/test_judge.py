@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -340,10 +339,21 @@ def test_a_reward_model_judges_offline(tmp_path, monkeypatch):
         return [float("good" in text) for text in completions]
 
     monkeypatch.setattr(judge, "load_scorer", lambda name: score)
-    monkeypatch.setattr(judge.transformers.AutoTokenizer, "from_pretrained", lambda name: SimpleNamespace())
     found = judge.main(judge.Args(runs=(str(make_run(tmp_path)),), reward_model="model")).set_index("agent")
     assert found.win_rate.tolist() == [0.75, 0.75, 0.75] and set(seen) == {f"<chat>post {k}" for k in range(4)}
     assert "orders_agree" not in found and found.loc["all", "answers"] == 8
+
+
+def test_a_reward_model_receives_messages_as_messages(tmp_path, monkeypatch):
+    """It puts them in its own chat template; a language model is shown the last one's text."""
+    folder = make_run(tmp_path)
+    rows = [{"prompt": [{"role": "user", "content": f"post {k}"}], "completion": f"human {k}"} for k in range(4)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    args = judge.Args(runs=(str(folder),), reward_model="model")
+    found = judge.read_pairs(str(folder), args)
+    assert [*found.prompt] == [rows[number]["prompt"] for number in found.id]
+    args.reward_model = ""
+    assert [*judge.read_pairs(str(folder), args).prompt] == [f"post {number}" for number in found.id]
 
 
 # --- a real server ---

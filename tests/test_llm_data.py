@@ -2,6 +2,7 @@
 # ruff: noqa: F811 (a fixture of another file)
 
 import csv
+import functools
 import importlib
 import json
 import math
@@ -10,17 +11,19 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
 from command import parse_args
 from helpers import REPOSITORY, only_run, refusal, torchrun
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_llm import files, rows_of, tiny, train, weights_of  # noqa: F401
-from tokenizers import processors
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 import prpo_llm
 
@@ -192,12 +195,12 @@ def test_tldr_as_it_lies_on_the_hub(files, tokenizer, tmp_path):
     write(folder / "train.jsonl", rows)
     write(folder / "validation.jsonl", [row | {"prompt": row["prompt"] + " d"} for row in rows])
     args = tiny(files, tmp_path, dataset=str(folder), partition="topic", eval_dataset=f"{folder}:validation")
-    examples, tests = prpo_llm.deal(args, tokenizer, range(2))
+    examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
     assert [{own["topic"] for own in part} for part in examples.values()] == [{"tifu"}, {"loseit"}]  # the largest
     assert list(tests) == ["validation", "tifu", "loseit"]
     assert all(own["prompt"].endswith("TL;DR: d") for part in tests.values() for own in part)
     args.topics = ("dating_advice", "tifu")
-    examples, _ = prpo_llm.deal(args, tokenizer, range(2))
+    examples, _, _ = prpo_llm.deal(args, tokenizer, range(2))
     assert {own["topic"] for own in examples[0]} == {"dating_advice"} and examples[0][0]["completion"] == " c"
 
 
@@ -264,7 +267,7 @@ def many(tmp_path_factory):
 
 def dealt(args, tokenizer, held=None):
     """The prompts of every agent, and those of every task."""
-    examples, tests = prpo_llm.deal(args, tokenizer, held or range(args.num_agents))
+    examples, tests, _ = prpo_llm.deal(args, tokenizer, held or range(args.num_agents))
     parts = {i: [own["prompt"] for own in part] for i, part in examples.items()}
     return parts, {task: [own["prompt"] for own in part] for task, part in tests.items()}
 
@@ -418,14 +421,16 @@ def flags_of(args):
     return [part for name, own in words.items() for part in (f"--{name.replace('_', '-')}", *map(str, own))]
 
 
-def test_more_held_out_prompts_are_asked_for_on_resume(files, tmp_path):
-    """What is trained stays the same, bit for bit."""
-    few, _ = train(files, tmp_path / "few", total_steps=2)
-    more, _ = train(files, tmp_path / "more", total_steps=2, eval_prompts=4)
+@pytest.mark.parametrize("communicator", ["uniform", "similarity"])
+def test_more_held_out_prompts_are_asked_for_on_resume(files, tmp_path, communicator):
+    """What is trained stays the same, bit for bit: public states are not the prompts of evaluations."""
+    changes = {"communicator": communicator, "local_updates": 1, "total_steps": 4, "kl_coef": 1.0}
+    few, _ = train(files, tmp_path / "few", **changes)
+    more, _ = train(files, tmp_path / "more", **changes, eval_prompts=4)
     for a, b in zip(weights_of(few), weights_of(more), strict=True):
         assert torch.equal(a, b)
     for i in range(2):
-        (few / "checkpoints" / f"agent_{i}" / "2.pt").rename(tmp_path / f"{i}.pt")
+        (few / "checkpoints" / f"agent_{i}" / "4.pt").rename(tmp_path / f"{i}.pt")
     again = ["--resume", str(few), "--eval-prompts", "4", "--reward", f"{files / 'letters.py'}:count"]
     summary = prpo_llm.main(parse_args(prpo_llm, again))
     assert summary["evaluation"]["prompts"] == 4
@@ -433,12 +438,57 @@ def test_more_held_out_prompts_are_asked_for_on_resume(files, tmp_path):
         assert torch.equal(a, b)
 
 
+def test_public_states_do_not_depend_on_evaluations(many, files, tokenizer, tmp_path):
+    """The first held-out prompts, of a data set or of --eval-dataset; without any there is no similarity."""
+    first = None
+    for number in (0, 1, 30):
+        args = tiny(files, "runs", dataset=many, eval_prompts=number, communicator="similarity")
+        _, tests, public = prpo_llm.deal(args, tokenizer, range(2))
+        assert len(public) == 4 and all(own["place"] < prpo_llm.HELD_OUT for own in public)
+        assert tests.get("validation", public)[:4] == public[: number or None]
+        first = first or public
+        assert public == first
+    rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
+    args.eval_dataset, args.eval_prompts = write(tmp_path / "held_out.jsonl", rows[:3]), 0
+    _, _, public = prpo_llm.deal(args, tokenizer, range(2))
+    assert {own["prompt"] for own in public} == {row["prompt"] for row in rows[:3]}
+    places = {own["prompt"]: own["place"] for own in prpo_llm.load_examples(args, tokenizer, many)}
+    rest = [row for row in rows if places[row["prompt"]] >= prpo_llm.HELD_OUT]
+    args.eval_dataset, args.dataset = "", (write(tmp_path / "all.jsonl", rest),)
+    line = refusal(prpo_llm.deal, args, tokenizer, range(2))
+    assert line == "--communicator similarity: must compare on held-out prompts, and there are none"
+    args.communicator = "uniform"
+    assert prpo_llm.deal(args, tokenizer, range(2))[2] == []
+
+
+def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, chatty, tmp_path):
+    """As messages in one file and as texts in another, they are the same tokens where there is no chat template."""
+    rows = [json.loads(line) for line in Path(many).read_text().splitlines()][:60]
+    talk = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    held_out = write(tmp_path / "messages.jsonl", talk[:20])
+    for data in (many, write(tmp_path / "mixed.jsonl", rows[:30] + talk[30:])):
+        args = tiny(files, "runs", dataset=data, eval_dataset=held_out, prompts_per_agent=999, eval_prompts=20)
+        examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
+        reserved = {tuple(own["ids"]) for own in tests["validation"]}
+        assert len(reserved) == 20
+        assert not reserved & {tuple(own["ids"]) for part in examples.values() for own in part}
+    # In one file: what is held out as a text is not trained on as a message
+    args = tiny(files, "runs", dataset=write(tmp_path / "twice.jsonl", rows + talk), prompts_per_agent=999)
+    args.eval_prompts = 99
+    examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
+    reserved = {tuple(own["ids"]) for own in tests["validation"]}
+    assert reserved and not reserved & {tuple(own["ids"]) for part in examples.values() for own in part}
+    deal_files(args.dataset[0], files, tmp_path / "parts", "--partition", "iid", "--prompts-per-agent", "10")
+    parts = [prpo_llm.load_examples(args, tokenizer, str(path)) for path in (tmp_path / "parts").glob("agent_*.jsonl")]
+    assert parts and not reserved & {tuple(own["ids"]) for part in parts for own in part}
+
+
 # --- rewards ---
 
 
 def said(args, tokenizer, functions, texts, rows, ended=True):
     """What `judge` makes of these completions."""
-    chosen = [{"row": row, "completion": prpo_llm.text_of(row[args.completion_column])} for row in rows]
+    chosen = [{"row": row, "completion": prpo_llm.text_of(row[args.completion_column]), "ids": [1]} for row in rows]
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * ended for text in texts]
     (tokens, lengths), tokenizer.ends = prpo_llm.pad(ids), [tokenizer.eos_token_id]
     return prpo_llm.judge(args, functions, tokenizer, chosen, tokens, lengths)
@@ -565,6 +615,82 @@ def test_a_reward_model_sees_what_trl_trained_it_with(files, tokenizer, reward_m
                 expected = [model(one).logits.item() for one in ids]
             assert columns["score"].tolist() == pytest.approx(expected, abs=1e-5)
     assert list(columns) == ["reward", "score", "reward_judge"]
+
+
+DECODERS = {  # of Metaspace, as SentencePiece, and of Llama 2 and Mistral 7B
+    "metaspace": decoders.Metaspace(prepend_scheme="first"),
+    "llama": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+}
+
+
+def sentence_pieces(decoder):
+    """A tokenizer of SentencePiece's kind: a space belongs to the word behind it, and a text begins with one."""
+    words = ["<unk>", "<eos>", "▁TL;DR:", "▁I", "▁am", "I", "▁", *"abcdefghilmopst,.", "▁am\n"]
+    own = Tokenizer(models.Unigram([(word, -1.0 - 9.0 * (len(word) == 1)) for word in words], unk_id=0))
+    own.pre_tokenizer, own.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoder
+    return PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_completion_keeps_the_space_before_it(files, tmp_path, decoder):
+    """Where a tokenizer drops the space with which a text begins, a completion still stands behind its prompt."""
+    tokenizer = sentence_pieces(DECODERS[decoder])
+    tokenizer.ends = [tokenizer.eos_token_id]
+    assert tokenizer.decode(tokenizer("I am")["input_ids"]) == "I am"  # alone it has no space
+    torch.manual_seed(5)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=32, num_labels=1, pad_token_id=1, **shape)).eval()
+    nn.init.normal_(model.score.weight, std=5.0)
+    prompt = tokenizer("TL;DR:")["input_ids"]
+    args, seen = tiny(files, tmp_path), []
+    functions = {"see": lambda completions, **_: seen.extend(completions) or [0.0] * len(completions)}
+    functions["model"] = functools.partial(prpo_llm.score, model, tokenizer)
+    whole = [tokenizer(f"TL;DR:{text}")["input_ids"] for text in (" I am", " am I", "I", "")]
+    assert all(ids[: len(prompt)] == prompt for ids in whole)
+    (tokens, lengths) = prpo_llm.pad([[*ids[len(prompt) :], 1] for ids in whole])
+    chosen = [{"row": {"prompt": "TL;DR:", "completion": ""}, "completion": "", "ids": prompt}] * 4
+    texts, ends, columns = prpo_llm.judge(args, functions, tokenizer, chosen, tokens, lengths)
+    assert texts == seen == [" I am", " am I", "I", ""] and ends == [True] * 4
+    with torch.no_grad():
+        expected = [model(torch.tensor([[*ids, 1]])).logits.item() for ids in whole]
+    assert columns["reward_model"].tolist() == pytest.approx(expected, abs=1e-5)
+    assert len({f"{value:.4f}" for value in expected}) == 4
+    # A message is a text of its own: the template of its reader puts the space there
+    talk = [{"row": {"prompt": [{"role": "user", "content": "am"}]}, "completion": "", "ids": prompt}]
+    functions = {"see": lambda completions: [0.0]}
+    texts, *_ = prpo_llm.judge(args, functions, tokenizer, talk, tokens[:1], lengths[:1])
+    assert texts == ["I am"]
+    # What changes the text before it is decoded alone
+    merging = SimpleNamespace(decode=lambda ids: {2: "x", 3: "xy", 1: "y"}[sum(ids)] if sum(ids) != 3 else "zy")
+    example = {"row": {"prompt": ""}, "ids": [2]}
+    assert prpo_llm.decode(args, merging, example, [1]) == "y"
+
+
+def test_a_reward_model_without_a_chat_template_reads_messages_as_texts(reward_model):
+    """As the policy does: contents with an empty line between them, ended by EOS."""
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    prompts, completions = [[{"role": "user", "content": "a"}]], [[{"role": "assistant", "content": "b"}]]
+    assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["u a a b "], True)
+    tokenizer.chat_template = None
+    assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["a\n\nb<eos>"], False)
+
+
+def test_a_reward_model_has_the_precision_of_the_run(files, reward_model, tmp_path):
+    """Its head has not: scores in bfloat16 would be multiples of 1/16 where they are about 13."""
+    texts = {"prompts": ["a b "] * 6, "completions": ["c", "d", "e f", "g", "h i", "j"]}
+    scores = {}
+    for precision in ("float32", "bfloat16"):
+        args = tiny(files, tmp_path, reward=str(reward_model), precision=precision)
+        function = prpo_llm.make_reward(args, torch.device("cpu"))["judge"]
+        model = function.args[0]
+        assert model.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
+        assert model.score.weight.dtype == torch.float32
+        scores[precision] = torch.tensor(function(**texts))
+    spread = scores["float32"].std()
+    assert 0 < (scores["float32"] - scores["bfloat16"]).abs().max() < 0.1 * spread
+    assert not torch.equal(scores["bfloat16"], scores["bfloat16"].bfloat16().float())
 
 
 def test_what_is_no_reward_model_is_refused(files, reward_model, tmp_path, monkeypatch):

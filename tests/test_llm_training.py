@@ -476,7 +476,7 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
     prpo_llm.main(args)
     run = only_run(tmp_path)
     _, tokenizer = prpo_llm.load_base(args)
-    examples, tests = prpo_llm.deal(args, tokenizer, range(3))
+    examples, tests, _ = prpo_llm.deal(args, tokenizer, range(3))
     dealt = [example["prompt"] for own in (*examples.values(), tests["validation"]) for example in own]
     assert len(set(dealt)) == len(dealt) == 3 * args.prompts_per_agent + 8  # nobody trains on what is held out
     agents, expected = plain_training(files, args, examples)

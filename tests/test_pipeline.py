@@ -12,16 +12,18 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 from command import parse_args
 from helpers import REPOSITORY, call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -145,7 +147,9 @@ def test_a_merged_reward_model_scores_as_its_adapter_does(base, tmp_path):
     with torch.no_grad():
         alone = [model(torch.tensor([ids])).logits.item() for ids in ([3, 4, 5, 6, 7, 8, 9], [1, 2, 3])]
     assert found == pytest.approx(alone, abs=1e-5) and abs(alone[0] - alone[1]) > 1e-3
-    rewards = prpo_llm.make_reward(prpo_llm.Args(reward=(str(tmp_path / "reward"),)), torch.device("cpu"))
+    rewards = prpo_llm.make_reward(
+        prpo_llm.Args(reward=(str(tmp_path / "reward"),), precision="float32"), torch.device("cpu")
+    )
     said = {"prompts": ["c d e f ", "a b "], "completions": ["g h i", "c"]}
     assert rewards["reward"](**said) == pytest.approx(alone, abs=1e-5)
 
@@ -161,6 +165,54 @@ def _one_label(kind):
             return model
 
     return OneLabel
+
+
+def test_pairs_of_a_prompt_are_no_more_prompts():
+    """Copies of a prompt's verdict leave Wilson's interval as it is; with correlated verdicts it covers the truth."""
+    for right, total in ((9, 10), (96, 96), (0, 7), (50, 95)):
+        limits = scipy.stats.binomtest(right, total).proportion_ci(method="wilson")
+        for copies in (1, 6):
+            found = pipeline.interval_of_share(right / total, np.full(total, copies))
+            assert found == pytest.approx((limits.low, limits.high), abs=1e-9)
+    # A prompt with many pairs counts more in the share, so that the others count less in the number
+    wide = np.subtract(*pipeline.interval_of_share(0.5, np.array([20, 1, 1, 1])))
+    assert wide < np.subtract(*pipeline.interval_of_share(0.5, np.array([6, 6, 6, 5])))  # widths, negated
+    rng = np.random.default_rng(0)
+    covered = {"prompts": 0, "pairs": 0}
+    for _ in range(1000):
+        of_prompt = rng.random(40) < 0.8
+        verdicts = np.where(rng.random((40, 6)) < 0.9, of_prompt[:, None], rng.random((40, 6)) < 0.8)
+        for name, sizes in (("prompts", np.full(40, 6)), ("pairs", np.ones(240))):
+            low, high = pipeline.interval_of_share(verdicts.mean(), sizes)
+            covered[name] += low <= 0.8 <= high
+    assert covered["prompts"] > 940 and covered["pairs"] < 700
+
+
+def test_a_reward_model_scores_messages_in_its_own_template(base, tmp_path):
+    """Prompt and completion together, without special tokens that the template has itself; texts end with EOS."""
+    make_adapter(base, tmp_path / "adapter", _one_label(AutoModelForSequenceClassification), task_type="SEQ_CLS")
+    pipeline.main(pipeline.Args("merge", model=str(tmp_path / "adapter"), out=str(tmp_path / "reward")))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
+    tokenizer.chat_template = "{% for message in messages %}{{ 'x ' + message['content'] + ' y ' }}{% endfor %}"
+    begin = processors.TemplateProcessing(single="z $A", special_tokens=[("z", 26)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    tokenizer.save_pretrained(tmp_path / "reward")
+    score = pipeline.load_scorer(str(tmp_path / "reward"))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward", num_labels=1)
+    rewards = prpo_llm.Args(reward=(str(tmp_path / "reward"),), precision="float32")
+    function = prpo_llm.make_reward(rewards, torch.device("cpu"))["reward"]
+    letters = {"x": 24, "y": 25, "z": 26}
+    cases = [
+        ([{"role": "user", "content": "c d"}], "e", [letters["x"], 3, 4, 25, 24, 5, 25]),
+        ("c d ", "e", [letters["z"], 3, 4, 5, 0]),
+    ]
+    for prompt, completion, ids in cases:
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits.item()
+        assert score([prompt], [completion]) == pytest.approx([expected], abs=1e-4)
+        if isinstance(prompt, list):
+            completion = [{"role": "assistant", "content": completion}]
+        assert function(prompts=[prompt], completions=[completion]) == pytest.approx([expected], abs=1e-4)
 
 
 def test_accuracy_by_kind(tmp_path, monkeypatch, capsys):
@@ -184,6 +236,9 @@ def test_accuracy_by_kind(tmp_path, monkeypatch, capsys):
     first = table.iloc[3:].set_index("rejected")
     assert first.accuracy.to_dict() == pytest.approx({"truncated": 1, "padded": 0, "all": 2 / 3}, abs=1e-5)
     assert first.pairs.to_dict() == {"truncated": 2, "padded": 1, "all": 3}
+    assert first.prompts.to_dict() == {"truncated": 1, "padded": 1, "all": 1}  # they share theirs
+    limits = scipy.stats.binomtest(1, 1).proportion_ci(method="wilson")
+    assert first.accuracy_ci_low["truncated"] == pytest.approx(limits.low, abs=1e-5)
     assert first.mean_rejected_score["truncated"] == 7 and first.mean_chosen_score["all"] == 19
     assert first.mean_rejected_rouge["truncated"] == pytest.approx(
         (2 / 3 + 0.4) / 2, abs=1e-5
