@@ -1,12 +1,16 @@
-"""What a run of prpo_llm.py needs of a GPU's memory, worked out from the shapes: no tensor has any data.
+"""What a run of prpo_llm.py needs of a GPU's memory, counted from the shapes: no tensor has any data.
 
-    python benchmark/llm_memory.py                                           # the table of docs/prpo_llm.md
-    python benchmark/llm_memory.py --sizes 0.5B --prompt-tokens 512 --response-length 128
+    python benchmark/llm_memory.py --csv benchmark/results/llm_memory.csv    # the table of docs/prpo_llm.md
+    python benchmark/llm_memory.py --sizes 1.5B --held 7 --micro-batch-size 1 --batch-size 4
 
-The model is built, and a row of a prompt with its group passed through it, under PyTorch's FakeTensorMode; what
-autograd would keep is counted there. The cache of sampling and the states of references are products of sizes.
+The defaults are the settings of `bash benchmark/sweep.sh llm`, GRPO, with one of seven agents on a GPU. The model is
+built, and a micro-batch is passed through it, under PyTorch's FakeTensorMode; what autograd would keep is counted
+there. The cache of sampling and the states of references are products of sizes. Not counted: CUDA's own context, and
+memory that the allocator holds in pieces too small to be used.
 """
 
+import csv
+import io
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,104 +18,146 @@ from pathlib import Path
 import torch
 import tyro
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import prpo_llm
 
-QWEN = {  # hidden, intermediate, layers, heads, heads of keys, vocabulary, tied
-    "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
-    "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
-    "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
+MODELS = {  # hidden, intermediate, layers, heads, heads of keys, vocabulary, tied
+    "0.5B": (896, 4864, 24, 14, 2, 151_936, True),  # Qwen 2.5
+    "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),  # Qwen 2.5
+    "7B": (4096, 14_336, 32, 32, 8, 32_000, False),  # Mistral v0.2
+    "8B": (4096, 14_336, 32, 32, 8, 128_256, False),  # Llama 3.1
 }
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+NAMES += ("vocab_size", "tie_word_embeddings")
 
 
 @dataclass
 class Args:
-    sizes: tuple[str, ...] = ("1.5B", "7B")
-    """of Qwen 2.5"""
+    sizes: tuple[str, ...] = ("1.5B", "7B", "8B")
+    """models, by their number of parameters"""
     agents: int = 7
     """agents, who all hear each other"""
-    prompt_tokens: int = 2048
-    """tokens of a prompt"""
-    response_length: int = 512
-    """tokens of a completion"""
+    held: int = 1
+    """agents of one process"""
+    prompt_tokens: int = 512
+    """tokens of a prompt, at most"""
+    response_length: int = 58
+    """tokens of a completion, at most"""
     group_size: int = 8
     """completions per prompt"""
-    batch_size: int = 4
+    batch_size: int = 64
     """prompts per agent and step"""
+    micro_batch_size: int = 8
+    """prompts per agent that pass through the model at once in an update"""
+    rollout_batch_size: int = 0
+    """prompts per agent that are completed at once (0: the whole batch)"""
+    reward_model: bool = True
+    """the reward is a model of the same size, in --precision"""
+    csv: str = ""
+    """file to write the table to"""
 
 
-def kept(model, args: Args, held: int) -> int:
-    """Bytes that autograd keeps of a pass of a row of each agent held, without what is kept anyway."""
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    shape, storages = (held, 1, args.group_size), {}
+class Lengths:
+    """As many tokens in each completion: `predict` takes their maximum, which has to be a number."""
+
+    def __init__(self, shape, tokens):
+        self.shape = shape
+        self.max = lambda: tokens.shape[-1]
+
+
+def count_kept(model, args: Args) -> int:
+    """Bytes that autograd keeps of a pass of a micro-batch of each agent held, without the parameters."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    storages = {}
 
     def pack(tensor):
         storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    prompts, tokens = [[0] * args.prompt_tokens] * held, torch.zeros(*shape, args.response_length, dtype=torch.long)
+    shape = args.held, args.micro_batch_size, args.group_size
+    prompts = [[0] * args.prompt_tokens] * (args.held * args.micro_batch_size)
+    tokens = torch.zeros(*shape, args.response_length, dtype=torch.long)
     prpo_llm.Adapters.selected = "policy", None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden = prpo_llm.predict(model, {"prompts": prompts, "tokens": tokens, "lengths": Lengths(shape, tokens)})
-    found = sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+    kept = sum(storage.nbytes() for key, storage in storages.items() if key not in parameters)
     del hidden
-    return found
+    return kept
 
 
-class Lengths:
-    """As many tokens in each completion: `predict` asks for the most, which has to be a number."""
-
-    def __init__(self, shape, tokens):
-        self.shape, self.max = shape, lambda: tokens.shape[-1]
-
-
-def on_gpu(query, key, value, **options):
+def attend_on_gpu(query, key, value, **options):
     """Attention as it is there, where heads that share keys get copies."""
     copies = (side.repeat_interleave(query.shape[1] // side.shape[1], dim=1) for side in (key, value))
     return torch.nn.functional.scaled_dot_product_attention(query, *copies, **options)
 
 
-def estimate(args: Args, size: str, held: int) -> dict[str, float]:
-    """Bytes of each part, for a process with `held` of the agents."""
-    *sizes, vocabulary, tied = QWEN[size]
-    settings = prpo_llm.Args(num_agents=args.agents, gradient_checkpointing=True)
-    config = Qwen2Config(vocab_size=vocabulary, tie_word_embeddings=tied, **dict(zip(NAMES, sizes, strict=True)))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="shared_prefix").eval()
-    model.requires_grad_(False)
-    base = sum(parameter.nbytes for parameter in model.parameters()) + 4 * vocabulary * sizes[0]
-    trained, snapshots = prpo_llm.add_adapters(settings, model, held)
-    whole = kept(model, args, held)
+def build(shape: tuple) -> torch.nn.Module:
+    """A model of these sizes in bfloat16, with our attention."""
+    config = LlamaConfig(**dict(zip(NAMES, shape, strict=True)), max_position_embeddings=8192)
+    options = {"dtype": torch.bfloat16, "attn_implementation": "shared_prefix"}
+    return AutoModelForCausalLM.from_config(config, **options).eval().requires_grad_(False)
+
+
+def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str, float]:
+    """Bytes of each part of a process."""
+    hidden, intermediate, layers, heads, key_heads, vocabulary, tied = shape
+    settings = prpo_llm.Args(num_agents=args.agents)
+    model = build(shape)
+    decoder = sum(parameter.nbytes for parameter in model.get_decoder().parameters())
+    trained, snapshots = prpo_llm.add_adapters(settings, model, args.held)
+    whole = count_kept(model, args)
     prpo_llm.checkpoint_layers(model)
-    few = kept(model, args, held)
-    tokens = args.prompt_tokens + args.group_size * args.response_length
-    states = 2 * args.batch_size * args.group_size * args.response_length * sizes[0]
-    parts = {
-        "base model, float32 head": base,
+    inputs = count_kept(model, args)
+    prompts = args.held * (args.rollout_batch_size or args.batch_size)
+    cached = prompts * (args.prompt_tokens + args.group_size * args.response_length)
+    keys = 2 * layers * key_heads * hidden // heads  # and values, of a token
+    of_layer = 3 * intermediate + 4 * hidden  # of a token, while a layer computes
+    tokens = args.held * args.batch_size * args.group_size * args.response_length
+    resident = {
+        "base model, head in float32": decoder + 4 * vocabulary * hidden,
         "adapters, gradients, AdamW": 4 * trained.nbytes,
-        "snapshots of all": snapshots.nbytes,
-        "rollout: cache, a prompt per agent": held * tokens * 4 * sizes[2] * sizes[4] * sizes[0] // sizes[3],
-        "states of references": held * (args.agents + 1) * states,
-        "update with --gradient-checkpointing, a prompt per agent": few + whole // sizes[2],
-        "logits of a part of the tokens": 4 * 2**25 * (args.agents + 8),
+        "snapshots of all agents": snapshots.nbytes,
+        "reward model": decoder * args.reward_model,
     }
-    more = {"update without --gradient-checkpointing": whole}
-    return parts | {"**sum**": sum(parts.values())} | more | {"a checkpoint on disk": 4 * held * trained[0].nbytes}
+    rollout = {
+        "rollout: keys and values": 2 * cached * keys,
+        "rollout: a layer of all prompts": 2 * prompts * args.prompt_tokens * of_layer,
+    }
+    states = {"update: states of references": 2 * tokens * hidden * (args.agents + 1)}
+    update = states | {
+        "update: logits of a part of the tokens": 4 * logits_at_once * (args.agents + 8),
+        "update: activations with --gradient-checkpointing": inputs + whole // layers,
+    }
+    without = {"update: activations without": whole}
+    common = sum(resident.values())
+    largest = max(sum(rollout.values()), sum(update.values()))
+    last = {
+        "**peak with --gradient-checkpointing**": common + largest,
+        "peak without": common + sum(update.values()) - inputs - whole // layers + whole,
+        "a checkpoint on disk": 4 * args.held * trained[0].nbytes,
+    }
+    return resident | rollout | update | without | last
 
 
 def main(args: Args) -> None:
-    """Print a table in Markdown."""
-    places = [(size, held) for size in args.sizes for held in (1, args.agents)]
-    prpo_llm.shared_heads = on_gpu
+    """Print the table, and write it to --csv."""
+    on_processor = prpo_llm.shared_heads
+    prpo_llm.shared_heads = attend_on_gpu
     with FakeTensorMode(allow_non_fake_inputs=True):
-        columns = [estimate(args, size, held) for size, held in places]
-    print("| GB |", *(f"{size}, {held} agent{'s' * (held > 1)} |" for size, held in places))
-    print("| --- |" + " --- |" * len(places))
+        columns = [estimate(args, MODELS[size]) for size in args.sizes]
+    prpo_llm.shared_heads = on_processor
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["GB", *args.sizes])
     for name in columns[0]:
-        print(f"| {name} |", *(f"{column[name] / 1e9:.1f} |" for column in columns))
+        writer.writerow([name, *(f"{column[name] / 1e9:.1f}" for column in columns)])
+    print(text.getvalue(), end="")
+    if args.csv:
+        command = f"# python benchmark/llm_memory.py {' '.join(sys.argv[1:])}\n"
+        Path(args.csv).write_text(command + text.getvalue())
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

@@ -511,6 +511,12 @@ def scaling() -> str:
     return markdown(["agents", *cost.columns], rows)
 
 
+def memory() -> str:
+    """What a process of prpo_llm.py takes of a GPU's memory: parts x models, in GB."""
+    table = pd.read_csv(RESULTS / "llm_memory.csv", comment="#", dtype=str)
+    return markdown([*table.columns], table.to_numpy().tolist())
+
+
 def render(text: str) -> str:
     """The page with its tables made anew."""
 

@@ -488,7 +488,7 @@ def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, c
 
 def said(args, tokenizer, functions, texts, rows, ended=True):
     """What `judge` makes of these completions."""
-    chosen = [{"row": row, "completion": prpo_llm.text_of(row[args.completion_column]), "ids": [1]} for row in rows]
+    chosen = [{"row": row, "completion": prpo_llm.text_of(row[args.completion_column]), "ids": []} for row in rows]
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * ended for text in texts]
     (tokens, lengths), tokenizer.ends = prpo_llm.pad(ids), [tokenizer.eos_token_id]
     return prpo_llm.judge(args, functions, tokenizer, chosen, tokens, lengths)

@@ -1,20 +1,33 @@
 """Language models of many families: the plain model's log-probabilities, or one line that says why not."""
 
+import importlib
 import json
+import subprocess
+import sys
+import weakref
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn as nn
 import transformers
+import tyro
 from command import parse_args
-from helpers import REPOSITORY, call, refusal
+from helpers import REPOSITORY, refusal
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_llm import WORDS, files, layers_of, rows_of, train
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import is_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import prpo_llm
+
+sys.path.insert(0, str(REPOSITORY / "benchmark"))
+llm_memory = importlib.import_module("llm_memory")
 
 assert files  # a fixture
 PROMPT, RESPONSE = 10, 6  # tokens of the longest row: the last one of a completion predicts nothing
@@ -43,6 +56,7 @@ FAMILIES = {  # configuration, what it is given, layers with adapters
     "qwen2 with windows": ("Qwen2", {**SLIDING, "use_sliding_window": True, "sliding_window": LONGEST}, ALL),
     "phi3 with windows": ("Phi3", {"sliding_window": LONGEST}, PHI3),
 }
+GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64}
 MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 REFUSED = {
     "gemma2": ("Gemma2", {}, "soft-capping or sinks"),
@@ -55,6 +69,7 @@ REFUSED = {
     "phi3": ("Phi3", {"sliding_window": LONGEST - 1}, "reaches 14 tokens back, rows have 15"),
     "a scale that we do not know": ("HyperCLOVAX", {"logits_scaling": 0.25}, "log-probabilities are off by"),
     "dynamic positions": ("Llama", {"max_position_embeddings": 15, "rope_parameters": DYNAMIC}, "beyond 15 tokens its"),
+    "gpt-j": ("GPTJ", GPTJ, "its attention cannot be replaced"),
     "mamba": ("Mamba", {}, ""),
     "bloom": ("Bloom", {}, ""),
 }
@@ -77,7 +92,8 @@ def save(folder, config, **generation):
 
 
 def config_of(family, changes):
-    return getattr(transformers, f"{family}Config")(**SHAPE | changes)
+    shape = SHAPE if changes is not GPTJ else {"vocab_size": len(WORDS), "eos_token_id": 0, "bos_token_id": None}
+    return getattr(transformers, f"{family}Config")(**shape | changes)
 
 
 def settings(folder, **changes):
@@ -183,7 +199,110 @@ def test_the_start_compares_with_a_model_that_does_not_run_our_code(case, tmp_pa
         prpo_llm.load_base(args)
 
 
+def scaled_attention(monkeypatch, factor, dtypes):
+    """Make our attention to completions wrong by a factor, in these precisions."""
+    attend = prpo_llm.Groups.attend
+
+    def wrong(self, query, *rest):
+        return attend(self, query, *rest) * (factor if query.dtype in dtypes else 1.0)
+
+    monkeypatch.setattr(prpo_llm.Groups, "attend", wrong)
+
+
+def test_the_start_finds_small_errors_and_accepts_rounding(tmp_path, monkeypatch):
+    """In bfloat16 a model may round more than an error is large: the same weights in float32 tell them apart."""
+    config = config_of("Llama", {"num_hidden_layers": 6})
+    args = settings(save(tmp_path, config), precision="bfloat16")
+    louder = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    louder.lm_head.weight.data *= 6
+    louder.save_pretrained(tmp_path)
+    model, _ = prpo_llm.load_base(args)
+    kept = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), prpo_llm.in_float32(model):
+        inside = []
+        model.model.layers[1].mlp.register_forward_hook(lambda layer, x, y: inside.append((y.dtype, len(wide()))))
+        wide = lambda: [p for p in model.parameters() if p.dtype == torch.float32]  # noqa: E731
+        row = torch.tensor([PROMPTS[0]])
+        exact = model(input_ids=row, use_cache=False).logits.log_softmax(-1)
+    assert inside == [(torch.float32, 1 + len([*model.model.layers[1].parameters()]))]  # the head, and one layer
+    assert all(torch.equal(parameter, kept[name]) for name, parameter in model.named_parameters())
+    assert all(parameter.dtype == kept[name].dtype for name, parameter in model.named_parameters())
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).float()
+    with torch.no_grad():
+        torch.testing.assert_close(exact, plain(row).logits.log_softmax(-1), rtol=0, atol=1e-4)
+        rounded = model(input_ids=row, use_cache=False).logits.log_softmax(-1)
+    assert (rounded - exact).abs().mean() > 0.1  # more than was accepted of any model
+    for factor, dtypes in ((0.99, [torch.float32]), (0.5, [torch.bfloat16])):
+        with monkeypatch.context() as patch:
+            scaled_attention(patch, factor, dtypes)
+            assert "log-probabilities are off by" in refusal(prpo_llm.load_base, args)
+    scaled_attention(monkeypatch, 1.0, [torch.bfloat16])
+    prpo_llm.load_base(args)
+
+
+def test_weights_go_to_the_device_without_a_copy_elsewhere(tmp_path, monkeypatch):
+    """What `from_pretrained` receives, of the base and of reward models."""
+    args = settings(save(tmp_path, config_of("Llama", {})))
+    received = []
+    for library in (transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification):
+        monkeypatch.setattr(library, "from_pretrained", lambda name, **options: received.append(options) or 1 / 0)
+    for function, more in ((prpo_llm.load_base, ()), (prpo_llm.load_reward_model, (str(tmp_path),))):
+        with pytest.raises(ZeroDivisionError):
+            function(args, *more, torch.device("cuda:1"))
+    assert [options["device_map"] for options in received] == [{"": torch.device("cuda:1")}] * 2
+    assert [options["dtype"] for options in received] == [torch.float32] * 2
+
+
 # --- memory ---
+
+
+def test_references_keep_the_copies_of_one_turn_only(tmp_path, monkeypatch):
+    """Five agents who all hear each other: never more than one set of adapters in the precision of the base."""
+    args = settings(save(tmp_path, config_of("Llama", {})), num_agents=5, precision="bfloat16", sft_anchor=0.1)
+    model, _ = prpo_llm.load_base(args)
+    prpo_llm.add_adapters(args, model, 5)
+    tokens = torch.randint(1, len(WORDS), (5, 2, 3, RESPONSE), generator=torch.Generator().manual_seed(2))
+    batch = {"prompts": PROMPTS[:2] * 5, "tokens": tokens, "lengths": torch.full((5, 2, 3), RESPONSE)}
+    batch["mask"] = torch.ones(5, 2, 3, RESPONSE, dtype=torch.bool)
+    predict, numbers = prpo_llm.predict, []
+
+    def counted(*arguments):
+        hidden = predict(*arguments)
+        numbers.append(len(prpo_llm.Adapters.casts))
+        return hidden
+
+    monkeypatch.setattr(prpo_llm, "predict", counted)
+    prpo_llm.Adapters.casts.clear()
+    found, _ = prpo_llm.refer(args, model, range(5), torch.full((5, 5), 0.2), batch)
+    assert found["peers"].shape[2] == 5 and len(numbers) == 2 * 7
+    assert {*numbers} == {len(layers_of(model))} and not prpo_llm.Adapters.casts
+
+
+def test_evaluations_fill_the_memory_of_a_rollout(files, tmp_path, monkeypatch):
+    """A group shares its prompt; in an evaluation every completion has one of its own."""
+    sizes = {"batch_size": 4, "group_size": 8, "max_prompt_tokens": 300, "response_length": 58}
+    assert prpo_llm.evaluation_batch_size(prpo_llm.Args(**sizes)) == 8
+    assert prpo_llm.evaluation_batch_size(prpo_llm.Args(**sizes, algorithm="ppo")) == 4
+    assert prpo_llm.evaluation_batch_size(prpo_llm.Args(**sizes, eval_samples=8)) == 4
+    long = {"max_prompt_tokens": 2048, "response_length": 512, "rollout_batch_size": 1}
+    assert prpo_llm.evaluation_batch_size(prpo_llm.Args(**sizes | long)) == 2
+    assert prpo_llm.evaluation_batch_size(prpo_llm.Args(**sizes | long, algorithm="ppo")) == 1
+    generate, numbers = prpo_llm.generate, []
+
+    def counted(model, ids, uniforms, *rest, **options):
+        if uniforms.shape[1] == 1:  # a group of one: an evaluation
+            numbers.append(len(ids))
+        return generate(model, ids, uniforms, *rest, **options)
+
+    monkeypatch.setattr(prpo_llm, "generate", counted)
+    found = []
+    for size, expected in ((1, [2] * 5), (3, [6, 4])):
+        numbers.clear()
+        folder, summary = train(files, tmp_path / str(size), total_steps=1, eval_prompts=5, rollout_batch_size=size)
+        assert numbers == expected * 2
+        found.append(summary["evaluation"])
+    assert found[0] == found[1]
 
 
 def saved_tensors(args, tmp_path):
@@ -241,11 +360,87 @@ def test_positions_come_in_parts_as_large_as_the_vocabulary_allows(vocabulary, m
     assert torch.equal(again, mask.long()) and len(parts) >= 2
 
 
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make, as long as they live; `peak` is the most at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = weakref.WeakSet()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        before = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if is_tensor(tensor)}
+        for tensor in filter(is_tensor, tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            if storage not in self.storages and storage._cdata not in before:
+                self.storages.add(storage)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.release, storage.nbytes())
+        return result
+
+    def release(self, size):
+        self.now -= size
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
+    """The largest sum of live tensors of an update on the processor, beside what is always there."""
+    shape = 64, 256, 8, 4, 2, 512, True
+    sizes = {"prompt_tokens": 96, "response_length": 24, "group_size": 4, "batch_size": 4, "micro_batch_size": 4}
+    args = llm_memory.Args(agents=3, held=1, **sizes)
+    tokens = args.batch_size * args.group_size * args.response_length
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parts = llm_memory.estimate(args, shape, logits_at_once=tokens * shape[5])
+    run = {"response_length": 24, "group_size": 4, "batch_size": 4, "micro_batch_size": 4, "num_agents": 3}
+    model, run = llm_memory.build(shape), prpo_llm.Args(**run)
+    trained, _ = prpo_llm.add_adapters(run, model, 1)
+    if checkpointing:
+        prpo_llm.checkpoint_layers(model)
+    drawn = torch.randint(1, 512, (1, 4, 4, 24), generator=torch.Generator().manual_seed(0))
+    batch = {"prompts": [[7] * args.prompt_tokens] * 4, "tokens": drawn, "lengths": torch.full((1, 4, 4), 24)}
+    batch |= {"mask": torch.ones(1, 4, 4, 24, dtype=torch.bool), "rewards": torch.rand(1, 4, 4)}
+    batch |= prpo_llm.token_advantages(run, model, batch)
+    references, weights = prpo_llm.refer(run, model, range(1), torch.full((3, 3), 1 / 3), batch)
+    optimizer = torch.optim.AdamW([*trained], 1e-3)
+    optimizer.step()
+    with LiveTensors() as update:
+        prpo_llm.learn(run, model, trained, optimizer, batch | references, weights, torch.arange(4)[None])
+    kept = parts[
+        "update: activations with --gradient-checkpointing" if checkpointing else "update: activations without"
+    ]
+    counted = kept + parts["update: logits of a part of the tokens"]
+    assert 0.85 < update.peak / counted < 1.2
+    assert references["peers"].nbytes == 3 / 4 * parts["update: states of references"]
+
+
 @pytest.mark.slow
-def test_the_table_of_memory_is_that_of_the_tool():
-    """docs/prpo_llm.md has what benchmark/llm_memory.py prints."""
-    shown = call("benchmark/llm_memory.py", cwd=REPOSITORY).stdout.strip()
-    assert "| base model" in shown and shown in (REPOSITORY / "docs" / "prpo_llm.md").read_text()
+def test_the_table_of_memory_is_that_of_the_tool(tmp_path):
+    """benchmark/results has what benchmark/llm_memory.py prints."""
+    table = pd.read_csv(REPOSITORY / "benchmark" / "results" / "llm_memory.csv", comment="#", index_col="GB")
+    llm_memory.main(llm_memory.Args(sizes=("1.5B",), csv=str(tmp_path / "table.csv")))
+    again = pd.read_csv(tmp_path / "table.csv", comment="#", index_col="GB")
+    pd.testing.assert_frame_equal(again, table[["1.5B"]])
+
+
+def test_the_sweep_fits_the_gpu_that_it_names():
+    """Its lines have the settings that benchmark/llm_memory.py counts, and the count is below 80 GB."""
+    table = pd.read_csv(REPOSITORY / "benchmark" / "results" / "llm_memory.csv", comment="#", index_col="GB")
+    assert [*table] == ["1.5B", "7B", "8B"]
+    peaks = table.loc["**peak with --gradient-checkpointing**"]
+    assert all(peaks < 80) and table.loc["peak without"]["7B"] > 80
+    command = ["bash", "benchmark/sweep.sh", "llm"]
+    lines = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
+    assert lines and all("--gradient-checkpointing" in line for line in lines)
+    words = lines[0].partition("prpo_llm.py ")[2].split()
+    line, counted = tyro.cli(prpo_llm.Args, args=words), llm_memory.Args()
+    for name in ("response_length", "group_size", "batch_size", "micro_batch_size", "rollout_batch_size"):
+        assert getattr(line, name) == getattr(counted, name)
+    assert (line.num_agents, line.max_prompt_tokens) == (counted.agents, counted.prompt_tokens)
+    default = prpo_llm.Args()
+    for name in ("precision", "lora_rank", "lora_targets", "lora_average"):  # which the program takes
+        assert getattr(line, name) == getattr(default, name)
 
 
 # --- precision ---
@@ -293,7 +488,7 @@ def test_every_token_that_ends_a_text_ends_it(tmp_path):
     model.set_output_embeddings(Head())
     tokens, lengths, _ = prpo_llm.generate(model, [[1, 2]], torch.zeros(1, 4, 4), tokenizer.ends, temperature=0.0)
     assert lengths.tolist() == [[2, 1, 4, 4]] and tokens[0].tolist() == [[3, 9, 0, 0], [0] * 4, [7, 7, 7, 5], [7] * 4]
-    examples = [{"row": {"prompt": "", "completion": ""}, "completion": ""}] * 4
+    examples = [{"row": {"prompt": "", "completion": ""}, "completion": "", "ids": []}] * 4
     args.missing_eos_penalty, functions = 1.0, {"none": lambda completions: [0.0 for _ in completions]}
     texts, ends, columns = prpo_llm.judge(args, functions, tokenizer, examples, tokens[0], lengths[0])
     assert list(map(bool, ends)) == [True, True, True, False] and columns["reward"].tolist() == [0.0, 0.0, 0.0, -1.0]
@@ -339,7 +534,11 @@ def test_an_adapter_of_peft_says_here_what_it_says_there(tmp_path):
     args.base_model = "smollm2"
     prpo_llm.save_adapter(args, model, 2, tmp_path / "other")
     config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert config["base_model_name_or_path"] is None  # no hub model has the weights of the package
+    args.base_model = "somebody/model"
+    prpo_llm.save_adapter(args, model, 2, tmp_path / "hub")
+    config = json.loads((tmp_path / "hub" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "somebody/model"
 
 
 OTHER = {

@@ -366,7 +366,7 @@ def test_stop_strings_end_completions(files, stacked):  # noqa: F811
     tokens, lengths = prpo_llm.generate(model, PROMPTS, uniforms, [eos], 1.5, is_stopped=is_stopped)[:2]
     c, e, f = (WORDS.index(letter) for letter in "cef")
     stopped = both = 0
-    examples = [{"completion": "", "row": {"prompt": "", "completion": ""}}] * 64
+    examples = [{"completion": "", "row": {"prompt": "", "completion": ""}, "ids": []}] * 64
     functions = {"none": lambda completions, **_: [0.0] * len(completions)}
     for agent in range(3):
         texts, ends, _ = prpo_llm.judge(args, functions, tokenizer, examples, tokens[agent], lengths[agent])
