@@ -23,7 +23,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_llm import files, rows_of, tiny, train, weights_of  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 import prpo_llm
 
@@ -381,6 +388,18 @@ def test_agents_may_have_data_sets_of_their_own(many, files, tokenizer, tmp_path
     assert refusal(parse_args, prpo_llm, argv) == "--dataset agent_2.jsonl: there is no such file"
 
 
+def test_a_rank_reads_the_data_sets_of_all_its_agents(many, tmp_path, monkeypatch):
+    """The second of two ranks has agents 2 and 3 of four, and nothing of the others."""
+    monkeypatch.chdir(tmp_path)
+    argv = ["--num-agents", "4", "--eval-prompts", "0", "--dataset", "agent_{i}.jsonl"]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    write(Path("agent_2.jsonl"), [])
+    assert refusal(parse_args, prpo_llm, argv) == "--dataset agent_3.jsonl: there is no such file"
+    write(Path("agent_3.jsonl"), [])
+    assert parse_args(prpo_llm, argv).num_agents == 4
+
+
 ALONE = """
 import os, sys
 os.chdir(os.environ["RANK"])
@@ -675,6 +694,24 @@ def test_a_reward_model_without_a_chat_template_reads_messages_as_texts(reward_m
     assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["u a a b "], True)
     tokenizer.chat_template = None
     assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["a\n\nb<eos>"], False)
+
+
+def test_a_reward_model_with_learned_positions_reads_texts_from_the_left(files, tmp_path):
+    """Padding stands behind them, so that positions count from their first token, also beside longer ones."""
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    torch.manual_seed(5)
+    shape = {"vocab_size": 27, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "num_labels": 1}
+    model = GPT2ForSequenceClassification(GPT2Config(**shape, pad_token_id=0, bos_token_id=0, eos_token_id=0)).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    model.save_pretrained(tmp_path / "judge")
+    args = tiny(files, tmp_path, reward=str(tmp_path / "judge"))
+    function = prpo_llm.make_reward(args, torch.device("cpu"))["judge"]
+    texts = ["c", "c d e f g", "g h"]
+    alone = [function(prompts=["a b "], completions=[text])[0] for text in texts]
+    together = function(prompts=["a b "] * 3, completions=texts)
+    assert together == pytest.approx(alone, abs=1e-5) and len({f"{score:.3f}" for score in alone}) == 3
 
 
 def test_a_reward_model_has_the_precision_of_the_run(files, reward_model, tmp_path):

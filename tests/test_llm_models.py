@@ -254,6 +254,23 @@ def test_weights_go_to_the_device_without_a_copy_elsewhere(tmp_path, monkeypatch
     assert [options["dtype"] for options in received] == [torch.float32] * 2
 
 
+def test_ranks_wait_for_all_after_loading_and_before_a_collective(files, tmp_path, monkeypatch):
+    """One rank may load for longer than the time-out of a collective."""
+    calls = []
+
+    def record(owner, name):
+        function = getattr(owner, name)
+        wrapped = lambda *args, **options: calls.append(name) or function(*args, **options)  # noqa: E731
+        monkeypatch.setattr(owner, name, wrapped)
+
+    for name in ("make_reward", "load_base", "deal"):
+        record(prpo_llm, name)
+    for name in ("wait_for_all", "broadcast", "all_gather", "barrier"):
+        record(prpo_llm.Exchange, name)
+    train(files, tmp_path, total_steps=1, eval_prompts=0)
+    assert calls[:5] == ["make_reward", "load_base", "deal", "wait_for_all", "broadcast"]
+
+
 # --- memory ---
 
 
