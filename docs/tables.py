@@ -39,7 +39,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def helps(Args: type) -> dict[str, str]:
     """The help text of every field, as tyro finds it: the comment beside it or the docstring below it."""
-    return {field.name: get_field_docstring(Args, field.name, ()) for field in dataclasses.fields(Args)}
+    texts = {field.name: get_field_docstring(Args, field.name, ()) for field in dataclasses.fields(Args)}
+    return {name: " ".join(text.split()) if text else text for name, text in texts.items()}
 
 
 def choices(hint) -> tuple[str, ...]:
