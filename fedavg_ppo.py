@@ -269,8 +269,9 @@ def main(args: Args) -> dict:
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
         if args.capture_video and not run.interrupted:
-            level, film = [derive_seed(args.seed, i, 5)], str(run.folder / "videos" / f"agent_{i}")
-            family.evaluate(args, agents[k], family.task_ids(args)[i], level, derive_seed(args.seed, i, 6), film)
+            film = str(run.folder / "videos" / f"agent_{i}")
+            seed = derive_seed(args.seed, i, 6)
+            family.evaluate(args, agents[k], family.task_ids(args)[i], family.film_levels(args, i), seed, film)
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(family.evaluate_all(args, agents, held))
     return run.finish(env_backend=family.choose_backend(args), communication_rounds=run.iteration // args.local_updates)

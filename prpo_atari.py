@@ -611,6 +611,11 @@ def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int
     return returns
 
 
+def film_levels(args: Args, agent: int) -> list[int]:
+    """The seed of the game in which `agent` is filmed."""
+    return [derive_seed(args.seed, agent, 5)]
+
+
 def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
     """What every agent is evaluated on: name -> (environment id, seeds of its games)."""
     seeds = [derive_seed(args.seed, episode, 3) for episode in range(args.eval_episodes)]
@@ -751,8 +756,9 @@ def main(args: Args) -> dict:
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
         if args.capture_video and not run.interrupted:
-            level, film = [derive_seed(args.seed, i, 5)], str(run.folder / "videos" / f"agent_{i}")
-            evaluate(args, agents[k], task_ids(args)[i], level, derive_seed(args.seed, i, 6), film)
+            film = str(run.folder / "videos" / f"agent_{i}")
+            seed = derive_seed(args.seed, i, 6)
+            evaluate(args, agents[k], task_ids(args)[i], film_levels(args, i), seed, film)
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_all(args, agents, held))
     return run.finish(env_backend=choose_backend(args), communication_rounds=run.iteration // args.local_updates)

@@ -338,7 +338,8 @@ class Envs:
         own = self.parts[part]
         self.obs[own] = (obs["image"] if isinstance(obs, dict) else obs).reshape(-1, *self.obs.shape[1:])
         rewards, terminations, truncations = (signal.reshape(-1, self.obs.shape[1]) for signal in signals)
-        terminations = terminations | (truncations & (rewards != 0))  # envpool: a goal on the last allowed step
+        if self.envpool:  # a goal on the last allowed step, which it reports as a truncation
+            terminations = terminations | (truncations & (rewards != 0))
         valid, self.ended[own] = ~self.ended[own], terminations | truncations
         self.returns[own] += rewards
         self.lengths[own] += valid
@@ -786,6 +787,11 @@ def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int
     return returns
 
 
+def film_levels(args: Args, agent: int) -> list[int]:
+    """The seed of the level on which `agent` is filmed."""
+    return find_levels(*tasks_of(args)[agent], 1, args.seed, agent, 5)
+
+
 def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
     """What every agent is evaluated on: name -> (environment id, seeds of its levels).
 
@@ -935,8 +941,9 @@ def main(args: Args) -> dict:
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
         if args.capture_video and not run.interrupted:
-            level, film = find_levels(*tasks_of(args)[i], 1, args.seed, i, 5), str(run.folder / "videos" / f"agent_{i}")
-            evaluate(args, agents[k], task_ids(args)[i], level, derive_seed(args.seed, i, 6), film)
+            film = str(run.folder / "videos" / f"agent_{i}")
+            seed = derive_seed(args.seed, i, 6)
+            evaluate(args, agents[k], task_ids(args)[i], film_levels(args, i), seed, film)
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_all(args, agents, held))
     return run.finish(env_backend=choose_backend(args), communication_rounds=run.iteration // args.local_updates)

@@ -45,7 +45,7 @@ from prpo_minigrid import (
     diagnose,
     evaluate,
     evaluate_all,
-    find_levels,
+    film_levels,
     gae,
     gains_of_peers,
     make_actors,
@@ -57,7 +57,6 @@ from prpo_minigrid import (
     share_cores,
     task_ids,
     task_names,
-    tasks_of,
 )
 
 REJECTED, NORMAL, RECOVERY = 0, 1, -1  # kinds of steps, as the logs have them
@@ -461,8 +460,9 @@ def main(args: Args) -> dict:
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
         if args.capture_video and not run.interrupted:
-            level, film = find_levels(*tasks_of(args)[i], 1, args.seed, i, 5), str(run.folder / "videos" / f"agent_{i}")
-            evaluate(args, agents[k], task_ids(args)[i], level, derive_seed(args.seed, i, 6), film)
+            film = str(run.folder / "videos" / f"agent_{i}")
+            seed = derive_seed(args.seed, i, 6)
+            evaluate(args, agents[k], task_ids(args)[i], film_levels(args, i), seed, film)
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_all(args, agents, held))
     return run.finish(env_backend=choose_backend(args), communication_rounds=run.iteration // args.local_updates)

@@ -605,6 +605,45 @@ def test_public_states_are_public(scripts):
     assert torch.equal(states, second.public_states(tiny(second, "")))
 
 
+@pytest.mark.parametrize("script", [PRPO_MINIGRID, PRPO_ATARI], ids=str)
+def test_public_states_are_those_of_every_task(script):
+    """One task after the other, each of them as it is alone, in whatever order agents have them and how often."""
+    tasks = {
+        "MiniGrid": ("MiniGrid-DoorKey-5x5-v0", "MiniGrid-FourRooms-v0"),
+        "Atari": (GAME, "PongNoFrameskip-v4"),
+    }[script.family]
+    options = {"full_action_space": True} if script.family == "Atari" else {}
+    first, second = (script.public_states(script.Args(env_id=env_id, **options), num_steps=16) for env_id in tasks)
+    states = script.public_states(script.Args(env_ids=tasks, **options), num_steps=16)
+    mirrored = script.Args(env_ids=(tasks[1], tasks[1], tasks[0]), **options)
+    assert torch.equal(states, script.public_states(mirrored, num_steps=16))
+    of_first, of_second = states.split([len(first), len(second)])
+    assert torch.equal(of_first, first)  # then the same random policy goes on elsewhere
+    distances = [(own.float().mean(0) - of_second.float().mean(0)).abs().mean() for own in (first, second)]
+    assert distances[1] < distances[0] / 2
+
+
+def test_only_the_first_game_of_a_level_is_its_score(monkeypatch):
+    """Games go on until the longest is over; what is played meanwhile on the other levels does not count."""
+    ends = {1: [(0, 5.0)], 2: [(2, 7.0)], 3: [(0, 100.0), (2, -3.0)], 5: [(0, 50.0), (1, 9.0)]}
+
+    class Made(PRPO_ATARI.Games):
+        def __init__(self, args, env_ids, seeds):
+            self.obs, self.parts = np.zeros((1, 3, *PRPO_ATARI.shape), dtype=np.uint8), [slice(0, 3)]
+            self.steps = 0
+
+        def step(self, part, actions):
+            self.steps += 1
+            return *[None] * 4, [(0, level, total, 10.0) for level, total in ends.get(self.steps, [])]
+
+        def close(self):
+            assert self.steps == 5
+
+    PRPO_ATARI.patch(monkeypatch, "Games", Made)
+    scores = PRPO_ATARI.evaluate(PRPO_ATARI.Args(), PRPO_ATARI.new_agent(), GAME, [1, 2, 3], 0)
+    assert scores.tolist() == [5.0, 9.0, 7.0]
+
+
 @on_minigrid
 def test_evaluations_during_training_change_nothing_and_survive_a_crash(script, whole_run, tmp_path):
     """Weights and metrics are those of a run without them; after a crash no row is missing and none is there twice.

@@ -328,6 +328,38 @@ def test_a_goal_on_the_last_allowed_step_is_a_termination(backend):
     assert [tuple(map(float, episode)) for episode in episodes] == [(0, pytest.approx(0.1), 100), (0, 0, 100)]
 
 
+class StepCost(gym.Wrapper):
+    """Every step costs 0.1, so that the last reward before a time limit is not 0."""
+
+    def step(self, action):
+        obs, reward, *ends, info = self.env.step(action)
+        return obs, reward - 0.1, *ends, info
+
+
+@on_minigrid
+def test_a_time_limit_with_a_cost_per_step_keeps_its_bootstrap(script, tmp_path, monkeypatch):
+    """On gymnasium a truncation is a truncation, whatever its reward: its advantage holds the value of what follows."""
+    make, steps = script.make_env, []
+    script.patch(monkeypatch, "make_env", lambda *key, **more: StepCost(make(*key, **more)))
+    gae = script.gae
+
+    def record(rewards, terminations, dones, values, next_values, *factors):
+        advantages = gae(rewards, terminations, dones, values, next_values, *factors)
+        steps.append((rewards, terminations, dones, values, next_values, advantages))
+        return advantages
+
+    script.patch(monkeypatch, "gae", record)
+    changes = {"env_id": "MiniGrid-Empty-5x5-v0", "env_backend": "gymnasium", "num_agents": 2, "iterations": 4}
+    script.main(tiny(script, tmp_path, **changes, eval_episodes=0, local_updates=9, gamma=GAMMA))
+    rewards, terminations, dones, values, next_values, advantages = (torch.cat(x, 1) for x in zip(*steps, strict=True))
+    truncated = dones & ~terminations
+    assert truncated.sum() >= 4 and torch.allclose(rewards[truncated], torch.tensor(-0.1))
+    assert (next_values[truncated] != 0).all()
+    expected = (rewards + GAMMA * next_values - values)[truncated]
+    torch.testing.assert_close(advantages[truncated], expected)
+    assert torch.allclose(rewards[terminations], rewards[terminations].clamp(min=0.0)) and terminations.sum() >= 1
+
+
 @needs_envpool
 def test_envpool_and_official_environments_agree_step_by_step():
     """DistShift2 is always the same level: the same actions give the same observations, rewards and ends."""

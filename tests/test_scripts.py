@@ -710,7 +710,7 @@ def test_wandb_offline(script, tmp_path):
 # --- the scripts agree ---
 
 OF_FAMILY = {"check_envs", "choose_backend", "Envs", "public_states", "Agent", "share_cores"}
-OF_FAMILY |= {"make_actors", "make_agents", "rollout", "evaluate", "make_tests", "task_names"}
+OF_FAMILY |= {"make_actors", "make_agents", "rollout", "evaluate", "film_levels", "make_tests", "task_names"}
 # What may differ between definitions of the same name: only lines that contain one of these words
 FAMILIES = {
     "check_args": ("precision", "missions", "hidden_sizes"),
@@ -734,7 +734,7 @@ FAMILIES = {
     + ("between communication rounds", "total_timesteps", "environment steps of each"),
     # MiniGrid's observations repeat
     "learn": ("obs:", "agent(obs[", "distinct", "index_select", "newlogprobs = logits"),
-    "main": ("make_actors", "envs = Envs(", "agent.compile(", "level, film =", "task_ids(args)[i], level"),
+    "main": ("make_actors", "envs = Envs(", "agent.compile(", "film_levels"),
 }
 ALGORITHMS = {
     "Args": (

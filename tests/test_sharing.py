@@ -10,6 +10,7 @@ from helpers import (
     FEDAVG_MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRTRPO_MINIGRID,
     REPOSITORY,
     assert_same_run,
     assert_weights,
@@ -21,6 +22,7 @@ from helpers import (
     torchrun,
     weights_of,
 )
+from safetensors.torch import load_file
 from torch.distributions import Categorical, kl_divergence
 
 import communicators
@@ -91,6 +93,27 @@ def test_agents_are_judged_on_unseen_levels_of_everybodys_missions(tmp_path):
     diagonal = [evaluation["agents"][i][name]["mean"] for i, name in enumerate(own)]
     assert evaluation["group"] == pytest.approx(np.mean(diagonal))
     assert [row["env_id"] for row in rows_of(only_run(tmp_path))[:3]] == own
+
+
+@on([PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID])
+def test_every_agent_is_filmed_on_a_level_of_its_mission(script, tmp_path, monkeypatch):
+    """And with its own weights: the films are the only plays here, for there is no evaluation."""
+    args = tiny(script, tmp_path, **GO_TO, iterations=1, eval_episodes=0, capture_video=True, local_updates=1)
+    plays = []
+
+    def record(args, agent, env_id, levels, seed, film=""):
+        state = sorted(agent.state_dict().items())
+        weights = torch.cat([parameter.flatten() for _, parameter in state])
+        plays.append((weights, mission_of(env_id, *levels), film))
+
+    script.patch(monkeypatch, "evaluate", record)
+    script.main(args)
+    folder = only_run(tmp_path)
+    assert [film for *_, film in plays] == [str(folder / "videos" / f"agent_{i}") for i in range(3)]
+    for (weights, mission, _), word, i in zip(plays, args.missions, range(3), strict=True):
+        saved = load_file(folder / f"agent_{i}.safetensors")
+        assert word in mission
+        assert torch.equal(weights, torch.cat([saved[name].flatten() for name in sorted(saved)]))
 
 
 # --- networks of different sizes, participation, surrogate: together, over a restart and over ranks ---

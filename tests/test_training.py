@@ -301,6 +301,25 @@ def test_what_acts_for_agents_is_every_agents_own_forward(number, envs, precisio
     assert found.std() > 10 * tolerance or precision == "bfloat16"  # what is compared is not small
 
 
+def test_no_answer_of_an_old_policy_is_looked_up():
+    """Neither of a screen of the last eight rollouts nor of one that was seen before them, and not since."""
+    torch.manual_seed(0)
+    (agent,) = lively_agents(PRPO_MINIGRID, 1)
+    (table,) = PRPO_MINIGRID.make_actors(None, [agent])
+    screens = PRPO_MINIGRID.random_obs(10, 2).numpy()
+    for rollout in range(10):
+        table.start()
+        recent = {key for keys in table.seen for key in keys}
+        assert table.keys() == recent and len(recent) == 2 * min(rollout, 8)
+        first_seen_again = 0 if rollout == 9 else rollout
+        for screen in (screens[rollout], screens[max(rollout - 1, 0)], screens[first_seen_again]):
+            expected, _ = agent.predict(torch.from_numpy(screen))
+            torch.testing.assert_close(torch.from_numpy(table.look_up(screen)[1]), expected, rtol=0, atol=1e-5)
+        table.seen.append([screen.tobytes() for screen in screens[rollout]])
+        with torch.no_grad():
+            agent.actor.weight.mul_(-1.0)  # what an update does
+
+
 @on([PRPO_MINIGRID, PRPO_ATARI])
 @TOLERANCES
 def test_chunks_of_states_stay_in_order(script, precision, tolerance):
