@@ -45,6 +45,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 MIXTURES = ("arithmetic", "geometric")
@@ -996,18 +998,13 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     `check(args)`, which calls `refuse`. --resume takes the settings of the run's folder; of these only where the run
     stands, how often it is saved and evaluated, the device, tracking and `may_change` may be given anew. Flags in
     `again` may name code: whoever resumes a run, maybe somebody else's, has to say that it shall be executed.
+    --eval-only takes the settings of the run's folder too, see `read_played_settings`.
     """
     args = read_flags(Args, argv)
-    if args.resume:
-        try:
-            stored = dict(json.loads(Path(args.resume, "config.json").read_text()))
-        except (TypeError, ValueError, OSError) as error:
-            refuse(args, "resume", f"must be the folder of a run, with its config.json ({error})")
-        stored.pop("elastic_run", None)
-        if stored.pop("script", None) != script_of(args).stem or stored.keys() != vars(args).keys():
-            refuse(args, "resume", f"must be a run of this version of {script_of(args).name}")
-        stored = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
-        stored, given = Args(**stored | {"resume": args.resume}), args
+    if getattr(args, "eval_only", ""):
+        args = read_played_settings(args, argv)
+    elif args.resume:
+        stored, given = Args(**read_settings(args, "resume") | {"resume": args.resume}), args
         for name in again:
             if ".py" in str(getattr(stored, name)) and getattr(given, name) != getattr(stored, name):
                 refuse(stored, name, f"is code that {args.resume} names; give the flag again to have it executed")
@@ -1044,6 +1041,77 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
         refuse(args, "run_dir", f"needs {needed} MB of free disk space")
     check(args)
     return args
+
+
+def read_settings(args: RunArgs, flag: str) -> dict:
+    """The settings of the run whose folder `flag` names, as its config.json has them."""
+    try:
+        stored = dict(json.loads(Path(getattr(args, flag), "config.json").read_text()))
+    except (TypeError, ValueError, OSError) as error:
+        refuse(args, flag, f"must be the folder of a run, with its config.json ({error})")
+    stored.pop("elastic_run", None)
+    if stored.pop("script", None) != script_of(args).stem or stored.keys() != vars(args).keys():
+        refuse(args, flag, f"must be a run of this version of {script_of(args).name}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
+
+
+def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
+    """The arguments of --eval-only: the run's settings, of which only those of the evaluation may be given anew.
+
+    A task given anew takes the place of the run's tasks, and with them of missions and private levels.
+    """
+    if given.resume:
+        refuse(given, "resume", "does not go with --eval-only")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        refuse(given, "eval_only", "plays in one process, without torchrun")
+    stored = type(given)(**read_settings(given, "eval_only") | {"eval_only": given.eval_only})
+    defaults = copy.copy(stored)
+    defaults.env_id = ""  # so that a task which equals the run's is known to be given
+    args = read_flags(type(given), argv, default=defaults)
+    free = {"eval_only", "greedy", "eval_episodes", "capture_video", "device", "seed", "run_dir", "env_id", "env_ids"}
+    new_task = bool(args.env_id) or args.env_ids != stored.env_ids
+    if new_task:
+        free |= {"missions", "levels_per_agent", "env_backend"}
+        if args.env_ids == stored.env_ids:
+            args.env_ids = ()
+        if hasattr(args, "missions"):
+            args.missions = given.missions
+            args.levels_per_agent = given.levels_per_agent
+            args.env_backend = "auto"
+    args.env_id = args.env_id or stored.env_id
+    for name, value in vars(args).items():
+        if name not in free and value != getattr(stored, name):
+            refuse(args, name, f"must be {getattr(stored, name)} as in {args.eval_only}, or left out")
+    if getattr(args, "levels_per_agent", 0) and args.seed != stored.seed and not new_task:
+        refuse(args, "seed", f"must be {stored.seed} as in {args.eval_only}: private levels are derived from it")
+    if not args.eval_episodes:
+        refuse(args, "eval_episodes", "must be positive with --eval-only")
+    args.communicator = "identity"  # nobody communicates, and a matrix of one's own may be gone
+    return args
+
+
+def load_agents(args: RunArgs, agents: list[nn.Module]) -> None:
+    """Give the agents the weights of the run in --eval-only, or end with one line."""
+    for i, agent in enumerate(agents):
+        path = Path(args.eval_only, f"agent_{i}.safetensors")
+        try:
+            agent.load_state_dict(load_file(path))
+        except (OSError, RuntimeError, SafetensorError) as error:  # missing, damaged, or of another number of actions
+            reason = str(error).strip().splitlines()[-1].strip()
+            refuse(args, "eval_only", f"{path.name} cannot be loaded for these tasks: {reason}")
+
+
+def print_returns(args: RunArgs, results: list[dict[str, np.ndarray]]) -> None:
+    """The table of --eval-only: of each agent task -> a return for each episode."""
+    actions = "greedy" if args.greedy else "sampled"
+    print(f"{args.eval_only}: mean return of {args.eval_episodes} episodes, {actions} actions")
+    print("agent" + "".join(f"  {name:>17}" for name in results[0]))
+    for i, tasks in enumerate(results):
+        cells = []
+        for name, returns in tasks.items():
+            value, half = summarize(returns)
+            cells.append(f"  {f'{value:.3f} ± {half:.3f}':>{max(17, len(name))}}")
+        print(f"{i:>5}" + "".join(cells))
 
 
 def _bounds(hint) -> list[Must]:
@@ -1091,6 +1159,16 @@ def student_t(degrees: int) -> float:
 def mean(values) -> float:
     """The mean, NaN where there is nothing: an agent without a finished episode has no return."""
     return float(np.mean(values)) if len(values) else math.nan
+
+
+def summarize(values) -> tuple[float, float]:
+    """The mean of an evaluation's samples, and half its 95 % interval by Student's t; NaN is left out."""
+    known = np.asarray(values, dtype=float)
+    known = known[~np.isnan(known)]
+    half = math.nan
+    if len(known) > 1:
+        half = student_t(len(known) - 1) * known.std(ddof=1) / math.sqrt(len(known))
+    return mean(known), half
 
 
 # --- 4. cores: agents take turns, networks side by side ---
@@ -1256,7 +1334,8 @@ class Run:
         self.iteration, self.interrupted, self.clock, self.train_seconds = 0, False, Counter(), 0.0
         self._wall_seconds, self._started, self._line, self._shown = 0.0, time.time(), 0.0, None
         self.cores = torch.get_num_threads()
-        self.latest, self.results = {}, {}  # the last metrics {key: [agents]}, evaluation {task: [agents, columns]}
+        self.latest, self.results = {}, {}  # the last metrics {key: [agents]}, evaluation {task: [agents, measures]}
+        self.measures = ()  # names of the columns of an evaluation
         # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends it at once
         self._trained = False
         self._stop, numbers = [], (signal.SIGINT, signal.SIGTERM)
@@ -1543,17 +1622,14 @@ class Run:
         for tasks in results:
             local.append([])
             for columns in tasks.values():
-                first = np.asarray(columns[self.measure], dtype=float)
-                known = first[~np.isnan(first)]
-                half = math.nan
-                if len(known) > 1:
-                    half = student_t(len(known) - 1) * known.std(ddof=1) / math.sqrt(len(known))
                 others = (np.mean(values) for name, values in columns.items() if name != self.measure)
-                local[-1] += [mean(known), half, *others]
+                local[-1] += [*summarize(columns[self.measure]), *others]
         own = results[0]
         width = 1 + len(next(iter(own.values())))
         gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64)).unflatten(1, (len(own), width))
         self.results = {task: gathered[:, k].tolist() for k, task in enumerate(own)}
+        columns = next(iter(own.values()))
+        self.measures = "mean", "ci95", *(name for name in columns if name != self.measure)
         for i, (task, columns) in itertools.product(range(self.args.num_agents), own.items()) if self.chief else ():
             value, half, *others = self.results[task][i]
             self.writer.add_scalar(f"eval/{task}/agent_{i}", value, self.iteration * self.stride)
@@ -1575,7 +1651,7 @@ class Run:
         agents, unit = range(self.args.num_agents), self.unit.replace("-", "_")
         recent = self.latest.get(self.headline, [math.nan] * len(agents))
         results = self.results.items()
-        matrix = [{task: {"mean": rows[i][0], "ci95": rows[i][1]} for task, rows in results} for i in agents]
+        matrix = [{task: dict(zip(self.measures, rows[i], strict=True)) for task, rows in results} for i in agents]
         tasks = self.env_ids or [*self.results][:1] * len(agents)  # by which each agent is judged
         own = [row[task]["mean"] for row, task in zip(matrix, tasks, strict=False) if task in row]
         used = [name for name in PACKAGES if name.replace("-", "_") in sys.modules]

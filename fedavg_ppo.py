@@ -11,11 +11,13 @@ PPO's update and evaluation are those of `prpo_minigrid.py` and `prpo_atari.py`,
 """
 
 import copy
+import functools
 from collections import deque
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, Literal
 
+import gymnasium as gym
 import torch
 import tyro
 from safetensors.torch import save_file
@@ -50,7 +52,8 @@ class Args(RunArgs):
 
     # The environments
     env_id: str = "MiniGrid-FourRooms-v0"
-    """the task of all agents: a MiniGrid or BabyAI task, or a game, as <Game>NoFrameskip-v4 or ALE/<Game>-v5"""
+    """the task of all agents: a MiniGrid or BabyAI task, or a game, as <Game>NoFrameskip-v4 or ALE/<Game>-v5; of your
+    own as module:id, as Gymnasium has it"""
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
     sticky_actions: bool = False  # Atari: repeat the last action with probability 0.25, as in the newer protocol
     full_action_space: bool = False  # Atari: all 18 actions of the console instead of those that the game needs
@@ -66,6 +69,9 @@ class Args(RunArgs):
     eval_episodes: Natural | None = None
     """episodes or whole games per agent and task at the end (default: MiniGrid 100, Atari 10; 0: no evaluation)"""
     capture_video: bool = False  # record one episode or game per agent at the end
+    eval_only: str = ""
+    """folder of a run: load its agents and play, also on another task, instead of training; prints a table"""
+    greedy: bool = False  # with --eval-only: play and film the most probable actions instead of sampled ones
 
     # Communication
     local_updates: Count | None = None  # iterations between communication rounds (default: MiniGrid 32, Atari 16)
@@ -106,8 +112,14 @@ class Args(RunArgs):
                 setattr(self, name, getattr(defaults, name))
 
 
+@functools.cache
 def is_atari(env_id: str) -> bool:
-    """Whether a task is a game of the Atari 2600."""
+    """Whether a task is a game of the Atari 2600, or one of your own, module:id, that shows as many frames."""
+    if ":" in env_id:
+        try:
+            return gym.make(env_id, disable_env_checker=True).observation_space.shape == (4, 84, 84)
+        except Exception:  # then the checks of MiniGrid's script tell why it cannot be made
+            return False
     return env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")
 
 
@@ -277,5 +289,15 @@ def main(args: Args) -> dict:
     return run.finish(env_backend=family.choose_backend(args), communication_rounds=run.iteration // args.local_updates)
 
 
+def evaluate_run(args: Args) -> list[dict]:
+    """--eval-only: play the agents of a run."""
+    return family_of(args).evaluate_run(args)
+
+
 if __name__ == "__main__":
-    main(communicators.parse_args(Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")))
+    may_change = ("capture_video", "eval_episodes", "total_timesteps")
+    args = communicators.parse_args(Args, check_args, may_change=may_change)
+    if args.eval_only:
+        evaluate_run(args)
+    else:
+        main(args)

@@ -9,8 +9,10 @@ Each agent trains on its own games; what travels between agents is parameters an
 """
 
 import copy
+import functools
 import itertools
 import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ import torch
 import torch.nn as nn
 import tyro
 from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -51,7 +54,8 @@ LOSSES = "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "
 class Args(RunArgs):
     # The environments
     env_id: str = "BeamRiderNoFrameskip-v4"
-    """the game of all agents, as <Game>NoFrameskip-v4 or ALE/<Game>-v5; either way with the usual wrappers"""
+    """the game of all agents, as <Game>NoFrameskip-v4 or ALE/<Game>-v5; either way with the usual wrappers; of your own
+    as module:id, as Gymnasium has it, showing its last four 84x84 frames"""
     env_ids: tuple[str, ...] = ()  # one game per agent, instead of --env-id; they must have the same actions
     sticky_actions: bool = False  # repeat the last action with probability 0.25, as in the newer protocol
     full_action_space: bool = False  # all 18 actions of the console instead of those that the game needs
@@ -60,6 +64,9 @@ class Args(RunArgs):
     """iterations between checkpoints; the environments start anew at each, so that a resumed run is the same run"""
     eval_episodes: Natural = 10  # whole games per agent and task at the end, with unclipped scores (0: no evaluation)
     capture_video: bool = False  # record one game per agent at the end
+    eval_only: str = ""
+    """folder of a run: load its agents and play, also on another task, instead of training; prints a table"""
+    greedy: bool = False  # with --eval-only: play and film the most probable actions instead of sampled ones
 
     # Communication
     local_updates: Count = 16  # iterations between communication rounds
@@ -105,6 +112,8 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "total_timesteps", f"must be at least one rollout, {batch_size} steps")
     if not 2 <= round(args.participation * args.num_agents) <= args.num_agents and args.participation != 1:
         communicators.refuse(args, "participation", f"must let 2..{args.num_agents} agents take part in a round")
+    if args.greedy and not args.eval_only:
+        communicators.refuse(args, "greedy", "is for --eval-only; other evaluations report both returns")
     if len(args.env_ids) not in (0, args.num_agents):
         communicators.refuse(args, "env_ids", f"must name one task for each of {args.num_agents} agents")
     if args.capture_video and not find_spec("moviepy"):
@@ -114,17 +123,39 @@ def check_args(args: Args) -> None:
 
 def check_envs(args: Args) -> None:
     """That every game is known and installed, and that all have the same actions."""
-    flag, actions = "env_ids" if args.env_ids else "env_id", []
+    flag = "env_ids" if args.env_ids else "env_id"
+    actions = []
     for env_id in task_ids(args):
-        problem = "" if env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/") else "is none"
         try:
+            problem = find_game_problem(args, env_id)
             actions.append(problem or action_set(env_id, args))
         except Exception as error:  # unknown, with what was perhaps meant
-            problem = str(error).splitlines()[0]
+            problem = (str(error) or repr(error)).splitlines()[0]
         if problem:
-            communicators.refuse(args, flag, f"must be <Game>NoFrameskip-v4 or ALE/<Game>-v5; {env_id}: {problem}")
-        if actions[-1] != actions[0]:
+            valid = "must be <Game>NoFrameskip-v4 or ALE/<Game>-v5, or one of your own as module:id"
+            communicators.refuse(args, flag, f"{valid}; {env_id}: {problem}")
+        same = actions[-1] == actions[0]
+        if is_own(env_id) or is_own(task_ids(args)[0]):  # their actions have no names
+            same = len(actions[-1]) == len(actions[0])
+        if not same:
             communicators.refuse(args, flag, "need the same actions; give all 18 to each with --full-action-space")
+
+
+def find_game_problem(args: Args, env_id: str) -> str:
+    """What makes an environment unusable here, nothing ("") if it is not."""
+    if not is_own(env_id):
+        return "" if env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/") else "is none"
+    options = {"render_mode": "rgb_array"} if args.capture_video else {}  # a game may not know it
+    env = gym.make(env_id, disable_env_checker=True, **options)
+    obs, _ = env.reset(seed=0)
+    obs = np.asarray(obs)
+    if obs.shape != (4, 84, 84) or obs.dtype != np.uint8:
+        return f"shows no 4x84x84 frames (uint8), but {'x'.join(map(str, obs.shape))} ({obs.dtype})"
+    if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
+        return f"has no actions 0 to n - 1, but {env.action_space}"
+    if len({other for other in task_ids(args) if name_of(other) == name_of(env_id)}) > 1:
+        return "has the name of another task here"  # the second module replaced what the first had registered
+    return ""
 
 
 def task_ids(args: Args) -> list[str]:
@@ -132,7 +163,19 @@ def task_ids(args: Args) -> list[str]:
     return list(args.env_ids) or [args.env_id] * args.num_agents
 
 
-task_names = task_ids  # of every agent
+def name_of(env_id: str) -> str:
+    """A task's name in logs and folders: its id without the module that registers it."""
+    return env_id.rpartition(":")[2]
+
+
+def task_names(args: Args) -> list[str]:
+    """The name of every agent's task."""
+    return [name_of(env_id) for env_id in task_ids(args)]
+
+
+def is_own(env_id: str) -> bool:
+    """Whether a game is one of your own, module:id."""
+    return ":" in env_id
 
 
 def num_actions(args: Args) -> int:
@@ -165,14 +208,62 @@ def make_games(args: Args, env_id: str, number: int, parts: int = 1, **screen) -
     return AtariVectorEnv(gym.spec(env_id).kwargs["game"], number, **options)
 
 
-def action_set(env_id: str, args: Args) -> list[ale_py.Action]:
+class OwnGames:
+    """Games of your own, with the methods of `AtariVectorEnv`.
+
+    They show the last four 84x84 grey frames themselves, [4, 84, 84] uint8. `lives` in their info is optional.
+    """
+
+    def __init__(self, env_id: str, number: int):
+        thunks = [functools.partial(gym.make, env_id, disable_env_checker=True)] * number
+        self.envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+    def reset(self, seed: np.ndarray) -> tuple[np.ndarray, dict]:
+        """As of AtariVectorEnv."""
+        obs, info = self.envs.reset(seed=seed.tolist())
+        return obs, self.add_lives(info)
+
+    def step(self, actions: np.ndarray) -> tuple:
+        """As of AtariVectorEnv."""
+        *results, info = self.envs.step(actions)
+        return *results, self.add_lives(info)
+
+    def add_lives(self, info: dict) -> dict:
+        """The info with everybody's lives, 0 where a game counts none."""
+        return {"lives": np.zeros(self.envs.num_envs, dtype=int)} | info
+
+    def close(self) -> None:
+        """Free the games."""
+        self.envs.close()
+
+
+class OwnCamera:
+    """One game of your own as `evaluate` films it: frames in colour, of its own `render`."""
+
+    def __init__(self, env_id: str):
+        self.env = gym.make(env_id, disable_env_checker=True, render_mode="rgb_array")
+
+    def reset(self, seed: np.ndarray) -> tuple:
+        """The first frame, as AtariVectorEnv's of a single game."""
+        self.env.reset(seed=int(seed[0]))
+        return self.env.render()[None, None], {}
+
+    def step(self, actions: np.ndarray) -> tuple:
+        """The next frame."""
+        self.env.step(int(actions[0]))
+        return (self.env.render()[None, None],)
+
+
+def action_set(env_id: str, args: Args) -> list[ale_py.Action] | list[int]:
     """The actions of a game, in the order of their numbers."""
+    if is_own(env_id):
+        return list(range(int(gym.make(env_id, disable_env_checker=True).action_space.n)))
     return list(make_games(args, env_id, 1).ale.get_action_set())
 
 
 def choose_backend(args: Args) -> str:
     """The environment backend that this run uses."""
-    return "ale-py"
+    return "gymnasium" if any(map(is_own, task_ids(args))) else "ale-py"
 
 
 class Games:
@@ -196,10 +287,14 @@ class Games:
         titles = [list(rows) for _, rows in itertools.groupby(range(shape[0]), key=env_ids.__getitem__)]
         for part, rows in itertools.product(self.parts, titles):  # one large pool is faster than many small ones
             own = slice(rows[0], rows[-1] + 1), part
-            pool = make_games(args, env_ids[rows[0]], self.lives[own].size, parts)
+            env_id = env_ids[rows[0]]
+            if is_own(env_id):
+                pool = OwnGames(env_id, self.lives[own].size)
+            else:
+                pool = make_games(args, env_id, self.lives[own].size, parts)
             obs, info = pool.reset(seed=np.array(seeds)[own].ravel())
             self.obs[own], self.lives[own] = self.blocks(obs, own), info["lives"].reshape(self.lives[own].shape)
-            fire = ale_py.Action.FIRE in list(pool.ale.get_action_set())[1:2]
+            fire = not is_own(env_id) and ale_py.Action.FIRE in list(pool.ale.get_action_set())[1:2]
             self.countdown[own] = 2 * fire
             self.pools.append((part, pool, own, fire))
 
@@ -580,10 +675,12 @@ def diagnose(i: int, agent: Agent, obs: Tensor, behaviour: Tensor, batch: dict, 
     }  # fmt: skip
 
 
-def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, film: str = "") -> np.ndarray:
-    """One whole game of sampled actions for each level, a seed. Returns their unclipped scores [levels].
+def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, film: str = "",
+             greedy: bool = False) -> np.ndarray:  # fmt: skip
+    """One whole game for each level, a seed. Returns their unclipped scores [levels].
 
-    film: path, without suffix, of a video of the first game. An agent that has diverged has no return: NaN.
+    Actions are sampled, or the most probable ones (greedy). film: path, without suffix, of a video of the first game.
+    An agent that has diverged has no return: NaN.
     """
     if not all(parameter.isfinite().all() for parameter in agent.parameters()):
         return np.full(len(levels), np.nan)
@@ -592,14 +689,21 @@ def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
 
         Path(film).parent.mkdir(exist_ok=True)
-        camera = make_games(args, env_id, 1, grayscale=False, img_height=210, img_width=160, stack_num=1)
-        video = FFMPEG_VideoWriter(f"{film}.mp4", (160, 210), fps=15)  # 60 Hz, 4 frames a step
-        video.write_frame(camera.reset(seed=np.array(levels[:1]))[0][0, 0])
+        if is_own(env_id):
+            camera = OwnCamera(env_id)
+        else:
+            camera = make_games(args, env_id, 1, grayscale=False, img_height=210, img_width=160, stack_num=1)
+        frame = camera.reset(seed=np.array(levels[:1]))[0][0, 0]
+        video = FFMPEG_VideoWriter(f"{film}.mp4", frame.shape[1::-1], fps=15)  # 60 Hz, 4 frames a step
+        video.write_frame(frame)
     generator, device = torch.Generator().manual_seed(seed), agent.actor.weight.device
     returns, running = np.zeros(len(levels)), np.ones(len(levels), dtype=bool)
     while running.any():
         logits, _ = agent.predict(torch.from_numpy(games.obs[0]).to(device))
-        actions = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].numpy()
+        if greedy:
+            actions = logits.argmax(-1).cpu().numpy()
+        else:
+            actions = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].numpy()
         *_, ended = games.step(games.parts[0], actions[None])
         if film and running[0]:
             video.write_frame(camera.step(games.pressed[0, :1])[0][0, 0])
@@ -619,14 +723,42 @@ def film_levels(args: Args, agent: int) -> list[int]:
 def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
     """What every agent is evaluated on: name -> (environment id, seeds of its games)."""
     seeds = [derive_seed(args.seed, episode, 3) for episode in range(args.eval_episodes)]
-    return {env_id: (env_id, seeds) for env_id in dict.fromkeys(task_ids(args))}
+    return {name_of(env_id): (env_id, seeds) for env_id in dict.fromkeys(task_ids(args))}
 
 
 def evaluate_all(args: Args, agents: list[Agent], held: range) -> list[dict]:
-    """Every agent on every task: of each agent held {task: {"return": [episodes]}}."""
+    """Every agent on every task: of each agent held {task: {column: [episodes]}}.
+
+    Sampled actions are what agents train with; the most probable ones are played on the same levels.
+    """
     results = [{} for _ in held]
     for (k, i), (number, (name, test)) in itertools.product(enumerate(held), enumerate(make_tests(args).items())):
-        results[k][name] = {"return": evaluate(args, agents[k], *test, derive_seed(args.seed, i, number, 4))}
+        seed = derive_seed(args.seed, i, number, 4)
+        returns = evaluate(args, agents[k], *test, seed)
+        greedy_returns = evaluate(args, agents[k], *test, seed, greedy=True)
+        results[k][name] = {"return": returns, "greedy_return": greedy_returns}
+    return results
+
+
+def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.ndarray]]:
+    """--eval-only: play the agents of a run, `agents` of other kinds than here. Returns of each {task: [episodes]}.
+
+    Sampled actions are those of the run's own last evaluation. Nothing is written but films, beside the run's own.
+    """
+    agents = agents or make_agents(args)
+    communicators.load_agents(args, agents)
+    device = "cpu" if args.device == "auto" else args.device
+    results = [{} for _ in agents]
+    folder = Path(args.eval_only) / "videos"
+    for (i, agent), (number, (name, test)) in itertools.product(enumerate(agents), enumerate(make_tests(args).items())):
+        film = ""
+        if args.capture_video:
+            film = str(folder / f"eval_agent_{i}_{re.sub(r'[^a-zA-Z0-9_.-]', '-', name)}")
+        seed = derive_seed(args.seed, i, number, 4)
+        results[i][name] = evaluate(args, agent.to(device), *test, seed, film, args.greedy)
+    communicators.print_returns(args, results)
+    if args.capture_video:
+        print(f"videos in {folder}")
     return results
 
 
@@ -765,4 +897,9 @@ def main(args: Args) -> dict:
 
 
 if __name__ == "__main__":
-    main(communicators.parse_args(Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")))
+    may_change = ("capture_video", "eval_episodes", "total_timesteps")
+    args = communicators.parse_args(Args, check_args, may_change=may_change)
+    if args.eval_only:
+        evaluate_run(args)
+    else:
+        main(args)

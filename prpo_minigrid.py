@@ -13,6 +13,7 @@ import copy
 import functools
 import importlib
 import itertools
+import re
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ class Args(RunArgs):
     """cpu, cuda, cuda:N, or auto: the processor, where each distinct observation is computed once"""
 
     # The environments
-    env_id: str = "MiniGrid-FourRooms-v0"  # the task of all agents
+    env_id: str = "MiniGrid-FourRooms-v0"  # the task of all agents; of your own as module:id, as Gymnasium has it
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
     missions: tuple[str, ...] = ()
     """one word per agent, which meets only levels whose mission has it, which it does not see; gymnasium only"""
@@ -69,6 +70,9 @@ class Args(RunArgs):
     num_envs: Count = 4  # parallel environments per agent
     eval_episodes: Natural = 100  # episodes per agent and task in the official environment at the end (0: none)
     capture_video: bool = False  # record one episode per agent in the official environment at the end
+    eval_only: str = ""
+    """folder of a run: load its agents and play, also on another task, instead of training; prints a table"""
+    greedy: bool = False  # with --eval-only: play and film the most probable actions instead of sampled ones
 
     # Communication
     local_updates: Count = 32  # iterations between communication rounds
@@ -115,6 +119,8 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "total_timesteps", f"must be at least one rollout, {batch_size} steps")
     if not 2 <= round(args.participation * args.num_agents) <= args.num_agents and args.participation != 1:
         communicators.refuse(args, "participation", f"must let 2..{args.num_agents} agents take part in a round")
+    if args.greedy and not args.eval_only:
+        communicators.refuse(args, "greedy", "is for --eval-only; other evaluations report both returns")
     if len(args.env_ids) not in (0, args.num_agents):
         communicators.refuse(args, "env_ids", f"must name one task for each of {args.num_agents} agents")
     if len(args.hidden_sizes) not in (0, args.num_agents) or any(size < 8 or size % 8 for size in args.hidden_sizes):
@@ -131,15 +137,15 @@ def check_envs(args: Args) -> None:
     flag, actions = "env_ids" if args.env_ids else "env_id", {}
     for env_id in dict.fromkeys(task_ids(args)):
         try:
-            env = make_env(env_id)
-            problem = "shows no 7x7x3 codes" * (env.reset(seed=0)[0].shape != (7, 7, 3))
-            problem = problem if env.spec.id == env_id else f"is {env.spec.id}"  # envpool knows full names only
+            env = make_env(env_id, film=args.capture_video)
+            problem = find_env_problem(args, env, env_id)
         except Exception as error:  # unknown, with what was perhaps meant, or what it needs is not installed
-            problem = str(error).splitlines()[0]
+            problem = (str(error) or repr(error)).splitlines()[0]
         if problem:
-            communicators.refuse(args, flag, f"must be a MiniGrid or BabyAI task; {env_id} {problem}")
+            valid = "must be a MiniGrid or BabyAI task, or one of your own as module:id"
+            communicators.refuse(args, flag, f"{valid}; {env_id} {problem}")
         actions[int(env.action_space.n)] = env_id
-        missions = {env.reset(seed=level) and env.unwrapped.mission for level in range(1000 if args.missions else 9)}
+        missions = {mission_of(env, seed=level) for level in range(1000 if args.missions else 9)}
         for word in (word for task, word in tasks_of(args) if task == env_id):
             if not any(word in mission for mission in missions):
                 known = ", ".join(sorted(missions)[:5])
@@ -157,6 +163,24 @@ def check_envs(args: Args) -> None:
             communicators.refuse(args, "env_backend", f"has no usable {', '.join(unknown)}; choose auto or gymnasium")
     if args.levels_per_agent:
         check_levels(args)
+
+
+def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
+    """What makes an environment unusable here, nothing ("") if it is not."""
+    obs, _ = env.reset(seed=0)
+    name = name_of(env_id)
+    if not isinstance(obs, np.ndarray) or obs.shape != (7, 7, 3) or obs.dtype != np.uint8:
+        shape = "x".join(map(str, np.shape(obs)))
+        return f"shows no 7x7x3 codes (uint8), but {shape or type(obs).__name__} ({getattr(obs, 'dtype', 'no array')})"
+    if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
+        return f"has no actions 0 to n - 1, but {env.action_space}"
+    if env.spec.id != name:  # envpool knows full names only
+        return f"is {env.spec.id}"
+    if args.levels_per_agent and not hasattr(env.unwrapped, "grid"):
+        return "has no grid by which --levels-per-agent could tell levels apart"
+    if len({other for other in task_ids(args) if name_of(other) == name}) > 1:
+        return "has the name of another task here"  # the second module replaced what the first had registered
+    return ""
 
 
 def check_levels(args: Args) -> None:
@@ -188,9 +212,14 @@ def tasks_of(args: Args) -> list[tuple[str, str]]:
     return list(zip(task_ids(args), args.missions or [""] * args.num_agents, strict=True))
 
 
+def name_of(env_id: str) -> str:
+    """A task's name in logs and folders: its id without the module that registers it."""
+    return env_id.rpartition(":")[2]
+
+
 def task_names(args: Args) -> list[str]:
     """The name of every agent's task."""
-    return [" ".join(task).strip() for task in tasks_of(args)]
+    return [f"{name_of(env_id)} {word}".strip() for env_id, word in tasks_of(args)]
 
 
 # --- environments ---
@@ -209,14 +238,21 @@ class PrivateLevels(gym.Wrapper):
         while True:
             level = self.generator.choice(self.levels) if self.levels else self.generator.integers(2**31)
             result = self.env.reset(seed=int(level), options=options)
-            if self.word in self.env.unwrapped.mission:
+            if self.word in mission_of(self.env):
                 return result
+
+
+def mission_of(env: gym.Env, seed: int | None = None) -> str:
+    """The mission of the level with this seed, or else of the current one; an own task may have none ("")."""
+    if seed is not None:
+        env.reset(seed=seed)
+    return getattr(env.unwrapped, "mission", "")
 
 
 def layout_of(env: gym.Env) -> tuple:
     """What tells an environment's current level, just reset, from other levels: seeds do not, layouts repeat."""
     level = env.unwrapped
-    return level.grid.width, level.grid.encode().tobytes(), tuple(level.agent_pos), level.agent_dir, level.mission
+    return level.grid.width, level.grid.encode().tobytes(), tuple(level.agent_pos), level.agent_dir, mission_of(env)
 
 
 PATIENCE = 2000  # resets without a new layout after which a task is taken to have no more of them, about a second
@@ -229,7 +265,7 @@ def find_levels(env_id: str, word: str, number: int, *key: int) -> list[int]:
     if not word:
         return list(itertools.islice(seeds, number))
     env = make_env(env_id)
-    return list(itertools.islice((s for s in seeds if env.reset(seed=s) and word in env.unwrapped.mission), number))
+    return list(itertools.islice((seed for seed in seeds if word in mission_of(env, seed)), number))
 
 
 def find_new_levels(env_id: str, word: str, number: int, *key: int, taken: set) -> list[int]:
@@ -247,7 +283,7 @@ def find_new_levels(env_id: str, word: str, number: int, *key: int, taken: set) 
         env.reset(seed=seed)
         layout = layout_of(env)
         repeats += 1
-        if word in env.unwrapped.mission and layout not in taken:
+        if word in mission_of(env) and layout not in taken:
             taken.add(layout)
             levels.append(seed)
             repeats = 0
@@ -280,9 +316,15 @@ def evaluation_levels(args: Args, task: tuple[str, str]) -> list[int]:
     return split_levels(tuple(tasks_of(args)), args.levels_per_agent, args.eval_episodes, args.seed)[1][task]
 
 
-def make_env(env_id: str, levels: list[int] = (), word: str = "", **kwargs) -> gym.Env:
-    """One environment of the official package, showing its image only: [7, 7, 3] uint8 codes."""
-    env = minigrid.wrappers.ImgObsWrapper(gym.make(env_id, disable_env_checker=True, **kwargs))
+def make_env(env_id: str, levels: list[int] = (), word: str = "", film: bool = False) -> gym.Env:
+    """One environment of the official package, showing its image only: [7, 7, 3] uint8 codes.
+
+    Or one of your own, as module:id, which may show just that image.
+    """
+    options = {"render_mode": "rgb_array"} if film else {}  # one of your own may not know it
+    env = gym.make(env_id, disable_env_checker=True, **options)
+    if isinstance(env.observation_space, gym.spaces.Dict):
+        env = minigrid.wrappers.ImgObsWrapper(env)
     return PrivateLevels(env, levels, word) if levels or word else env
 
 
@@ -761,14 +803,16 @@ def diagnose(i: int, agent: Agent, obs: Tensor, behaviour: Tensor, batch: dict, 
     }  # fmt: skip
 
 
-def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, film: str = "") -> np.ndarray:
-    """One episode of sampled actions in the official environment for each level. Returns their returns [levels].
+def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int, film: str = "",
+             greedy: bool = False) -> np.ndarray:  # fmt: skip
+    """One episode in the official environment for each level. Returns their returns [levels].
 
-    film: path, without suffix, of a video of the first episode. An agent that has diverged has no return: NaN.
+    Actions are sampled, or the most probable ones (greedy). film: path, without suffix, of a video of the first
+    episode. An agent that has diverged has no return: NaN.
     """
     if not all(parameter.isfinite().all() for parameter in agent.parameters()):
         return np.full(len(levels), np.nan)
-    envs = [make_env(env_id, render_mode="rgb_array" if film else None) for _ in levels]
+    envs = [make_env(env_id, film=bool(film)) for _ in levels]
     if film:
         path = Path(film)
         envs[0] = gym.wrappers.RecordVideo(envs[0], str(path.parent), name_prefix=path.name, disable_logger=True)
@@ -777,7 +821,10 @@ def evaluate(args: Args, agent: Agent, env_id: str, levels: list[int], seed: int
     generator, device = torch.Generator().manual_seed(seed), agent.actor.weight.device
     while running:
         logits, _ = agent.predict(torch.as_tensor(np.stack([obs[k] for k in running])).to(device))
-        actions = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].tolist()
+        if greedy:
+            actions = logits.argmax(-1).tolist()
+        else:
+            actions = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0].tolist()
         for k, action in zip(list(running), actions, strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
             returns[k] += reward
@@ -808,10 +855,38 @@ def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
 
 
 def evaluate_all(args: Args, agents: list[Agent], held: range) -> list[dict]:
-    """Every agent on every task: of each agent held {task: {"return": [episodes]}}."""
+    """Every agent on every task: of each agent held {task: {column: [episodes]}}.
+
+    Sampled actions are what agents train with; the most probable ones are played on the same levels.
+    """
     results = [{} for _ in held]
     for (k, i), (number, (name, test)) in itertools.product(enumerate(held), enumerate(make_tests(args).items())):
-        results[k][name] = {"return": evaluate(args, agents[k], *test, derive_seed(args.seed, i, number, 4))}
+        seed = derive_seed(args.seed, i, number, 4)
+        returns = evaluate(args, agents[k], *test, seed)
+        greedy_returns = evaluate(args, agents[k], *test, seed, greedy=True)
+        results[k][name] = {"return": returns, "greedy_return": greedy_returns}
+    return results
+
+
+def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.ndarray]]:
+    """--eval-only: play the agents of a run, `agents` of other kinds than here. Returns of each {task: [episodes]}.
+
+    Sampled actions are those of the run's own last evaluation. Nothing is written but films, beside the run's own.
+    """
+    agents = agents or make_agents(args)
+    communicators.load_agents(args, agents)
+    device = "cpu" if args.device == "auto" else args.device
+    results = [{} for _ in agents]
+    folder = Path(args.eval_only) / "videos"
+    for (i, agent), (number, (name, test)) in itertools.product(enumerate(agents), enumerate(make_tests(args).items())):
+        film = ""
+        if args.capture_video:
+            film = str(folder / f"eval_agent_{i}_{re.sub(r'[^a-zA-Z0-9_.-]', '-', name)}")
+        seed = derive_seed(args.seed, i, number, 4)
+        results[i][name] = evaluate(args, agent.to(device), *test, seed, film, args.greedy)
+    communicators.print_returns(args, results)
+    if args.capture_video:
+        print(f"videos in {folder}")
     return results
 
 
@@ -950,4 +1025,9 @@ def main(args: Args) -> dict:
 
 
 if __name__ == "__main__":
-    main(communicators.parse_args(Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")))
+    may_change = ("capture_video", "eval_episodes", "total_timesteps")
+    args = communicators.parse_args(Args, check_args, may_change=may_change)
+    if args.eval_only:
+        evaluate_run(args)
+    else:
+        main(args)

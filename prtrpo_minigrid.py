@@ -68,7 +68,7 @@ class Args(RunArgs):
     """cpu, cuda, cuda:N, or auto: the processor, where each distinct observation is computed once"""
 
     # The environments
-    env_id: str = "MiniGrid-FourRooms-v0"  # the task of all agents
+    env_id: str = "MiniGrid-FourRooms-v0"  # the task of all agents; of your own as module:id, as Gymnasium has it
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
     missions: tuple[str, ...] = ()
     """one word per agent, which meets only levels whose mission has it, which it does not see; gymnasium only"""
@@ -80,6 +80,9 @@ class Args(RunArgs):
     num_envs: Count = 4  # parallel environments per agent
     eval_episodes: Natural = 100  # episodes per agent and task in the official environment at the end (0: none)
     capture_video: bool = False  # record one episode per agent in the official environment at the end
+    eval_only: str = ""
+    """folder of a run: load its agents and play, also on another task, instead of training; prints a table"""
+    greedy: bool = False  # with --eval-only: play and film the most probable actions instead of sampled ones
 
     # Communication
     local_updates: Count = 1  # iterations between communication rounds; Observation 1 is about one
@@ -468,5 +471,15 @@ def main(args: Args) -> dict:
     return run.finish(env_backend=choose_backend(args), communication_rounds=run.iteration // args.local_updates)
 
 
+def evaluate_run(args: Args) -> list[dict]:
+    """--eval-only: play the agents of a run."""
+    return prpo_minigrid.evaluate_run(args, [Agent(policy) for policy in make_agents(args)])
+
+
 if __name__ == "__main__":
-    main(communicators.parse_args(Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")))
+    may_change = ("capture_video", "eval_episodes", "total_timesteps")
+    args = communicators.parse_args(Args, check_args, may_change=may_change)
+    if args.eval_only:
+        evaluate_run(args)
+    else:
+        main(args)

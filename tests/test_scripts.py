@@ -533,6 +533,8 @@ def test_summary(script, finished):
             assert len(found) == episodes and row[task]["mean"] == pytest.approx(found.mean())
             half = stats.t.ppf(0.975, episodes - 1) * found.std(ddof=1) / math.sqrt(episodes)
             assert row[task]["ci95"] == pytest.approx(half)
+            greedy = script.evaluate(args, agent, task, levels, 0, greedy=True)
+            assert row[task]["greedy_return"] == pytest.approx(greedy.mean())
 
 
 @on([*MINIGRID, PRPO_ATARI, PRTRPO_MINIGRID])
@@ -558,7 +560,8 @@ def test_evaluations_table(script, finished):
     folder, _ = finished(script)
     rows, summary = evaluations_of(folder), json.loads((folder / "summary.json").read_text())
     tasks, batch_size = list(dict.fromkeys(TASKS[script.family])), 2 * summary["settings"]["num_steps"]
-    assert list(rows[0]) == ["iteration", "agent", "task", "timesteps", "episodes", "mean_return", "ci95"]
+    measures = ["mean_return", "ci95", "greedy_return"]
+    assert list(rows[0]) == ["iteration", "agent", "task", "timesteps", "episodes", *measures]
     assert [(row["iteration"], row["agent"], row["task"]) for row in rows] == [
         (iteration, str(i), task) for iteration in ("4", "6") for i in range(3) for task in tasks
     ]
@@ -567,7 +570,8 @@ def test_evaluations_table(script, finished):
         assert int(row["episodes"]) == EPISODES[script.family]
     for row in rows[-6:]:
         told = summary["evaluation"]["agents"][int(row["agent"])][row["task"]]
-        assert (float(row["mean_return"]), float(row["ci95"])) == pytest.approx((told["mean"], told["ci95"]), abs=1e-5)
+        values = [float(row[measure]) for measure in measures]
+        assert values == pytest.approx([told["mean"], told["ci95"], told["greedy_return"]], abs=1e-5)
     scalars = scalars_of(folder)
     for i in range(3):
         for task in tasks:
@@ -729,7 +733,15 @@ FAMILIES = {
         "per agent and task",
         "env_id",
     )
-    + ("the task of all agents", "the game of all agents", "per agent, instead", "levels", "env_backend", "envpool")
+    + (
+        "module:id",
+        "the task of all agents",
+        "the game of all agents",
+        "per agent, instead",
+        "levels",
+        "env_backend",
+        "envpool",
+    )
     + ("sticky_actions", "with probability", "full_action_space", "of the console", "local_updates")
     + ("between communication rounds", "total_timesteps", "environment steps of each"),
     # MiniGrid's observations repeat
@@ -799,9 +811,9 @@ def test_what_has_the_same_name_is_the_same():
     same = assert_same_definitions(minigrid, atari, FAMILIES, apart=OF_FAMILY)
     assert same >= {"Args", "check_args", "task_ids", "make_communicator", "gae", "refer", "learn", "evaluate_all"}
     assert same >= {"layer_init", "LOSSES", "main"}
-    assert_same_definitions(minigrid, fedavg, ALGORITHMS, apart={"check_args"})
+    assert_same_definitions(minigrid, fedavg, ALGORITHMS, apart={"check_args", "evaluate_run"})
     trpo = definitions(PRTRPO_MINIGRID)
-    assert_same_definitions(minigrid, trpo, TRUST_REGION, apart={"check_args", "Agent", "learn"})
+    assert_same_definitions(minigrid, trpo, TRUST_REGION, apart={"check_args", "Agent", "learn", "evaluate_run"})
     assert minigrid.keys() & atari.keys() >= OF_FAMILY
     for name in OF_FAMILY - {"Agent"}:  # FedAvg calls both alike
         signatures = [inspect.signature(getattr(script.module, name)) for script in (PRPO_MINIGRID, PRPO_ATARI)]
