@@ -717,7 +717,7 @@ OF_FAMILY = {"check_envs", "choose_backend", "Envs", "public_states", "Agent", "
 OF_FAMILY |= {"make_actors", "make_agents", "rollout", "evaluate", "film_levels", "make_tests", "task_names"}
 # What may differ between definitions of the same name: only lines that contain one of these words
 FAMILIES = {
-    "check_args": ("precision", "missions", "hidden_sizes"),
+    "check_args": ("precision", "missions", "hidden_sizes", "args.device"),
     "Args": (
         "missions",
         "hidden",
