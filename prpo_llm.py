@@ -1646,7 +1646,7 @@ def start_value_heads(args: Args, model, statistics: Tensor, first: Tensor, hidd
     scores in units of the reward.
     """
     model.value_bias[first] = 0.0
-    if scales_rewards(args):
+    if scales_rewards(args) and args.value_init not in ("base", "adapter"):
         model.value_head[first] /= running_deviation(statistics).to(model.value_head)[first, None]
     values = compute_values(model, hidden)
     for k in first.nonzero().flatten().tolist():

@@ -199,9 +199,17 @@ def test_sampled_generation_follows_its_own_tokens(stacked):
     model, layers, eos = stacked
     prpo_llm.Adapters.selected = "policy", None
     uniforms = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(3))
-    tokens, lengths, _ = prpo_llm.generate(model, PROMPTS, uniforms, [eos], temperature=0.7)
+    tokens, lengths, logprobs = prpo_llm.generate(model, PROMPTS, uniforms, [eos], temperature=0.7)
     with torch.no_grad():
         hidden = predict(model, None, PROMPTS, tokens, lengths)
+        expected = (model.lm_head(hidden) / 0.7).log_softmax(-1)
+    tokens_there = tokens[..., : hidden.shape[2], None]
+    expected = expected.gather(-1, tokens_there)[..., 0]
+    inside = torch.arange(6) < lengths[..., None]
+    assert (lengths < 6).any() and (logprobs[~inside] == 0).all()
+    expected = F.pad(expected, (0, 6 - hidden.shape[2]))
+    torch.testing.assert_close(logprobs[inside], expected[inside], rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
         cumulative = (model.lm_head(hidden).double() / 0.7).softmax(-1).cumsum(-1)
     for index in torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(hidden.shape[2])).tolist():
         if index[2] < lengths[index[0], index[1]]:
@@ -645,6 +653,16 @@ def test_nan_rewards_are_counted_and_ignored(files, tmp_path):
 
 BAD = {
     "surrogate": (["--communicator", "surrogate"], ["--communicator surrogate", "is for control"]),
+    "no moments": (["--adam-beta2", "1"], ["--adam-beta2 1.0", "below 1"]),
+    "weights below 1 only": (["--importance-cap", "0.5"], ["--importance-cap 0.5", "at least 1"]),
+    "a value model of no adapter": (
+        ["--algorithm", "ppo", "--value-init", "adapter"],
+        ["--value-init adapter", "--adapter"],
+    ),
+    "a value model from nowhere": (
+        ["--algorithm", "ppo", "--value-init", "nowhere"],
+        ["--value-init nowhere", "folder"],
+    ),
     "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "rank-reward"]),
     "nothing to compare": (
         ["--communicator", "similarity", "--dataset", "agent_{i}", "--eval-prompts", "0"],
@@ -695,6 +713,12 @@ GOOD = {
     "a frozen A in any method": ["--lora-average", "frozen-a"],
     "averages of adapters": ["--aggregation", "weights", "--lora-average", "naive"],
     "a geometric mixture": ["--mixture", "geometric"],
+    "PPO with all that is its own": [
+        *("--algorithm", "ppo", "--value-learning-rate", "1e-3", "--value-clip-coef", "0", "--norm-reward", "off"),
+    ],
+    "normalised rewards of undivided groups": ["--norm-reward", "on", "--loss-type", "dr-grpo"],
+    "normalised rewards against the others": ["--norm-reward", "on", "--advantage-type", "rloo"],
+    "weights of at most 1": ["--importance-cap", "1"],
 }
 
 
@@ -708,7 +732,13 @@ def test_flags_that_have_an_effect_are_accepted_in_silence(case, capsys):
 UNUSED = {
     "--loss-type dapo": ["--algorithm", "ppo"],
     "--group-size 4": ["--algorithm", "ppo"],
+    "--loss-type gspo": ["--algorithm", "ppo"],
+    "--advantage-type rloo": ["--algorithm", "ppo"],
     "--vf-coef 0.5": ["--algorithm", "grpo"],
+    "--value-learning-rate 0.1": ["--algorithm", "grpo"],
+    "--value-clip-coef 0.0": ["--algorithm", "grpo"],
+    "--value-init adapter": ["--algorithm", "grpo"],
+    "--norm-reward on": ["--algorithm", "grpo"],
     "--value-lora-rank 8": ["--algorithm", "grpo"],
     "--min-response-tokens 18": ["--missing-eos-penalty", "0"],
     "--lora-average naive": ["--aggregation", "policy"],

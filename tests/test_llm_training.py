@@ -800,7 +800,7 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
     monkeypatch.setattr(prpo_llm, "remember", lambda *_: hidden)
     head = torch.randn(3, 5, generator=generator)
     model = SimpleNamespace(value_head=head.clone(), value_bias=torch.full((3, 1), 7.0))
-    args = prpo_llm.Args(algorithm="ppo", gamma=0.9, gae_lambda=0.8, norm_reward=norm_reward)
+    args = prpo_llm.Args(algorithm="ppo", gamma=0.9, gae_lambda=0.8, norm_reward=norm_reward, value_init="reward/model")
     statistics, seen = torch.zeros(3, 3, dtype=torch.float64), [[], [], []]
     for step in range(3):
         rewards = torch.tensor([0.0, 12.0, -300.0])[:, None, None] + torch.randn(3, 4, 1, generator=generator)
@@ -941,6 +941,25 @@ def test_a_gradient_that_is_not_finite_makes_no_step(files, tmp_path, monkeypatc
         assert second["value_step"] == first["value_step"] + 3
         assert not torch.equal(first["trained"][numel:], second["trained"][numel:])
     assert json.loads((run / "summary.json").read_text())["diverged"] == []
+
+
+def test_a_skipped_step_does_not_hide_the_others(files, tmp_path, monkeypatch):  # noqa: F811
+    """Where one of two minibatches is skipped, metrics are means over the other, and nobody has diverged."""
+    compute = prpo_llm.token_advantages
+
+    def infinite_for_one_prompt(*given):
+        found = compute(*given)
+        found["advantages"] = found["advantages"].clone()
+        found["advantages"][1, 0] = torch.inf
+        return found
+
+    monkeypatch.setattr(prpo_llm, "token_advantages", infinite_for_one_prompt)
+    prpo_llm.main(tiny(files, tmp_path, batch_size=4, minibatch_size=2, update_epochs=3, total_steps=2))
+    for healthy, other in rows_of(only_run(tmp_path)):
+        assert float(healthy["skipped_steps"]) == 0 and float(other["skipped_steps"]) == 3
+        for name in ("policy_loss", "grad_norm", "approx_kl"):
+            assert math.isfinite(float(other[name])), name
+    assert json.loads((only_run(tmp_path) / "summary.json").read_text())["diverged"] == []
 
 
 def ruin(agent):
