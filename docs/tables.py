@@ -69,7 +69,7 @@ def flags(script: str) -> str:
             [
                 f"`--{field.name.replace('_', '-')}`",
                 own.strip(),
-                texts[field.name].replace("|", "\\|").replace("<", "&lt;"),
+                " ".join(texts[field.name].split()).replace("|", "\\|").replace("<", "&lt;"),
             ]
         )
     return markdown(["flag", "default (or)", "meaning"], rows)
