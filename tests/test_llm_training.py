@@ -38,7 +38,8 @@ MATRIX = [[0.5, 0.35, 0.15], [0.0, 0.4, 0.6], [0.7, 0.1, 0.2]]  # transposed, or
 RULES = """
 def vowels(prompts, completions, references):
     scores = [sum((ord(letter) % 7) / 5 for letter in text.split()) for text in completions]
-    return [float("nan") if text[:1] in "qrst" and text else score for text, score in zip(completions, scores)]
+    first = [text.strip()[:1] for text in completions]  # behind the space that follows the prompt
+    return [float("nan") if letter and letter in "qrst" else score for letter, score in zip(first, scores)]
 """
 SETTINGS = {
     "precision": "float32",
