@@ -28,11 +28,13 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import typing
 import warnings
 import zipfile
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +50,11 @@ import tyro
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # it is not for Windows
+    fcntl = None
 
 MIXTURES = ("arithmetic", "geometric")
 KL_DIRECTIONS = ("forward", "reverse")
@@ -1279,6 +1286,77 @@ def write_atomically(path: Path, write: Callable) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def cache_folder(name: str, key: object, write: Callable[[Path], None]) -> Path | None:
+    """The cache's folder that `write(folder)` has filled for this key; None if it cannot be written.
+
+    key: what the content depends on, as JSON, for example versions of packages. The cache is in
+    $XDG_CACHE_HOME or ~/.cache. Processes that start together wait for the one that writes.
+    A folder whose files have changed since is written anew.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "prpo")
+        folder = cache / f"{name}_{digest[:16]}"
+        if _is_intact(folder):
+            return folder
+        cache.mkdir(parents=True, exist_ok=True)
+        with open(cache / f"{folder.name}.lock", "w") as lock:
+            if _wait_for(lock):
+                for abandoned in cache.glob(f"{folder.name}.*/"):  # by a process that was killed
+                    shutil.rmtree(abandoned, ignore_errors=True)
+            if not _is_intact(folder):  # another process may have written it in the meantime
+                _fill(folder, write)
+    except Exception as error:  # the caller works without the cache, or meets the same error there
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"the cache cannot be written, so starts are slow: {reason}", stacklevel=2)
+        return None
+    return folder
+
+
+def _wait_for(lock: typing.IO) -> bool:
+    """Wait until no other process has the lock; False where there are no locks, and several write."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:  # of a file system without locks
+        return False
+    return True
+
+
+def _fill(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder of the cache under another name, and put it in its place as a whole."""
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        write(temporary)
+        paths = [path for path in temporary.iterdir() if path.is_file()]
+        checksums = {path.name: _checksum(path) for path in paths}
+        (temporary / "checksums.json").write_text(json.dumps(checksums))
+        if not _is_intact(folder):  # otherwise a process without a lock was faster
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether a folder of the cache has all its files, unchanged."""
+    try:
+        checksums = json.loads((folder / "checksums.json").read_text())
+        return all(_checksum(folder / name) == checksum for name, checksum in checksums.items())
+    except (OSError, ValueError, AttributeError):  # a file is missing, or the list is broken
+        return False
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file: 0.2 s for a model of 540 MB."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def _or_one_line(method: Callable) -> Callable:

@@ -131,25 +131,36 @@ def test_docstrings_are_bodies_to_be_summarised_in_their_first_lines(tmp_path, m
 
 
 def test_ranks_of_a_machine_collect_docstrings_at_the_same_time(files, tokenizer, tmp_path, monkeypatch):
-    """The first runs of a torchrun find no cache; none stumbles over what the others write, and all read the same."""
+    """The first runs of a torchrun find no cache; one collects, and all read the same."""
     toolbox(tmp_path, monkeypatch)
     context = multiprocessing.get_context("fork")
-    barrier, pairs, queue = context.Barrier(3), docstrings.collect(("toolbox",)), context.Queue()
-    monkeypatch.setattr(docstrings, "collect", lambda topics: (barrier.wait(), pairs)[1])
-    replace = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda path, target: (barrier.wait(), replace(path, target)))
+    barrier = context.Barrier(3)
+    results = context.Queue()
+    pairs = docstrings.collect(("toolbox",))
+    log = tmp_path / "log"
+
+    def collect(topics):
+        with open(log, "a") as file:
+            file.write("collected\n")
+        return pairs
+
+    monkeypatch.setattr(docstrings, "collect", collect)
     monkeypatch.setattr(prpo_llm.runpy, "run_path", lambda path: {"cached": docstrings.cached})
     args = tiny(files, tmp_path, dataset="docstrings", max_prompt_tokens=1000)
 
     def load():
-        return prpo_llm.load_examples(args, tokenizer, "docstrings")
+        barrier.wait()
+        results.put(prpo_llm.load_examples(args, tokenizer, "docstrings"))
 
-    ranks = [context.Process(target=lambda: queue.put(load())) for _ in range(3)]
+    ranks = [context.Process(target=load) for _ in range(3)]
     for rank in ranks:
         rank.start()
-    found = [queue.get(timeout=60) for _ in ranks]
-    assert {row["completion"] for row in found[0]} == {pair["completion"][0]["content"] for pair in pairs}
-    assert found[0] == found[1] == found[2] == load() and len(found[0]) == 2
+    first, *others = [results.get(timeout=60) for _ in ranks]
+    assert len(first) == 2 and others == [first, first]
+    assert prpo_llm.load_examples(args, tokenizer, "docstrings") == first
+    completions = {pair["completion"][0]["content"] for pair in pairs}
+    assert {row["completion"] for row in first} == completions
+    assert log.read_text() == "collected\n"
 
 
 # --- what is read ---
