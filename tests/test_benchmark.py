@@ -687,8 +687,8 @@ def test_speed_is_measured_with_communication_rounds(env_id):
     """Before the first round nobody is heard: agents that communicate have several in a run."""
     args = throughput.Args(env_id=env_id)
     commands = {**throughput.contenders(args), **throughput.scaling_contenders(args)}.values()
-    script = importlib.import_module(throughput.script(env_id).removesuffix(".py"))
-    runs = [tyro.cli(script.Args, args=argv) for name, *argv in commands if name == throughput.script(env_id)]
+    script = importlib.import_module(throughput.choose_script(env_id).removesuffix(".py"))
+    runs = [tyro.cli(script.Args, args=argv) for name, *argv in commands if name == throughput.choose_script(env_id)]
     talking = [run for run in runs if run.communicator != "identity" and run.num_agents > 1]
     assert len(talking) > 8
     for run in talking:
