@@ -340,6 +340,8 @@ def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name,
                     assert numel == 2 * public
                 else:
                     assert dtype in ("float64", "int64") and numel <= 4 * 32 < 4 * script.tiny["num_steps"]
+        reports = [tensors for _, tensors in calls if ["float64", 2] in tensors]  # a number of each agent held
+        assert bool(reports) == (name != "identity")
         moved = Counter(tensors[0][1] >= parameters for _, tensors in calls if tensors)
         assert moved[True] == 1 + (0 if name == "identity" else 2)
         assert moved[False] >= 6  # the metrics of every iteration, so the watch is awake
