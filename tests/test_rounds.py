@@ -35,14 +35,15 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.hidden = torch.nn.Linear(4, width)
         self.head = torch.nn.Linear(width, 3)
+        self.critic = torch.nn.Linear(width, 1)
 
     def predict(self, states):
         """Logits and values."""
         if Policy.evaluated is not None:
             Policy.evaluated.append(self)
         with torch.no_grad():
-            logits = self.head(self.hidden(states).tanh())
-        return logits, logits.sum(-1)
+            hidden = self.hidden(states).tanh()
+            return self.head(hidden), self.critic(hidden).squeeze(-1)
 
 
 class Place(Exchange):
@@ -227,7 +228,7 @@ def test_candidates_are_those_to_whom_an_agent_may_listen():
     peers.exchange_snapshots(policies(n, seed=1), participating, communicators.ring(n), 1)
     assert [sorted(peers.candidates(i)) for i in range(n)] == [[1, 5], [0], [], [4], [3, 5], [0, 4]]
     # 0-1, 3-4, 4-5, 5-0: four pairs, each of which sends both ways
-    assert exchange.bytes_sent == 8 * communicators.flatten([Policy()], 27).numel() * 4
+    assert exchange.bytes_sent == 8 * communicators.flatten([Policy()], 31).numel() * 4
 
 
 def test_isolated_agents_send_log_probabilities_for_the_log_and_nothing_else(monkeypatch):
@@ -265,9 +266,10 @@ def test_what_is_finite_but_no_policy_is_dropped(spoiled, capsys):
     if spoiled == "nan":
         networks[2].head.bias.data[1] = math.nan
     elif spoiled == "huge weight":
+        networks[2].hidden.bias.data.fill_(10.0)  # its units are all 1, so that their weighted sum overflows
         networks[2].head.weight.data.fill_(3e38)
     else:
-        networks[2].head.bias.data.fill_(1e25)  # the same for each action: a uniform policy, and a huge sum
+        networks[2].critic.bias.data.fill_(1e25)
     receives = torch.ones(n, n, dtype=torch.bool)
     peers.exchange_snapshots(networks, torch.ones(n, dtype=torch.bool), receives, 1)
     assert peers.usable.tolist() == [True, True, False, True] and set(peers.received) == {0, 1, 3}
@@ -281,7 +283,7 @@ def test_what_is_finite_but_no_policy_is_dropped(spoiled, capsys):
 
 def test_who_takes_an_invalid_agents_place_is_counted():
     """With top-k the next peer is chosen: its parameters are sent too."""
-    n, size = 5, communicators.flatten([Policy()], 27).numel()
+    n, size = 5, communicators.flatten([Policy()], 31).numel()
     for invalid in ((), (1,)):
         peers = play(alone(n), "full", rounds=1, invalid=invalid)
         peers.exchange.bytes_sent = 0

@@ -183,6 +183,7 @@ NEXT_ONE = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]])  # 
 RING = communicators.sparsify(torch.ones(4, 4), communicators.ring(4))
 # Nobody makes these two: `make_communicator` is replaced. Transposed, or with another diagonal, they would be others
 OF_THREE = torch.tensor([[0.6, 0.3, 0.1], [0.0, 0.5, 0.5], [0.2, 0.1, 0.7]])
+NO_SELF_WEIGHT = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.0, 0.5], [0.2, 0.1, 0.7]])
 OF_TWO = torch.tensor([[0.7, 0.3], [0.1, 0.9]])
 SNAPSHOTS = {"mixture": "geometric", "kl_direction": "reverse", "self_reference": "snapshot", "local_updates": 2}
 APART = {"learning_rate": 3e-3}  # then policies differ so much that it matters how they are mixed
@@ -209,7 +210,12 @@ PLAIN = {
         PREFERRED,
     ),
     "any matrix": (MINIGRID, THREE | {"local_updates": 2}, OF_THREE),
-    "two of three take part": (MINIGRID, THREE | APART | {"participation": 0.67, "iterations": 6}, OF_THREE),
+    "two of three take part": ([PRPO_MINIGRID], THREE | APART | {"participation": 0.67, "iterations": 6}, OF_THREE),
+    "two of three take part, one counts for nothing": (
+        [FEDAVG_MINIGRID],
+        THREE | APART | {"participation": 0.67, "iterations": 6},
+        NO_SELF_WEIGHT,
+    ),
     "networks of three sizes": ([PRPO_MINIGRID], THREE | APART | {"hidden_sizes": (32, 64, 16)}, OF_THREE),
     "any matrix, two agents": (ATARI, {"num_agents": 2, "local_updates": 1, "num_steps": 64}, OF_TWO),
     "any matrix, snapshots": ([PRPO_MINIGRID], THREE | SNAPSHOTS | APART, OF_THREE),
