@@ -1963,7 +1963,7 @@ def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str,
         generated = generate(model, ids, none, tokenizer.ends, temperature=0.0, is_stopped=is_stopped)
         tokens, lengths, logprobs = (tensor[:, 0] for tensor in generated)
         texts, ends, columns = judge(args, functions, tokenizer, chosen, tokens, lengths)
-        hide_diverged(columns, logprobs)
+        hide_diverged(columns, logprobs, model)
         sampled = {}
         if args.eval_samples:
             agents = [i for i in held for _ in range(len(chosen) // len(held))]
@@ -2002,11 +2002,29 @@ def evaluate(args: Args, run: Run, model, tokenizer, functions, tests: dict[str,
             wandb.log({"completions": wandb.Table([*written[0]], [[*row.values()] for row in written])})
 
 
-def hide_diverged(columns: dict[str, np.ndarray], logprobs: Tensor) -> None:
-    """Make scores NaN, in place, where a log-probability is not finite: NaN's likeliest token is the first."""
-    diverged = ~logprobs.isfinite().all(-1).cpu().numpy()
+def find_diverged(model) -> Tensor:
+    """The agents held whose policy has a parameter that is not finite, bool [agents held].
+
+    Outputs do not show it: some attention kernels turn NaN into numbers.
+    """
+    diverged = []
+    for layer in model.modules():
+        if isinstance(layer, Adapters):
+            diverged.append(~layer.A["policy"].isfinite().flatten(1).all(1))
+            diverged.append(~layer.B["policy"].isfinite().flatten(1).all(1))
+    return torch.stack(diverged).any(0)
+
+
+def hide_diverged(columns: dict[str, np.ndarray], logprobs: Tensor, model) -> None:
+    """Make the scores of diverged agents NaN, in place: the likeliest token of NaN is the first.
+
+    logprobs: [completions, tokens], of each agent held an equal number of completions.
+    """
+    agents = find_diverged(model)
+    diverged = agents.repeat_interleave(len(logprobs) // len(agents))
+    diverged |= ~logprobs.isfinite().all(-1)
     for scores in columns.values():
-        scores[diverged] = math.nan
+        scores[diverged.cpu().numpy()] = math.nan
 
 
 def sample_evaluation(
@@ -2035,7 +2053,7 @@ def sample_evaluation(
     repeated = [example for example in chosen for _ in range(args.eval_samples)]
     rows, sizes = tokens.flatten(0, 1), lengths.flatten()
     _, ends, columns = judge(args, functions, tokenizer, repeated, rows, sizes)
-    hide_diverged(columns, logprobs.flatten(0, 1))
+    hide_diverged(columns, logprobs.flatten(0, 1), model)
     shape = len(chosen), args.eval_samples
     rewards = columns["reward"].reshape(shape)
     return {
@@ -2185,7 +2203,8 @@ def main(args: Args) -> dict:
         texts, ends, judged = judge(args, functions, tokenizer, chosen, rows, lengths.flatten())
         batch["ends"] = torch.tensor(ends, device=device).view_as(lengths)
         batch["rewards"] = torch.tensor(judged.pop("reward"), dtype=torch.float32, device=device).view_as(lengths)
-        batch["rewards"][~batch["sampled"].isfinite().all(-1)] = torch.nan  # a diverged agent's tokens mean nothing
+        batch["rewards"][find_diverged(model)] = torch.nan  # a diverged agent's tokens mean nothing
+        batch["rewards"][~batch["sampled"].isfinite().all(-1)] = torch.nan
         batch["mask"] &= batch["ends"][..., None] | (not args.mask_truncated_completions)
         run.tick("reward")
 
