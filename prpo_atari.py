@@ -897,8 +897,7 @@ def main(args: Args) -> dict:
 
 
 if __name__ == "__main__":
-    may_change = ("capture_video", "eval_episodes", "total_timesteps")
-    args = communicators.parse_args(Args, check_args, may_change=may_change)
+    args = communicators.parse_args(Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps"))
     if args.eval_only:
         evaluate_run(args)
     else:

@@ -552,7 +552,7 @@ def test_checkpoints_hold_an_agents_own_slice_only(files, tmp_path):
 def test_completions_stand_in_tensorboard_as_they_are(files, tmp_path, monkeypatch):
     """What a model says may look like a table, a heading, emphasis or HTML: TensorBoard shows the characters."""
     said = "| a | b |\n# heading *bold* _too_ `code` <script>alert(1)</script> &amp; [link](http://x) ~~~ é \\| 1. 日本"
-    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda self, ids, **options: said)
+    monkeypatch.setattr(prpo_llm, "decode", lambda args, tokenizer, example, ids: said)
     folder, _ = train(files, tmp_path, total_steps=1)
     events = EventAccumulator(str(folder)).Reload()
     (text,) = (event for event in events.Tensors("completions/text_summary") if event.step == 0)

@@ -352,7 +352,12 @@ def test_rollouts_in_parts_are_the_whole(tmp_path, monkeypatch):
     """--rollout-batch-size limits the prompts of an agent that are completed at once, not what is said."""
     folder, seen, generate = save(tmp_path, config_of("Llama", {})), [], prpo_llm.generate
     examples = [[{"ids": ids} for ids in own] for own in (PROMPTS[:3], PROMPTS[1:])]
-    monkeypatch.setattr(prpo_llm, "generate", lambda model, ids, *rest: seen.append(ids) or generate(model, ids, *rest))
+
+    def watch(model, ids, *rest, **options):
+        seen.append(ids)
+        return generate(model, ids, *rest, **options)
+
+    monkeypatch.setattr(prpo_llm, "generate", watch)
     found = {}
     for size in (0, 1, 2):
         args = settings(folder, rollout_batch_size=size, batch_size=3)
@@ -418,7 +423,8 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
     drawn = torch.randint(1, 512, (1, 4, 4, 24), generator=torch.Generator().manual_seed(0))
     batch = {"prompts": [[7] * args.prompt_tokens] * 4, "tokens": drawn, "lengths": torch.full((1, 4, 4), 24)}
     batch |= {"mask": torch.ones(1, 4, 4, 24, dtype=torch.bool), "rewards": torch.rand(1, 4, 4)}
-    batch |= prpo_llm.token_advantages(run, model, batch)
+    statistics = torch.zeros(1, 3, dtype=torch.float64)
+    batch |= prpo_llm.token_advantages(run, model, batch, statistics)
     references, weights = prpo_llm.refer(run, model, range(1), torch.full((3, 3), 1 / 3), batch)
     optimizer = torch.optim.AdamW([*trained], 1e-3)
     optimizer.step()

@@ -282,6 +282,7 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
         return generated
 
     monkeypatch.setattr(prpo_llm, "generate", watch)
+    monkeypatch.setattr(prpo_llm, "evaluation_batch_size", lambda args: 3)  # all prompts of a task at once
     changes = {"eval_prompts": 3, "eval_samples": 4, "eval_top_p": 0.8, "temperature": 0.6, "total_steps": 1}
     changes["topics"] = ("x", "y")
     folder, _ = train(files, tmp_path, **changes, learning_rate=1e-12, missing_eos_penalty=0.25)

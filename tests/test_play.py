@@ -200,7 +200,9 @@ def test_a_game_of_ones_own_trains_and_plays(script, my_tasks, tmp_path):
     assert len(list(folder.glob("videos/*.mp4"))) == 2
     rows = [row for row in rows_of(folder) if row["agent"] == "0"]
     assert [row["env_id"] for row in rows] == ["Frames-v0"] * 2
-    assert all(float(row["episodic_length"]) == 9 and 0 < float(row["episodic_return"]) < 63 for row in rows)
+    outcomes = [(float(row["episodic_length"]), float(row["episodic_return"])) for row in rows]
+    # One of the nine steps only follows a lost life: it is not the agent's
+    assert all(length == 8 and 0 < score < 63 for length, score in outcomes), outcomes
     for row in summary["evaluation"]["agents"]:
         assert row["Frames-v0"]["mean"] % 7 == 0 <= row["Frames-v0"]["greedy_return"] <= 63
     play = ["--eval-only", str(folder), "--env-id", "my_other_tasks:Frames-v0", "--eval-episodes", "2"]
