@@ -344,7 +344,7 @@ def non_expansion(communicator: Tensor) -> float:
     return communicator.abs().sum(1).max().item()
 
 
-def summarise(communicator: Tensor, distances: Tensor) -> dict[str, float]:
+def summarize_communicator(communicator: Tensor, distances: Tensor) -> dict[str, float]:
     """What TensorBoard shows of C and of the distances [agents, agents] of many agents; NaN where nothing is known."""
     n = len(communicator)
     peers = communicator * ~torch.eye(n, dtype=torch.bool)
@@ -1116,7 +1116,7 @@ def print_returns(args: RunArgs, results: list[dict[str, np.ndarray]]) -> None:
     for i, tasks in enumerate(results):
         cells = []
         for name, returns in tasks.items():
-            value, half = summarize(returns)
+            value, half = mean_and_half_interval(returns)
             cells.append(f"  {f'{value:.3f} ± {half:.3f}':>{max(17, len(name))}}")
         print(f"{i:>5}" + "".join(cells))
 
@@ -1168,7 +1168,7 @@ def mean(values) -> float:
     return float(np.mean(values)) if len(values) else math.nan
 
 
-def summarize(values) -> tuple[float, float]:
+def mean_and_half_interval(values) -> tuple[float, float]:
     """The mean of an evaluation's samples, and half its 95 % interval by Student's t; NaN is left out."""
     known = np.asarray(values, dtype=float)
     known = known[~np.isnan(known)]
@@ -1659,7 +1659,7 @@ class Run:
                 scalars |= {f"communicator/c_{i}_{j}": communicator[i, j].item() for j in range(n)}
                 scalars |= {f"distances/agent_{i}_agent_{j}": distances[i, j].item() for j in range(i + 1, n)}
         elif changed:
-            scalars |= summarise(communicator, distances)
+            scalars |= summarize_communicator(communicator, distances)
         for key, column in self.latest.items():
             scalars |= {f"{key}/agent_{i}": value for i, value in enumerate(column)}
             scalars[key] = mean([value for value in column if value == value])
@@ -1701,7 +1701,7 @@ class Run:
             local.append([])
             for columns in tasks.values():
                 others = (np.mean(values) for name, values in columns.items() if name != self.measure)
-                local[-1] += [*summarize(columns[self.measure]), *others]
+                local[-1] += [*mean_and_half_interval(columns[self.measure]), *others]
         own = results[0]
         width = 1 + len(next(iter(own.values())))
         gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64)).unflatten(1, (len(own), width))
