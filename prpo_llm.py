@@ -50,7 +50,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import communicators
-from communicators import Count, Exchange, Fraction, Natural, NonNegative, Positive, Run, RunArgs, derive_seed
+from communicators import (
+    Count,
+    Exchange,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    Run,
+    RunArgs,
+    derive_seed,
+)
 
 
 @dataclass

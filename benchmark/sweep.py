@@ -47,7 +47,7 @@ PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with a
 --results  the chosen settings on five fresh seeds (also the default)
 
 --exp-name tells the method and what is searched over. An estimate of the time goes to stderr.
-"""  # noqa: E501
+"""
 CONTROL = ("minigrid", "atari")
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd")
 LANGUAGE = ("llm", "table1")

@@ -72,7 +72,9 @@ def crashing():
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def die():
-        time.sleep(1)  # TensorBoard writes in a thread of its own, and orders its files by the second
+        time.sleep(
+            1
+        )  # TensorBoard writes in a thread of its own, and orders its files by the second
         raise Crash
 
     def run_and_crash(moment, agent, iteration, run):

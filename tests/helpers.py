@@ -96,7 +96,9 @@ class Variant:
                 envs.send(number, actions[part])
             *signals, episodes = zip(*map(envs.receive, range(len(envs.parts))), strict=True)
             return *map(np.concatenate, signals), sum(episodes, [])
-        *signals, games = zip(*(envs.step(part, actions[:, part]) for part in envs.parts), strict=True)
+        *signals, games = zip(
+            *(envs.step(part, actions[:, part]) for part in envs.parts), strict=True
+        )
         return *(np.concatenate(signal, axis=1) for signal in signals), sum(games, [])
 
     def new_agent(self, **options):
@@ -144,7 +146,9 @@ def tiny(script, run_dir, **changes):
 def flags(script, run_dir, **changes):
     """The same arguments as a command line."""
     settings = tiny_settings(script, run_dir, changes).items()
-    return [part for name, value in settings for part in (f"--{name.replace('_', '-')}", str(value))]
+    return [
+        part for name, value in settings for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 def environment(**changes):
@@ -154,7 +158,10 @@ def environment(**changes):
 
 def call(*command, cwd, timeout=240, **env):
     """Run a Python command in a child process. Returns what became of it, with its output as text."""
-    command, pipes = [sys.executable, *map(str, command)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command, pipes = (
+        [sys.executable, *map(str, command)],
+        {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+    )
     with subprocess.Popen(command, cwd=cwd, env=environment(**env), text=True, **pipes) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
@@ -194,7 +201,10 @@ def only_run(run_dir):
 def rows_of(folder):
     """metrics.csv as a list of dicts of strings, without the column that depends on the clock."""
     with open(folder / "metrics.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if k != "agent_steps_per_second"} for row in csv.DictReader(file)]
+        return [
+            {k: v for k, v in row.items() if k != "agent_steps_per_second"}
+            for row in csv.DictReader(file)
+        ]
 
 
 def evaluations_of(folder):
@@ -205,8 +215,13 @@ def evaluations_of(folder):
 
 def weights_of(folder):
     """agent number -> its parameters as one vector."""
-    files = {int(re.search(r"\d+", path.name)[0]): path for path in folder.glob("agent_*.safetensors")}
-    return {i: torch.cat([t.flatten() for t in load_file(path).values()]) for i, path in sorted(files.items())}
+    files = {
+        int(re.search(r"\d+", path.name)[0]): path for path in folder.glob("agent_*.safetensors")
+    }
+    return {
+        i: torch.cat([t.flatten() for t in load_file(path).values()])
+        for i, path in sorted(files.items())
+    }
 
 
 def scalars_of(folder):
@@ -225,7 +240,9 @@ def assert_weights(found, expected, args):
     iterations = args.total_timesteps // (args.num_envs * args.num_steps)
     most = args.learning_rate * iterations * args.update_epochs * args.num_minibatches
     difference = (found - expected).double()
-    assert difference.abs().max() <= 1e-2 * most and difference.square().mean().sqrt() <= 3e-5 * most
+    assert (
+        difference.abs().max() <= 1e-2 * most and difference.square().mean().sqrt() <= 3e-5 * most
+    )
 
 
 WORDS = {"env_id", "exp_name"}  # columns of metrics.csv that are no numbers
@@ -233,12 +250,20 @@ WORDS = {"env_id", "exp_name"}  # columns of metrics.csv that are no numbers
 
 def assert_same_rows(rows, expected_rows, tolerance=1e-5, apart=()):
     """Equal rows of metrics.csv, up to rounding and but for the columns `apart`."""
-    assert [(row["iteration"], row["agent"]) for row in rows] == [(r["iteration"], r["agent"]) for r in expected_rows]
+    assert [(row["iteration"], row["agent"]) for row in rows] == [
+        (r["iteration"], r["agent"]) for r in expected_rows
+    ]
     for row, expected_row in zip(rows, expected_rows, strict=True):
-        assert row.keys() == expected_row.keys() and all(row[word] == expected_row[word] for word in WORDS)
+        assert row.keys() == expected_row.keys() and all(
+            row[word] == expected_row[word] for word in WORDS
+        )
         for column in row.keys() - WORDS - set(apart):
             value, wanted = float(row[column]), float(expected_row[column])
-            assert value == pytest.approx(wanted, rel=tolerance, abs=tolerance, nan_ok=True), (column, row, wanted)
+            assert value == pytest.approx(wanted, rel=tolerance, abs=tolerance, nan_ok=True), (
+                column,
+                row,
+                wanted,
+            )
 
 
 def assert_same_run(folder, other, exactly=False):
@@ -250,6 +275,10 @@ def assert_same_run(folder, other, exactly=False):
         assert all(torch.equal(weights[i], expected[i]) for i in weights)
         assert rows == expected_rows
     for i in weights:
-        assert_weights(weights[i], expected[i], SimpleNamespace(**json.loads((folder / "config.json").read_text())))
+        assert_weights(
+            weights[i],
+            expected[i],
+            SimpleNamespace(**json.loads((folder / "config.json").read_text())),
+        )
     # Of the values' errors, whose variance may be tiny, explained variance is the relative size
     assert_same_rows(rows, expected_rows, 1e-4, apart=() if exactly else {"explained_variance"})

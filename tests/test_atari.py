@@ -35,8 +35,12 @@ GAME = "BreakoutNoFrameskip-v4"
 
 def frames_of(obs):
     """Blocks [21, 21, 64] -> the last four frames [4, 84, 84], written out."""
-    blocks = np.asarray(obs).reshape(21, 21, 4, 4, 4)  # row, column, frame, row in the block, column in the block
-    return np.stack([np.block([[blocks[y, x, k] for x in range(21)] for y in range(21)]) for k in range(4)])
+    blocks = np.asarray(obs).reshape(
+        21, 21, 4, 4, 4
+    )  # row, column, frame, row in the block, column in the block
+    return np.stack(
+        [np.block([[blocks[y, x, k] for x in range(21)] for y in range(21)]) for k in range(4)]
+    )
 
 
 def shrink(frame):
@@ -74,7 +78,9 @@ class Spy:
 
 def reference_game(env_id, obs_type="grayscale"):
     """A game in gymnasium: (inside stable-baselines3's wrappers but for the frame's size, the one that starts it)."""
-    env = start = wrappers.NoopResetEnv(gym.wrappers.RecordEpisodeStatistics(gym.make(env_id, obs_type=obs_type)))
+    env = start = wrappers.NoopResetEnv(
+        gym.wrappers.RecordEpisodeStatistics(gym.make(env_id, obs_type=obs_type))
+    )
     env = wrappers.EpisodicLifeEnv(wrappers.MaxAndSkipEnv(env, 4))
     if "FIRE" in env.unwrapped.get_action_meanings():
         env = wrappers.FireResetEnv(env)
@@ -129,11 +135,21 @@ def test_games_equal_the_usual_wrappers_step_by_step(env_id, number, lives, most
                 previous = frames_of(obs[0])
                 rewards, terminations, truncations, valid, ended = step(games, action)
                 frame, reward, terminated, truncated, info = env.step(action[0])
-                assert valid[0] and (rewards[0], terminations[0], truncations[0]) == (reward, terminated, truncated)
+                assert valid[0] and (rewards[0], terminations[0], truncations[0]) == (
+                    reward,
+                    terminated,
+                    truncated,
+                )
                 frames = frames_of(obs[0])
                 assert np.array_equal(frames[:3], previous[1:])
-                assert ended or np.array_equal(frames[3], shrink(frame))  # a game's last frame is not used
-                total, highest, over = total + pool.scores[0], max(highest, pool.scores[0]), terminated or truncated
+                assert ended or np.array_equal(
+                    frames[3], shrink(frame)
+                )  # a game's last frame is not used
+                total, highest, over = (
+                    total + pool.scores[0],
+                    max(highest, pool.scores[0]),
+                    terminated or truncated,
+                )
                 length += 1
             highest = max(highest, -total)
             seen["lives"] += not ended
@@ -153,7 +169,9 @@ def test_frames_are_close_to_those_of_stable_baselines3():
     env_id = "BeamRiderNoFrameskip-v4"
     games = games_of(env_id, [5])
     env, start = reference_game(env_id, obs_type="rgb")
-    start.override_num_noops = int(games.pools[0][1].reset(seed=np.array([5]))[1]["frame_number"][0])
+    start.override_num_noops = int(
+        games.pools[0][1].reset(seed=np.array([5]))[1]["frame_number"][0]
+    )
     env.reset()
     while games.countdown[0, 0]:
         step(games, [0])
@@ -174,7 +192,12 @@ def made_up(monkeypatch, fire, lives, ends, truncated=False):
     class Game:
         def __init__(self, *game, **options):
             self.ale = SimpleNamespace(
-                get_action_set=lambda: [actions.NOOP, *[actions.FIRE] * fire, actions.RIGHT, actions.LEFT]
+                get_action_set=lambda: [
+                    actions.NOOP,
+                    *[actions.FIRE] * fire,
+                    actions.RIGHT,
+                    actions.LEFT,
+                ]
             )
 
         def told(self, count):
@@ -187,7 +210,13 @@ def made_up(monkeypatch, fire, lives, ends, truncated=False):
             pressed.append(int(chosen[0]))
             obs, info = self.told(lives[len(pressed) - 1])
             end = len(pressed) - 1 in ends
-            return obs, np.array([-7.0]), np.array([end and not truncated]), np.array([end and truncated]), info
+            return (
+                obs,
+                np.array([-7.0]),
+                np.array([end and not truncated]),
+                np.array([end and truncated]),
+                info,
+            )
 
     PRPO_ATARI.patch(monkeypatch, "AtariVectorEnv", Game)
     games = games_of(GAME, [1])
@@ -200,7 +229,28 @@ def test_forced_steps_follow_lives_and_games(fire, monkeypatch):
 
     As in Qbert, the game may linger at no lives before it ends; as in BeamRider, lives can be won.
     """
-    lives = [3, 3, 3, 3, 2, 2, 2, 2, 2, 3, 1, 1, 1, 1, 0, 0, 3, 3, 3, 3]  # the game ends at the second 0
+    lives = [
+        3,
+        3,
+        3,
+        3,
+        2,
+        2,
+        2,
+        2,
+        2,
+        3,
+        1,
+        1,
+        1,
+        1,
+        0,
+        0,
+        3,
+        3,
+        3,
+        3,
+    ]  # the game ends at the second 0
     pressed, results = made_up(monkeypatch, fire, lives, [15])
     rewards, terminations, truncations, valid, ended = zip(*results, strict=True)
     assert np.flatnonzero(terminations).tolist() == [4, 10, 15]
@@ -210,18 +260,33 @@ def test_forced_steps_follow_lives_and_games(fire, monkeypatch):
         expected = [1, 2, 9, 9, 9, 0, 1, 2, 9, 9, 9, 0, 1, 2, 9, 9, "reset", 1, 2, 9]
     else:
         expected = [9, 9, 9, 9, 9, 0, 9, 9, 9, 9, 9, 0, 9, 9, 9, 9, "reset", 9, 9, 9]
-    assert [button for button, wanted in zip(pressed, expected, strict=True) if wanted != "reset"] == [
-        wanted for wanted in expected if wanted != "reset"
-    ]
+    assert [
+        button for button, wanted in zip(pressed, expected, strict=True) if wanted != "reset"
+    ] == [wanted for wanted in expected if wanted != "reset"]
     assert np.ravel(valid).tolist() == [wanted == 9 for wanted in expected]
 
 
 def test_a_new_game_has_lost_no_life(monkeypatch):
     """A game that the time limit ends with bonus lives is followed by one with fewer, which is no life lost in it."""
-    pressed, results = made_up(monkeypatch, True, [3, 3, 4, 5, 5, 3, 3, 3, 3, 2, 2], [4], truncated=True)
+    pressed, results = made_up(
+        monkeypatch, True, [3, 3, 4, 5, 5, 3, 3, 3, 3, 2, 2], [4], truncated=True
+    )
     _, terminations, truncations, valid, _ = zip(*results, strict=True)
-    assert np.flatnonzero(truncations).tolist() == [4] and np.flatnonzero(terminations).tolist() == [9]
-    assert pressed[:5] + pressed[6:] == [1, 2, 9, 9, 9, 1, 2, 9, 9, 0]  # FIRE at once, as after any start
+    assert np.flatnonzero(truncations).tolist() == [4] and np.flatnonzero(
+        terminations
+    ).tolist() == [9]
+    assert pressed[:5] + pressed[6:] == [
+        1,
+        2,
+        9,
+        9,
+        9,
+        1,
+        2,
+        9,
+        9,
+        0,
+    ]  # FIRE at once, as after any start
     assert np.flatnonzero(valid).tolist() == [2, 3, 4, 8, 9]
 
 
@@ -229,12 +294,19 @@ def test_a_time_limit_is_a_truncation(monkeypatch):
     """It ends the game, and is no termination, although lives are left; evaluation ends there too."""
     script, make = PRPO_ATARI, PRPO_ATARI.AtariVectorEnv
     limited = {"max_num_frames_per_episode": 200}
-    script.patch(monkeypatch, "AtariVectorEnv", lambda *game, **options: make(*game, **options | limited))
+    script.patch(
+        monkeypatch, "AtariVectorEnv", lambda *game, **options: make(*game, **options | limited)
+    )
     games, ends = games_of(GAME, [1, 2]), []
     for number in range(1, 121):
         _, terminations, truncations, valid, ended = step(games, [0, 0])
         if truncations[0]:
-            assert ended[0][:2] == (0, 0) and valid[0] and not terminations[0] and games.lives[0, 0] > 0
+            assert (
+                ended[0][:2] == (0, 0)
+                and valid[0]
+                and not terminations[0]
+                and games.lives[0, 0] > 0
+            )
             ends.append(number)
             assert not step(games, [0, 0])[3][0]
     assert len(ends) == 2 and 40 <= ends[0] <= 50  # of four frames each, some of which were no-ops
@@ -259,9 +331,17 @@ def test_reported_games_are_whole_and_unclipped(script, tmp_path, monkeypatch):
         told.append((terminations.ravel(), pool.scores.copy(), pool.over.copy(), valid.ravel()))
         return rewards, terminations, truncations, valid, ended
 
-    script.patch(monkeypatch, "make_games", lambda *game, **options: Ten(make(*game, **options), {}))
+    script.patch(
+        monkeypatch, "make_games", lambda *game, **options: Ten(make(*game, **options), {})
+    )
     monkeypatch.setattr(script.Envs, "step", tell)
-    changes = {"num_agents": 2, "num_steps": 220, "save_every": 9, "iterations": 2, "eval_episodes": 0}
+    changes = {
+        "num_agents": 2,
+        "num_steps": 220,
+        "save_every": 9,
+        "iterations": 2,
+        "eval_episodes": 0,
+    }
     script.main(tiny(script, tmp_path, communicator="identity", **changes))
     steps, lives = iter(told), 0
     totals, lengths = np.zeros(4), np.zeros(4)
@@ -270,15 +350,25 @@ def test_reported_games_are_whole_and_unclipped(script, tmp_path, monkeypatch):
         games = [[], []]
         for _ in range(220):
             terminations, scores, finished, valid = next(steps)
-            totals, lengths, lives = totals + scores, lengths + valid, lives + (terminations & ~finished).sum()
+            totals, lengths, lives = (
+                totals + scores,
+                lengths + valid,
+                lives + (terminations & ~finished).sum(),
+            )
             for k in np.flatnonzero(finished):
                 games[k // 2].append((totals[k], lengths[k]))
                 totals[k] = lengths[k] = 0.0
         for i, own in enumerate(games):
             row = rows[2 * iteration + i]
-            assert (row["iteration"], row["agent"], float(row["episodes"])) == (str(iteration + 1), str(i), len(own))
+            assert (row["iteration"], row["agent"], float(row["episodes"])) == (
+                str(iteration + 1),
+                str(i),
+                len(own),
+            )
             logged = float(row["episodic_return"]), float(row["episodic_length"])
-            assert logged == pytest.approx(tuple(np.mean(own or [(np.nan, np.nan)], axis=0)), rel=1e-4, nan_ok=True)
+            assert logged == pytest.approx(
+                tuple(np.mean(own or [(np.nan, np.nan)], axis=0)), rel=1e-4, nan_ok=True
+            )
     assert lives > 10 and float(rows[-1]["episodes"]) + float(rows[0]["episodes"]) > 1
 
 
@@ -301,7 +391,9 @@ def test_sticky_actions():
     plain = history(games_of(GAME, [3, 4]))
     assert same(plain, history(games_of(GAME, [3, 4])))
     sticky = history(games_of(GAME, [3, 4], sticky_actions=True))
-    assert not same(sticky, plain) and same(sticky, history(games_of(GAME, [3, 4], sticky_actions=True)))
+    assert not same(sticky, plain) and same(
+        sticky, history(games_of(GAME, [3, 4], sticky_actions=True))
+    )
     assert not same(sticky, history(games_of(GAME, [13, 14], sticky_actions=True)))
 
 
@@ -314,7 +406,9 @@ def test_environments_are_played_in_two_parts_at_most(monkeypatch):
     """The same games in one part or two, of one title or of several; and never more parts, on however many cores."""
     script, found = PRPO_ATARI, []
     for env_ids in ((), (GAME, "PongNoFrameskip-v4", "PongNoFrameskip-v4")):
-        args = script.Args(env_id=GAME, env_ids=env_ids, full_action_space=True, num_envs=5, device="cpu")
+        args = script.Args(
+            env_id=GAME, env_ids=env_ids, full_action_space=True, num_envs=5, device="cpu"
+        )
         for cores in (1, 2, 64):
             monkeypatch.setattr(torch, "get_num_threads", lambda cores=cores: cores)
             envs = script.Envs(args, range(3), 0)
@@ -335,7 +429,9 @@ def test_environments_use_the_cores_that_are_this_process_s(monkeypatch):
         return make(*game, num_threads=1, **options)
 
     script.patch(monkeypatch, "AtariVectorEnv", record)
-    monkeypatch.setattr(script.of_family.os, "sched_getaffinity", lambda process: range(12), raising=False)
+    monkeypatch.setattr(
+        script.of_family.os, "sched_getaffinity", lambda process: range(12), raising=False
+    )
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     for processes, threads in ((None, 12), ("3", 4), ("12", 1), ("16", 1)):
         if processes:
@@ -344,7 +440,9 @@ def test_environments_use_the_cores_that_are_this_process_s(monkeypatch):
         assert made.pop() == threads and not made
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    script.Envs(tiny(script, ""), range(1), 0).close()  # in two parts, which are stepped at the same time
+    script.Envs(
+        tiny(script, ""), range(1), 0
+    ).close()  # in two parts, which are stepped at the same time
     assert made == [3, 3]
 
 
@@ -368,7 +466,9 @@ def test_network_in_blocks_equals_the_plain_nature_network(precision):
         nn.Flatten(),
         nn.Linear(64 * 7 * 7, 512), nn.ReLU(),
     )  # fmt: skip
-    plain = nn.ModuleDict({"network": network, "actor": nn.Linear(512, 4), "critic": nn.Linear(512, 1)})
+    plain = nn.ModuleDict(
+        {"network": network, "actor": nn.Linear(512, 4), "critic": nn.Linear(512, 1)}
+    )
     plain.load_state_dict(agent.state_dict())
     obs = torch.randint(0, 256, (5, 21, 21, 64), dtype=torch.uint8)
     frames = torch.from_numpy(np.stack([frames_of(own) for own in obs]))
@@ -386,7 +486,9 @@ def test_network_in_blocks_equals_the_plain_nature_network(precision):
     (plain["actor"](hidden).sum() + plain["critic"](hidden).sum()).backward()
     for name, parameter in plain.named_parameters():
         found = agent.get_parameter(name).grad
-        assert (found - parameter.grad).norm() <= (1e-4 if precision == "float32" else 0.1) * parameter.grad.norm()
+        assert (found - parameter.grad).norm() <= (
+            1e-4 if precision == "float32" else 0.1
+        ) * parameter.grad.norm()
 
 
 def changed(*layers, at=6):
@@ -395,9 +497,13 @@ def changed(*layers, at=6):
     class Changed(PRPO_ATARI.Agent):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
-            self.network = nn.Sequential(*self.network[:at], *copy.deepcopy(layers), *self.network[at:])
+            self.network = nn.Sequential(
+                *self.network[:at], *copy.deepcopy(layers), *self.network[at:]
+            )
             with torch.no_grad():
-                flat = self.network[: at + len(layers)](torch.zeros(1, 64, 21, 21)).flatten(1).shape[1]
+                flat = (
+                    self.network[: at + len(layers)](torch.zeros(1, 64, 21, 21)).flatten(1).shape[1]
+                )
             if at == 6:
                 self.network[-2] = nn.Linear(flat, 512)
 
@@ -425,16 +531,22 @@ def test_a_layer_added_to_the_network_acts_in_rollouts(Agent, precision):
     envs, actors = script.Envs(args, range(3), 0), script.make_actors(args, agents)
     generators = [torch.Generator().manual_seed(i) for i in range(3)]
     for _ in range(2):
-        rollout = script.rollout(args, envs, actors, generators, SimpleNamespace(tick=lambda phase: None))
+        rollout = script.rollout(
+            args, envs, actors, generators, SimpleNamespace(tick=lambda phase: None)
+        )
         storage, obs, behaviour, _ = rollout
         for k, agent in enumerate(agents):
             logits, values = agent.predict(obs[k])
             states, actions = storage["states"][k].flatten(), storage["actions"][k].flatten()
             logratio = logits.log_softmax(-1)[states, actions] - storage["logprobs"][k].flatten()
             assert logratio.abs().max() < (3e-3 if bfloat16 else 1e-5)
-            torch.testing.assert_close(behaviour[k], logits.log_softmax(-1), rtol=0, atol=3e-3 if bfloat16 else 1e-5)
+            torch.testing.assert_close(
+                behaviour[k], logits.log_softmax(-1), rtol=0, atol=3e-3 if bfloat16 else 1e-5
+            )
             found = storage["values"][k].flatten()
-            torch.testing.assert_close(found, values[states], rtol=0, atol=3e-3 if bfloat16 else 1e-5)
+            torch.testing.assert_close(
+                found, values[states], rtol=0, atol=3e-3 if bfloat16 else 1e-5
+            )
             assert logits.std() > 0.02 and values.abs().max() > 1e-3
             with torch.no_grad():  # what was learned acts in the next rollout
                 for parameter in agent.parameters():
@@ -480,24 +592,37 @@ def test_stacked_networks_equal_every_agents_own(number, envs):
         with torch.no_grad():
             logits, values = actors.forward(obs)
             expected = [agent(own) for agent, own in zip(agents, obs, strict=True)]
-        torch.testing.assert_close(logits, torch.stack([own for own, _ in expected]), rtol=0, atol=1e-5)
-        torch.testing.assert_close(values, torch.stack([own for _, own in expected]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            logits, torch.stack([own for own, _ in expected]), rtol=0, atol=1e-5
+        )
+        torch.testing.assert_close(
+            values, torch.stack([own for _, own in expected]), rtol=0, atol=1e-5
+        )
         for parameter in (parameter for agent in agents for parameter in agent.parameters()):
             parameter.data += 0.02 * torch.randn_like(parameter)
 
 
 @pytest.mark.parametrize(
     ("capabilities", "expected"),
-    [({"avx512_bf16": True}, "bfloat16"), ({"avx512_bf16": False, "avx2": True}, "float32"), ({}, "float32")],
+    [
+        ({"avx512_bf16": True}, "bfloat16"),
+        ({"avx512_bf16": False, "avx2": True}, "float32"),
+        ({}, "float32"),
+    ],
 )
-def test_precision_is_what_the_processor_computes_with(capabilities, expected, monkeypatch, tmp_path):
+def test_precision_is_what_the_processor_computes_with(
+    capabilities, expected, monkeypatch, tmp_path
+):
     """auto is settled with the other arguments: config.json and summary.json tell, and a resumed run keeps it."""
     script = PRPO_ATARI
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     assert script.parse_args(["--run-dir", str(tmp_path)]).precision == expected
     for precision in ("float32", "bfloat16"):
-        assert script.parse_args(["--precision", precision, "--run-dir", str(tmp_path)]).precision == precision
+        assert (
+            script.parse_args(["--precision", precision, "--run-dir", str(tmp_path)]).precision
+            == precision
+        )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: expected == "float32")
     other = {"float32": "bfloat16", "bfloat16": "float32"}[expected]
@@ -512,7 +637,11 @@ def test_compiled_networks_learn_the_same(script, tmp_path, monkeypatch):
     """--compile compiles the network, and changes rounding only."""
     found, compiled, compile_module = [], [], nn.Module.compile
     monkeypatch.setattr(PRPO_MINIGRID.Patches, "least", 8)  # both forms of observations occur
-    monkeypatch.setattr(nn.Module, "compile", lambda *own, **options: compiled.append(compile_module(*own, **options)))
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda *own, **options: compiled.append(compile_module(*own, **options)),
+    )
     for compile in (False, True):
         changes = {"num_agents": 1, "iterations": 3, "eval_episodes": 0, "compile": compile}
         script.main(tiny(script, tmp_path / str(compile), **changes))
@@ -545,7 +674,9 @@ def test_evaluation_plays_whole_games_and_films_the_first(env_id, actions, tmp_p
             own[3].append(len(films[-1][2]) if films else 0)
             own[4].append(self.pressed[0].copy())
             # so that every step shows in the total
-            return *results, [(k, game, total + len(own[1]), length) for k, game, total, length in ended]
+            return *results, [
+                (k, game, total + len(own[1]), length) for k, game, total, length in ended
+            ]
 
     class Video:
         def __init__(self, path, size, fps):
@@ -562,7 +693,10 @@ def test_evaluation_plays_whole_games_and_films_the_first(env_id, actions, tmp_p
     torch.manual_seed(0)
     args, agent = tiny(script, tmp_path, env_id=env_id), script.Agent(actions)
     scores = script.evaluate(args, agent, env_id, [3, 4], 5)
-    assert np.array_equal(scores, script.evaluate(args, agent, env_id, [3, 4], 5)) and scores.max() > 10
+    assert (
+        np.array_equal(scores, script.evaluate(args, agent, env_id, [3, 4], 5))
+        and scores.max() > 10
+    )
     (_, actions, *_), (_, again, *_) = made
     assert np.array_equal(actions, again)
     for k, seed in enumerate([3, 4]):  # each game alone, with what was pressed in it
@@ -574,7 +708,9 @@ def test_evaluation_plays_whole_games_and_films_the_first(env_id, actions, tmp_p
         games.close()
 
     alone = script.evaluate(args, agent, env_id, [3], 5)
-    assert script.evaluate(args, agent, env_id, [3], 5, str(tmp_path / "videos" / "agent_0")) == alone
+    assert (
+        script.evaluate(args, agent, env_id, [3], 5, str(tmp_path / "videos" / "agent_0")) == alone
+    )
     *_, (_, actions, *_), (_, again, seen, written, pressed) = made
     assert np.array_equal(actions, again)
     ((path, form, frames, closed),) = films
@@ -582,15 +718,26 @@ def test_evaluation_plays_whole_games_and_films_the_first(env_id, actions, tmp_p
     assert len(frames) == len(actions) + 1 and all(frame.shape == (210, 160, 3) for frame in frames)
     assert written == list(range(1, len(frames)))
     differences = [
-        np.abs(shrink(cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)).astype(int) - frames_of(obs[0])[-1]).mean()
+        np.abs(
+            shrink(cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)).astype(int) - frames_of(obs[0])[-1]
+        ).mean()
         for frame, obs in zip(frames, seen, strict=True)
     ]
-    shifted = [np.abs(a.astype(int) - b).mean() for a, b in zip(frames[:-8], frames[8:], strict=True)]
+    shifted = [
+        np.abs(a.astype(int) - b).mean() for a, b in zip(frames[:-8], frames[8:], strict=True)
+    ]
     assert max(differences) < 1 and np.mean(shifted) > (1 if env_id != GAME else 0)
     # Frame by frame what the very buttons lead to, also those that are pressed by themselves
-    camera = script.make_games(args, env_id, 1, grayscale=False, img_height=210, img_width=160, stack_num=1)
-    replayed = [camera.reset(seed=np.array([3]))[0], *(camera.step(buttons)[0] for buttons in pressed)]
-    assert np.array_equal(np.stack(frames), np.concatenate(replayed)[:, 0]) and not np.array_equal(pressed, actions)
+    camera = script.make_games(
+        args, env_id, 1, grayscale=False, img_height=210, img_width=160, stack_num=1
+    )
+    replayed = [
+        camera.reset(seed=np.array([3]))[0],
+        *(camera.step(buttons)[0] for buttons in pressed),
+    ]
+    assert np.array_equal(np.stack(frames), np.concatenate(replayed)[:, 0]) and not np.array_equal(
+        pressed, actions
+    )
 
 
 @pytest.mark.parametrize("scripts", [MINIGRID, ATARI], ids=["MiniGrid", "Atari"])
@@ -598,10 +745,16 @@ def test_public_states_are_public(scripts):
     """The same whenever, by whomever and in whatever run they are made: a function of the task alone."""
     first, second = scripts
     states = first.public_states(tiny(first, ""))
-    assert states.dtype == torch.uint8 and states.shape[1:] == first.shape and len(states.unique(dim=0)) > 20
+    assert (
+        states.dtype == torch.uint8
+        and states.shape[1:] == first.shape
+        and len(states.unique(dim=0)) > 20
+    )
     np.random.seed(3)
     torch.manual_seed(3)
-    assert torch.equal(states, first.public_states(tiny(first, "", seed=9, num_envs=4, num_agents=2)))
+    assert torch.equal(
+        states, first.public_states(tiny(first, "", seed=9, num_envs=4, num_agents=2))
+    )
     assert torch.equal(states, second.public_states(tiny(second, "")))
 
 
@@ -613,13 +766,18 @@ def test_public_states_are_those_of_every_task(script):
         "Atari": (GAME, "PongNoFrameskip-v4"),
     }[script.family]
     options = {"full_action_space": True} if script.family == "Atari" else {}
-    first, second = (script.public_states(script.Args(env_id=env_id, **options), num_steps=16) for env_id in tasks)
+    first, second = (
+        script.public_states(script.Args(env_id=env_id, **options), num_steps=16)
+        for env_id in tasks
+    )
     states = script.public_states(script.Args(env_ids=tasks, **options), num_steps=16)
     mirrored = script.Args(env_ids=(tasks[1], tasks[1], tasks[0]), **options)
     assert torch.equal(states, script.public_states(mirrored, num_steps=16))
     of_first, of_second = states.split([len(first), len(second)])
     assert torch.equal(of_first, first)  # then the same random policy goes on elsewhere
-    distances = [(own.float().mean(0) - of_second.float().mean(0)).abs().mean() for own in (first, second)]
+    distances = [
+        (own.float().mean(0) - of_second.float().mean(0)).abs().mean() for own in (first, second)
+    ]
     assert distances[1] < distances[0] / 2
 
 
@@ -629,12 +787,17 @@ def test_only_the_first_game_of_a_level_is_its_score(monkeypatch):
 
     class Made(PRPO_ATARI.Games):
         def __init__(self, args, env_ids, seeds):
-            self.obs, self.parts = np.zeros((1, 3, *PRPO_ATARI.shape), dtype=np.uint8), [slice(0, 3)]
+            self.obs, self.parts = (
+                np.zeros((1, 3, *PRPO_ATARI.shape), dtype=np.uint8),
+                [slice(0, 3)],
+            )
             self.steps = 0
 
         def step(self, part, actions):
             self.steps += 1
-            return *[None] * 4, [(0, level, total, 10.0) for level, total in ends.get(self.steps, [])]
+            return *[None] * 4, [
+                (0, level, total, 10.0) for level, total in ends.get(self.steps, [])
+            ]
 
         def close(self):
             assert self.steps == 5
@@ -645,7 +808,9 @@ def test_only_the_first_game_of_a_level_is_its_score(monkeypatch):
 
 
 @on_minigrid
-def test_evaluations_during_training_change_nothing_and_survive_a_crash(script, whole_run, tmp_path):
+def test_evaluations_during_training_change_nothing_and_survive_a_crash(
+    script, whole_run, tmp_path
+):
     """Weights and metrics are those of a run without them; after a crash no row is missing and none is there twice.
 
     The crash leaves the evaluation of an iteration whose checkpoint is not complete.
@@ -661,7 +826,9 @@ def test_evaluations_during_training_change_nothing_and_survive_a_crash(script, 
     whole = only_run(tmp_path / "whole")
     assert_same_run(whole, whole_run(script), exactly=True)
     rows = evaluations_of(whole)
-    assert [(row["iteration"], row["agent"]) for row in rows] == [(str(k), str(i)) for k in (2, 4, 6) for i in range(3)]
+    assert [(row["iteration"], row["agent"]) for row in rows] == [
+        (str(k), str(i)) for k in (2, 4, 6) for i in range(3)
+    ]
     assert rows[-3:] == evaluations_of(whole_run(script))
 
     with pytest.raises(Crash), crash("complete", 0, 4, die):
@@ -678,7 +845,13 @@ def test_evaluations_during_training_change_nothing_and_survive_a_crash(script, 
 
 def test_evaluations_during_training_change_nothing_on_atari(tmp_path):
     """The same there, where evaluation uses the same kind of pool as training."""
-    changes = {"num_agents": 1, "iterations": 2, "num_steps": 32, "communicator": "identity", "eval_episodes": 1}
+    changes = {
+        "num_agents": 1,
+        "iterations": 2,
+        "num_steps": 32,
+        "communicator": "identity",
+        "eval_episodes": 1,
+    }
     script = PRPO_ATARI
     for eval_every in (0, 1):
         script.main(tiny(script, tmp_path / str(eval_every), eval_every=eval_every, **changes))

@@ -25,9 +25,18 @@ def fake_run(root, seed, curve, evaluation=0.5, stamp=1, old=False, completed=Tr
 
     old: as earlier versions left it, without the columns seed and exp_name, and with other names of flags.
     """
-    settings = {"exp_name": "pr", "seed": seed, "env_id": "Task", "env_ids": [], "learning_rate": 0.5} | settings
+    settings = {
+        "exp_name": "pr",
+        "seed": seed,
+        "env_id": "Task",
+        "env_ids": [],
+        "learning_rate": 0.5,
+    } | settings
     settings |= {"communication_coef" if old else "kl_coef": settings.pop("kl_coef", 2.0)}
-    folder, tasks = root / f"Task__{settings['exp_name']}__{seed}__{stamp}", settings["env_ids"] or ["Task", "Task"]
+    folder, tasks = (
+        root / f"Task__{settings['exp_name']}__{seed}__{stamp}",
+        settings["env_ids"] or ["Task", "Task"],
+    )
     folder.mkdir(parents=True)
     rows = [
         {"iteration": k + 1, "agent": i, "env_id": tasks[i], "timesteps": 100 * (k + 1)}
@@ -38,17 +47,33 @@ def fake_run(root, seed, curve, evaluation=0.5, stamp=1, old=False, completed=Tr
     ]
     pd.DataFrame(rows).to_csv(folder / "metrics.csv", index=False)
     tests = [
-        {"iteration": len(curve), "agent": i, "task": task, "timesteps": 100 * len(curve), "episodes": 9}
+        {
+            "iteration": len(curve),
+            "agent": i,
+            "task": task,
+            "timesteps": 100 * len(curve),
+            "episodes": 9,
+        }
         | {"mean_return": evaluation + 0.1 * i + 0.5 * (task == "Other"), "ci95": 0.01}
         for i in range(2)
         for task in ("Other", *dict.fromkeys(tasks))
     ]
     pd.DataFrame(tests).to_csv(folder / "evaluations.csv", index=False)
     (folder / "config.json").write_text(json.dumps({"script": "prpo_minigrid"} | settings))
-    summary = {"script": "prpo_minigrid", "completed": completed, "seed": seed, "settings": settings}
+    summary = {
+        "script": "prpo_minigrid",
+        "completed": completed,
+        "seed": seed,
+        "settings": settings,
+    }
     summary |= {"versions": {"torch": "2"}, "timesteps_per_agent": 100 * len(curve)}
-    cells = [{test["task"]: {"mean": test["mean_return"]} for test in tests if test["agent"] == i} for i in range(2)]
-    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": evaluation, "agents": cells}}))
+    cells = [
+        {test["task"]: {"mean": test["mean_return"]} for test in tests if test["agent"] == i}
+        for i in range(2)
+    ]
+    (folder / "summary.json").write_text(
+        json.dumps(summary | {"evaluation": {"group": evaluation, "agents": cells}})
+    )
     return folder
 
 
@@ -59,7 +84,9 @@ def plotted(tmp_path, capsys):
     def run(**options):
         plot.main(plot.Args(runs=(str(tmp_path / "runs"),), out=str(tmp_path / "x"), **options))
         assert (tmp_path / "x.png").stat().st_size > 5_000
-        tables = (pd.read_csv(tmp_path / f"x{end}.csv", comment="#") for end in ("", "_runs", "_table"))
+        tables = (
+            pd.read_csv(tmp_path / f"x{end}.csv", comment="#") for end in ("", "_runs", "_table")
+        )
         return *tables, capsys.readouterr().err
 
     return run
@@ -78,16 +105,27 @@ def test_mean_and_interval_are_those_of_student(tmp_path, plotted):
     assert [row.evaluation, row.evaluation_ci_low, row.evaluation_ci_high] == pytest.approx(
         [0.5, 0.5 - half, 0.5 + half], 1e-5
     )
-    assert alone.evaluation == 0.5 and np.isnan([alone.evaluation_ci_low, alone.evaluation_ci_high]).all()
+    assert (
+        alone.evaluation == 0.5
+        and np.isnan([alone.evaluation_ci_low, alone.evaluation_ci_high]).all()
+    )
     assert row.mean_training_return == pytest.approx(np.mean(list(curves.values())) + 0.01)
-    points = drawn[drawn.method == "pr"]  # the curve is the mean over agents, 0.01 above the first agent's
-    assert list(points.timesteps) == [100, 200] and list(points["mean"]) == pytest.approx([0.21, 0.51], 1e-5)
+    points = drawn[
+        drawn.method == "pr"
+    ]  # the curve is the mean over agents, 0.01 above the first agent's
+    assert list(points.timesteps) == [100, 200] and list(points["mean"]) == pytest.approx(
+        [0.21, 0.51], 1e-5
+    )
     half = 4.302652729911275 * np.std([0.0, 0.1, 0.5], ddof=1) / np.sqrt(3)
     assert list(points.ci_low)[0] == pytest.approx(0.21 - half, 1e-5)
     assert list(points.ci_high)[0] == pytest.approx(0.21 + half, 1e-5)
     # Steps to 0.61: what reaches it exactly counts, and a mean over the lucky seeds alone would flatter
     assert list(runs[runs.method == "pr"]["steps_to_0.61"].fillna(-1)) == [-1, 200, 200]
-    assert row["steps_to_0.61"] == "not reached" and row.steps_per_seed == "- 200 200" and row.seeds == "1 2 3"
+    assert (
+        row["steps_to_0.61"] == "not reached"
+        and row.steps_per_seed == "- 200 200"
+        and row.seeds == "1 2 3"
+    )
 
 
 def test_steps_to_the_threshold_have_an_interval_once_all_seeds_are_there(tmp_path, plotted):
@@ -104,30 +142,48 @@ def test_a_search_is_drawn_by_the_settings_that_are_tried(tmp_path, plotted):
     """Of three settings, two seeds each: by hand, the mean of one, of the better of each pair, and the best."""
     for seed, scores in {1: (0.1, 0.4, 0.7), 2: (0.3, 0.3, 0.6)}.items():
         for setting, score in zip("abc", scores, strict=True):
-            fake_run(tmp_path / "runs", seed, [0.2, 0.3], score, exp_name=f"pr_{setting}", kl_coef=ord(setting))
+            fake_run(
+                tmp_path / "runs",
+                seed,
+                [0.2, 0.3],
+                score,
+                exp_name=f"pr_{setting}",
+                kl_coef=ord(setting),
+            )
     fake_run(tmp_path / "runs", 1, [0.2, 0.3], 0.5, exp_name="alone_a")
     drawn = plotted(search=True)[0].set_index(["method", "settings"])
-    assert drawn["mean"].tolist() == pytest.approx([0.5, 0.4, (0.4 + 0.7 + 0.7 + 0.3 + 0.6 + 0.6) / 6, 0.65])
+    assert drawn["mean"].tolist() == pytest.approx(
+        [0.5, 0.4, (0.4 + 0.7 + 0.7 + 0.3 + 0.6 + 0.6) / 6, 0.65]
+    )
     deviation = np.sqrt(np.mean([np.var([0.1, 0.4, 0.7]), np.var([0.3, 0.3, 0.6])]))
     assert drawn.ci_low["pr", 1] == pytest.approx(0.4 - deviation)
-    assert drawn.ci_high["pr", 1] == pytest.approx(0.4 + deviation) and drawn.ci_low["pr", 3] == pytest.approx(0.65)
+    assert drawn.ci_high["pr", 1] == pytest.approx(0.4 + deviation) and drawn.ci_low[
+        "pr", 3
+    ] == pytest.approx(0.65)
     fake_run(tmp_path / "runs", 2, [0.2, 0.3], 0.5, exp_name="pr_d", kl_coef=7)
     with pytest.raises(SystemExit, match="not every seed has tried the same settings"):
         plotted(search=True)
     folder = fake_run(tmp_path / "runs", 1, [0.2, 0.3], exp_name="pr_d", kl_coef=7)
     summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": None, "agents": []}}))
+    (folder / "summary.json").write_text(
+        json.dumps(summary | {"evaluation": {"group": None, "agents": []}})
+    )
     with pytest.raises(SystemExit, match="has no evaluation"):
         plotted(search=True)
 
 
 def test_of_repeated_runs_the_newest_counts(tmp_path, plotted):
     """With a warning; other settings under the same name end with one line; unfinished runs are left out."""
-    newest = fake_run(tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.7, stamp=10)  # ten is newer than nine
+    newest = fake_run(
+        tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.7, stamp=10
+    )  # ten is newer than nine
     older = fake_run(tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.2, stamp=9, kl_coef=5.0)
     fake_run(tmp_path / "runs", 2, [0.1, 0.2], evaluation=0.9, stamp=11, completed=False)
     _, runs, _, said = plotted()
-    assert list(runs.evaluation) == [0.7] and f"{older}: left out, {newest} has the same name and seed" in said
+    assert (
+        list(runs.evaluation) == [0.7]
+        and f"{older}: left out, {newest} has the same name and seed" in said
+    )
     assert "cut off" in said
     fake_run(tmp_path / "runs", 3, [0.1, 0.2], kl_coef=3.0)
     with pytest.raises(SystemExit, match="the same name as .*, but other settings"):
@@ -155,14 +211,22 @@ def test_a_curve_reaches_as_far_as_every_run(tmp_path, plotted):
     assert points["mean"].tolist() == pytest.approx([(late_value + early_value) / 2])
     own = runs[runs.method == "pr"].set_index("seed")
     assert own.index.tolist() == [1, 2] and results.set_index("method").seeds["pr"] == "1 2"
-    assert own.mean_training_return[2] == pytest.approx(0.26)  # of the iterations in which both have one
+    assert own.mean_training_return[2] == pytest.approx(
+        0.26
+    )  # of the iterations in which both have one
     assert f"{unfinished}: not finished, left out" in shown
     assert f"{empty}: cut off or without a single episode, left out" in shown
 
 
 def test_commands_in_files_have_every_setting(tmp_path):
     """Switches with their negation, lists, and nothing for what is empty; seeds stand behind, versions below."""
-    settings = {"anneal_lr": False, "norm_adv": True, "hidden_sizes": [64, 32], "wandb_entity": None, "adapter": ""}
+    settings = {
+        "anneal_lr": False,
+        "norm_adv": True,
+        "hidden_sizes": [64, 32],
+        "wandb_entity": None,
+        "adapter": "",
+    }
     for seed in (1, 2):
         fake_run(tmp_path, seed, [0.1], **settings)
     lines = plot.header(plot.read_groups(plot.Args(runs=(str(tmp_path),)))).splitlines()
@@ -181,11 +245,17 @@ def test_all_runs_are_one_table(tmp_path):
     (fake_run(tmp_path / "b", 3, [0.6], old=True) / "summary.json").unlink()  # it has not ended
     runs = plot.load_runs(tmp_path / "a", tmp_path / "b").set_index(["seed", "iteration", "agent"])
     assert len(runs) == 4 + 4 + 2 and runs.index.is_unique and set(runs.exp_name) == {"pr"}
-    assert runs.evaluation[1, 2, 1] == pytest.approx(0.8) and runs.evaluation[2, 2, 0] == pytest.approx(0.5)
+    assert runs.evaluation[1, 2, 1] == pytest.approx(0.8) and runs.evaluation[
+        2, 2, 0
+    ] == pytest.approx(0.5)
     assert runs.evaluation[:, 1, :].isna().sum() == 4  # of the iterations before the last ones
     assert set(runs.kl_coef) == {2.0} and set(runs.learning_rate_setting) == {0.5}
-    assert runs.learning_rate.groupby("seed").max()[1] == 0.1  # the metric is another thing than the setting
-    assert runs.env_ids[2, 1, 0] == "Task Task" and runs.completed.groupby("seed").all().tolist() == [
+    assert (
+        runs.learning_rate.groupby("seed").max()[1] == 0.1
+    )  # the metric is another thing than the setting
+    assert runs.env_ids[2, 1, 0] == "Task Task" and runs.completed.groupby(
+        "seed"
+    ).all().tolist() == [
         True,
         True,
         False,
@@ -210,12 +280,17 @@ def tabled(tmp_path, capsys):
     """tabled(**options): the table of tmp_path/runs, as Markdown's cells by row and as CSV, by method."""
 
     def run(**options):
-        table.main(table.Args(runs=(str(tmp_path / "runs"),), csv=str(tmp_path / "t.csv"), **options))
+        table.main(
+            table.Args(runs=(str(tmp_path / "runs"),), csv=str(tmp_path / "t.csv"), **options)
+        )
         head, _, *rows = (
-            [cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()
+            [cell.strip() for cell in line.split("|")[1:-1]]
+            for line in capsys.readouterr().out.splitlines()
         )
         shown = [dict(zip(head, row, strict=True)) for row in rows]
-        return {row["method"]: row for row in shown}, pd.read_csv(tmp_path / "t.csv", comment="#").set_index("method")
+        return {row["method"]: row for row in shown}, pd.read_csv(
+            tmp_path / "t.csv", comment="#"
+        ).set_index("method")
 
     return run
 
@@ -226,7 +301,9 @@ def test_table_of_methods_takes_a_seed_as_one_sample(tmp_path, tabled):
         fake_run(tmp_path / "runs", seed, [0.1], evaluation=value)
         fake_run(tmp_path / "runs", seed, [0.1], evaluation=0.5, exp_name="isolated")
     shown, exact = tabled(threshold=0.7)
-    assert exact.Task["pr"] == pytest.approx((0.5 + 0.6) / 2 + 0.05)  # the agents' mean is 0.05 above the first's
+    assert exact.Task["pr"] == pytest.approx(
+        (0.5 + 0.6) / 2 + 0.05
+    )  # the agents' mean is 0.05 above the first's
     limits = table.interquartile_mean([[0.25], [0.55], [0.65], [0.8]])[1:]
     assert list(exact[["Task_ci_low", "Task_ci_high"]].loc["pr"]) == pytest.approx(limits)
     assert exact.Task["isolated"] == exact.Task_ci_low["isolated"] == 0.55
@@ -234,7 +311,9 @@ def test_table_of_methods_takes_a_seed_as_one_sample(tmp_path, tabled):
     assert shown["isolated"]["better than isolated"] == "" and "all tasks" not in shown["pr"]
     assert exact.success["pr"] == 0.25  # every agent has to reach it
     assert tabled(threshold=0.7, success="max")[1].success["pr"] == 0.5  # 0.6 + 0.1 does exactly
-    assert exact.success_ci_low["pr"] == pytest.approx(0.0456, abs=1e-4)  # of one in four, not of two in eight
+    assert exact.success_ci_low["pr"] == pytest.approx(
+        0.0456, abs=1e-4
+    )  # of one in four, not of two in eight
     assert shown["pr"]["success"] == "0.25 [0.05, 0.70]" and shown["pr"]["seeds"] == "1 2 3 4"
     assert "# python prpo_minigrid.py --exp-name pr" in (tmp_path / "t.csv").read_text()
     shown, exact = tabled(measure="final", methods=("pr",))
@@ -248,16 +327,26 @@ def test_table_has_a_column_per_task(tmp_path, tabled):
     """Agents with different tasks: each on its own; and all tasks together, whose seeds are resampled together."""
     for seed, value in enumerate((0.1, 0.3, 0.5, 0.9), start=1):
         for name in ("isolated", "pr"):
-            fake_run(tmp_path / "runs", seed, [0.1], evaluation=value, exp_name=name, env_ids=["Easy", "Hard"])
+            fake_run(
+                tmp_path / "runs",
+                seed,
+                [0.1],
+                evaluation=value,
+                exp_name=name,
+                env_ids=["Easy", "Hard"],
+            )
     _, exact = tabled()
     assert exact.Easy["pr"] == pytest.approx(0.4) and exact.Hard["pr"] == pytest.approx(0.5)
     assert exact["all tasks"]["pr"] == pytest.approx((0.3 + 0.4 + 0.5 + 0.6) / 4)
     whole, apart = (
-        table.interquartile_mean(np.array([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6], [0.9, 1]]), p) for p in (1, 0)
+        table.interquartile_mean(np.array([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6], [0.9, 1]]), p)
+        for p in (1, 0)
     )
     limits = exact[["all tasks_ci_low", "all tasks_ci_high"]].loc["pr"]
     assert list(limits) == pytest.approx(whole[1:]) and list(limits) != pytest.approx(apart[1:])
-    assert exact.success["pr"] == 0.25 and exact.success_ci_low["pr"] == pytest.approx(0.0456, abs=1e-4)  # one of four
+    assert exact.success["pr"] == 0.25 and exact.success_ci_low["pr"] == pytest.approx(
+        0.0456, abs=1e-4
+    )  # one of four
     fake_run(tmp_path / "runs", 1, [0.1], env_ids=["Easy", "Easy"], exp_name="pr", stamp=2)
     with pytest.raises(SystemExit, match="one task in runs of several kinds"):
         tabled()
@@ -268,12 +357,23 @@ def test_tasks_of_separate_runs_are_strata(tmp_path, tabled):
     for seed, value in enumerate((0.1, 0.3, 0.5, 0.9, 0.7), start=1):
         for task in ("Easy", "Hard")[: 2 - (seed == 5)]:
             fake_run(tmp_path / "runs", seed, [0.1], evaluation=value, env_ids=[task] * 2)
-            shutil.move(next((tmp_path / "runs").glob(f"Task__pr__{seed}__*")), tmp_path / "runs" / f"{task}{seed}__1")
+            shutil.move(
+                next((tmp_path / "runs").glob(f"Task__pr__{seed}__*")),
+                tmp_path / "runs" / f"{task}{seed}__1",
+            )
     _, exact = tabled()
     scores = np.array([[value + 0.05] * 2 for value in (0.1, 0.3, 0.5, 0.9)])
-    expected, limits = table.interquartile_mean(scores), table.interquartile_mean(scores, paired=True)
-    assert list(exact.filter(like="all tasks").loc["pr"]) == pytest.approx(expected) and expected != limits
-    assert exact.Easy["pr"] == pytest.approx((0.35 + 0.55 + 0.75) / 3) and exact.Hard["pr"] == pytest.approx(0.45)
+    expected, limits = (
+        table.interquartile_mean(scores),
+        table.interquartile_mean(scores, paired=True),
+    )
+    assert (
+        list(exact.filter(like="all tasks").loc["pr"]) == pytest.approx(expected)
+        and expected != limits
+    )
+    assert exact.Easy["pr"] == pytest.approx((0.35 + 0.55 + 0.75) / 3) and exact.Hard[
+        "pr"
+    ] == pytest.approx(0.45)
     assert exact["success in Easy"]["pr"] == 0.2 and exact["success in Hard"]["pr"] == 0.25
 
 
@@ -281,22 +381,48 @@ def fake_language_run(root, seed, name, training, held_out, agents=(), **setting
     """A run of language models as prpo_llm.py leaves it."""
     folder = root / f"x__{name}__{seed}__1"
     folder.mkdir(parents=True)
-    settings = {"exp_name": name, "seed": seed, "base_model": "smollm2", "dataset": ["docstrings"]} | settings
-    settings = {"communicator": "uniform", "self_preference": 0.6, "partition": "iid", "algorithm": "ppo"} | settings
+    settings = {
+        "exp_name": name,
+        "seed": seed,
+        "base_model": "smollm2",
+        "dataset": ["docstrings"],
+    } | settings
+    settings = {
+        "communicator": "uniform",
+        "self_preference": 0.6,
+        "partition": "iid",
+        "algorithm": "ppo",
+    } | settings
     rows = [
-        {"step": k + 1, "agent": i, "reward": training, "seed": seed, "exp_name": name} for k in (0, 1) for i in (0, 1)
+        {"step": k + 1, "agent": i, "reward": training, "seed": seed, "exp_name": name}
+        for k in (0, 1)
+        for i in (0, 1)
     ]
     pd.DataFrame(rows).to_csv(folder / "metrics.csv", index=False)
-    summary = {"script": "prpo_llm", "completed": True, "seed": seed, "settings": settings, "versions": {}}
-    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": held_out, "agents": agents}}))
+    summary = {
+        "script": "prpo_llm",
+        "completed": True,
+        "seed": seed,
+        "settings": settings,
+        "versions": {},
+    }
+    (folder / "summary.json").write_text(
+        json.dumps(summary | {"evaluation": {"group": held_out, "agents": agents}})
+    )
     return folder
 
 
 def test_table_of_searches_is_the_papers(tmp_path, tabled):
     """The setting chosen in training with its held-out score, not the best of these; EVP for each seed."""
-    best = (0.5 + 0.5 + 0.4) / 3  # of two of the three, without replacement; 0.1 more with the second seed
+    best = (
+        0.5 + 0.5 + 0.4
+    ) / 3  # of two of the three, without replacement; 0.1 more with the second seed
     kinds = {"isolated": {"aggregation": "none"}, "fedavg": {"aggregation": "weights"}}
-    kinds["pr0.2"] = {"aggregation": "policy", "communicator": "self-preferred", "self_preference": 0.2}
+    kinds["pr0.2"] = {
+        "aggregation": "policy",
+        "communicator": "self-preferred",
+        "self_preference": 0.2,
+    }
     kinds["pr0.6"] = kinds["pr0.2"] | {"self_preference": 0.6}
     for name, own in kinds.items():
         for k, (training, held_out) in enumerate([(0.9, 0.3), (0.1, 0.5), (0.2, 0.4)]):
@@ -307,16 +433,23 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
                 fake_language_run(tmp_path / "runs", seed, f"{name}_{k}", training, value, **own)
     shown, exact = tabled(evp=2)
     assert list(shown) == ["isolated", "FedAvg", "PR, p = 0.6", "PR, p = 0.2"]
-    assert exact["best setting"]["isolated"] == "isolated_0" and exact["held-out"]["isolated"] == pytest.approx(0.35)
+    assert exact["best setting"]["isolated"] == "isolated_0" and exact["held-out"][
+        "isolated"
+    ] == pytest.approx(0.35)
     assert exact["EVP of 2"]["isolated"] == pytest.approx(best + 0.05, abs=1e-5)
     assert exact["EVP per seed"]["isolated"] == f"{best:.4f} {best + 0.1:.4f}"
     half = 12.706204736432095 * np.std([best, best + 0.1], ddof=1) / np.sqrt(2)
     assert exact["EVP of 2_ci_high"]["isolated"] == pytest.approx(best + 0.05 + half, abs=1e-5)
     assert exact.deviation["isolated"] == pytest.approx(np.std([0.5, 0.5, 0.4]), abs=1e-3)
-    variance = np.var([0.5, 0.5, 0.4]) / 2  # of the second seed, whose settings are all alike, it is 0
+    variance = (
+        np.var([0.5, 0.5, 0.4]) / 2
+    )  # of the second seed, whose settings are all alike, it is 0
     assert exact.deviation["PR, p = 0.6"] == pytest.approx(np.sqrt(variance), abs=1e-3)
     assert shown["PR, p = 0.2"]["gain over isolated"] == f"{0.3 / (best + 0.05):+.1%}"
-    assert shown["PR, p = 0.6"]["gain over FedAvg"] == "+0.0%" and shown["isolated"]["gain over FedAvg"] == ""
+    assert (
+        shown["PR, p = 0.6"]["gain over FedAvg"] == "+0.0%"
+        and shown["isolated"]["gain over FedAvg"] == ""
+    )
     with_replacement = (5 * 0.5 + 3 * 0.4 + 0.3) / 9
     assert tabled(evp=2, replacement=True)[1]["EVP of 2"]["isolated"] == pytest.approx(
         with_replacement + 0.05, abs=1e-5
@@ -336,28 +469,43 @@ def test_language_models_are_judged_by_common_prompts_and_their_own_topics(tmp_p
         for task, value in row.items()
     ]
     for seed in (1, 2):
-        folder = fake_language_run(tmp_path / "runs", seed, "pr", 0.5, 0.6, agents, partition="topic")
+        folder = fake_language_run(
+            tmp_path / "runs", seed, "pr", 0.5, 0.6, agents, partition="topic"
+        )
         pd.DataFrame(rows).to_csv(folder / "evaluations.csv", index=False)
     _, runs, results, _ = plotted()
-    assert runs.own_topic.tolist() == pytest.approx([0.35, 0.35]) and results.evaluation[0] == pytest.approx(0.6)
+    assert runs.own_topic.tolist() == pytest.approx([0.35, 0.35]) and results.evaluation[
+        0
+    ] == pytest.approx(0.6)
     loaded = plot.load_run(folder)
     assert loaded[["step", "agent"]].values.tolist() == [[1, 0], [1, 1], [2, 0], [2, 1]]
     assert (
-        loaded.evaluation.tolist()[2:] == [0.5, 0.7] and loaded.evaluation.isna().tolist() == [True] * 2 + [False] * 2
+        loaded.evaluation.tolist()[2:] == [0.5, 0.7]
+        and loaded.evaluation.isna().tolist() == [True] * 2 + [False] * 2
     )
 
 
 def test_table_of_win_rates_and_topics(tmp_path, tabled):
     """What a judge found, of all agents on the common prompts; rewards on own and others' topics; both averages."""
-    kinds = {"isolated": {"aggregation": "none"}, "fedavg": {"aggregation": "weights", "lora_average": "exact"}}
+    kinds = {
+        "isolated": {"aggregation": "none"},
+        "fedavg": {"aggregation": "weights", "lora_average": "exact"},
+    }
     kinds["fedavg-naive"] = {"aggregation": "weights", "lora_average": "naive"}
     for k, (name, own) in enumerate(kinds.items()):
         rewards = [0.9, 0.1 * k, 0.2], [0.9, 0.4, 0.3 + k]  # common, first topic, second topic
-        agents = [{task: {"mean": value} for task, value in zip("cxy", row, strict=True)} for row in rewards]
+        agents = [
+            {task: {"mean": value} for task, value in zip("cxy", row, strict=True)}
+            for row in rewards
+        ]
         for seed in (1, 2):
-            folder = fake_language_run(tmp_path / "runs", seed, name, 0.5, 0.9, agents, partition="topic", **own)
+            folder = fake_language_run(
+                tmp_path / "runs", seed, name, 0.5, 0.9, agents, partition="topic", **own
+            )
             rates = {"agent": [0, "all", "all"], "task": ["validation", "x", "validation"]}
-            pd.DataFrame(rates | {"win_rate": [0.1, 0.2, 0.4 + 0.1 * k]}).to_csv(folder / "win_rates.csv", index=False)
+            pd.DataFrame(rates | {"win_rate": [0.1, 0.2, 0.4 + 0.1 * k]}).to_csv(
+                folder / "win_rates.csv", index=False
+            )
     shown, exact = tabled(measure="win_rate")
     assert list(shown) == ["isolated", "FedAvg", "FedAvg, naive"]
     assert exact["held-out"].tolist() == pytest.approx([0.4, 0.5, 0.6])
@@ -391,15 +539,29 @@ def fake_grid(root, left_out=()):
         "isolated_coef0.5": [0.2, 0.2],
         "isolated_coef2": [0.1, 0],
     }
-    evaluations, lines = {"pr_coef0.5": 0.6, "pr_coef2": 0.5, "isolated_coef0.5": 0.1, "isolated_coef2": 0.1}, []
+    evaluations, lines = (
+        {"pr_coef0.5": 0.6, "pr_coef2": 0.5, "isolated_coef0.5": 0.1, "isolated_coef2": 0.1},
+        [],
+    )
     for seed in (101, 102):
         for name, curve in curves.items():
             coef = name.partition("coef")[2]
             line = f"OMP_NUM_THREADS=1 python prpo_minigrid.py --seed {seed} --kl-coef {float(coef):.1e} --env-id Task"
             lines.append(f"{line} --run-dir runs/tuning --exp-name {name} --kl-direction 'reverse'")
             if (name, seed) not in left_out:
-                own = {"exp_name": name, "kl_coef": float(coef), "kl_direction": "reverse", "run_dir": "elsewhere"}
-                fake_run(root / "runs", seed, [x + 0.2 * (seed == 102) for x in curve], evaluations[name], **own)
+                own = {
+                    "exp_name": name,
+                    "kl_coef": float(coef),
+                    "kl_direction": "reverse",
+                    "run_dir": "elsewhere",
+                }
+                fake_run(
+                    root / "runs",
+                    seed,
+                    [x + 0.2 * (seed == 102) for x in curve],
+                    evaluations[name],
+                    **own,
+                )
     (root / "tuning.txt").write_text("\n".join(lines))
 
 
@@ -415,9 +577,17 @@ def test_settings_are_chosen_on_tuning_seeds(tmp_path, selected):
     ]
     assert commands == expected  # by the mean over training the second of PR's
     row = next(line for line in told.splitlines() if "pr_coef2" in line)
-    assert row.split()[-4:] == ["0.7600", "*", "0.6600", "0.8600"]  # mean, chosen, seeds; 0.01 is of the agents' mean
+    assert row.split()[-4:] == [
+        "0.7600",
+        "*",
+        "0.6600",
+        "0.8600",
+    ]  # mean, chosen, seeds; 0.01 is of the agents' mean
     assert told.count("*") == 2
-    for criterion in ("final", "evaluation"):  # and by these the first, and of isolated's equal ones the first
+    for criterion in (
+        "final",
+        "evaluation",
+    ):  # and by these the first, and of isolated's equal ones the first
         commands, _ = selected(criterion=criterion)
         assert [re.search("kl-coef (.*?) ", line)[1] for line in commands] == ["5.0e-01"] * 4
 
@@ -429,19 +599,32 @@ def test_tuning_seeds_are_not_reported_and_effort_is_equal(tmp_path, selected):
         selected(seeds=(1, 102))
     with pytest.raises(SystemExit, match="1 of 8 --commands have no finished run"):
         selected()
-    (tmp_path / "tuning.txt").write_text((tmp_path / "tuning.txt").read_text().replace("--seed 101", "--seed 103"))
+    (tmp_path / "tuning.txt").write_text(
+        (tmp_path / "tuning.txt").read_text().replace("--seed 101", "--seed 103")
+    )
     with pytest.raises(SystemExit, match="--seeds 103: tuned on"):  # whose run is not there yet
         selected(seeds=(103,))
-    (tmp_path / "tuning.txt").write_text((tmp_path / "tuning.txt").read_text().replace("--seed 103", "--seed 101"))
+    (tmp_path / "tuning.txt").write_text(
+        (tmp_path / "tuning.txt").read_text().replace("--seed 103", "--seed 101")
+    )
     commands = (tmp_path / "tuning.txt").read_text().splitlines()
-    (tmp_path / "tuning.txt").write_text("\n".join(line for line in commands if "--seed 101" in line))
-    with pytest.raises(SystemExit, match="unequal effort, settings x seeds: isolated 2 x 2, pr 2 x 1 or 2"):
+    (tmp_path / "tuning.txt").write_text(
+        "\n".join(line for line in commands if "--seed 101" in line)
+    )
+    with pytest.raises(
+        SystemExit, match="unequal effort, settings x seeds: isolated 2 x 2, pr 2 x 1 or 2"
+    ):
         selected()
-    with pytest.raises(SystemExit, match="--seeds 102: tuned on"):  # by a run that is no longer in the list
+    with pytest.raises(
+        SystemExit, match="--seeds 102: tuned on"
+    ):  # by a run that is no longer in the list
         selected(seeds=(102,))
     assert len(selected(unequal=True)[0]) == 4
     changed = (
-        (tmp_path / "tuning.txt").read_text().replace("--kl-coef", "--gamma 0.9 --kl-coef").replace("2.0e+00", "3")
+        (tmp_path / "tuning.txt")
+        .read_text()
+        .replace("--kl-coef", "--gamma 0.9 --kl-coef")
+        .replace("2.0e+00", "3")
     )
     (tmp_path / "tuning.txt").write_text(changed)
     with pytest.raises(SystemExit, match="none has the name and settings of .*pr_coef2"):
@@ -467,8 +650,12 @@ def test_grids_of_different_sizes_are_allowed_by_name_only(tmp_path, selected):
     shutil.rmtree(next((tmp_path / "runs").glob("Task__pr_coef9__102__*")))
     with pytest.raises(SystemExit, match="1 of 10 --commands have no finished run"):
         selected(unequal_grids=True)
-    commands.write_text("\n".join(line for line in commands.read_text().splitlines() if line != extra[1]))
-    with pytest.raises(SystemExit, match="unequal effort, settings x seeds: isolated 2 x 2, pr 3 x 1 or 2"):
+    commands.write_text(
+        "\n".join(line for line in commands.read_text().splitlines() if line != extra[1])
+    )
+    with pytest.raises(
+        SystemExit, match="unequal effort, settings x seeds: isolated 2 x 2, pr 3 x 1 or 2"
+    ):
         selected(unequal_grids=True)
 
 
@@ -479,7 +666,9 @@ def test_a_setting_of_which_a_seed_failed_is_not_chosen(tmp_path, selected):
     summary = json.loads(path.read_text())
     path.write_text(json.dumps(summary | {"evaluation": {"group": None, "agents": []}}))
     lines, shown = selected(criterion="evaluation")
-    assert re.search(r"--kl-coef (\S+)", lines[0])[1] == "2.0e+00"  # 0.5, where the other has 0.6 in its one seed
+    assert (
+        re.search(r"--kl-coef (\S+)", lines[0])[1] == "2.0e+00"
+    )  # 0.5, where the other has 0.6 in its one seed
     row = next(line for line in shown.splitlines() if "pr_coef0.5" in line)
     assert row.split()[-3:] == ["-", "0.6000", "-"]
     path = next((tmp_path / "runs").glob("Task__pr_coef2__101__*")) / "summary.json"
@@ -494,7 +683,9 @@ def test_a_method_of_which_a_seed_failed_has_no_mean(tmp_path, plotted, tabled):
     fake_run(tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.9)
     folder = fake_run(tmp_path / "runs", 2, [0.1, 0.2])
     summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps(summary | {"evaluation": {"group": None, "agents": []}}))
+    (folder / "summary.json").write_text(
+        json.dumps(summary | {"evaluation": {"group": None, "agents": []}})
+    )
     (folder / "evaluations.csv").unlink()
     _, _, results, _ = plotted()
     row = results.iloc[0]
@@ -506,7 +697,9 @@ def test_a_method_of_which_a_seed_failed_has_no_mean(tmp_path, plotted, tabled):
     for seed, held_out in ((1, 0.9), (2, None)):
         for name in ("pr_a", "pr_b"):
             settings = {"aggregation": "policy", "kl_coef": ord(name[-1])}
-            fake_language_run(tmp_path / "runs", seed, name, 0.5, held_out if name == "pr_a" else 0.5, **settings)
+            fake_language_run(
+                tmp_path / "runs", seed, name, 0.5, held_out if name == "pr_a" else 0.5, **settings
+            )
     with pytest.raises(SystemExit, match="or one without evaluation for every seed"):
         tabled()
 
@@ -515,7 +708,9 @@ def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
     """--per-task: curves and evaluations of the agents that have a task; --matrix: every agent on every task."""
     for seed, curve in ((1, [0.1, 0.2]), (2, [0.3, 0.8])):
         fake_run(tmp_path / "runs", seed, curve, evaluation=0.1 * seed, env_ids=["Easy", "Hard"])
-    fake_run(tmp_path / "runs", 1, [0.1, 0.2], 0.7, exp_name="zzz", env_ids=["Easy", "Hard"])  # with fewer seeds
+    fake_run(
+        tmp_path / "runs", 1, [0.1, 0.2], 0.7, exp_name="zzz", env_ids=["Easy", "Hard"]
+    )  # with fewer seeds
     drawn, runs, results, _ = plotted(points=2, per_task=True, matrix=True, threshold=0.82)
     drawn, runs, results = (own[own.method == "pr"] for own in (drawn, runs, results))
     assert list(results.env) == ["Easy", "Hard"] and list(drawn.env.unique()) == ["Easy", "Hard"]
@@ -523,14 +718,18 @@ def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
     assert easy == pytest.approx([0.2, 0.5]) and hard == pytest.approx([0.22, 0.52])
     assert results.evaluation.tolist() == pytest.approx([0.15, 0.25])
     assert results.steps_per_seed.tolist() == ["- -", "- 200"] and len(runs) == 4
-    assert runs.tv_update.tolist() == pytest.approx([0.015, 0.055] * 2) and "tv_update" not in results
+    assert (
+        runs.tv_update.tolist() == pytest.approx([0.015, 0.055] * 2) and "tv_update" not in results
+    )
     matrix = pd.read_csv(tmp_path / "x_matrix.csv", comment="#").set_index("method")
     assert matrix.loc["zzz", "mean"].tolist() == pytest.approx([1.2, 0.7, 0.7, 1.3, 0.8, 0.8])
     matrix = matrix.loc["pr"].set_index(["agent", "task"])
     assert matrix.loc[(1, "Other"), "mean"] == pytest.approx(0.15 + 0.1 + 0.5)  # off the diagonal
     assert matrix.loc[(0, "Hard"), "mean"] == pytest.approx(0.15) and len(matrix) == 6
     path = next((tmp_path / "runs").glob("Task__zzz__1__*")) / "evaluations.csv"
-    earlier = pd.read_csv(path).assign(iteration=1, timesteps=100, mean_return=0.0)  # of --eval-every
+    earlier = pd.read_csv(path).assign(
+        iteration=1, timesteps=100, mean_return=0.0
+    )  # of --eval-every
     pd.concat((earlier, pd.read_csv(path))).to_csv(path, index=False)
     _, runs, _, _ = plotted(per_task=True, methods=("zzz",))
     assert runs.evaluation.tolist() == pytest.approx([0.7, 0.8])
@@ -593,18 +792,34 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
 
 def test_a_method_has_one_name_and_one_colour():
     """In figures, tables and pages; variants have the colour of their method, and names that nobody knows another."""
-    styles = methods.style_methods(["pr-uniform-4", "mine", "isolated", "pr-uniform", "yours", "pr-uniform-16"])
-    assert list(styles) == ["pr-uniform-4", "mine", "isolated", "pr-uniform", "yours", "pr-uniform-16"]
+    styles = methods.style_methods(
+        ["pr-uniform-4", "mine", "isolated", "pr-uniform", "yours", "pr-uniform-16"]
+    )
+    assert list(styles) == [
+        "pr-uniform-4",
+        "mine",
+        "isolated",
+        "pr-uniform",
+        "yours",
+        "pr-uniform-16",
+    ]
     assert styles["pr-uniform-16"].label == "PR-PPO, uniform, 16" and styles["mine"].label == "mine"
-    assert styles["pr-uniform"] == methods.METHODS["pr-uniform"] and styles["isolated"].colour == methods.GREY
+    assert (
+        styles["pr-uniform"] == methods.METHODS["pr-uniform"]
+        and styles["isolated"].colour == methods.GREY
+    )
     dashes = [styles[name].dashes for name in ("pr-uniform", "pr-uniform-4", "pr-uniform-16")]
     assert dashes == ["-", "--", ":"] and len({own.colour for own in styles.values()}) == 4
-    assert methods.find_method("pr-uniform-every1-8").label.endswith("after every iteration, 8")  # the longest
+    assert methods.find_method("pr-uniform-every1-8").label.endswith(
+        "after every iteration, 8"
+    )  # the longest
     assert methods.find_method("pr-uniforms") is None
     labels = {method.label for method in methods.METHODS.values()}
     labels |= {"PR, self-preferred 0.6", "PR, self-preferred 0.2"}  # of PPO and of GRPO
     for text in (path.read_text() for path in (REPOSITORY / "docs").glob("*.md")):
-        for label in re.findall(r"^\| (?:(?:PPO|GRPO), \w+ \| )?((?:isolated|FedAvg|PR)[^|]*) \| \d", text, re.M):
+        for label in re.findall(
+            r"^\| (?:(?:PPO|GRPO), \w+ \| )?((?:isolated|FedAvg|PR)[^|]*) \| \d", text, re.M
+        ):
             assert label in labels, label
 
 
@@ -620,10 +835,18 @@ def test_tasks_have_the_names_of_the_text():
 
 def test_movements_are_the_largest_of_an_iterations_agents(tmp_path):
     """bound.py keeps, per run and iteration, who moved most, and the share of agents that kept the bound."""
-    agents = {"exp_name": "bounded", "seed": 3, "epsilon": 0.005, "return_last_100": [0.0, 0.5, 0.25, 1.0]}
+    agents = {
+        "exp_name": "bounded",
+        "seed": 3,
+        "epsilon": 0.005,
+        "return_last_100": [0.0, 0.5, 0.25, 1.0],
+    }
     agents |= {"timesteps": [64, 64, 128, 128], "tv_update": [0.1, 0.3, 0.2, 0.1], "bound": 0.2}
     rows = bound.make_rows(pd.DataFrame(agents | {"tv_reference": [0.4, 0.3, 0.2, 0.1]}))
-    assert rows[["method", "seed", "timesteps"]].values.tolist() == [["bounded", 3, 64], ["bounded", 3, 128]]
+    assert rows[["method", "seed", "timesteps"]].values.tolist() == [
+        ["bounded", 3, 64],
+        ["bounded", 3, 128],
+    ]
     assert rows[["tv_update", "tv_reference", "within", "return_last_100"]].values.tolist() == [
         [0.3, 0.4, 0.5, 0.25],
         [0.2, 0.2, 1.0, 0.625],
@@ -643,10 +866,15 @@ def test_isolated_agents_are_crowds_of_every_size():
         ]  # fmt: skip
 
     runs = pd.DataFrame(
-        agents("isolated-4", 1, [100, 0, 200, 300]) + agents("pr-uniform-5", 2, [300, 200, 100, 0, 100])
+        agents("isolated-4", 1, [100, 0, 200, 300])
+        + agents("pr-uniform-5", 2, [300, 200, 100, 0, 100])
     )
     rows = crowd.make_rows(runs, 0.8).set_index(["method", "agents", "first_agent"])
-    expected = {1: ([1, 0, 1, 1], [100, np.nan, 200, 300]), 2: ([0.5, 1], [np.nan, 300]), 4: ([0.75], [np.nan])}
+    expected = {
+        1: ([1, 0, 1, 1], [100, np.nan, 200, 300]),
+        2: ([0.5, 1], [np.nan, 300]),
+        4: ([0.75], [np.nan]),
+    }
     for size, (share, steps) in expected.items():
         own = rows.loc["isolated", size]
         assert own.index.tolist() == list(range(0, 4, size)) and own.share.tolist() == share
@@ -659,11 +887,17 @@ def test_isolated_agents_are_crowds_of_every_size():
     assert table.all_learn.tolist() == [0.75, 0.5, 0, 0]  # four of the last five have learned
     exact = crowd.make_rows(runs.assign(evaluation=runs.evaluation.replace(0.9, 0.8)), 0.8)
     assert exact.share.tolist() == rows.share.tolist()  # what reaches it exactly counts
-    assert table.median_steps.fillna(-1).tolist() == [250, -1, -1, 300]  # of 100, 200, 300 and never: in the middle
+    assert table.median_steps.fillna(-1).tolist() == [
+        250,
+        -1,
+        -1,
+        300,
+    ]  # of 100, 200, 300 and never: in the middle
 
 
 @pytest.mark.parametrize(
-    ("agents", "sizes"), [(1, [1]), (4, [1, 2, 4]), (5, [1, 5]), (6, [1, 2, 6]), (12, [1, 2, 4, 12])]
+    ("agents", "sizes"),
+    [(1, [1]), (4, [1, 2, 4]), (5, [1, 5]), (6, [1, 2, 6]), (12, [1, 2, 4, 12])],
 )
 def test_the_whole_isolated_run_is_a_crowd_too(agents, sizes):
     """Also where its size is no power of two; runs that share have no other."""
@@ -674,12 +908,22 @@ def test_the_whole_isolated_run_is_a_crowd_too(agents, sizes):
 def test_shares_of_crowds_have_wilsons_interval_with_the_seed_as_trial():
     """Of five runs whose eight agents all learn: 1 [0.57, 1], and not 1 [1, 1] or that of forty agents."""
     rows = [
-        {"method": "pr", "agents": 8, "seed": seed, "first_agent": 0, "share": 1.0, "evaluation": 0.9, "steps": 9}
+        {
+            "method": "pr",
+            "agents": 8,
+            "seed": seed,
+            "first_agent": 0,
+            "share": 1.0,
+            "evaluation": 0.9,
+            "steps": 9,
+        }
         for seed in range(5)
     ]
     table = crowd.make_table(pd.DataFrame(rows)).iloc[0]
     for name in ("share", "all_learn"):
-        assert table[[name, f"{name}_ci_low", f"{name}_ci_high"]].tolist() == pytest.approx([1, 0.5655, 1], abs=1e-4)
+        assert table[[name, f"{name}_ci_low", f"{name}_ci_high"]].tolist() == pytest.approx(
+            [1, 0.5655, 1], abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("env_id", ["MiniGrid-FourRooms-v0", "BeamRiderNoFrameskip-v4"])
@@ -688,7 +932,11 @@ def test_speed_is_measured_with_communication_rounds(env_id):
     args = throughput.Args(env_id=env_id)
     commands = {**throughput.contenders(args), **throughput.scaling_contenders(args)}.values()
     script = importlib.import_module(throughput.choose_script(env_id).removesuffix(".py"))
-    runs = [tyro.cli(script.Args, args=argv) for name, *argv in commands if name == throughput.choose_script(env_id)]
+    runs = [
+        tyro.cli(script.Args, args=argv)
+        for name, *argv in commands
+        if name == throughput.choose_script(env_id)
+    ]
     talking = [run for run in runs if run.communicator != "identity" and run.num_agents > 1]
     assert len(talking) > 8
     for run in talking:
@@ -700,8 +948,17 @@ def test_sb3_contrib_is_run_at_the_settings_of_pr_trpo():
     sys.path.insert(0, str(REPOSITORY / "benchmark" / "baselines"))
     ours, theirs = (importlib.import_module(name).Args for name in ("prtrpo_minigrid", "sb3_trpo"))
     common = (vars(theirs()).keys() & vars(ours()).keys()) - {"exp_name", "device"}
-    assert {name: vars(theirs())[name] for name in common} == {name: vars(ours())[name] for name in common}
-    assert common >= {"epsilon", "cg_iters", "damping_coef", "backtrack_coef", "learning_rate", "update_epochs"}
+    assert {name: vars(theirs())[name] for name in common} == {
+        name: vars(ours())[name] for name in common
+    }
+    assert common >= {
+        "epsilon",
+        "cg_iters",
+        "damping_coef",
+        "backtrack_coef",
+        "learning_rate",
+        "update_epochs",
+    }
     commands = throughput.contenders(throughput.Args(trpo=True)).values()
     assert "sb3_trpo" in next(iter(commands))[0]
     runs = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prtrpo_minigrid.py"]
@@ -720,11 +977,18 @@ def test_trl_is_run_at_the_settings_of_language_models():
         commands = list(throughput.contenders(own).values())
         trl = [tyro.cli(theirs, args=argv) for name, *argv in commands if "trl_grpo" in name]
         prpo = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prpo_llm.py"]
-        assert [run.completions_only for run in trl] == [True, False] and [run.num_agents for run in prpo] == [1, 3, 3]
+        assert [run.completions_only for run in trl] == [True, False] and [
+            run.num_agents for run in prpo
+        ] == [1, 3, 3]
         for run in (*trl, *prpo):
             task = run.task if run in trl else run.base_model
-            assert (task, run.response_length, run.group_size) == (f"runs/llm-task-{size[0]}", *size[1:])
-            rows = run.micro_batch_size * (1 if run in trl else run.group_size)  # that pass through the model at once
+            assert (task, run.response_length, run.group_size) == (
+                f"runs/llm-task-{size[0]}",
+                *size[1:],
+            )
+            rows = run.micro_batch_size * (
+                1 if run in trl else run.group_size
+            )  # that pass through the model at once
             assert (rows, run.batch_size, run.update_epochs, run.lora_rank) == (size[2], 4, 2, 64)
             assert (run.kl_coef, run.total_steps) == (0.1, 3)
     assert len(throughput.comparisons(throughput.Args())) == 1
@@ -742,8 +1006,12 @@ def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):
             actions = generator.integers(3, size=(part.stop - part.start, 2))
             for envs in (plain, scaled):
                 envs.send(number, actions)
-            (rewards, *signals, episodes), (ours, *same, told) = (envs.receive(number) for envs in (plain, scaled))
-            assert np.array_equal(ours, rewards * scales[part, None]) and np.array_equal(signals, same)
+            (rewards, *signals, episodes), (ours, *same, told) = (
+                envs.receive(number) for envs in (plain, scaled)
+            )
+            assert np.array_equal(ours, rewards * scales[part, None]) and np.array_equal(
+                signals, same
+            )
             assert told == [(k, total * scales[k], length) for k, total, length in episodes]
             for k, total, _ in told:
                 returns[k].append(total)

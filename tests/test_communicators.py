@@ -29,14 +29,18 @@ COMMUNICATORS = typing.get_args(typing.get_args(HINTS["communicator"])[0])
 TOPOLOGIES = typing.get_args(HINTS["topology"])
 REWARD_FAMILY = ("reward", "softmax-reward", "rank-reward")
 examples = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-ignore_negative_returns = pytest.mark.filterwarnings("ignore:the reward communicator counts negative")
+ignore_negative_returns = pytest.mark.filterwarnings(
+    "ignore:the reward communicator counts negative"
+)
 seeds = st.integers(0, 2**32)
 scales = st.sampled_from([0.0, 1e-3, 1.0, 10.0, 1e4])
 
 
 def policies(seed, *shape, scale=1.0):
     """Log-probabilities of random policies; scale 0 makes them uniform and 1e4 all but deterministic."""
-    return torch.log_softmax(scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
+    return torch.log_softmax(
+        scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed)), dim=-1
+    )
 
 
 def gains_on(log_probs):
@@ -57,7 +61,9 @@ def make_communicator(name, n, returns=None, log_probs=None, valid=None, **optio
 def simplex(seed, n, rows=1):
     """Random weights [rows, n] on the simplex, some of them exactly 0."""
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.rand(rows, n, generator=generator) * (torch.rand(rows, n, generator=generator) < 0.7)
+    weights = torch.rand(rows, n, generator=generator) * (
+        torch.rand(rows, n, generator=generator) < 0.7
+    )
     weights[torch.arange(rows), torch.randint(n, (rows,), generator=generator)] = 1.0
     return weights / weights.sum(1, keepdim=True)
 
@@ -67,7 +73,9 @@ def mean_returns(n):
     number = st.floats(allow_infinity=False)
     few = st.sampled_from([-1.0, 0.0, 0.5, 1.0, NAN])  # ties
     values = st.lists(number, min_size=n, max_size=n) | st.lists(few, min_size=n, max_size=n)
-    return (values | number.map(lambda value: [value] * n)).map(lambda v: torch.tensor(v, dtype=torch.float64))
+    return (values | number.map(lambda value: [value] * n)).map(
+        lambda v: torch.tensor(v, dtype=torch.float64)
+    )
 
 
 def assert_communicator(matrix, n):
@@ -92,13 +100,18 @@ def test_rows_on_simplex_for_any_input(name, data):
     """Also with the ring, top-k and invalid peers, and then exactly 0 where nobody may be heard."""
     n, peers = data.draw(st.integers(1, 6), "n"), data.draw(st.integers(0, 6), "num_peers")
     topology = data.draw(st.sampled_from(TOPOLOGIES), "topology")
-    valid = data.draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n).map(torch.tensor), "valid")
+    valid = data.draw(
+        st.none() | st.lists(st.booleans(), min_size=n, max_size=n).map(torch.tensor), "valid"
+    )
     matrix = make_communicator(
         name,
         n,
         self_preference=data.draw(st.floats(0, 1), "self_preference"),
         returns=data.draw(mean_returns(n), "returns"),
-        log_probs=data.draw(st.builds(policies, seeds, st.just(n), st.just(3), st.just(4), scale=scales), "log_probs"),
+        log_probs=data.draw(
+            st.builds(policies, seeds, st.just(n), st.just(3), st.just(4), scale=scales),
+            "log_probs",
+        ),
         temperature=data.draw(st.floats(min_value=1e-300, allow_infinity=False), "temperature"),
         topology=topology,
         num_peers=peers,
@@ -112,17 +125,27 @@ def test_rows_on_simplex_for_any_input(name, data):
     if valid is not None:
         others = matrix.clone().fill_diagonal_(0.0)
         assert not others[:, ~valid].any()
-        assert not matrix.diagonal()[~valid & (others.sum(1) > 0)].any()  # oneself only where nobody is left
+        assert not matrix.diagonal()[
+            ~valid & (others.sum(1) > 0)
+        ].any()  # oneself only where nobody is left
 
 
 @pytest.mark.parametrize(
     ("constructor", "data"),
     [
         (communicators.similarity, policies(0, 4, 3, 5)),
-        *((make, torch.tensor([0.5, NAN, 2.0, 0.0])) for make in (communicators.reward, communicators.softmax_reward)),
+        *(
+            (make, torch.tensor([0.5, NAN, 2.0, 0.0]))
+            for make in (communicators.reward, communicators.softmax_reward)
+        ),
         (communicators.rank_reward, torch.tensor([0.5, NAN, 2.0, 0.0])),
         (lambda matrix: communicators.sparsify(matrix, communicators.ring(4)), simplex(0, 4, 4)),
-        (lambda matrix: communicators.drop_invalid(matrix, torch.tensor([True, False, True, True])), simplex(0, 4, 4)),
+        (
+            lambda matrix: communicators.drop_invalid(
+                matrix, torch.tensor([True, False, True, True])
+            ),
+            simplex(0, 4, 4),
+        ),
     ],
 )
 def test_communicator_is_detached_and_leaves_its_input_alone(constructor, data):
@@ -138,17 +161,24 @@ def test_communicator_is_detached_and_leaves_its_input_alone(constructor, data):
 def test_permutation_equivariance(name, data):
     n = data.draw(st.integers(2, 6))
     order = data.draw(st.permutations(range(n)))
-    returns, log_probs = data.draw(mean_returns(n)), policies(data.draw(seeds), n, 3, 4, scale=data.draw(scales))
+    returns, log_probs = (
+        data.draw(mean_returns(n)),
+        policies(data.draw(seeds), n, 3, 4, scale=data.draw(scales)),
+    )
     valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
     matrix = make_communicator(name, n, returns=returns, log_probs=log_probs, valid=valid)
-    other = make_communicator(name, n, returns=returns[order], log_probs=log_probs[order], valid=valid[order])
+    other = make_communicator(
+        name, n, returns=returns[order], log_probs=log_probs[order], valid=valid[order]
+    )
     torch.testing.assert_close(other, matrix[order][:, order], rtol=0, atol=1e-6)
 
 
 @examples
 @given(seeds, st.integers(2, 7), st.integers(1, 7), st.data())
 def test_top_k_is_permutation_equivariant_without_ties(seed, n, k, data):
-    weights = torch.randperm(n * n, generator=torch.Generator().manual_seed(seed)).view(n, n).float()
+    weights = (
+        torch.randperm(n * n, generator=torch.Generator().manual_seed(seed)).view(n, n).float()
+    )
     order = data.draw(st.permutations(range(n)))
     mask = communicators.top_k(weights, k)
     assert torch.equal(communicators.top_k(weights[order][:, order], k), mask[order][:, order])
@@ -160,11 +190,19 @@ def test_top_k_is_permutation_equivariant_without_ties(seed, n, k, data):
 @given(data=st.data())
 def test_rotation_equivariance_of_sparse_communicators(name, data):
     """Ties and neighbourhoods go by the place on the ring, so only its rotations leave them as they are."""
-    n, k, shift = data.draw(st.integers(2, 7)), data.draw(st.integers(0, 3)), data.draw(st.integers(0, 6))
-    returns = torch.tensor(data.draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0, 2.0, NAN]), min_size=n, max_size=n)))
+    n, k, shift = (
+        data.draw(st.integers(2, 7)),
+        data.draw(st.integers(0, 3)),
+        data.draw(st.integers(0, 6)),
+    )
+    returns = torch.tensor(
+        data.draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0, 2.0, NAN]), min_size=n, max_size=n))
+    )
     sparse = {"topology": data.draw(st.sampled_from(TOPOLOGIES)), "num_peers": k}
     matrix = make_communicator(name, n, returns=returns, **sparse).roll((shift, shift), dims=(0, 1))
-    torch.testing.assert_close(make_communicator(name, n, returns=returns.roll(shift), **sparse), matrix)
+    torch.testing.assert_close(
+        make_communicator(name, n, returns=returns.roll(shift), **sparse), matrix
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +210,11 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
     [
         (communicators.identity, [2], [[1, 0], [0, 1]]),
         (communicators.uniform, [4], [[0.25] * 4] * 4),
-        (communicators.self_preferred, [3, 0.6], [[0.6, 0.2, 0.2], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6]]),  # Example 2
+        (
+            communicators.self_preferred,
+            [3, 0.6],
+            [[0.6, 0.2, 0.2], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6]],
+        ),  # Example 2
         (communicators.self_preferred, [2, 0.0], [[0, 1], [1, 0]]),
         (communicators.self_preferred, [3, 1.0], [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
         (communicators.self_preferred, [1, 0.2], [[1]]),
@@ -186,7 +228,11 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
         (communicators.rank_reward, [(-2, -2, -2)], [[1 / 3] * 3] * 3),
         # Their standard deviation is half of what two returns differ by
         (communicators.softmax_reward, [(0, 7), 2 / math.log(3)], [[0.25, 0.75]] * 2),
-        (communicators.softmax_reward, [(0, 7, NAN), math.sqrt(6) / math.log(4)], [[1 / 7, 4 / 7, 2 / 7]] * 3),
+        (
+            communicators.softmax_reward,
+            [(0, 7, NAN), math.sqrt(6) / math.log(4)],
+            [[1 / 7, 4 / 7, 2 / 7]] * 3,
+        ),
         (communicators.softmax_reward, [(1e4, 1e4 + 400), 2 / math.log(3)], [[0.25, 0.75]] * 2),
         (communicators.softmax_reward, [(-1e4, -1e4 + 0.1), 2 / math.log(3)], [[0.25, 0.75]] * 2),
         (communicators.softmax_reward, [(400, 400, 400), 0.1], [[1 / 3] * 3] * 3),
@@ -195,39 +241,65 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
         (communicators.softmax_reward, [(1e300, -1e300), 1e-300], [[1, 0]] * 2),
         (communicators.relative_gain, [(0.25, -0.5), 0.75 / math.log(3)], [[0.75, 0.25]] * 2),
         (communicators.relative_gain, [(0, NAN, 0.5), 0.5 / math.log(2)], [[0.25, 0.25, 0.5]] * 3),
-        (communicators.relative_gain, [(1e9, 1, -INF), 2 / math.log(3)], [[3 / 7, 3 / 7, 1 / 7]] * 3),  # no shouting
+        (
+            communicators.relative_gain,
+            [(1e9, 1, -INF), 2 / math.log(3)],
+            [[3 / 7, 3 / 7, 1 / 7]] * 3,
+        ),  # no shouting
         (communicators.relative_gain, [(NAN, NAN), 0.1], [[0.5, 0.5]] * 2),
     ],
 )
 def test_literal_communicators(constructor, arguments, rows):
-    arguments = [torch.tensor(a, dtype=torch.float64) if isinstance(a, tuple) else a for a in arguments]
+    arguments = [
+        torch.tensor(a, dtype=torch.float64) if isinstance(a, tuple) else a for a in arguments
+    ]
     assert_rows(constructor(*arguments), rows)
 
 
 @examples
-@given(seeds, st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.0, 1.0, 10.0]))
+@given(
+    seeds,
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 1.0, 10.0]),
+)
 def test_similarity_is_example_3(seed, n, states, actions, scale):
     """Against an explicit double loop over agents and the public states."""
     log_probs = policies(seed, n, states, actions, scale=scale)
     pi = log_probs.double().exp().tolist()
     inner = [
-        [sum(pi[i][s][a] * pi[j][s][a] for s in range(states) for a in range(actions)) for j in range(n)]
+        [
+            sum(pi[i][s][a] * pi[j][s][a] for s in range(states) for a in range(actions))
+            for j in range(n)
+        ]
         for i in range(n)
     ]
-    assert_rows(communicators.similarity(log_probs), [[value / sum(row) for value in row] for row in inner])
+    assert_rows(
+        communicators.similarity(log_probs), [[value / sum(row) for value in row] for row in inner]
+    )
 
 
 @examples
-@given(st.lists(st.floats(-50, 50) | st.floats(-1e5, 1e5), min_size=1, max_size=6), st.sampled_from([0.1, 1.0, 7.0]))
+@given(
+    st.lists(st.floats(-50, 50) | st.floats(-1e5, 1e5), min_size=1, max_size=6),
+    st.sampled_from([0.1, 1.0, 7.0]),
+)
 def test_softmax_reward_is_softmax(values, temperature):
     """Of returns in units of their spread: neither the points of a game nor their zero matter."""
     returns = torch.tensor(values, dtype=torch.float64)
-    matrix = make_communicator("softmax-reward", len(values), returns=returns, temperature=temperature)
+    matrix = make_communicator(
+        "softmax-reward", len(values), returns=returns, temperature=temperature
+    )
     spread = returns.std(correction=0)
     if spread > 1e-9 * (1 + returns.abs().max()):
-        expected = torch.softmax(returns / spread / temperature, dim=0).float().expand(len(values), -1)
+        expected = (
+            torch.softmax(returns / spread / temperature, dim=0).float().expand(len(values), -1)
+        )
         torch.testing.assert_close(matrix, expected, rtol=1e-4, atol=1e-6)
-        other = make_communicator("softmax-reward", len(values), returns=1000 * returns, temperature=temperature)
+        other = make_communicator(
+            "softmax-reward", len(values), returns=1000 * returns, temperature=temperature
+        )
         torch.testing.assert_close(other, matrix, rtol=1e-4, atol=1e-6)
     elif len(set(values)) == 1:
         torch.testing.assert_close(matrix, communicators.uniform(len(values)))
@@ -275,7 +347,8 @@ def test_similarity_must_hear_all_before_it_can_choose():
     third = 1 / 3
     row = [third, third, 0, third]
     assert_rows(
-        make_communicator("similarity", 4, num_peers=1, topology="ring"), [row[-i:] + row[:-i] for i in range(4)]
+        make_communicator("similarity", 4, num_peers=1, topology="ring"),
+        [row[-i:] + row[:-i] for i in range(4)],
     )
 
 
@@ -292,7 +365,12 @@ def test_every_name_makes_its_own_communicator():
         "relative-gain": communicators.relative_gain(returns, 2.0),
         "surrogate": communicators.surrogate(gains_on(log_probs), 2.0),
     }
-    options = {"self_preference": 0.7, "temperature": 2.0, "returns": returns, "log_probs": log_probs}
+    options = {
+        "self_preference": 0.7,
+        "temperature": 2.0,
+        "returns": returns,
+        "log_probs": log_probs,
+    }
     assert set(expected) == set(COMMUNICATORS)
     for name, matrix in expected.items():
         assert torch.equal(make_communicator(name, 3, **options), matrix), name
@@ -300,7 +378,9 @@ def test_every_name_makes_its_own_communicator():
 
 # Relative gain: how much better an agent has become than its own past
 
-ROUNDS = st.lists(st.lists(st.integers(-40, 40).map(lambda k: k / 8), max_size=5), min_size=1, max_size=6)
+ROUNDS = st.lists(
+    st.lists(st.integers(-40, 40).map(lambda k: k / 8), max_size=5), min_size=1, max_size=6
+)
 
 
 def gains_of(rounds, scale=1.0):
@@ -317,10 +397,21 @@ def plain_gains(rounds):
     gains, means = [], []
     for own in filter(None, rounds):
         r = statistics.fmean(own)
-        weights = [0.2 * 0.8 ** (len(means) - 1 - k) if k else 0.8 ** (len(means) - 1) for k in range(len(means))]
-        b = sum(weight * value for weight, value in zip(weights, means, strict=True)) if means else r
+        weights = [
+            0.2 * 0.8 ** (len(means) - 1 - k) if k else 0.8 ** (len(means) - 1)
+            for k in range(len(means))
+        ]
+        b = (
+            sum(weight * value for weight, value in zip(weights, means, strict=True))
+            if means
+            else r
+        )
         se = statistics.stdev(own) / len(own) ** 0.5 if len(own) > 1 else 0.0
-        gains.append(max(-1.0, min(1.0, (r - b) / (abs(b) + se))) if abs(b) + se else math.copysign(r != b, r - b))
+        gains.append(
+            max(-1.0, min(1.0, (r - b) / (abs(b) + se)))
+            if abs(b) + se
+            else math.copysign(r != b, r - b)
+        )
         means.append(r)
     return [gains.pop(0) if own else 0.0 for own in rounds]
 
@@ -365,7 +456,9 @@ def test_an_easy_agent_with_large_rewards_does_not_dominate():
 def bandit(seed, peers, states=3, actions=4):
     """Exact policies [1 + peers, states, actions], and advantages of every action under the first one's values."""
     log_probs = policies(seed, 1 + peers, states, actions).double()
-    rewards = torch.rand(states, actions, generator=torch.Generator().manual_seed(seed + 1)).double()
+    rewards = torch.rand(
+        states, actions, generator=torch.Generator().manual_seed(seed + 1)
+    ).double()
     own = log_probs[0].exp()
     return log_probs, rewards, rewards - (own * rewards).sum(-1, keepdim=True)
 
@@ -385,13 +478,19 @@ def test_surrogate_gains_are_what_peers_would_earn(seed, peers):
     log_probs[-1] = log_probs[0]
     states, actions = samples_of(log_probs[0])
     taken = log_probs[:, states, actions]
-    gains = communicators.surrogate_gains(taken, taken[0], advantages[states, actions], max_ratio=INF)
+    gains = communicators.surrogate_gains(
+        taken, taken[0], advantages[states, actions], max_ratio=INF
+    )
     value = (log_probs.exp() * rewards).sum(-1).mean(-1)
     spread = advantages[states, actions].std(correction=0)
     torch.testing.assert_close(gains, (value - value[0]) / spread, rtol=0, atol=2e-2)
-    assert gains[0].item() == pytest.approx(0, abs=1e-9) and gains[-1].item() == pytest.approx(0, abs=1e-9)
+    assert gains[0].item() == pytest.approx(0, abs=1e-9) and gains[-1].item() == pytest.approx(
+        0, abs=1e-9
+    )
     weights = communicators.surrogate(gains.expand(1 + peers, -1), 1.0)
-    assert weights[0, -1].item() == pytest.approx(weights[0, 0].item())  # a peer equal to oneself: as for L = 0
+    assert weights[0, -1].item() == pytest.approx(
+        weights[0, 0].item()
+    )  # a peer equal to oneself: as for L = 0
     for better in range(1 + peers):
         for worse in range(1 + peers):
             if value[better] > value[worse] + 0.05 * spread:
@@ -408,7 +507,9 @@ def test_surrogate_gains_ignore_scale_and_offset_of_advantages_and_bound_ratios(
     picky = torch.where(advantages > 1.9, 0.0, -30.0)
     gain = communicators.surrogate_gains(picky[None], behaviour, advantages, max_ratio=10.0)
     normalised = (advantages - advantages.mean()) / advantages.std(correction=0)
-    assert gain.item() == pytest.approx((10 * normalised * (advantages > 1.9)).mean().item(), rel=1e-4)
+    assert gain.item() == pytest.approx(
+        (10 * normalised * (advantages > 1.9)).mean().item(), rel=1e-4
+    )
     assert gains[2].isnan()
 
 
@@ -416,7 +517,8 @@ def test_surrogate_is_personal_and_deaf_to_nan():
     gains = torch.tensor([[0.0, 0.1, NAN], [-0.1, 0.0, NAN], [NAN, NAN, NAN]])
     e = math.e
     assert_rows(
-        communicators.surrogate(gains), [[1 / (1 + e), e / (1 + e), 0], [1 / (1 + e), e / (1 + e), 0], [1 / 3] * 3]
+        communicators.surrogate(gains),
+        [[1 / (1 + e), e / (1 + e), 0], [1 / (1 + e), e / (1 + e), 0], [1 / 3] * 3],
     )
     hot = communicators.surrogate(gains, temperature=2.0)[0]
     assert hot[1] / hot[0] == pytest.approx(math.exp(0.5))
@@ -431,14 +533,19 @@ def test_surrogate_is_personal_and_deaf_to_nan():
 @given(seeds, st.integers(1, 5))
 def test_a_matrix_from_a_file_is_used_as_it_is(tmp_path_factory, seed, n):
     matrix, file = simplex(seed, n, n), tmp_path_factory.mktemp("csv") / "pairs.csv"
-    file.write_text("# who listens to whom\n" + "\n".join(",".join(f"{w:.9f}" for w in row) for row in matrix.tolist()))
+    file.write_text(
+        "# who listens to whom\n"
+        + "\n".join(",".join(f"{w:.9f}" for w in row) for row in matrix.tolist())
+    )
     found = make_communicator(str(file), n)
     assert_communicator(found, n)
     torch.testing.assert_close(found, matrix, rtol=0, atol=1e-6)
     valid = torch.arange(n) > 0
     dropped = make_communicator(str(file), n, valid=valid)
     heard = matrix[:, valid].sum(1) > 0
-    torch.testing.assert_close(dropped[heard], communicators.drop_invalid(matrix, valid)[heard], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        dropped[heard], communicators.drop_invalid(matrix, valid)[heard], rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -495,8 +602,14 @@ def test_self_preference_outside_the_unit_interval_is_refused(p):
         (lambda: communicators.softmax_reward(torch.ones(2), 0.0), "0.0"),
         (lambda: communicators.softmax_reward(torch.ones(2), -1.0), "-1.0"),
         (lambda: communicators.softmax_reward(torch.ones(2), NAN), "nan"),
-        (lambda: mix_log_probs(policies(0, 2, 3), torch.tensor([0.5, 0.5]), "harmonic"), "harmonic"),
-        (lambda: communicators.kl_to_reference(policies(0, 3), policies(1, 3), "sideways"), "sideways"),
+        (
+            lambda: mix_log_probs(policies(0, 2, 3), torch.tensor([0.5, 0.5]), "harmonic"),
+            "harmonic",
+        ),
+        (
+            lambda: communicators.kl_to_reference(policies(0, 3), policies(1, 3), "sideways"),
+            "sideways",
+        ),
     ],
 )
 def test_bad_value_is_refused_by_name(call, named):
@@ -516,10 +629,20 @@ def test_sparse_rows_are_renormalised():
         make_communicator("self-preferred", 4, self_preference=0.4, topology="ring"),
         [row[-i:] + row[:-i] for i in range(4)],
     )
-    third = 1 / 3  # agents 0, 3 and 4 hear no positive return on the ring: uniform over whom they hear
+    third = (
+        1 / 3
+    )  # agents 0, 3 and 4 hear no positive return on the ring: uniform over whom they hear
     assert_rows(
-        make_communicator("reward", 5, returns=torch.tensor([0.0, 0.0, 4.0, 0.0, 0.0]), topology="ring"),
-        [[third, third, 0, 0, third], [0, 0, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 0, 0], [third, 0, 0, third, third]],
+        make_communicator(
+            "reward", 5, returns=torch.tensor([0.0, 0.0, 4.0, 0.0, 0.0]), topology="ring"
+        ),
+        [
+            [third, third, 0, 0, third],
+            [0, 0, 1, 0, 0],
+            [0, 0, 1, 0, 0],
+            [0, 0, 1, 0, 0],
+            [third, 0, 0, third, third],
+        ],
     )
 
 
@@ -529,9 +652,16 @@ def test_self_preference_is_kept_in_every_neighbourhood(data):
     """c_ii = p with the ring, top-k and invalid peers, and the rest is shared evenly, as long as a peer is left."""
     n, p = data.draw(st.integers(2, 7), "n"), data.draw(st.floats(0.01, 0.99), "p")
     valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n), "valid"))
-    sparse = {"topology": data.draw(st.sampled_from(TOPOLOGIES)), "num_peers": data.draw(st.integers(0, 3))}
+    sparse = {
+        "topology": data.draw(st.sampled_from(TOPOLOGIES)),
+        "num_peers": data.draw(st.integers(0, 3)),
+    }
     matrix = make_communicator("self-preferred", n, self_preference=p, valid=valid, **sparse)
-    near = communicators.ring(n) if sparse["topology"] == "ring" else torch.ones(n, n, dtype=torch.bool)
+    near = (
+        communicators.ring(n)
+        if sparse["topology"] == "ring"
+        else torch.ones(n, n, dtype=torch.bool)
+    )
     for i in range(n):
         peers = [j for j in range(n) if j != i and near[i, j] and valid[j]]
         heard = [j for j in range(n) if j != i and matrix[i, j] > 0]
@@ -546,10 +676,15 @@ def test_invalid_peers_leave_their_place_to_valid_ones(name):
     """Agent 1 is everybody's first choice and invalid: with top-k nobody ends up alone."""
     policy = policies(0, 1, 6, 4, scale=3.0)
     log_probs = torch.cat((policy, policy, policies(1, 3, 6, 4, scale=3.0)))
-    returns, valid = torch.tensor([1.0, 9.0, 2.0, 3.0, 2.5]), torch.tensor([True, False, True, True, True])
+    returns, valid = (
+        torch.tensor([1.0, 9.0, 2.0, 3.0, 2.5]),
+        torch.tensor([True, False, True, True, True]),
+    )
     before = make_communicator(name, 5, returns=returns, log_probs=log_probs, num_peers=1)
     assert before[0, 1] > 0
-    matrix = make_communicator(name, 5, returns=returns, log_probs=log_probs, num_peers=1, valid=valid)
+    matrix = make_communicator(
+        name, 5, returns=returns, log_probs=log_probs, num_peers=1, valid=valid
+    )
     for i in (0, 2, 3, 4):
         assert matrix[i, 1] == 0 and matrix[i, i] > 0 and matrix[i].count_nonzero() == 2
 
@@ -566,7 +701,10 @@ def test_top_k_keeps_oneself_and_the_heaviest_peers(seed, n, k):
 
 
 def test_top_k_ties_go_to_the_next_agents_on_the_ring():
-    heard = [set(row.nonzero().flatten().tolist()) for row in make_communicator("uniform", 5, num_peers=2)]
+    heard = [
+        set(row.nonzero().flatten().tolist())
+        for row in make_communicator("uniform", 5, num_peers=2)
+    ]
     assert heard == [{i, (i + 1) % 5, (i + 2) % 5} for i in range(5)]
 
 
@@ -583,7 +721,9 @@ def test_cost_per_agent_of_a_sparse_communicator_does_not_grow_with_agents(n, sp
 
 
 def test_non_expansion_is_the_largest_absolute_row_sum():
-    assert communicators.non_expansion(torch.tensor([[0.5, -0.75], [0.5, 0.25]])) == pytest.approx(1.25)
+    assert communicators.non_expansion(torch.tensor([[0.5, -0.75], [0.5, 0.25]])) == pytest.approx(
+        1.25
+    )
 
 
 @examples
@@ -591,14 +731,18 @@ def test_non_expansion_is_the_largest_absolute_row_sum():
 def test_definition_1_non_expansion_in_total_variation(seed, n, scale):
     """max_i ||C_i x - C_i y|| <= ||C|| max_j ||x_j - y_j||, with equality where all agents agree on x and on y."""
     matrix = simplex(seed, n, n)
-    pairs = torch.stack([policies(seed + k, n, 3, 4, scale=scale) for k in (1, 2)])  # [x or y, agents, states, actions]
+    pairs = torch.stack(
+        [policies(seed + k, n, 3, 4, scale=scale) for k in (1, 2)]
+    )  # [x or y, agents, states, actions]
 
     def distance(pair):
         return communicators.total_variation(pair)[0, 1].item()
 
     for both, tight in ((pairs, False), (pairs[:, :1].expand_as(pairs), True)):
         bound = communicators.non_expansion(matrix) * max(distance(both[:, j]) for j in range(n))
-        mixed = max(distance(torch.stack([mix_log_probs(policy, row) for policy in both])) for row in matrix)
+        mixed = max(
+            distance(torch.stack([mix_log_probs(policy, row) for policy in both])) for row in matrix
+        )
         assert mixed <= bound + 1e-5
         assert not tight or mixed == pytest.approx(bound, abs=1e-5)
 
@@ -616,14 +760,18 @@ def test_mixtures_are_the_weighted_mean_and_the_normalised_product(seed, n, scal
     for mixture, expected in (("arithmetic", arithmetic), ("geometric", geometric)):
         mixed = mix_log_probs(log_probs, weights, mixture)
         torch.testing.assert_close(mixed, expected.log().float(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(mix_log_probs(log_probs, weights), mix_log_probs(log_probs, weights, "arithmetic"))
+    assert torch.equal(
+        mix_log_probs(log_probs, weights), mix_log_probs(log_probs, weights, "arithmetic")
+    )
 
 
 @pytest.mark.parametrize("mixture", communicators.MIXTURES)
 @examples
 @given(seeds, st.integers(1, 5), scales)
 def test_mixture_sums_to_one_at_extreme_logits(mixture, seed, n, scale):
-    logits = scale * (2.0 * torch.randint(2, (n, 3, 6), generator=torch.Generator().manual_seed(seed)) - 1)
+    logits = scale * (
+        2.0 * torch.randint(2, (n, 3, 6), generator=torch.Generator().manual_seed(seed)) - 1
+    )
     for log_probs in (logits.log_softmax(-1), policies(seed, n, 3, 6, scale=scale)):
         mixed = mix_log_probs(log_probs, simplex(seed, n)[0], mixture)
         assert not mixed.isnan().any()
@@ -656,11 +804,15 @@ def test_disjoint_policies_mix_arithmetically_and_are_refused_geometrically():
     torch.testing.assert_close(mix_log_probs(log_probs, weights).exp(), weights)
     with pytest.raises(ValueError, match="no action in common"):
         mix_log_probs(log_probs, weights, "geometric")
-    one_bad_state = torch.stack([policies(0, 2, 2), log_probs], dim=1)  # [policies, states, actions]
+    one_bad_state = torch.stack(
+        [policies(0, 2, 2), log_probs], dim=1
+    )  # [policies, states, actions]
     with pytest.raises(ValueError, match="no action in common"):
         mix_log_probs(one_bad_state, weights, "geometric")
     partly = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]).log()
-    torch.testing.assert_close(mix_log_probs(partly, weights, "geometric").exp(), torch.tensor([0.0, 1.0, 0.0]))
+    torch.testing.assert_close(
+        mix_log_probs(partly, weights, "geometric").exp(), torch.tensor([0.0, 1.0, 0.0])
+    )
 
 
 @pytest.mark.parametrize("mixture", communicators.MIXTURES)
@@ -677,7 +829,10 @@ def test_one_policy_of_weight_one_is_the_reference(mixture, seed, j, scale):
 @examples
 @given(seeds, scales, scales)
 def test_categorical_kl_is_exact(seed, scale_p, scale_q):
-    log_p, log_q = policies(seed, 3, 4, 5, scale=scale_p), policies(seed + 1, 3, 4, 5, scale=scale_q)
+    log_p, log_q = (
+        policies(seed, 3, 4, 5, scale=scale_p),
+        policies(seed + 1, 3, 4, 5, scale=scale_q),
+    )
     kl = categorical_kl(log_p, log_q)
     assert (kl >= -1e-5).all()
     p, log_ratio = log_p.double().exp(), log_p.double() - log_q.double()
@@ -686,7 +841,9 @@ def test_categorical_kl_is_exact(seed, scale_p, scale_q):
     known = expected.isfinite()  # torch has infinity where q underflows to 0
     torch.testing.assert_close(kl[known], expected[known], rtol=1e-5, atol=1e-5)
     variation = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
-    assert (kl >= 2 * variation**2 - 1e-5).all()  # Pinsker: no divergence only between equal policies
+    assert (
+        kl >= 2 * variation**2 - 1e-5
+    ).all()  # Pinsker: no divergence only between equal policies
     assert torch.equal(categorical_kl(log_p, log_p), torch.zeros(3, 4))
 
 
@@ -700,7 +857,9 @@ def test_categorical_kl_is_exact(seed, scale_p, scale_q):
     ],
 )
 def test_categorical_kl_with_impossible_actions(p, q, expected):
-    assert categorical_kl(torch.tensor(p).log(), torch.tensor(q).log()).item() == pytest.approx(expected)
+    assert categorical_kl(torch.tensor(p).log(), torch.tensor(q).log()).item() == pytest.approx(
+        expected
+    )
 
 
 def test_categorical_kl_where_p_underflows_to_zero():
@@ -714,7 +873,9 @@ def test_kl_to_reference_value_and_gradient(direction, masked):
     logits = torch.tensor([[0.3, -1.0, 0.7]])
     reference = torch.tensor([[0.5, 0.5, 0.0]] if masked else [[0.6, 0.3, 0.1]])
     if masked and direction == "reverse":
-        logits[:, 2] = -INF  # where the reference is 0 the policy must be, or the divergence is infinite
+        logits[
+            :, 2
+        ] = -INF  # where the reference is 0 the policy must be, or the divergence is infinite
     logits.requires_grad_()
     log_reference = reference.log().requires_grad_()
     log_policy = logits.log_softmax(-1)
@@ -750,7 +911,9 @@ def test_gradient_reaches_only_the_learner(mixture, direction):
         for agent in agents:
             agent.zero_grad()
         with torch.set_grad_enabled(live):
-            matrix = communicators.similarity(torch.stack([agent(public).log_softmax(-1) for agent in agents]))
+            matrix = communicators.similarity(
+                torch.stack([agent(public).log_softmax(-1) for agent in agents])
+            )
             pi = torch.stack([agent(states).log_softmax(-1) for agent in agents])
             reference = mix_log_probs(pi, matrix[1], mixture)
         assert reference.requires_grad == live
@@ -771,18 +934,27 @@ def test_total_variation_is_a_distance(seed, n, scale):
     distance = communicators.total_variation(log_probs)
     pi = log_probs.double().exp().tolist()
     byhand = [
-        [sum(abs(pi[i][s][a] - pi[j][s][a]) for s in range(3) for a in range(4)) / 2 / 3 for j in range(n)]
+        [
+            sum(abs(pi[i][s][a] - pi[j][s][a]) for s in range(3) for a in range(4)) / 2 / 3
+            for j in range(n)
+        ]
         for i in range(n)
     ]
     assert_rows(distance, byhand)
     assert torch.equal(distance, distance.T) and not distance.diagonal().any()
     assert (distance >= 0).all() and (distance <= 1 + 1e-6).all()
-    assert (distance[:, None] <= distance[:, :, None] + distance[None] + 1e-6).all()  # d(i, k) <= d(i, j) + d(j, k)
+    assert (
+        distance[:, None] <= distance[:, :, None] + distance[None] + 1e-6
+    ).all()  # d(i, k) <= d(i, j) + d(j, k)
 
 
 def test_total_variation_literal():
-    probs = torch.tensor([[[0.5, 0.5], [1.0, 0.0]], [[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]])
-    assert_rows(communicators.total_variation(probs.log()), [[0, 0.25, 0.75], [0.25, 0, 1], [0.75, 1, 0]])
+    probs = torch.tensor(
+        [[[0.5, 0.5], [1.0, 0.0]], [[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]]
+    )
+    assert_rows(
+        communicators.total_variation(probs.log()), [[0, 0.25, 0.75], [0.25, 0, 1], [0.75, 1, 0]]
+    )
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -795,7 +967,9 @@ def test_averaged_parameters_are_the_matrix_product(seed, n, dtype):
     parameters = torch.randn(n, 17, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     averaged = average_parameters(matrix, parameters)
     assert averaged.dtype == dtype
-    torch.testing.assert_close(averaged, (matrix.double() @ parameters.double()).to(dtype), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        averaged, (matrix.double() @ parameters.double()).to(dtype), rtol=1e-5, atol=1e-6
+    )
     assert torch.equal(average_parameters(communicators.identity(n), parameters), parameters)
     equal = parameters[:1].expand(n, -1)
     torch.testing.assert_close(average_parameters(matrix, equal), equal, rtol=1e-6, atol=1e-6)
@@ -809,7 +983,9 @@ def test_parameters_of_weight_zero_do_not_spread():
 
 def test_agents_without_self_weight_swap_parameters():
     parameters = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(average_parameters(communicators.self_preferred(2, 0.0), parameters), parameters.flip(0))
+    assert torch.equal(
+        average_parameters(communicators.self_preferred(2, 0.0), parameters), parameters.flip(0)
+    )
 
 
 def test_averaging_with_a_row_that_sums_to_zero_is_refused():
@@ -822,7 +998,9 @@ def test_invalid_snapshot_is_dropped_and_rows_renormalised(alone, snapshot, caps
     first, last = torch.full((4,), 4.0), torch.full((4,), 8.0)
     sent = torch.stack([first, torch.tensor(snapshot), last])
     parameters, valid = alone(3).snapshots(sent, torch.ones(3, 3, dtype=torch.bool))
-    assert valid.tolist() == [True, False, True] and sent[1].tolist() == pytest.approx(list(snapshot), nan_ok=True)
+    assert valid.tolist() == [True, False, True] and sent[1].tolist() == pytest.approx(
+        list(snapshot), nan_ok=True
+    )
     assert "invalid snapshots of agents [1]" in capsys.readouterr().out
     assert torch.equal(parameters, torch.stack([first, torch.zeros(4), last]))
     matrix = communicators.drop_invalid(communicators.self_preferred(3, 0.6), valid)
@@ -834,13 +1012,19 @@ def test_row_with_nobody_left_falls_back_on_the_agent_itself():
     matrix = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [0.0, 0.5, 0.5]])
     valid = torch.tensor([True, False, True])
     assert_rows(communicators.drop_invalid(matrix, valid), [[1, 0, 0], [0.5, 0, 0.5], [0, 0, 1]])
-    assert_rows(communicators.drop_invalid(matrix, torch.zeros(3, dtype=torch.bool)), torch.eye(3).tolist())
+    assert_rows(
+        communicators.drop_invalid(matrix, torch.zeros(3, dtype=torch.bool)), torch.eye(3).tolist()
+    )
 
 
 @pytest.mark.parametrize("name", COMMUNICATORS)
 def test_every_communicator_drops_invalid_peers(name):
     """The others keep their proportions, whatever the invalid agent's policy or return would have been."""
-    log_probs, returns, valid = policies(0, 4, 3, 5), torch.tensor([1.0, 9.0, 2.0, 3.0]), torch.tensor([1, 0, 1, 1]) > 0
+    log_probs, returns, valid = (
+        policies(0, 4, 3, 5),
+        torch.tensor([1.0, 9.0, 2.0, 3.0]),
+        torch.tensor([1, 0, 1, 1]) > 0,
+    )
     full = make_communicator(name, 4, log_probs=log_probs, returns=returns)
     log_probs[1] = NAN
     matrix = make_communicator(name, 4, log_probs=log_probs, returns=returns, valid=valid)
@@ -851,7 +1035,9 @@ def test_every_communicator_drops_invalid_peers(name):
         torch.testing.assert_close(matrix[i], kept / kept.sum())
     assert_communicator(matrix, 4)
     assert matrix[1, 1] == (name == "identity")
-    nobody = make_communicator(name, 4, log_probs=log_probs, returns=returns, valid=torch.zeros(4, dtype=torch.bool))
+    nobody = make_communicator(
+        name, 4, log_probs=log_probs, returns=returns, valid=torch.zeros(4, dtype=torch.bool)
+    )
     assert_rows(nobody, torch.eye(4).tolist())
 
 
@@ -873,7 +1059,9 @@ def test_one_process_holds_all_agents_and_moves_nothing(alone, n):
     gathered = exchange.all_gather(local)
     assert torch.equal(gathered, local)
     gathered += 1.0
-    assert torch.equal(local, torch.arange(4.0 * n).view(n, 4))  # snapshots stay, while the agents go on learning
+    assert torch.equal(
+        local, torch.arange(4.0 * n).view(n, 4)
+    )  # snapshots stay, while the agents go on learning
     assert torch.equal(exchange.broadcast(local), local)
     exchange.barrier()
     exchange.close()
@@ -967,7 +1155,12 @@ def ranks():
     ports = [str(server.getsockname()[1]) for server in sockets]
     for server in sockets:
         server.close()
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RANK_PROGRAM, *ports],
@@ -986,7 +1179,9 @@ def ranks():
             process.kill()
     assert all(output for output, _ in outputs), "\n".join(errors for _, errors in outputs)
     *told, _ = outputs[0][0].splitlines()
-    assert [line for line in told if line] == ["dropped the invalid snapshots of agents [0, 3] for this round"]
+    assert [line for line in told if line] == [
+        "dropped the invalid snapshots of agents [0, 3] for this round"
+    ]
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
@@ -1011,7 +1206,9 @@ def test_broadcast_gives_every_rank_the_values_of_rank_0(ranks):
     assert [result["broadcast"] for result in ranks] == [[[7.0, 9.0], [8.0, 10.0]]] * 2
 
 
-@pytest.mark.parametrize(("missing", "shortest", "longest"), [("late", 2.5, 20.0), ("dead", 0.0, 20.0)])
+@pytest.mark.parametrize(
+    ("missing", "shortest", "longest"), [("late", 2.5, 20.0), ("dead", 0.0, 20.0)]
+)
 def test_missing_rank_is_named_in_time(ranks, missing, shortest, longest):
     message, waited = ranks[0][missing]
     assert re.search(r"\branks? 1\b", message, re.IGNORECASE), message
@@ -1026,7 +1223,12 @@ class Place:
     """Rank `rank` of two, whose peer and clock the test plays: no process, no socket, no time."""
 
     def __init__(self, monkeypatch, rank=0, gpus=("none", "none"), **options):
-        self.store, self.now, self.others, self.backend = torch.distributed.HashStore(), 0.0, lambda now: None, None
+        self.store, self.now, self.others, self.backend = (
+            torch.distributed.HashStore(),
+            0.0,
+            lambda now: None,
+            None,
+        )
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -1076,7 +1278,9 @@ def test_a_rank_that_shows_life_is_waited_for_and_a_dead_one_is_named(rank, monk
     place.exchange.wait_for_all()
     assert 1000 < place.now < 1001
     place.others = lambda now: place.add(f"alive_{1 - rank}") if now < 1500 else None
-    with pytest.raises(RuntimeError, match=f"^Ranks {1 - rank} failed to arrive: no sign of life for 100 seconds$"):
+    with pytest.raises(
+        RuntimeError, match=f"^Ranks {1 - rank} failed to arrive: no sign of life for 100 seconds$"
+    ):
         place.exchange.wait_for_all()
     assert 1590 < place.now < 1620
     place.exchange.close()
@@ -1091,15 +1295,24 @@ def test_a_rank_counts_its_signs_of_life_until_it_leaves(monkeypatch):
 
 @pytest.mark.parametrize(
     ("gpus", "backend"),
-    [(("A", "B"), "nccl"), (("A", "A"), "gloo"), (("A", "none"), "gloo"), (("none", "none"), "gloo")],
+    [
+        (("A", "B"), "nccl"),
+        (("A", "A"), "gloo"),
+        (("A", "none"), "gloo"),
+        (("none", "none"), "gloo"),
+    ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nccl_is_chosen_by_all_ranks_or_by_none(gpus, backend, rank, monkeypatch):
     """Across machines too, which may have different numbers of GPUs: it needs one for every rank."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # each is alone on its machine, where there are GPUs enough
+    monkeypatch.setenv(
+        "LOCAL_WORLD_SIZE", "1"
+    )  # each is alone on its machine, where there are GPUs enough
     place = Place(monkeypatch, rank, gpus)
     assert place.backend == backend
-    assert place.exchange._wire == (place.exchange.device if backend == "nccl" else torch.device("cpu"))
+    assert place.exchange._wire == (
+        place.exchange.device if backend == "nccl" else torch.device("cpu")
+    )
     place.exchange.close()
 
 
@@ -1122,7 +1335,10 @@ def test_float32_is_float32_on_a_gpu(alone, monkeypatch):
         alone(1)
         assert torch.backends.cudnn.allow_tf32 and torch.get_float32_matmul_precision() == "high"
         assert Exchange(1, "cuda:0").device == torch.device("cuda:0")
-        assert not torch.backends.cudnn.allow_tf32 and torch.get_float32_matmul_precision() == "highest"
+        assert (
+            not torch.backends.cudnn.allow_tf32
+            and torch.get_float32_matmul_precision() == "highest"
+        )
     finally:
         torch.set_float32_matmul_precision(precision)
 
@@ -1133,9 +1349,17 @@ def test_parameters_stay_where_they_are():
     addresses = [parameter.data_ptr() for network in networks for parameter in network.parameters()]
     kept = communicators.flatten(networks, 23)
     communicators.unflatten(torch.arange(46.0).view(2, 23), networks)
-    assert networks[0].weight.flatten().tolist() == [*range(15)] and networks[0].bias.tolist() == [*range(15, 20)]
-    assert networks[1].weight.flatten().tolist() == [*range(23, 29)] and networks[1].bias.tolist() == [29, 30]
+    assert networks[0].weight.flatten().tolist() == [*range(15)] and networks[0].bias.tolist() == [
+        *range(15, 20)
+    ]
+    assert networks[1].weight.flatten().tolist() == [*range(23, 29)] and networks[
+        1
+    ].bias.tolist() == [29, 30]
     communicators.unflatten(kept, networks)
     assert torch.equal(communicators.flatten(networks, 23), kept) and kept[0].count_nonzero() == 20
-    assert addresses == [parameter.data_ptr() for network in networks for parameter in network.parameters()]
-    assert all(parameter.requires_grad for network in networks for parameter in network.parameters())
+    assert addresses == [
+        parameter.data_ptr() for network in networks for parameter in network.parameters()
+    ]
+    assert all(
+        parameter.requires_grad for network in networks for parameter in network.parameters()
+    )

@@ -29,28 +29,44 @@ def oracle(rewards, values, terminated, gamma=GAMMA, gae_lambda=LAMBDA):
     rewards: [T]; values: [T + 1], the last one of the state where the data end; terminated: whether that is the end.
     """
     bootstrap = [*values[1:-1], 0.0 if terminated else values[-1]]
-    deltas = [r + gamma * after - before for r, after, before in zip(rewards, bootstrap, values[:-1], strict=True)]
-    return [sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+    deltas = [
+        r + gamma * after - before
+        for r, after, before in zip(rewards, bootstrap, values[:-1], strict=True)
+    ]
+    return [
+        sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
 
 
 def random_episodes(seed, kinds):
     """Rewards, values, values of the next states and kinds [steps, envs] as tensors, in float64."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.tensor(kinds)
-    rewards, values, finals = (torch.randn(kinds.shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    rewards, values, finals = (
+        torch.randn(kinds.shape, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     following = torch.cat((values[1:], finals[-1:]))
     return rewards, values, torch.where(kinds == RUNNING, following, finals), kinds
 
 
 def advantages_of(script, rewards, values, next_values, kinds):
     """What `gae` gives for [steps, envs], beside another agent that lives all this backwards."""
-    rewards, values, next_values, kinds = (torch.stack((x, x.flip(0))) for x in (rewards, values, next_values, kinds))
-    return script.gae(rewards, kinds == TERMINATED, kinds != RUNNING, values, next_values, GAMMA, LAMBDA)[0]
+    rewards, values, next_values, kinds = (
+        torch.stack((x, x.flip(0))) for x in (rewards, values, next_values, kinds)
+    )
+    return script.gae(
+        rewards, kinds == TERMINATED, kinds != RUNNING, values, next_values, GAMMA, LAMBDA
+    )[0]
 
 
 some_kinds = st.integers(1, 3).flatmap(
     lambda envs: st.lists(
-        st.lists(st.sampled_from([RUNNING, RUNNING, RUNNING, TERMINATED, TRUNCATED]), min_size=envs, max_size=envs),
+        st.lists(
+            st.sampled_from([RUNNING, RUNNING, RUNNING, TERMINATED, TRUNCATED]),
+            min_size=envs,
+            max_size=envs,
+        ),
         min_size=1,
         max_size=25,
     )
@@ -78,7 +94,11 @@ def test_gae_equals_the_definition_episode_by_episode(script, seed, kinds):
 
 @every_family
 @settings(deadline=None, max_examples=50)
-@given(seed=st.integers(0, 2**32), end=st.integers(0, 11), kind=st.sampled_from([TERMINATED, TRUNCATED]))
+@given(
+    seed=st.integers(0, 2**32),
+    end=st.integers(0, 11),
+    kind=st.sampled_from([TERMINATED, TRUNCATED]),
+)
 def test_nothing_leaks_from_later_episodes(script, seed, end, kind):
     """Another future after an episode's end changes no advantage before it, and changes those after it."""
     kinds = [[kind if step == end else RUNNING] for step in range(13)]
@@ -152,8 +172,13 @@ def test_gae_through_gymnasium_vector_environments(script, mode):
     assert valid.all() == (mode is AutoresetMode.SAME_STEP)
 
     for k in range(number):
-        env, own = Corridor(k), iter(actions[valid[:, k], k])  # the action of a step that only resets is ignored
-        found = dict(zip(map(tuple, np.array(seen)[valid[:, k], k]), advantages[valid[:, k], k], strict=True))
+        env, own = (
+            Corridor(k),
+            iter(actions[valid[:, k], k]),
+        )  # the action of a step that only resets is ignored
+        found = dict(
+            zip(map(tuple, np.array(seen)[valid[:, k], k]), advantages[valid[:, k], k], strict=True)
+        )
         expected, remaining = {}, int(valid[:, k].sum())
         while remaining:
             state, _ = env.reset()
@@ -172,7 +197,9 @@ def test_gae_through_gymnasium_vector_environments(script, mode):
 
 @on_minigrid
 @every_backend
-def test_training_advantages_equal_those_of_separate_episodes(script, backend, tmp_path, monkeypatch):
+def test_training_advantages_equal_those_of_separate_episodes(
+    script, backend, tmp_path, monkeypatch
+):
     """What reaches the update, over several rollouts, is what a plain loop over one official environment gives.
 
     The room is always the same, so the recorded actions can be replayed; the values are those of the agent that acted.
@@ -186,7 +213,9 @@ def test_training_advantages_equal_those_of_separate_episodes(script, backend, t
         return send(envs, part, actions)
 
     def record_batch(agent, optimizer, generator, obs, batch, args):
-        own = {name: tensor.clone() for name, tensor in batch.items()} | {"obs": obs[batch["states"]]}
+        own = {name: tensor.clone() for name, tensor in batch.items()} | {
+            "obs": obs[batch["states"]]
+        }
         batches.setdefault(id(agent), []).append(own)
         policies.setdefault(id(agent), []).append(copy.deepcopy(agent))
         return learn(agent, optimizer, generator, obs, batch, args)
@@ -194,9 +223,22 @@ def test_training_advantages_equal_those_of_separate_episodes(script, backend, t
     monkeypatch.setattr(script.Envs, "send", record_actions)
     script.patch(monkeypatch, "learn", record_batch)
     monkeypatch.setattr(torch, "randperm", lambda number, generator=None: torch.arange(number))
-    shape = {"num_agents": 2, "num_envs": 4, "num_steps": 50, "update_epochs": 1, "num_minibatches": 1}
-    changes = {"env_id": "MiniGrid-Empty-5x5-v0", "total_timesteps": 5 * 4 * 50, "save_every": 9, "eval_episodes": 0}
-    args = tiny(script, tmp_path, env_backend=backend, gamma=GAMMA, gae_lambda=LAMBDA, **shape | changes)
+    shape = {
+        "num_agents": 2,
+        "num_envs": 4,
+        "num_steps": 50,
+        "update_epochs": 1,
+        "num_minibatches": 1,
+    }
+    changes = {
+        "env_id": "MiniGrid-Empty-5x5-v0",
+        "total_timesteps": 5 * 4 * 50,
+        "save_every": 9,
+        "eval_episodes": 0,
+    }
+    args = tiny(
+        script, tmp_path, env_backend=backend, gamma=GAMMA, gae_lambda=LAMBDA, **shape | changes
+    )
     script.main(args)
     actions = np.array(acted).reshape(5, args.num_steps, args.num_agents, args.num_envs)
     assert [len(own) for own in batches.values()] == [5, 5]  # of each agent
@@ -230,25 +272,41 @@ def test_training_advantages_equal_those_of_separate_episodes(script, backend, t
                     path = np.stack([obs for _, obs, *_ in episode] + [episode[-1][4]])
                     with torch.no_grad():
                         values = agent(torch.from_numpy(path))[1].double().tolist()
-                    advantages = oracle([reward for *_, reward, _, _ in episode], values, episode[-1][5])
-                    for (step, obs, action, *_), advantage, value in zip(episode, advantages, values[:-1], strict=True):
+                    advantages = oracle(
+                        [reward for *_, reward, _, _ in episode], values, episode[-1][5]
+                    )
+                    for (step, obs, action, *_), advantage, value in zip(
+                        episode, advantages, values[:-1], strict=True
+                    ):
                         expected[step, k] = obs, action, advantage, value
-            obs, action, advantages, values = zip(*(expected[key] for key in sorted(expected)), strict=True)
+            obs, action, advantages, values = zip(
+                *(expected[key] for key in sorted(expected)), strict=True
+            )
             assert np.array_equal(batch["obs"].numpy(), np.stack(obs))
             assert np.array_equal(batch["actions"].numpy(), np.stack(action))
             torch.testing.assert_close(batch["values"], torch.tensor(values), rtol=0, atol=1e-5)
-            torch.testing.assert_close(batch["advantages"], torch.tensor(advantages), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                batch["advantages"], torch.tensor(advantages), rtol=0, atol=1e-5
+            )
             torch.testing.assert_close(batch["returns"], batch["advantages"] + batch["values"])
             row = rows[iteration * args.num_agents + i]
             assert int(float(row["episodes"])) == len(ended)
             logged = float(row["episodic_return"]), float(row["episodic_length"])
-            assert logged == pytest.approx(tuple(np.mean(ended or [(np.nan, np.nan)], axis=0)), rel=1e-4, nan_ok=True)
-    assert ends["terminated"] > 3 and ends["truncated"] > 3 and ends["in the last step of a rollout"] > 0
+            assert logged == pytest.approx(
+                tuple(np.mean(ended or [(np.nan, np.nan)], axis=0)), rel=1e-4, nan_ok=True
+            )
+    assert (
+        ends["terminated"] > 3
+        and ends["truncated"] > 3
+        and ends["in the last step of a rollout"] > 0
+    )
 
 
 def first_episodes(env_id, backend, number):
     """One episode of a random policy in each of `number` environments: lengths, returns, truncated [number], codes."""
-    args = PRPO_MINIGRID.Args(env_id=env_id, num_agents=1, num_envs=number, env_backend=backend, seed=7)
+    args = PRPO_MINIGRID.Args(
+        env_id=env_id, num_agents=1, num_envs=number, env_backend=backend, seed=7
+    )
     envs = PRPO_MINIGRID.Envs(args, range(1), 0)
     generator = np.random.default_rng(7)
     lengths, returns, truncated = np.zeros(number), np.zeros(number), np.zeros(number, dtype=bool)
@@ -256,7 +314,9 @@ def first_episodes(env_id, backend, number):
     while running.any():
         for channel, seen in enumerate(codes):
             seen.update(np.unique(envs.obs[0, running][..., channel]).tolist())
-        rewards, terminations, truncations, *_ = PRPO_MINIGRID.step(envs, generator.integers(7, size=(1, number)))
+        rewards, terminations, truncations, *_ = PRPO_MINIGRID.step(
+            envs, generator.integers(7, size=(1, number))
+        )
         lengths += running
         returns += rewards[0] * running
         truncated |= truncations[0] & running
@@ -267,7 +327,9 @@ def first_episodes(env_id, backend, number):
 
 
 @needs_envpool
-@pytest.mark.parametrize("env_id", ["MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-6x6-v0", "MiniGrid-DistShift2-v0"])
+@pytest.mark.parametrize(
+    "env_id", ["MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-6x6-v0", "MiniGrid-DistShift2-v0"]
+)
 def test_envpool_and_official_environments_agree_statistically(env_id):
     """Lengths, returns and truncations of a random policy within four standard errors, and the same codes."""
     *official, official_codes = first_episodes(env_id, "gymnasium", 100)
@@ -283,14 +345,20 @@ def test_envpool_and_official_environments_agree_statistically(env_id):
 def doors_into_walls(env_id, backend):
     """Of the open doors that a random policy sees with all four neighbours, how many have a wall on either axis."""
     args = PRPO_MINIGRID.Args(env_id=env_id, num_agents=1, num_envs=64, env_backend=backend, seed=7)
-    envs, generator, found = PRPO_MINIGRID.Envs(args, range(1), 0), np.random.default_rng(7), np.zeros(2, dtype=int)
+    envs, generator, found = (
+        PRPO_MINIGRID.Envs(args, range(1), 0),
+        np.random.default_rng(7),
+        np.zeros(2, dtype=int),
+    )
     for _ in range(120):
         seen, wall = envs.obs[0, ..., 0] > 0, envs.obs[0, ..., 0] == 2
         inner, pairs = (
             np.s_[:, 1:-1, 1:-1],
             ((np.s_[:, :-2, 1:-1], np.s_[:, 2:, 1:-1]), (np.s_[:, 1:-1, :-2], np.s_[:, 1:-1, 2:])),
         )
-        doors = (envs.obs[0, ..., 0] == 4)[inner] & np.all([seen[side] for pair in pairs for side in pair], axis=0)
+        doors = (envs.obs[0, ..., 0] == 4)[inner] & np.all(
+            [seen[side] for pair in pairs for side in pair], axis=0
+        )
         blocked = np.all([wall[one] | wall[other] for one, other in pairs], axis=0)
         found += doors.sum(), (doors & blocked).sum()
         PRPO_MINIGRID.step(envs, generator.choice([0, 1, 2, 2, 5, 5], size=(1, 64)))
@@ -307,7 +375,10 @@ def test_doors_lead_somewhere():
     doors, blocked = doors_into_walls(task, "envpool")
     assert doors > 50 and blocked > 0.1 * doors
     assert PRPO_MINIGRID.choose_backend(PRPO_MINIGRID.Args(env_id=task)) == "gymnasium"
-    assert PRPO_MINIGRID.choose_backend(PRPO_MINIGRID.Args(env_id="MiniGrid-KeyCorridorS3R2-v0")) == "envpool"
+    assert (
+        PRPO_MINIGRID.choose_backend(PRPO_MINIGRID.Args(env_id="MiniGrid-KeyCorridorS3R2-v0"))
+        == "envpool"
+    )
     with pytest.raises(SystemExit, match=f"--env-backend envpool.* no usable {task}"):
         PRPO_MINIGRID.check_envs(PRPO_MINIGRID.Args(env_id=task, env_backend="envpool"))
 
@@ -315,17 +386,24 @@ def test_doors_lead_somewhere():
 @every_backend
 def test_a_goal_on_the_last_allowed_step_is_a_termination(backend):
     """The official environment reports both there, envpool by itself a truncation only: it would bootstrap."""
-    args = PRPO_MINIGRID.Args(env_id="MiniGrid-Empty-5x5-v0", num_agents=1, num_envs=2, env_backend=backend)
+    args = PRPO_MINIGRID.Args(
+        env_id="MiniGrid-Empty-5x5-v0", num_agents=1, num_envs=2, env_backend=backend
+    )
     envs, ends = PRPO_MINIGRID.Envs(args, range(1), 0), []
     turn, forward, wait = 1, 2, 6
     for action in [wait] * 95 + [forward, forward, turn, forward, forward]:
-        rewards, terminations, truncations, _, episodes = PRPO_MINIGRID.step(envs, np.array([[action, wait]]))
+        rewards, terminations, truncations, _, episodes = PRPO_MINIGRID.step(
+            envs, np.array([[action, wait]])
+        )
         ends.append((terminations | truncations).tolist())
     envs.close()
     assert ends == [[[False, False]]] * 99 + [[[True, True]]]
     assert rewards[0, 0] == pytest.approx(0.1) and rewards[0, 1] == 0
     assert terminations.tolist() == [[True, False]] and truncations[0, 1]
-    assert [tuple(map(float, episode)) for episode in episodes] == [(0, pytest.approx(0.1), 100), (0, 0, 100)]
+    assert [tuple(map(float, episode)) for episode in episodes] == [
+        (0, pytest.approx(0.1), 100),
+        (0, 0, 100),
+    ]
 
 
 class StepCost(gym.Wrapper):
@@ -349,15 +427,25 @@ def test_a_time_limit_with_a_cost_per_step_keeps_its_bootstrap(script, tmp_path,
         return advantages
 
     script.patch(monkeypatch, "gae", record)
-    changes = {"env_id": "MiniGrid-Empty-5x5-v0", "env_backend": "gymnasium", "num_agents": 2, "iterations": 4}
+    changes = {
+        "env_id": "MiniGrid-Empty-5x5-v0",
+        "env_backend": "gymnasium",
+        "num_agents": 2,
+        "iterations": 4,
+    }
     script.main(tiny(script, tmp_path, **changes, eval_episodes=0, local_updates=9, gamma=GAMMA))
-    rewards, terminations, dones, values, next_values, advantages = (torch.cat(x, 1) for x in zip(*steps, strict=True))
+    rewards, terminations, dones, values, next_values, advantages = (
+        torch.cat(x, 1) for x in zip(*steps, strict=True)
+    )
     truncated = dones & ~terminations
     assert truncated.sum() >= 4 and torch.allclose(rewards[truncated], torch.tensor(-0.1))
     assert (next_values[truncated] != 0).all()
     expected = (rewards + GAMMA * next_values - values)[truncated]
     torch.testing.assert_close(advantages[truncated], expected)
-    assert torch.allclose(rewards[terminations], rewards[terminations].clamp(min=0.0)) and terminations.sum() >= 1
+    assert (
+        torch.allclose(rewards[terminations], rewards[terminations].clamp(min=0.0))
+        and terminations.sum() >= 1
+    )
 
 
 @needs_envpool
@@ -365,7 +453,9 @@ def test_envpool_and_official_environments_agree_step_by_step():
     """DistShift2 is always the same level: the same actions give the same observations, rewards and ends."""
     made, script = [], PRPO_MINIGRID
     for backend in BACKENDS:
-        args = script.Args(env_id="MiniGrid-DistShift2-v0", num_agents=2, num_envs=4, env_backend=backend)
+        args = script.Args(
+            env_id="MiniGrid-DistShift2-v0", num_agents=2, num_envs=4, env_backend=backend
+        )
         made.append(script.Envs(args, range(2), 0))
     official, pooled = made
     assert np.array_equal(official.obs, pooled.obs) and official.obs.shape == (2, 4, 7, 7, 3)
@@ -384,7 +474,10 @@ def test_envpool_and_official_environments_agree_step_by_step():
 
 def walk(script, args, agents, checkpoint=0):
     """What one fixed sequence of actions shows in the environments of `agents`: bytes [agents][environments]."""
-    envs, steps = script.Envs(args, agents, checkpoint), {"MiniGrid": 250, "Atari": 170}[script.family]
+    envs, steps = (
+        script.Envs(args, agents, checkpoint),
+        {"MiniGrid": 250, "Atari": 170}[script.family],
+    )
     frames = [envs.obs.copy()]
     for action in np.random.default_rng(0).choice(4, p=[0.25, 0.2, 0.45, 0.1], size=steps):
         script.step(envs, np.full((len(agents), args.num_envs), action))
@@ -419,8 +512,14 @@ def test_an_agents_environments_depend_on_its_own_seeds_only(script, changes):
     assert walk(script, replace(args, num_envs=1), range(3)) == [envs[:1] for envs in together]
     others = [walk(script, replace(args, seed=2), range(2)), walk(script, args, range(2), 5)]
     histories = [env for run in (together[:2], *others) for agent in run for env in agent]
-    assert len(histories) == 12  # without sticky actions only the 30 possible beginnings tell games apart
-    assert len(set(histories)) == 12 if script.family == "MiniGrid" or args.sticky_actions else len(set(histories)) > 4
+    assert (
+        len(histories) == 12
+    )  # without sticky actions only the 30 possible beginnings tell games apart
+    assert (
+        len(set(histories)) == 12
+        if script.family == "MiniGrid" or args.sticky_actions
+        else len(set(histories)) > 4
+    )
 
 
 @on_minigrid
@@ -438,11 +537,25 @@ def test_private_levels_are_few_and_private(script, tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch:
             script.patch(patch, "PrivateLevels", Spy)
-            shape = {"num_agents": 2, "num_envs": 4, "num_steps": 110, "update_epochs": 1, "num_minibatches": 1}
-            shape |= {"total_timesteps": 3 * 440, "env_id": "MiniGrid-FourRooms-v0", "eval_episodes": 0}
-            summary = script.main(tiny(script, tmp_path / name, levels_per_agent=3, **shape | changes))
+            shape = {
+                "num_agents": 2,
+                "num_envs": 4,
+                "num_steps": 110,
+                "update_epochs": 1,
+                "num_minibatches": 1,
+            }
+            shape |= {
+                "total_timesteps": 3 * 440,
+                "env_id": "MiniGrid-FourRooms-v0",
+                "eval_episodes": 0,
+            }
+            summary = script.main(
+                tiny(script, tmp_path / name, levels_per_agent=3, **shape | changes)
+            )
         assert summary["env_backend"] == "gymnasium"
-        return [seen[tuple(script.level_seeds(script.Args(**summary["settings"]), i))] for i in range(2)]
+        return [
+            seen[tuple(script.level_seeds(script.Args(**summary["settings"]), i))] for i in range(2)
+        ]
 
     first, second = train("run")
     assert len(first) == len(second) == 3
@@ -451,7 +564,11 @@ def test_private_levels_are_few_and_private(script, tmp_path, monkeypatch):
     assert not (first | second) & set.union(*train("other", seed=2))
 
 
-FEW_LAYOUTS = {"MiniGrid-SimpleCrossingS9N1-v0": 42, "MiniGrid-DoorKey-5x5-v0": 48, "MiniGrid-DistShift2-v0": 1}
+FEW_LAYOUTS = {
+    "MiniGrid-SimpleCrossingS9N1-v0": 42,
+    "MiniGrid-DoorKey-5x5-v0": 48,
+    "MiniGrid-DistShift2-v0": 1,
+}
 
 
 def layouts_of(env_id, levels):
@@ -460,7 +577,9 @@ def layouts_of(env_id, levels):
     for level in levels:
         env.reset(seed=level)
         own = env.unwrapped
-        layouts.append((own.grid.encode().tolist(), list(own.agent_pos), own.agent_dir, own.mission))
+        layouts.append(
+            (own.grid.encode().tolist(), list(own.agent_pos), own.agent_dir, own.mission)
+        )
     return list(map(str, layouts))
 
 
@@ -468,29 +587,43 @@ def layouts_of(env_id, levels):
     ("env_ids", "number", "tests"),
     [
         (("MiniGrid-SimpleCrossingS9N1-v0",) * 3, 10, 12),  # all 42 of them
-        (("MiniGrid-DoorKey-5x5-v0", "MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-5x5-v0"), 20, 8),  # all 48
+        (
+            ("MiniGrid-DoorKey-5x5-v0", "MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-5x5-v0"),
+            20,
+            8,
+        ),  # all 48
         (("MiniGrid-FourRooms-v0",) * 3, 30, 60),
     ],
 )
 def test_private_and_unseen_levels_have_different_layouts(env_ids, number, tests):
     """Seeds repeat layouts, so layouts are what agents do not share and what is new in tests."""
-    args = PRPO_MINIGRID.Args(env_ids=env_ids, num_agents=3, levels_per_agent=number, eval_episodes=tests)
+    args = PRPO_MINIGRID.Args(
+        env_ids=env_ids, num_agents=3, levels_per_agent=number, eval_episodes=tests
+    )
     PRPO_MINIGRID.check_envs(args)
-    private = [layouts_of(env_id, PRPO_MINIGRID.level_seeds(args, i)) for i, env_id in enumerate(env_ids)]
-    assert [len(set(own)) for own in private] == [number] * 3 and len(set(sum(private, []))) == 3 * number
+    private = [
+        layouts_of(env_id, PRPO_MINIGRID.level_seeds(args, i)) for i, env_id in enumerate(env_ids)
+    ]
+    assert [len(set(own)) for own in private] == [number] * 3 and len(
+        set(sum(private, []))
+    ) == 3 * number
     for env_id in env_ids:
         unseen = layouts_of(*PRPO_MINIGRID.make_tests(args)[env_id])
         assert len(unseen) == len(set(unseen)) == tests
         assert set(unseen).isdisjoint(sum(private, []))
     levels = [PRPO_MINIGRID.level_seeds(replace(args, eval_episodes=0), i) for i in range(3)]
-    assert levels == [PRPO_MINIGRID.level_seeds(args, i) for i in range(3)]  # whatever the tests are
+    assert levels == [
+        PRPO_MINIGRID.level_seeds(args, i) for i in range(3)
+    ]  # whatever the tests are
 
 
 @on_minigrid
 @pytest.mark.parametrize("env_id", FEW_LAYOUTS)
 def test_too_few_layouts_are_refused_with_their_number(script, env_id):
     number = FEW_LAYOUTS[env_id]
-    args = script.Args(env_id=env_id, num_agents=2, levels_per_agent=max(number // 2 - 1, 1), eval_episodes=3)
+    args = script.Args(
+        env_id=env_id, num_agents=2, levels_per_agent=max(number // 2 - 1, 1), eval_episodes=3
+    )
     refused = rf"--levels-per-agent {args.levels_per_agent}: {env_id} has only {number} different layouts for 2 x"
     with pytest.raises(SystemExit, match=refused) as end:
         script.check_args(args)
@@ -503,8 +636,12 @@ def test_too_few_layouts_are_refused_with_their_number(script, env_id):
 def test_layouts_of_one_mission_may_be_too_few(monkeypatch):
     """Only levels whose mission has the word count; a rare word ends the search too."""
     monkeypatch.setattr(prpo_minigrid, "PATIENCE", 20)
-    args = PRPO_MINIGRID.Args(env_id="MiniGrid-GoToDoor-5x5-v0", num_agents=2, missions=("red", "blue"))
+    args = PRPO_MINIGRID.Args(
+        env_id="MiniGrid-GoToDoor-5x5-v0", num_agents=2, missions=("red", "blue")
+    )
     args.levels_per_agent = 400
     with pytest.raises(SystemExit) as end:
         PRPO_MINIGRID.check_envs(args)
-    assert "GoToDoor-5x5-v0 red has only " in str(end.value) and " layouts for 1 x 400 " in str(end.value)
+    assert "GoToDoor-5x5-v0 red has only " in str(end.value) and " layouts for 1 x 400 " in str(
+        end.value
+    )

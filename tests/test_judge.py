@@ -21,8 +21,13 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 judge = importlib.import_module("judge")
-SHOWN = re.compile(r'"post": """(.*?)""".*"0",\s+"output": """(.*?)""".*"1",\s+"output": """(.*?)"""', re.S)
-COMPLETIONS = [["good", "good", "bad one", "bad one"], ["bad one", "good", "bad one", "good"]]  # of two agents
+SHOWN = re.compile(
+    r'"post": """(.*?)""".*"0",\s+"output": """(.*?)""".*"1",\s+"output": """(.*?)"""', re.S
+)
+COMPLETIONS = [
+    ["good", "good", "bad one", "bad one"],
+    ["bad one", "good", "bad one", "good"],
+]  # of two agents
 
 
 def good_wins(post, first, second):
@@ -51,7 +56,9 @@ def server():
                 return
             if not isinstance(answer, bytes):
                 answer = (
-                    answer if isinstance(answer, dict) else {"message": {"content": answer}, "finish_reason": "stop"}
+                    answer
+                    if isinstance(answer, dict)
+                    else {"message": {"content": answer}, "finish_reason": "stop"}
                 )
                 answer = json.dumps({"choices": [answer]}).encode()
             with contextlib.suppress(OSError):  # nobody waits any more
@@ -75,12 +82,24 @@ def server():
 def make_run(folder, completions=COMPLETIONS):
     """A run of agents that have completed the same four prompts; before that, they were bad."""
     data, folder = folder / "data.jsonl", folder / "runs" / f"run{len(list(folder.glob('runs/*')))}"
-    rows = [{"prompt": f"<chat>post {k}", "completion": f"human {k}", "request": f"post {k}"} for k in range(4)]
+    rows = [
+        {"prompt": f"<chat>post {k}", "completion": f"human {k}", "request": f"post {k}"}
+        for k in range(4)
+    ]
     data.write_text("\n".join(map(json.dumps, rows)))
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"script": "prpo_llm", "dataset": str(data), "exp_name": "x"}))
+    (folder / "config.json").write_text(
+        json.dumps({"script": "prpo_llm", "dataset": str(data), "exp_name": "x"})
+    )
     rows = [
-        {"step": step, "agent": i, "task": "validation", "id": k, "completion": text, "reference": f"human {k}"}
+        {
+            "step": step,
+            "agent": i,
+            "task": "validation",
+            "id": k,
+            "completion": text,
+            "reference": f"human {k}",
+        }
         for step in (0, 9)
         for i, own in enumerate(completions)
         for k, text in enumerate(own if step else ["bad"] * len(own))
@@ -91,8 +110,16 @@ def make_run(folder, completions=COMPLETIONS):
 
 def judged(scripted, tmp_path, *runs, **changes):
     """judge.main with a server that is asked quickly; the win rates by agent."""
-    options = {"server": f"http://127.0.0.1:{scripted.server_port}/v1", "model": "judge", "wait": 0.01}
-    options |= {"cache": str(tmp_path / "cache.jsonl"), "concurrency": 4, "answer_timeout": 20.0} | changes
+    options = {
+        "server": f"http://127.0.0.1:{scripted.server_port}/v1",
+        "model": "judge",
+        "wait": 0.01,
+    }
+    options |= {
+        "cache": str(tmp_path / "cache.jsonl"),
+        "concurrency": 4,
+        "answer_timeout": 20.0,
+    } | changes
     return judge.main(judge.Args(runs=tuple(map(str, runs)), **options)).set_index("agent")
 
 
@@ -103,17 +130,41 @@ def test_questions_are_the_papers(server, tmp_path):
     """Figure 6's prompt with the plain post, both orders, table 6's sampling; equal questions are asked once."""
     found = judged(server, tmp_path, make_run(tmp_path), make_run(tmp_path))
     texts = [request.pop("messages")[0] for request in server.requests]
-    assert {text["role"] for text in texts} == {"user"} and len(texts) == 2 * 6  # prompts 1 and 2 have equal answers
+    assert {text["role"] for text in texts} == {"user"} and len(
+        texts
+    ) == 2 * 6  # prompts 1 and 2 have equal answers
     shown = [SHOWN.search(text["content"]).groups() for text in texts]
-    assert {("post 0", "good", "human 0"), ("post 0", "human 0", "good"), ("post 3", "human 3", "bad one")} <= {*shown}
-    expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0, "model": "judge", "max_tokens": 4096}
-    expected |= {"chat_template_kwargs": {"enable_thinking": True}, "stream": False, "path": "/v1/chat/completions"}
+    assert {
+        ("post 0", "good", "human 0"),
+        ("post 0", "human 0", "good"),
+        ("post 3", "human 3", "bad one"),
+    } <= {*shown}
+    expected = {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.0,
+        "model": "judge",
+        "max_tokens": 4096,
+    }
+    expected |= {
+        "chat_template_kwargs": {"enable_thinking": True},
+        "stream": False,
+        "path": "/v1/chat/completions",
+    }
     assert all(request == expected for request in server.requests)
     text = texts[0]["content"]
-    assert text.startswith("You are evaluating the performance of different language models on a summarization task.")
-    assert text.endswith("nothing else (no quotation marks, no spaces, no new lines, ...).\n") and "{{" not in text
+    assert text.startswith(
+        "You are evaluating the performance of different language models on a summarization task."
+    )
+    assert (
+        text.endswith("nothing else (no quotation marks, no spaces, no new lines, ...).\n")
+        and "{{" not in text
+    )
     # Both agents win two of four; human summaries win against the bad in the first place, and not in the second
-    assert found.loc[0, "win_rate"].tolist() == [0.75, 0.75] and found.loc["all", "prompts"].tolist() == [4, 4]
+    assert found.loc[0, "win_rate"].tolist() == [0.75, 0.75] and found.loc[
+        "all", "prompts"
+    ].tolist() == [4, 4]
     written = pd.read_csv(next(tmp_path.glob("runs/*/win_rates.csv")))
     assert written.win_rate.tolist() == [0.75, 0.75, 0.75] and set(written.judge) == {"judge"}
 
@@ -142,19 +193,28 @@ def test_invalid_answers_are_counted_and_left_out(server, tmp_path, answer):
     """One valid order is enough for a prompt; without any the prompt is out."""
     invalid = {"post 0": 2, "post 1": 1}  # of both orders
     server.answers = lambda post, a, b: (
-        answer if invalid.get(post) == 2 or (post in invalid and a.startswith("human")) else good_wins(post, a, b)
+        answer
+        if invalid.get(post) == 2 or (post in invalid and a.startswith("human"))
+        else good_wins(post, a, b)
     )
     row = judged(server, tmp_path, make_run(tmp_path, COMPLETIONS[:1])).loc["all"]
     assert (row.invalid, row.answers, row.prompts) == (3, 8, 3)
-    assert row.win_rate == pytest.approx((1 + 0.5 + 0.5) / 3)  # of the bad ones only the second place wins
+    assert row.win_rate == pytest.approx(
+        (1 + 0.5 + 0.5) / 3
+    )  # of the bad ones only the second place wins
     server.answers = lambda *_: answer
-    row = judged(server, tmp_path, make_run(tmp_path), cache=str(tmp_path / "other.jsonl")).loc["all"]
+    row = judged(server, tmp_path, make_run(tmp_path), cache=str(tmp_path / "other.jsonl")).loc[
+        "all"
+    ]
     assert (row.prompts, row.invalid) == (0, 16) and np.isnan(row.win_rate)
 
 
 def test_one_token_is_an_answer(server, tmp_path):
     """A judge that does not think, limited to one token, always ends by the limit."""
-    server.answers = lambda *texts: {"message": {"content": good_wins(*texts)}, "finish_reason": "length"}
+    server.answers = lambda *texts: {
+        "message": {"content": good_wins(*texts)},
+        "finish_reason": "length",
+    }
     assert judged(server, tmp_path, make_run(tmp_path), max_tokens=1).loc["all"].invalid == 0
 
 
@@ -174,7 +234,9 @@ def test_where_training_began(server, tmp_path):
     """--before judges the first completions, which are bad, against references or what the same run says at last."""
     run = make_run(tmp_path)
     found = judged(server, tmp_path, run, before=True)
-    assert found.win_rate.tolist() == [0.5, 0.5, 0.5] and set(found.step) == {0}  # as bad as human ones
+    assert found.win_rate.tolist() == [0.5, 0.5, 0.5] and set(found.step) == {
+        0
+    }  # as bad as human ones
     found = judged(server, tmp_path, run, before=True, against=str(run))
     assert found.win_rate.tolist() == [0.25, 0.25, 0.25]
     assert not list(tmp_path.glob("runs/*/win_rates.csv"))  # these are for what has been trained
@@ -197,7 +259,9 @@ def test_a_wrong_request_ends_at_once(server, tmp_path):
     """No repetition mends it: one line, with what the server said; what was answered is kept."""
     asked = iter([None] * 5)
     server.answers = lambda *texts: good_wins(*texts) if next(asked, 404) is None else 404
-    with pytest.raises(SystemExit, match=r"/v1/chat/completions: 404 .*no such model.*\n.*goes on from the answers"):
+    with pytest.raises(
+        SystemExit, match=r"/v1/chat/completions: 404 .*no such model.*\n.*goes on from the answers"
+    ):
         judged(server, tmp_path, make_run(tmp_path), concurrency=1)
     assert len(server.requests) == 6
     assert len((tmp_path / "cache.jsonl").read_text().splitlines()) == 5
@@ -209,7 +273,11 @@ def test_nobody_there(server, tmp_path):
         free.bind(("127.0.0.1", 0))
         with pytest.raises(SystemExit, match="Connection refused"):
             judged(
-                server, tmp_path, make_run(tmp_path), server=f"http://127.0.0.1:{free.getsockname()[1]}/v1", retries=2
+                server,
+                tmp_path,
+                make_run(tmp_path),
+                server=f"http://127.0.0.1:{free.getsockname()[1]}/v1",
+                retries=2,
             )
 
 
@@ -261,7 +329,10 @@ def test_questions_are_asked_at_the_same_time(server, tmp_path, monkeypatch):
     [
         ({"server": ""}, "needs --server and --model, or --reward-model"),
         ({"model": ""}, "needs --server and --model, or --reward-model"),
-        ({"server": "localhost:1/v1"}, "--server localhost:1/v1: must begin with http:// or https://"),
+        (
+            {"server": "localhost:1/v1"},
+            "--server localhost:1/v1: must begin with http:// or https://",
+        ),
         ({"reward_model": "x"}, "needs --server and --model, or --reward-model"),
         ({"sampling": "[1]"}, r"--sampling \[1\]: must be a JSON object"),
         ({"sampling": "{"}, r"--sampling {: must be a JSON object"),
@@ -306,13 +377,22 @@ def test_win_rates_by_hand(verdicts):
         return sum(known) / len(known) if known else float("nan")
 
     scores = [[mean(own[:2]), mean(own[2:])] for own in verdicts]
-    for name, expected in ((0, [s[0] for s in scores]), (1, [s[1] for s in scores]), ("all", list(map(mean, scores)))):
+    for name, expected in (
+        (0, [s[0] for s in scores]),
+        (1, [s[1] for s in scores]),
+        ("all", list(map(mean, scores))),
+    ):
         row = table.loc[name]
         assert row.win_rate == pytest.approx(mean(expected), nan_ok=True)
         assert row.prompts == sum(value == value for value in expected)
-        assert np.isnan(row.win_rate) or 0 <= row.win_rate_ci_low <= row.win_rate <= row.win_rate_ci_high <= 1 + 1e-12
+        assert (
+            np.isnan(row.win_rate)
+            or 0 <= row.win_rate_ci_low <= row.win_rate <= row.win_rate_ci_high <= 1 + 1e-12
+        )
     assert table.loc["all", "invalid"] == sum(value != value for own in verdicts for value in own)
-    swapped = judge.win_rates(pd.DataFrame([row | {"verdicts": 1 - row["verdicts"][::-1]} for row in rows]))
+    swapped = judge.win_rates(
+        pd.DataFrame([row | {"verdicts": 1 - row["verdicts"][::-1]} for row in rows])
+    )
     assert swapped.win_rate.tolist() == pytest.approx((1 - table.win_rate).tolist(), nan_ok=True)
 
 
@@ -322,8 +402,14 @@ def test_more_answers_about_a_prompt_are_no_more_prompts():
 
     def width(prompts, agents, orders):
         wins = [float(k % 3 == 0) for k in range(prompts)]
-        rows = [(i, "t", k, np.array([wins[k]] * orders)) for k in rng.permutation(prompts) for i in range(agents)]
-        row = judge.win_rates(pd.DataFrame(rows, columns=["agent", "task", "id", "verdicts"])).iloc[-1]
+        rows = [
+            (i, "t", k, np.array([wins[k]] * orders))
+            for k in rng.permutation(prompts)
+            for i in range(agents)
+        ]
+        row = judge.win_rates(pd.DataFrame(rows, columns=["agent", "task", "id", "verdicts"])).iloc[
+            -1
+        ]
         return row.win_rate_ci_high - row.win_rate_ci_low
 
     assert width(30, 1, 1) == pytest.approx(width(30, 5, 2), rel=0.05)
@@ -339,21 +425,30 @@ def test_a_reward_model_judges_offline(tmp_path, monkeypatch):
         return [float("good" in text) for text in completions]
 
     monkeypatch.setattr(judge, "load_scorer", lambda name: score)
-    found = judge.main(judge.Args(runs=(str(make_run(tmp_path)),), reward_model="model")).set_index("agent")
-    assert found.win_rate.tolist() == [0.75, 0.75, 0.75] and set(seen) == {f"<chat>post {k}" for k in range(4)}
+    found = judge.main(judge.Args(runs=(str(make_run(tmp_path)),), reward_model="model")).set_index(
+        "agent"
+    )
+    assert found.win_rate.tolist() == [0.75, 0.75, 0.75] and set(seen) == {
+        f"<chat>post {k}" for k in range(4)
+    }
     assert "orders_agree" not in found and found.loc["all", "answers"] == 8
 
 
 def test_a_reward_model_receives_messages_as_messages(tmp_path, monkeypatch):
     """It puts them in its own chat template; a language model is shown the last one's text."""
     folder = make_run(tmp_path)
-    rows = [{"prompt": [{"role": "user", "content": f"post {k}"}], "completion": f"human {k}"} for k in range(4)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"post {k}"}], "completion": f"human {k}"}
+        for k in range(4)
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     args = judge.Args(runs=(str(folder),), reward_model="model")
     found = judge.read_pairs(str(folder), args)
     assert [*found.prompt] == [rows[number]["prompt"] for number in found.id]
     args.reward_model = ""
-    assert [*judge.read_pairs(str(folder), args).prompt] == [f"post {number}" for number in found.id]
+    assert [*judge.read_pairs(str(folder), args).prompt] == [
+        f"post {number}" for number in found.id
+    ]
 
 
 # --- a real server ---
@@ -368,7 +463,11 @@ def test_transformers_serve(tmp_path):
     name = str(tmp_path / "base")
     with transformers_serve(name, tmp_path / "log") as url:
         options = {"server": url, "model": name, "cache": str(tmp_path / "cache.jsonl")}
-        options |= {"sampling": '{"temperature": 0.6, "top_p": 0.95}', "max_tokens": 1, "concurrency": 2}
+        options |= {
+            "sampling": '{"temperature": 0.6, "top_p": 0.95}',
+            "max_tokens": 1,
+            "concurrency": 2,
+        }
         args = judge.Args(runs=(str(make_run(tmp_path)),), **options)
         row = judge.main(args).set_index("agent").loc["all"]
         assert row.answers == 16 and 0 <= row.invalid <= 16

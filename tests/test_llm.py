@@ -20,7 +20,12 @@ from safetensors.torch import load_file
 from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import communicators
 import prpo_llm
@@ -50,13 +55,27 @@ TINY = {
 def files(tmp_path_factory):
     """A folder with a tiny random Llama, a data set in two topics, and a reward that counts a letter."""
     folder, generator = tmp_path_factory.mktemp("llm"), np.random.default_rng(0)
-    tokenizer = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<eos>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<eos>"
+    )
     fast.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 0, "bos_token_id": None}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **shape, **heads))
     for parameter in model.parameters():  # far from uniform, so that nothing is right by chance
         torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
@@ -64,7 +83,9 @@ def files(tmp_path_factory):
     rows = []
     for k in range(60):
         letters = generator.choice(WORDS[1:], size=generator.integers(2, 9)).tolist()
-        rows.append({"prompt": " ".join(letters), "completion": " ".join(letters[:2]), "topic": "xy"[k % 2]})
+        rows.append(
+            {"prompt": " ".join(letters), "completion": " ".join(letters[:2]), "topic": "xy"[k % 2]}
+        )
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "letters.py").write_text(
         "def count(prompts, completions, references):\n    return [float(c.split().count('a')) for c in completions]\n"
@@ -74,9 +95,15 @@ def files(tmp_path_factory):
 
 def tiny(files, run_dir, **changes):
     """The arguments of a tiny run."""
-    base = {"base_model": str(files / "model"), "dataset": str(files / "data.jsonl"), "run_dir": str(run_dir)}
+    base = {
+        "base_model": str(files / "model"),
+        "dataset": str(files / "data.jsonl"),
+        "run_dir": str(run_dir),
+    }
     settings = TINY | base | {"reward": f"{files / 'letters.py'}:count"} | changes
-    several = {name: (settings[name],) for name in ("dataset", "reward") if isinstance(settings[name], str)}
+    several = {
+        name: (settings[name],) for name in ("dataset", "reward") if isinstance(settings[name], str)
+    }
     return prpo_llm.Args(**settings | several)
 
 
@@ -85,14 +112,23 @@ def flags(args):
     return [
         part
         for name, value in vars(args).items()
-        if value != getattr(prpo_llm.Args(), name) and name != "communicator_matrix"  # which is no flag
-        for part in (f"--{name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)]))
+        if value != getattr(prpo_llm.Args(), name)
+        and name != "communicator_matrix"  # which is no flag
+        for part in (
+            f"--{name.replace('_', '-')}",
+            *(map(str, value) if isinstance(value, tuple) else [str(value)]),
+        )
     ]
 
 
 def to_resume(folder):
     """The arguments that resume a run: the code that it executes is named anew."""
-    return ["--resume", str(folder), "--reward", *json.loads((folder / "config.json").read_text())["reward"]]
+    return [
+        "--resume",
+        str(folder),
+        "--reward",
+        *json.loads((folder / "config.json").read_text())["reward"],
+    ]
 
 
 def plain_model(files):
@@ -101,7 +137,9 @@ def plain_model(files):
 
 def layers_of(model):
     """The layers that have adapters, by name."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, prpo_llm.Adapters)}
+    return {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, prpo_llm.Adapters)
+    }
 
 
 def predict(model, numbers, prompts, tokens, lengths):
@@ -145,7 +183,10 @@ def test_predict_equals_a_plain_forward(files, stacked):
     """Packed groups with restarted positions give, for every agent, the log-probs of separate, unpacked sequences."""
     model, layers, eos = stacked
     torch.manual_seed(2)
-    tokens, lengths = torch.randint(1, 27, (3, 4, 6)), torch.tensor([[6, 1, 3, 2], [1, 1, 1, 1], [5, 6, 2, 4]])
+    tokens, lengths = (
+        torch.randint(1, 27, (3, 4, 6)),
+        torch.tensor([[6, 1, 3, 2], [1, 1, 1, 1], [5, 6, 2, 4]]),
+    )
     with torch.no_grad():
         logits = model.lm_head(predict(model, (0, 1, 2), PROMPTS, tokens, lengths))
     assert logits.shape[2] == 6
@@ -172,7 +213,10 @@ def test_stacked_agents_equal_separate_agents(stacked):
         hidden = predict(model, tuple(agents), prompts, tokens[agents], lengths[agents])
         inside = torch.arange(hidden.shape[2]) < lengths[agents][..., None]
         (model.lm_head(hidden).log_softmax(-1)[..., 3] * inside).sum().backward()
-        return {k: torch.cat([layer.B["policy"].grad[k].flatten() for layer in layers.values()]) for k in agents}
+        return {
+            k: torch.cat([layer.B["policy"].grad[k].flatten() for layer in layers.values()])
+            for k in agents
+        }
 
     together, alone = gradients([0, 1, 2]), [gradients([k])[k] for k in range(3)]
     for k in range(3):
@@ -184,7 +228,9 @@ def test_cached_generation_equals_uncached(files, stacked):
     """Greedy completions with the shared cache are those of a model that reads everything again for each token."""
     model, layers, _ = stacked
     prpo_llm.Adapters.selected = "policy", None
-    tokens, lengths, _ = prpo_llm.generate(model, PROMPTS, torch.zeros(3, 2, 8), [-1], temperature=0.0)
+    tokens, lengths, _ = prpo_llm.generate(
+        model, PROMPTS, torch.zeros(3, 2, 8), [-1], temperature=0.0
+    )
     assert (lengths == 8).all() and torch.equal(tokens[:, 0], tokens[:, 1])
     for agent, prompt in enumerate(PROMPTS):
         plain, ids = merged(files, layers, "policy", agent), list(prompt)
@@ -211,7 +257,9 @@ def test_sampled_generation_follows_its_own_tokens(stacked):
     torch.testing.assert_close(logprobs[inside], expected[inside], rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         cumulative = (model.lm_head(hidden).double() / 0.7).softmax(-1).cumsum(-1)
-    for index in torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(hidden.shape[2])).tolist():
+    for index in torch.cartesian_prod(
+        torch.arange(3), torch.arange(4), torch.arange(hidden.shape[2])
+    ).tolist():
         if index[2] < lengths[index[0], index[1]]:
             a, g, t = index
             token, u = int(tokens[a, g, t]), float(uniforms[a, g, t])
@@ -220,7 +268,11 @@ def test_sampled_generation_follows_its_own_tokens(stacked):
 
 
 @settings(deadline=None, max_examples=50)
-@given(seed=st.integers(0, 2**31), size=st.sampled_from([1, 7, 256, 300, 1000]), spread=st.floats(0.0, 30.0))
+@given(
+    seed=st.integers(0, 2**31),
+    size=st.sampled_from([1, 7, 256, 300, 1000]),
+    spread=st.floats(0.0, 30.0),
+)
 def test_sample_inverts_the_distribution_function(seed, size, spread):
     """Against a plain cumulative sum, for vocabularies of any size; an impossible token is never drawn."""
     generator = torch.Generator().manual_seed(seed)
@@ -247,7 +299,9 @@ def test_an_agent_that_has_diverged_says_tokens_of_the_vocabulary():
 def test_lengths_reach_up_to_and_including_the_first_eos(files):
     """A completion that ends at the limit, one that ends at once, and one that never ends."""
     model = plain_model(files)
-    scripts = torch.tensor([[5, 6, 0], [0, 9, 9], [5, 0, 0], [5, 6, 7]])  # what is said, whatever was said before
+    scripts = torch.tensor(
+        [[5, 6, 0], [0, 9, 9], [5, 0, 0], [5, 6, 7]]
+    )  # what is said, whatever was said before
     step = {"now": -1}
 
     class Head(torch.nn.Module):
@@ -256,7 +310,9 @@ def test_lengths_reach_up_to_and_including_the_first_eos(files):
             return F.one_hot(scripts[:, step["now"]], len(WORDS)).float()
 
     model.config._attn_implementation, model.lm_head = "shared_prefix", Head()
-    tokens, lengths, _ = prpo_llm.generate(model, [[1, 2]], torch.zeros(1, 4, 3), [0], temperature=0.0)
+    tokens, lengths, _ = prpo_llm.generate(
+        model, [[1, 2]], torch.zeros(1, 4, 3), [0], temperature=0.0
+    )
     assert lengths.tolist() == [[3, 1, 2, 3]]
     assert tokens[0].tolist() == [[5, 6, 0], [0, 0, 0], [5, 0, 0], [5, 6, 7]]
 
@@ -269,7 +325,9 @@ def test_saved_adapters_load_in_peft(files, stacked, tmp_path):
     peft = PeftModel.from_pretrained(plain_model(files), tmp_path / "adapter")
     ids = torch.tensor([[3, 7, 1, 9, 4, 2]])
     with torch.no_grad():
-        ours = model.lm_head(predict(model, (1,), [[3]], ids[:, None, 1:], torch.tensor([[5]])))[0, 0]
+        ours = model.lm_head(predict(model, (1,), [[3]], ids[:, None, 1:], torch.tensor([[5]])))[
+            0, 0
+        ]
         torch.testing.assert_close(ours, peft(ids).logits[0, :-1], rtol=0, atol=1e-4)
 
 
@@ -319,10 +377,15 @@ def test_full_kl_is_the_sum_over_the_vocabulary(direction, mixture):
     """By hand, with a mixture of three policies as the reference."""
     generator = torch.Generator().manual_seed(4)
     policy = torch.randn(5, 11, generator=generator).log_softmax(-1)
-    peers, weights = torch.randn(3, 5, 11, generator=generator).log_softmax(-1), torch.tensor([0.2, 0.5, 0.3])
+    peers, weights = (
+        torch.randn(3, 5, 11, generator=generator).log_softmax(-1),
+        torch.tensor([0.2, 0.5, 0.3]),
+    )
     reference = communicators.mix_log_probs(peers, weights, mixture)
     args = prpo_llm.Args(kl_direction=direction)
-    found = prpo_llm.reference_kl(policy, reference, torch.zeros(5, dtype=torch.long), torch.ones(5), args)
+    found = prpo_llm.reference_kl(
+        policy, reference, torch.zeros(5, dtype=torch.long), torch.ones(5), args
+    )
     if mixture == "arithmetic":
         mixed = torch.einsum("n,nsv->sv", weights, peers.exp())
     else:
@@ -331,12 +394,19 @@ def test_full_kl_is_the_sum_over_the_vocabulary(direction, mixture):
     torch.testing.assert_close(found, (first * (first / second).log()).sum(-1), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_type": "dr-grpo"}, {"loss_type": "dapo"}, {"algorithm": "ppo"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"loss_type": "dr-grpo"}, {"loss_type": "dapo"}, {"algorithm": "ppo"}]
+)
 def test_what_tokens_count(options):
     """GRPO: each completion the same; Dr. GRPO: each token, against the maximum; DAPO and PPO: each token."""
     args = prpo_llm.Args(response_length=12, **options)  # no completion is as long as that
     weights = prpo_llm.token_weights(torch.tensor([1, 4, 10]), args)
-    expected = {"grpo": [1 / 3, 1 / 12, 1 / 30], "dr-grpo": [1 / 36] * 3, "ppo": [1 / 15] * 3, "dapo": [1 / 15] * 3}
+    expected = {
+        "grpo": [1 / 3, 1 / 12, 1 / 30],
+        "dr-grpo": [1 / 36] * 3,
+        "ppo": [1 / 15] * 3,
+        "dapo": [1 / 15] * 3,
+    }
     name = options.get("loss_type") or options.get("algorithm", "grpo")
     assert weights.tolist() == pytest.approx(expected[name])
 
@@ -347,7 +417,11 @@ def test_what_tokens_count(options):
 def rows_of(folder):
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    without = "tokens_per_second", "completions_per_second", "exp_name"  # the clock, and what is no number
+    without = (
+        "tokens_per_second",
+        "completions_per_second",
+        "exp_name",
+    )  # the clock, and what is no number
     return [{name: value for name, value in row.items() if name not in without} for row in rows]
 
 
@@ -385,9 +459,23 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_agents_learn_to_say_a_letter(files, tmp_path, algorithm, aggregation):
     """The reward counts a letter: every agent of every method says it more often at the end."""
     # PPO has one completion for each prompt
-    changes = {"batch_size": 4, "total_steps": 25} if algorithm == "grpo" else {"batch_size": 8, "total_steps": 40}
-    changes |= {"aggregation": aggregation, "group_size": 6, "kl_coef": 0.01, "save_every": 50, "eval_prompts": 0}
-    changes |= {"missing_eos_penalty": 0.0, "prompts_per_agent": 16, "micro_batch_size": changes["batch_size"]}
+    changes = (
+        {"batch_size": 4, "total_steps": 25}
+        if algorithm == "grpo"
+        else {"batch_size": 8, "total_steps": 40}
+    )
+    changes |= {
+        "aggregation": aggregation,
+        "group_size": 6,
+        "kl_coef": 0.01,
+        "save_every": 50,
+        "eval_prompts": 0,
+    }
+    changes |= {
+        "missing_eos_penalty": 0.0,
+        "prompts_per_agent": 16,
+        "micro_batch_size": changes["batch_size"],
+    }
     folder, summary = train(files, tmp_path, **ALGORITHMS[algorithm] | changes)
     rewards = [[float(row["reward"]) for row in rows_of(folder)[k::2]] for k in range(2)]
     for own in rewards:
@@ -451,7 +539,11 @@ def test_accumulation_changes_nothing(files, tmp_path, algorithm):
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
 def test_two_ranks_train_like_one_process(files, tmp_path, algorithm, aggregation):
     """torchrun with one agent per rank: the same weights, metrics and completions, in one file."""
-    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "learning_rate": 1e-3, "local_updates": 1}
+    changes = ALGORITHMS[algorithm] | {
+        "aggregation": aggregation,
+        "learning_rate": 1e-3,
+        "local_updates": 1,
+    }
     changes["communicator"] = "relative-gain"  # which depends on all rounds before
     together, summary = train(files, tmp_path / "one", **changes)
     args = tiny(files, tmp_path / "two", **changes)
@@ -462,9 +554,15 @@ def test_two_ranks_train_like_one_process(files, tmp_path, algorithm, aggregatio
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
     for row, expected in zip(rows_of(spread), rows_of(together), strict=True):
         for column in row:
-            assert float(row[column]) == pytest.approx(float(expected[column]), rel=1e-2, abs=1e-3, nan_ok=True), column
-    said, expected = ((folder / "completions.jsonl").read_text().splitlines() for folder in (spread, together))
-    assert sorted(said) == sorted(expected) and len(said) == 2 * 2 * 2  # each agent's, before and after training
+            assert float(row[column]) == pytest.approx(
+                float(expected[column]), rel=1e-2, abs=1e-3, nan_ok=True
+            ), column
+    said, expected = (
+        (folder / "completions.jsonl").read_text().splitlines() for folder in (spread, together)
+    )
+    assert (
+        sorted(said) == sorted(expected) and len(said) == 2 * 2 * 2
+    )  # each agent's, before and after training
 
 
 @every_algorithm
@@ -474,7 +572,11 @@ def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monk
 
     Its communicator depends on all rounds before, or on the rewards of all steps since the last one.
     """
-    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "eval_every": 1, "local_updates": 1}
+    changes = ALGORITHMS[algorithm] | {
+        "aggregation": aggregation,
+        "eval_every": 1,
+        "local_updates": 1,
+    }
     changes["communicator"] = "relative-gain"
     if aggregation == "weights":
         changes |= {"communicator": "reward", "local_updates": 3, "missing_eos_penalty": 0.0}
@@ -520,7 +622,9 @@ def test_resuming_a_finished_run_keeps_what_it_knows(files, tmp_path):
     rows, evaluations = rows_of(folder), (folder / "evaluations.csv").read_text()
     again = prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
     assert again["training_reward"] == summary["training_reward"]
-    assert again["training_reward"]["agents"] == pytest.approx([float(row["reward"]) for row in rows[-2:]], rel=1e-5)
+    assert again["training_reward"]["agents"] == pytest.approx(
+        [float(row["reward"]) for row in rows[-2:]], rel=1e-5
+    )
     assert again["evaluation"] == summary["evaluation"] and again["evaluation"]["prompts"] == 2
     assert rows_of(folder) == rows and (folder / "evaluations.csv").read_text() == evaluations
 
@@ -530,9 +634,16 @@ def test_groups_without_signal_teach_nothing(files, tmp_path):
     (tmp_path / "same.py").write_text(
         "def same(prompts, completions, references):\n    return [0.1 for _ in completions]\n"
     )
-    changes = {"reward": f"{tmp_path / 'same.py'}:same", "missing_eos_penalty": 0.0, "kl_coef": 0.0, "save_every": 1}
+    changes = {
+        "reward": f"{tmp_path / 'same.py'}:same",
+        "missing_eos_penalty": 0.0,
+        "kl_coef": 0.0,
+        "save_every": 1,
+    }
     folder, _ = train(files, tmp_path / "runs", **changes)
-    assert all(float(row["no_signal"]) == 1 and float(row["grad_norm"]) == 0 for row in rows_of(folder))
+    assert all(
+        float(row["no_signal"]) == 1 and float(row["grad_norm"]) == 0 for row in rows_of(folder)
+    )
     rows, start = rows_of(folder), load_file(folder / "agent_0" / "adapter_model.safetensors")
     assert all((tensor == 0).all() for name, tensor in start.items() if "lora_B" in name)
     (folder / "checkpoints" / "agent_0" / "4.pt").unlink()
@@ -544,7 +655,9 @@ def test_checkpoints_hold_an_agents_own_slice_only(files, tmp_path):
     """What is saved of an agent does not take along the storage of the others, and grows with its adapter alone."""
     sizes = {}
     for agents in (1, 3):
-        folder, _ = train(files, tmp_path / str(agents), num_agents=agents, total_steps=1, eval_prompts=0)
+        folder, _ = train(
+            files, tmp_path / str(agents), num_agents=agents, total_steps=1, eval_prompts=0
+        )
         sizes[agents] = (folder / "checkpoints" / "agent_0" / "1.pt").stat().st_size
     assert sizes[3] < 1.1 * sizes[1]
 
@@ -567,12 +680,17 @@ def test_completions_stand_in_tensorboard_as_they_are(files, tmp_path, monkeypat
 def test_nothing_but_adapters_and_declared_scalars_leaves_a_rank(files, tmp_path, algorithm):
     """Every function of torch.distributed is watched: no token, prompt or completion is in any of its arguments."""
     argv = flags(tiny(files, tmp_path / "runs", **ALGORITHMS[algorithm], communicator="similarity"))
-    wire, runs = REPOSITORY / "tests" / "tools" / "wire.py", json.dumps({"run": ["prpo_llm", *argv]})
+    wire, runs = (
+        REPOSITORY / "tests" / "tools" / "wire.py",
+        json.dumps({"run": ["prpo_llm", *argv]}),
+    )
     run = torchrun(2, wire, tmp_path / "{rank}.json", runs, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     folder = only_run(tmp_path / "runs")
     size = len(weights_of(folder)[0])
-    metrics = torch.load(folder / "checkpoints" / "agent_0" / "4.pt", weights_only=True)["run"]["latest"]
+    metrics = torch.load(folder / "checkpoints" / "agent_0" / "4.pt", weights_only=True)["run"][
+        "latest"
+    ]
     for rank in range(2):
         calls = json.loads((tmp_path / f"{rank}.json").read_text())["run"]
         assert not [function for function, _ in calls if "object" in function]
@@ -591,17 +709,27 @@ def test_behaviour_reference_of_a_round_per_step_is_the_snapshot(files, tmp_path
     final = {}
     for every, name in itertools.product((1, 2), ("behaviour", "snapshot")):
         changes = {"local_updates": every, "self_reference": name, "total_steps": 4, "kl_coef": 1.0}
-        final[every, name] = weights_of(train(files, tmp_path / f"{every}{name}", aggregation="none", **changes)[0])
+        final[every, name] = weights_of(
+            train(files, tmp_path / f"{every}{name}", aggregation="none", **changes)[0]
+        )
     for one, other in zip(final[1, "behaviour"], final[1, "snapshot"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(final[2, "behaviour"], final[2, "snapshot"], strict=True))
+    assert all(
+        (a - b).abs().max() > 1e-3
+        for a, b in zip(final[2, "behaviour"], final[2, "snapshot"], strict=True)
+    )
 
 
 def test_agents_start_from_an_adapter_and_are_anchored_to_it(files, tmp_path):
     """--adapter is where policies, references and the anchor start: trained weights go on from it, and a strong anchor
     holds them there."""
     first, summary = train(files, tmp_path / "first", total_steps=2, missing_eos_penalty=0.0)
-    start = {"adapter": str(first / "agent_0"), "total_steps": 12, "num_agents": 1, "missing_eos_penalty": 0.0}
+    start = {
+        "adapter": str(first / "agent_0"),
+        "total_steps": 12,
+        "num_agents": 1,
+        "missing_eos_penalty": 0.0,
+    }
     distances = {}
     for name, anchor in (("free", 1e-9), ("held", 100.0)):
         folder, summary_of = train(files, tmp_path / name, **start, sft_anchor=anchor)
@@ -613,7 +741,9 @@ def test_agents_start_from_an_adapter_and_are_anchored_to_it(files, tmp_path):
         )
     assert np.mean(distances["held"][-4:]) < 0.4 * np.mean(distances["free"][-4:])
     with pytest.raises(SystemExit, match="--lora-alpha 5: must be 16 as in"):
-        parse_args(prpo_llm, ["--adapter", str(first / "agent_0"), "--lora-rank", "4", "--lora-alpha", "5"])
+        parse_args(
+            prpo_llm, ["--adapter", str(first / "agent_0"), "--lora-rank", "4", "--lora-alpha", "5"]
+        )
     folder, _ = train(files, tmp_path / "still", **start, learning_rate=1e-12)
     torch.testing.assert_close(weights_of(folder)[0], weights_of(first)[0])
     assert float(rows_of(folder)[0]["kl_reference"]) == pytest.approx(0.0, abs=1e-6)
@@ -626,12 +756,16 @@ def test_curves_and_a_table_of_language_models(files, tmp_path):
     """
     results, own = {}, []
     for seed in (1, 2):
-        _, summary = train(files, tmp_path / f"runs/{seed}", seed=seed, exp_name="pr", partition="topic")
+        _, summary = train(
+            files, tmp_path / f"runs/{seed}", seed=seed, exp_name="pr", partition="topic"
+        )
         results[seed] = summary["evaluation"]["group"]
         agents = summary["evaluation"]["agents"]
         assert list(agents[0]) == ["validation", "x", "y"]
         own += [agents[0]["x"]["mean"], agents[1]["y"]["mean"]]
-    process = call("benchmark/plot.py", "--runs", tmp_path / "runs", "--out", tmp_path / "llm", cwd=REPOSITORY)
+    process = call(
+        "benchmark/plot.py", "--runs", tmp_path / "runs", "--out", tmp_path / "llm", cwd=REPOSITORY
+    )
     assert process.returncode == 0, process.stderr
     with open(tmp_path / "llm_table.csv", newline="") as file:
         (row,) = csv.DictReader(line for line in file if not line.startswith("#"))
@@ -663,7 +797,10 @@ BAD = {
         ["--algorithm", "ppo", "--value-init", "nowhere"],
         ["--value-init nowhere", "folder"],
     ),
-    "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "rank-reward"]),
+    "unknown communicator": (
+        ["--communicator", "uniforn"],
+        ["--communicator uniforn", "rank-reward"],
+    ),
     "nothing to compare": (
         ["--communicator", "similarity", "--dataset", "agent_{i}", "--eval-prompts", "0"],
         ["--communicator similarity", "--eval-dataset"],
@@ -676,15 +813,24 @@ BAD = {
     "not a number": (["--kl-coef", "nan"], ["--kl-coef nan", "finite"]),
     "infinite": (["--missing-eos-penalty", "inf"], ["--missing-eos-penalty inf", "finite"]),
     "group of one": (["--group-size", "1"], ["--group-size 1", "at least 2"]),
-    "upper clip below the lower": (["--clip-higher", "0.1"], ["--clip-higher 0.1", "at least --clip-coef 0.2"]),
-    "upper clip alone": (["--clip-higher", "0.28", "--clip-coef", "0"], ["--clip-higher 0.28", "needs"]),
+    "upper clip below the lower": (
+        ["--clip-higher", "0.1"],
+        ["--clip-higher 0.1", "at least --clip-coef 0.2"],
+    ),
+    "upper clip alone": (
+        ["--clip-higher", "0.28", "--clip-coef", "0"],
+        ["--clip-higher 0.28", "needs"],
+    ),
     "minibatch not divisible": (["--minibatch-size", "3"], ["--minibatch-size 3", "4"]),
     "temperature zero": (["--temperature", "0"], ["--temperature 0", "positive"]),
     "self-preference above 1": (["--self-preference", "1.5"], ["--self-preference 1.5", "[0, 1]"]),
     "no such file": (["--dataset", "nowhere.jsonl"], ["--dataset nowhere.jsonl", "no such file"]),
     "no adapter": (["--adapter", "nowhere"], ["--adapter nowhere", "adapter_config.json"]),
     "adapters without effect": (["--lora-alpha", "0"], ["--lora-alpha 0", "at least 1"]),
-    "values without effect": (["--value-lora-alpha", "-1"], ["--value-lora-alpha -1", "at least 1"]),
+    "values without effect": (
+        ["--value-lora-alpha", "-1"],
+        ["--value-lora-alpha -1", "at least 1"],
+    ),
     "no completion is long enough": (
         ["--min-response-tokens", "59"],
         ["--min-response-tokens 59", "at most --response-length 58"],
@@ -704,7 +850,14 @@ GOOD = {
     "as many tokens as there may be": ["--min-response-tokens", "58"],
     "a single round": ["--local-updates", "4", "--total-steps", "4"],
     "isolated agents": ["--local-updates", "5", "--total-steps", "4", "--aggregation", "none"],
-    "agents that receive from nobody": ["--local-updates", "5", "--total-steps", "4", "--communicator", "identity"],
+    "agents that receive from nobody": [
+        "--local-updates",
+        "5",
+        "--total-steps",
+        "4",
+        "--communicator",
+        "identity",
+    ],
     "one agent": ["--local-updates", "5", "--total-steps", "4", "--num-agents", "1"],
     "similarity without evaluations": ["--communicator", "similarity", "--eval-prompts", "0"],
     "PPO with one completion": ["--algorithm", "ppo", "--group-size", "1"],
@@ -714,7 +867,16 @@ GOOD = {
     "averages of adapters": ["--aggregation", "weights", "--lora-average", "naive"],
     "a geometric mixture": ["--mixture", "geometric"],
     "PPO with all that is its own": [
-        *("--algorithm", "ppo", "--value-learning-rate", "1e-3", "--value-clip-coef", "0", "--norm-reward", "off"),
+        *(
+            "--algorithm",
+            "ppo",
+            "--value-learning-rate",
+            "1e-3",
+            "--value-clip-coef",
+            "0",
+            "--norm-reward",
+            "off",
+        ),
     ],
     "normalised rewards of undivided groups": ["--norm-reward", "on", "--loss-type", "dr-grpo"],
     "normalised rewards against the others": ["--norm-reward", "on", "--advantage-type", "rloo"],
@@ -752,7 +914,10 @@ def test_a_run_without_a_communication_round_reports_it(capsys):
     for argv, every in (["--total-steps", "2"], 3), (["--local-updates", "41"], 41):
         parse_args(prpo_llm, argv)
         steps = argv[1] if every == 3 else 40
-        assert capsys.readouterr().out == f"--local-updates {every}: agents never communicate in {steps} steps\n"
+        assert (
+            capsys.readouterr().out
+            == f"--local-updates {every}: agents never communicate in {steps} steps\n"
+        )
 
 
 @pytest.mark.parametrize("flag", UNUSED)
@@ -761,7 +926,10 @@ def test_flags_without_effect_are_reported_in_one_line(flag, capsys, monkeypatch
     argv = [*flag.split(), *UNUSED[flag]]
     parse_args(prpo_llm, argv)
     line = capsys.readouterr().out
-    assert line.startswith(f"{flag}: has no effect with {UNUSED[flag][0]} {UNUSED[flag][1]}") and line.count("\n") == 1
+    assert (
+        line.startswith(f"{flag}: has no effect with {UNUSED[flag][0]} {UNUSED[flag][1]}")
+        and line.count("\n") == 1
+    )
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     parse_args(prpo_llm, argv)

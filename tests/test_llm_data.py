@@ -122,15 +122,21 @@ def test_docstrings_are_bodies_to_be_summarised_in_their_first_lines(tmp_path, m
         for prompt, completion in pairs
     ]
     docstrings.main(docstrings.Args(out=str(tmp_path / "new" / "own.jsonl"), topics=("toolbox",)))
-    assert [json.loads(line) for line in (tmp_path / "new" / "own.jsonl").read_text().splitlines()] == expected
+    assert [
+        json.loads(line) for line in (tmp_path / "new" / "own.jsonl").read_text().splitlines()
+    ] == expected
     assert "2 of toolbox" in capsys.readouterr().out
     args = docstrings.Args(out=str(tmp_path / "other.jsonl"), topics=("toolbox", "absent"))
-    with pytest.raises(SystemExit, match="^--topics toolbox absent: the package absent is not installed$"):
+    with pytest.raises(
+        SystemExit, match="^--topics toolbox absent: the package absent is not installed$"
+    ):
         docstrings.main(args)
     assert not (tmp_path / "other.jsonl").exists()
 
 
-def test_ranks_of_a_machine_collect_docstrings_at_the_same_time(files, tokenizer, tmp_path, monkeypatch):
+def test_ranks_of_a_machine_collect_docstrings_at_the_same_time(
+    files, tokenizer, tmp_path, monkeypatch
+):
     """The first runs of a torchrun find no cache; one collects, and all read the same."""
     toolbox(tmp_path, monkeypatch)
     context = multiprocessing.get_context("fork")
@@ -166,19 +172,29 @@ def test_ranks_of_a_machine_collect_docstrings_at_the_same_time(files, tokenizer
 # --- what is read ---
 
 
-def test_messages_get_the_chat_template_and_texts_stand_as_they_are(files, tokenizer, chatty, tmp_path):
+def test_messages_get_the_chat_template_and_texts_stand_as_they_are(
+    files, tokenizer, chatty, tmp_path
+):
     """Of users' own data too, with a system prompt and earlier turns; a model without a template reads the contents."""
     talk = [{"role": "system", "content": "a b"}, {"role": "user", "content": "c d"}]
     answer = [{"role": "assistant", "content": "e"}]
     name = write(tmp_path / "talk.jsonl", [{"prompt": talk, "completion": answer}])
     args = tiny(files, tmp_path)
     (example,) = prpo_llm.load_examples(args, chatty, name)
-    assert example["prompt"] == "s a b u c d z z " and example["completion"] == "e" and example["topic"] == "c d"
-    assert example["ids"] == chatty.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    assert (
+        example["prompt"] == "s a b u c d z z "
+        and example["completion"] == "e"
+        and example["topic"] == "c d"
+    )
+    assert example["ids"] == chatty.apply_chat_template(
+        talk, add_generation_prompt=True, return_dict=False
+    )
     (plain,) = prpo_llm.load_examples(args, tokenizer, name)
     assert plain["prompt"] == "a b\n\nc d" and plain["ids"] == tokenizer("a b c d")["input_ids"]
     name = write(tmp_path / "text.jsonl", [{"prompt": "a b", "completion": "e"}])
-    assert [own["ids"] for own in prpo_llm.load_examples(args, chatty, name)] == [chatty("a b")["input_ids"]]
+    assert [own["ids"] for own in prpo_llm.load_examples(args, chatty, name)] == [
+        chatty("a b")["input_ids"]
+    ]
 
 
 class WithSpecialTokens:
@@ -190,14 +206,22 @@ class WithSpecialTokens:
         self.inner, self.apply_chat_template = inner, inner.apply_chat_template
 
     def __call__(self, texts, add_special_tokens=True):
-        return {"input_ids": [[0] * add_special_tokens + ids for ids in self.inner(texts)["input_ids"]]}
+        return {
+            "input_ids": [[0] * add_special_tokens + ids for ids in self.inner(texts)["input_ids"]]
+        }
 
 
 def test_special_tokens_stand_before_texts_only(files, chatty, tmp_path):
     """A chat template has its own."""
-    rows = [{"prompt": [{"role": "user", "content": "c"}], "completion": "e"}, {"prompt": "c", "completion": "e"}]
+    rows = [
+        {"prompt": [{"role": "user", "content": "c"}], "completion": "e"},
+        {"prompt": "c", "completion": "e"},
+    ]
     args, name = tiny(files, tmp_path), write(tmp_path / "data.jsonl", rows)
-    first = {own["id"]: own["ids"][0] for own in prpo_llm.load_examples(args, WithSpecialTokens(chatty), name)}
+    first = {
+        own["id"]: own["ids"][0]
+        for own in prpo_llm.load_examples(args, WithSpecialTokens(chatty), name)
+    }
     assert first[0] != 0 and first[1] == 0
 
 
@@ -207,25 +231,38 @@ def test_tldr_as_it_lies_on_the_hub(files, tokenizer, tmp_path):
     folder.mkdir()
     subreddits = ["tifu", "loseit", "tifu", "dating_advice", "tifu", "loseit"] * 8
     rows = [
-        {"prompt": f"SUBREDDIT: r/{own}\n\nTITLE: {chr(97 + k % 26)} {k}\n\nPOST: b\n\nTL;DR:", "completion": " c"}
+        {
+            "prompt": f"SUBREDDIT: r/{own}\n\nTITLE: {chr(97 + k % 26)} {k}\n\nPOST: b\n\nTL;DR:",
+            "completion": " c",
+        }
         for k, own in enumerate(subreddits)
     ]
     write(folder / "train.jsonl", rows)
     write(folder / "validation.jsonl", [row | {"prompt": row["prompt"] + " d"} for row in rows])
-    args = tiny(files, tmp_path, dataset=str(folder), partition="topic", eval_dataset=f"{folder}:validation")
+    args = tiny(
+        files, tmp_path, dataset=str(folder), partition="topic", eval_dataset=f"{folder}:validation"
+    )
     examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
-    assert [{own["topic"] for own in part} for part in examples.values()] == [{"tifu"}, {"loseit"}]  # the largest
+    assert [{own["topic"] for own in part} for part in examples.values()] == [
+        {"tifu"},
+        {"loseit"},
+    ]  # the largest
     assert list(tests) == ["validation", "tifu", "loseit"]
     assert all(own["prompt"].endswith("TL;DR: d") for part in tests.values() for own in part)
     args.topics = ("dating_advice", "tifu")
     examples, _, _ = prpo_llm.deal(args, tokenizer, range(2))
-    assert {own["topic"] for own in examples[0]} == {"dating_advice"} and examples[0][0]["completion"] == " c"
+    assert {own["topic"] for own in examples[0]} == {"dating_advice"} and examples[0][0][
+        "completion"
+    ] == " c"
 
 
 def test_columns_have_the_names_that_flags_give_them(files, tokenizer, tmp_path):
     """And a topic that is asked for is there."""
     rows = [{"question": "a b", "answer": "c", "place": 7}]
-    name, names = write(tmp_path / "data.jsonl", rows), {"prompt_column": "question", "completion_column": "answer"}
+    name, names = (
+        write(tmp_path / "data.jsonl", rows),
+        {"prompt_column": "question", "completion_column": "answer"},
+    )
     args = tiny(files, tmp_path, **names, topic_column="place")
     (example,) = prpo_llm.load_examples(args, tokenizer, name)
     assert (example["prompt"], example["completion"], example["topic"]) == ("a b", "c", "7")
@@ -249,19 +286,28 @@ def test_a_data_set_without_the_columns(files, tmp_path, rows, row):
     """Whichever row it is, it is told before training."""
     name = write(tmp_path / "bad.jsonl", rows)
     message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", dataset=name))
-    assert message.startswith(f"--dataset {name}: must have the columns prompt and completion, ") and row in message
+    assert (
+        message.startswith(f"--dataset {name}: must have the columns prompt and completion, ")
+        and row in message
+    )
     assert not (tmp_path / "runs").exists()
 
 
 def test_lines_of_a_file_end_where_json_says(files, tokenizer, tmp_path):
     """A text may contain what Python takes for the end of a line."""
     row = {"prompt": "a \u2028 b", "completion": "c \x85 d"}
-    (tmp_path / "data.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n\n", encoding="utf-8", newline="")
-    (example,) = prpo_llm.load_examples(tiny(files, tmp_path), tokenizer, str(tmp_path / "data.jsonl"))
+    (tmp_path / "data.jsonl").write_text(
+        json.dumps(row, ensure_ascii=False) + "\r\n\n", encoding="utf-8", newline=""
+    )
+    (example,) = prpo_llm.load_examples(
+        tiny(files, tmp_path), tokenizer, str(tmp_path / "data.jsonl")
+    )
     assert example["prompt"] == row["prompt"] and example["completion"] == row["completion"]
 
 
-@pytest.mark.parametrize(("name", "content"), [("broken.jsonl", "{"), ("nothing", None), ("latin.jsonl", "é")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("broken.jsonl", "{"), ("nothing", None), ("latin.jsonl", "é")]
+)
 def test_data_that_cannot_be_read_end_with_one_line(files, tmp_path, monkeypatch, name, content):
     """Before there is a run's folder."""
     monkeypatch.chdir(tmp_path)
@@ -279,7 +325,10 @@ def many(tmp_path_factory):
     """A data set of 300 different prompts in three topics of different sizes."""
     generator = np.random.default_rng(3)
     texts = sorted({" ".join(generator.choice([*"abcdefgh"], size=7)) for _ in range(400)})[:300]
-    rows = [{"prompt": text, "completion": text[: 1 + k % 9], "topic": "xxyyyz"[k % 6]} for k, text in enumerate(texts)]
+    rows = [
+        {"prompt": text, "completion": text[: 1 + k % 9], "topic": "xxyyyz"[k % 6]}
+        for k, text in enumerate(texts)
+    ]
     return write(tmp_path_factory.mktemp("many") / "data.jsonl", rows)
 
 
@@ -290,7 +339,9 @@ def dealt(args, tokenizer, held=None):
     return parts, {task: [own["prompt"] for own in part] for task, part in tests.items()}
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     agents=st.integers(1, 3),
     size=st.integers(2, 120),
@@ -303,10 +354,18 @@ def test_no_setting_moves_prompts_between_training_and_test(
     many, files, tokenizer, agents, size, few, more, name, seed
 ):
     """Agents share no prompt, none learns from a held-out one, and the number of these changes nothing else."""
-    options = {"dataset": many, "num_agents": agents, "prompts_per_agent": size, "partition": name, "seed": seed}
+    options = {
+        "dataset": many,
+        "num_agents": agents,
+        "prompts_per_agent": size,
+        "partition": name,
+        "seed": seed,
+    }
     args = tiny(files, "runs", **options, eval_prompts=few)
     parts, tests = dealt(args, tokenizer)
-    assert list(parts) == list(range(agents)) and all(2 <= len(part) <= size for part in parts.values())
+    assert list(parts) == list(range(agents)) and all(
+        2 <= len(part) <= size for part in parts.values()
+    )
     trained = [prompt for part in parts.values() for prompt in part]
     assert len({*trained}) == len(trained)
     args.eval_prompts = few + more
@@ -316,10 +375,17 @@ def test_no_setting_moves_prompts_between_training_and_test(
     assert tests.get("validation", []) == larger["validation"][:few]
     for task, part in tests.items():
         assert len({*part}) == len(part) <= few and part == larger[task][:few]
-        assert task == "validation" or len(part) < few or few > 3 or not {*part} & {*tests["validation"]}
+        assert (
+            task == "validation"
+            or len(part) < few
+            or few > 3
+            or not {*part} & {*tests["validation"]}
+        )
     args.num_agents, args.partition, args.prompts_per_agent = 2, "iid", 40
     _, otherwise = dealt(args, tokenizer)
-    assert otherwise["validation"] == larger["validation"]  # whatever the partition and the number of agents
+    assert (
+        otherwise["validation"] == larger["validation"]
+    )  # whatever the partition and the number of agents
 
 
 def test_topics_of_equal_size_are_taken_in_the_order_of_their_names(files, tokenizer, tmp_path):
@@ -329,7 +395,13 @@ def test_topics_of_equal_size_are_taken_in_the_order_of_their_names(files, token
         for k in range(26)
         for n in range(5)
     ]
-    args = tiny(files, "runs", dataset=write(tmp_path / "data.jsonl", rows[:120]), num_agents=3, partition="topic")
+    args = tiny(
+        files,
+        "runs",
+        dataset=write(tmp_path / "data.jsonl", rows[:120]),
+        num_agents=3,
+        partition="topic",
+    )
     assert list(prpo_llm.deal(args, tokenizer, range(3))[1]) == ["validation", "x", "y", "z"]
 
 
@@ -347,7 +419,9 @@ def test_the_order_of_a_file_decides_nothing(many, files, tokenizer, tmp_path):
     rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
     shuffled = [rows[k] for k in np.random.default_rng(0).permutation(len(rows))]
     same = write(tmp_path / "same.jsonl", shuffled)
-    grown = write(tmp_path / "grown.jsonl", [row | {"prompt": "h h " + row["prompt"]} for row in rows] + rows)
+    grown = write(
+        tmp_path / "grown.jsonl", [row | {"prompt": "h h " + row["prompt"]} for row in rows] + rows
+    )
     found = [
         dealt(tiny(files, "runs", dataset=name, prompts_per_agent=999, eval_prompts=999), tokenizer)
         for name in (many, same, grown)
@@ -363,7 +437,15 @@ def test_the_order_of_a_file_decides_nothing(many, files, tokenizer, tmp_path):
 
 def test_fewer_prompts_than_asked_for_are_told(many, files, tokenizer, capsys):
     """Of agents, and of evaluations; with less than a batch there is no run."""
-    args = tiny(files, "runs", dataset=many, num_agents=3, partition="topic", prompts_per_agent=100, eval_prompts=9)
+    args = tiny(
+        files,
+        "runs",
+        dataset=many,
+        num_agents=3,
+        partition="topic",
+        prompts_per_agent=100,
+        eval_prompts=9,
+    )
     parts, tests = dealt(args, tokenizer)
     said = capsys.readouterr().out
     for i, topic in enumerate("yxz"):
@@ -375,7 +457,9 @@ def test_fewer_prompts_than_asked_for_are_told(many, files, tokenizer, capsys):
     args = tiny(files, "runs", dataset=many, num_agents=3, partition="topic", batch_size=60)
     assert "60 are needed" in refusal(dealt, args, tokenizer)
     args = tiny(files, "runs", dataset=many, num_agents=4, partition="topic")
-    assert refusal(dealt, args, tokenizer) == "--num-agents 4: must be at most 3, as there are topics"
+    assert (
+        refusal(dealt, args, tokenizer) == "--num-agents 4: must be at most 3, as there are topics"
+    )
 
 
 def test_agents_may_have_data_sets_of_their_own(many, files, tokenizer, tmp_path, monkeypatch):
@@ -384,11 +468,22 @@ def test_agents_may_have_data_sets_of_their_own(many, files, tokenizer, tmp_path
     rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
     write(Path("agent_1.jsonl"), rows[:20])
     write(Path("held_out.jsonl"), rows[15:40])
-    options = {"num_agents": 3, "eval_dataset": "held_out.jsonl", "topics": ("x",), "eval_prompts": 4}
+    options = {
+        "num_agents": 3,
+        "eval_dataset": "held_out.jsonl",
+        "topics": ("x",),
+        "eval_prompts": 4,
+    }
     for names in (("agent_{i}.jsonl",), ("agent_0.jsonl", "agent_1.jsonl", "agent_2.jsonl")):
         parts, tests = dealt(tiny(files, "runs", dataset=names, **options), tokenizer, range(1, 2))
-        assert {*parts[1]} == {row["prompt"] for row in rows[:15]} and [*tests] == ["validation", "x"]
-        assert all({*part} <= {row["prompt"] for row in rows[15:40]} and len(part) == 4 for part in tests.values())
+        assert {*parts[1]} == {row["prompt"] for row in rows[:15]} and [*tests] == [
+            "validation",
+            "x",
+        ]
+        assert all(
+            {*part} <= {row["prompt"] for row in rows[15:40]} and len(part) == 4
+            for part in tests.values()
+        )
         line = refusal(dealt, tiny(files, "runs", dataset=names, **options), tokenizer)
         assert line.startswith("--dataset agent_0.jsonl: cannot be read")
     monkeypatch.setenv("RANK", "1")
@@ -431,7 +526,12 @@ def test_ranks_share_nothing_but_the_wire(many, files, tmp_path, monkeypatch):
             write(own / f"agent_{k}.jsonl", rows[k * 30 : k * 30 + 20])
             write(own / "held_out.jsonl", rows[100:110])
     (tmp_path / "alone.py").write_text(ALONE)
-    changes = {"dataset": "agent_{i}.jsonl", "eval_dataset": "held_out.jsonl", "learning_rate": 1e-3, "eval_every": 2}
+    changes = {
+        "dataset": "agent_{i}.jsonl",
+        "eval_dataset": "held_out.jsonl",
+        "learning_rate": 1e-3,
+        "eval_every": 2,
+    }
     argv = flags_of(tiny(files, "runs", **changes))
     run = torchrun(2, tmp_path / "alone.py", REPOSITORY / "tests" / "tools", *argv, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
@@ -447,8 +547,14 @@ def flags_of(args):
     """The same arguments as a command line."""
     default = vars(prpo_llm.Args())
     changed = {name: value for name, value in vars(args).items() if value != default[name]}
-    words = {name: value if isinstance(value, tuple) else (value,) for name, value in changed.items()}
-    return [part for name, own in words.items() for part in (f"--{name.replace('_', '-')}", *map(str, own))]
+    words = {
+        name: value if isinstance(value, tuple) else (value,) for name, value in changed.items()
+    }
+    return [
+        part
+        for name, own in words.items()
+        for part in (f"--{name.replace('_', '-')}", *map(str, own))
+    ]
 
 
 @pytest.mark.parametrize("communicator", ["uniform", "similarity"])
@@ -461,7 +567,14 @@ def test_more_held_out_prompts_are_asked_for_on_resume(files, tmp_path, communic
         assert torch.equal(a, b)
     for i in range(2):
         (few / "checkpoints" / f"agent_{i}" / "4.pt").rename(tmp_path / f"{i}.pt")
-    again = ["--resume", str(few), "--eval-prompts", "4", "--reward", f"{files / 'letters.py'}:count"]
+    again = [
+        "--resume",
+        str(few),
+        "--eval-prompts",
+        "4",
+        "--reward",
+        f"{files / 'letters.py'}:count",
+    ]
     summary = prpo_llm.main(parse_args(prpo_llm, again))
     assert summary["evaluation"]["prompts"] == 4
     for a, b in zip(weights_of(few), weights_of(more), strict=True):
@@ -497,19 +610,41 @@ def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, c
     talk = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
     held_out = write(tmp_path / "messages.jsonl", talk[:20])
     for data in (many, write(tmp_path / "mixed.jsonl", rows[:30] + talk[30:])):
-        args = tiny(files, "runs", dataset=data, eval_dataset=held_out, prompts_per_agent=999, eval_prompts=20)
+        args = tiny(
+            files,
+            "runs",
+            dataset=data,
+            eval_dataset=held_out,
+            prompts_per_agent=999,
+            eval_prompts=20,
+        )
         examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
         reserved = {tuple(own["ids"]) for own in tests["validation"]}
         assert len(reserved) == 20
         assert not reserved & {tuple(own["ids"]) for part in examples.values() for own in part}
     # In one file: what is held out as a text is not trained on as a message
-    args = tiny(files, "runs", dataset=write(tmp_path / "twice.jsonl", rows + talk), prompts_per_agent=999)
+    args = tiny(
+        files, "runs", dataset=write(tmp_path / "twice.jsonl", rows + talk), prompts_per_agent=999
+    )
     args.eval_prompts = 99
     examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
     reserved = {tuple(own["ids"]) for own in tests["validation"]}
-    assert reserved and not reserved & {tuple(own["ids"]) for part in examples.values() for own in part}
-    deal_files(args.dataset[0], files, tmp_path / "parts", "--partition", "iid", "--prompts-per-agent", "10")
-    parts = [prpo_llm.load_examples(args, tokenizer, str(path)) for path in (tmp_path / "parts").glob("agent_*.jsonl")]
+    assert reserved and not reserved & {
+        tuple(own["ids"]) for part in examples.values() for own in part
+    }
+    deal_files(
+        args.dataset[0],
+        files,
+        tmp_path / "parts",
+        "--partition",
+        "iid",
+        "--prompts-per-agent",
+        "10",
+    )
+    parts = [
+        prpo_llm.load_examples(args, tokenizer, str(path))
+        for path in (tmp_path / "parts").glob("agent_*.jsonl")
+    ]
     assert parts and not reserved & {tuple(own["ids"]) for part in parts for own in part}
 
 
@@ -518,7 +653,10 @@ def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, c
 
 def said(args, tokenizer, functions, texts, rows, ended=True):
     """What `judge` makes of these completions."""
-    chosen = [{"row": row, "completion": prpo_llm.text_of(row[args.completion_column]), "ids": []} for row in rows]
+    chosen = [
+        {"row": row, "completion": prpo_llm.text_of(row[args.completion_column]), "ids": []}
+        for row in rows
+    ]
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * ended for text in texts]
     (tokens, lengths), tokenizer.ends = prpo_llm.pad(ids), [tokenizer.eos_token_id]
     return prpo_llm.judge(args, functions, tokenizer, chosen, tokens, lengths)
@@ -535,7 +673,11 @@ def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
         "def some(completions, answer):\n"
         "    return [float(text == own) for text, own in zip(completions, answer)]\n"
     )
-    args = tiny(files, tmp_path, reward=tuple(f"{tmp_path / 'own.py'}:{name}" for name in ("everything", "some")))
+    args = tiny(
+        files,
+        tmp_path,
+        reward=tuple(f"{tmp_path / 'own.py'}:{name}" for name in ("everything", "some")),
+    )
     args.completion_column, args.reward_weights = "answer", (1.0, 0.5)
     functions = prpo_llm.make_reward(args, torch.device("cpu"))
     rows = [{"prompt": "a b", "answer": "c", "level": 1}, {"prompt": "d", "answer": "e f"}]
@@ -552,13 +694,17 @@ def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
     }
     assert texts == ["c", "e"] and ends == [True, True]
     assert columns["reward_own.some"].tolist() == [1.0, 0.0]
-    assert columns["score"].tolist() == [0.5, 2.0] == columns["reward"].tolist()  # None adds nothing
+    assert (
+        columns["score"].tolist() == [0.5, 2.0] == columns["reward"].tolist()
+    )  # None adds nothing
     talk = [{"prompt": [{"role": "user", "content": "a"}], "answer": "c"}] * 2
     said(args, tokenizer, functions, ["c", "d"], talk)
     assert functions["own.everything"].__globals__["seen"]["completions"] == [
         [{"role": "assistant", "content": text}] for text in "cd"
     ]
-    assert functions["own.everything"].__globals__["seen"]["prompts"] == [row["prompt"] for row in talk]
+    assert functions["own.everything"].__globals__["seen"]["prompts"] == [
+        row["prompt"] for row in talk
+    ]
 
 
 def test_penalties_are_taken_from_the_reward_and_not_from_the_score(files, tokenizer, tmp_path):
@@ -573,13 +719,18 @@ def test_penalties_are_taken_from_the_reward_and_not_from_the_score(files, token
     assert ends == [False] * 4
     np.testing.assert_equal(columns["reward"], [-2.0, math.nan, math.nan, 1.0])
     functions = {"one": lambda completions, **_: [1.0]}
-    assert "one returns 1 rewards for 4 completions" in refusal(said, args, tokenizer, functions, ["a"] * 4, rows)
+    assert "one returns 1 rewards for 4 completions" in refusal(
+        said, args, tokenizer, functions, ["a"] * 4, rows
+    )
 
 
 def test_rouge_reads_messages_and_texts_alike(files, tokenizer, tmp_path):
     """ROUGE-L F by hand: two of three words in common, of two."""
     functions = prpo_llm.make_reward(tiny(files, tmp_path, reward="rouge"), torch.device("cpu"))
-    for prompt, reference in (("a", "b c"), ([{"role": "user", "content": "a"}], [{"content": "b c"}])):
+    for prompt, reference in (
+        ("a", "b c"),
+        ([{"role": "user", "content": "a"}], [{"content": "b c"}]),
+    ):
         args, rows = tiny(files, tmp_path), [{"prompt": prompt, "completion": reference}]
         _, _, columns = said(args, tokenizer, functions, ["b d c"], rows)
         assert columns["reward_rouge"].tolist() == pytest.approx([2 * (2 / 3) * 1 / (2 / 3 + 1)])
@@ -591,7 +742,12 @@ def test_every_reward_is_logged_by_itself(files, tmp_path):
         "def length(completions, **_):\n    return [len(c.split()) for c in completions]\n"
     )
     names = (f"{files / 'letters.py'}:count", f"{tmp_path / 'more.py'}:length")
-    changes = {"reward": names, "reward_weights": (2.0, -0.5), "missing_eos_penalty": 4.0, "total_steps": 2}
+    changes = {
+        "reward": names,
+        "reward_weights": (2.0, -0.5),
+        "missing_eos_penalty": 4.0,
+        "total_steps": 2,
+    }
     folder, _ = train(files, tmp_path / "runs", **changes)
     for row in rows_of(folder):
         own = {name: float(value) for name, value in row.items()}
@@ -602,7 +758,9 @@ def test_every_reward_is_logged_by_itself(files, tmp_path):
         assert own["reward_more.length"] > 0
     with open(folder / "evaluations.csv", newline="") as file:
         for row in csv.DictReader(file):
-            assert float(row["mean_reward"]) == pytest.approx(float(row["score"]) - 4 * (1 - float(row["eos_rate"])))
+            assert float(row["mean_reward"]) == pytest.approx(
+                float(row["score"]) - 4 * (1 - float(row["eos_rate"]))
+            )
             total = 2 * float(row["reward_letters.count"]) - 0.5 * float(row["reward_more.length"])
             assert float(row["score"]) == pytest.approx(total)
 
@@ -610,14 +768,26 @@ def test_every_reward_is_logged_by_itself(files, tmp_path):
 @pytest.fixture(scope="session")
 def reward_model(files, tmp_path_factory):
     """A tiny reward model as TRL leaves it, with a chat template; padding is not the token that ends a text."""
-    folder, tokenizer = tmp_path_factory.mktemp("reward") / "judge", AutoTokenizer.from_pretrained(files / "model")
+    folder, tokenizer = (
+        tmp_path_factory.mktemp("reward") / "judge",
+        AutoTokenizer.from_pretrained(files / "model"),
+    )
     tokenizer.chat_template, tokenizer.pad_token = TEMPLATE, "q"
-    begin = processors.TemplateProcessing(single="y $A", special_tokens=[("y", 25)])  # as Llama's begins a text
+    begin = processors.TemplateProcessing(
+        single="y $A", special_tokens=[("y", 25)]
+    )  # as Llama's begins a text
     tokenizer.backend_tokenizer.post_processor = begin
     tokenizer.save_pretrained(folder)
     torch.manual_seed(5)
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=27, num_labels=1, pad_token_id=17, **shape))
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    model = LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=27, num_labels=1, pad_token_id=17, **shape)
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5) if parameter.dim() > 1 else None
     model.save_pretrained(folder)
@@ -634,12 +804,18 @@ def test_a_reward_model_sees_what_trl_trained_it_with(files, tokenizer, reward_m
         AutoTokenizer.from_pretrained(reward_model),
     )
     texts = ["c", "c d e f g", "g h"] * 4
-    for prompt, whole in (("a b ", "a b {} <eos>"), ([{"role": "user", "content": "a b"}], "u a b a {}")):
+    for prompt, whole in (
+        ("a b ", "a b {} <eos>"),
+        ([{"role": "user", "content": "a b"}], "u a b a {}"),
+    ):
         rows = [{"prompt": prompt, "completion": "b"}] * len(texts)
         for ended in (True, False):  # what it lacks is what the penalty is for
             _, _, columns = said(args, tokenizer, functions, texts, rows, ended=ended)
             with torch.no_grad():
-                words = [own(whole.format(text), add_special_tokens=isinstance(prompt, str)) for text in texts]
+                words = [
+                    own(whole.format(text), add_special_tokens=isinstance(prompt, str))
+                    for text in texts
+                ]
                 ids = [torch.tensor([each["input_ids"]]) for each in words]
                 assert all((each[0, 0] == 25) == isinstance(prompt, str) for each in ids)
                 expected = [model(one).logits.item() for one in ids]
@@ -650,7 +826,12 @@ def test_a_reward_model_sees_what_trl_trained_it_with(files, tokenizer, reward_m
 DECODERS = {  # of Metaspace, as SentencePiece, and of Llama 2 and Mistral 7B
     "metaspace": decoders.Metaspace(prepend_scheme="first"),
     "llama": decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     ),
 }
 
@@ -658,9 +839,13 @@ DECODERS = {  # of Metaspace, as SentencePiece, and of Llama 2 and Mistral 7B
 def sentence_pieces(decoder):
     """A tokenizer of SentencePiece's kind: a space belongs to the word behind it, and a text begins with one."""
     words = ["<unk>", "<eos>", "▁TL;DR:", "▁I", "▁am", "I", "▁", *"abcdefghilmopst,.", "▁am\n"]
-    own = Tokenizer(models.Unigram([(word, -1.0 - 9.0 * (len(word) == 1)) for word in words], unk_id=0))
+    own = Tokenizer(
+        models.Unigram([(word, -1.0 - 9.0 * (len(word) == 1)) for word in words], unk_id=0)
+    )
     own.pre_tokenizer, own.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoder
-    return PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=own, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
+    )
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -670,12 +855,21 @@ def test_a_completion_keeps_the_space_before_it(files, tmp_path, decoder):
     tokenizer.ends = [tokenizer.eos_token_id]
     assert tokenizer.decode(tokenizer("I am")["input_ids"]) == "I am"  # alone it has no space
     torch.manual_seed(5)
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=32, num_labels=1, pad_token_id=1, **shape)).eval()
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=32, num_labels=1, pad_token_id=1, **shape)
+    ).eval()
     nn.init.normal_(model.score.weight, std=5.0)
     prompt = tokenizer("TL;DR:")["input_ids"]
     args, seen = tiny(files, tmp_path), []
-    functions = {"see": lambda completions, **_: seen.extend(completions) or [0.0] * len(completions)}
+    functions = {
+        "see": lambda completions, **_: seen.extend(completions) or [0.0] * len(completions)
+    }
     functions["model"] = functools.partial(prpo_llm.score, model, tokenizer)
     whole = [tokenizer(f"TL;DR:{text}")["input_ids"] for text in (" I am", " am I", "I", "")]
     assert all(ids[: len(prompt)] == prompt for ids in whole)
@@ -688,12 +882,16 @@ def test_a_completion_keeps_the_space_before_it(files, tmp_path, decoder):
     assert columns["reward_model"].tolist() == pytest.approx(expected, abs=1e-5)
     assert len({f"{value:.4f}" for value in expected}) == 4
     # A message is a text of its own: the template of its reader puts the space there
-    talk = [{"row": {"prompt": [{"role": "user", "content": "am"}]}, "completion": "", "ids": prompt}]
+    talk = [
+        {"row": {"prompt": [{"role": "user", "content": "am"}]}, "completion": "", "ids": prompt}
+    ]
     functions = {"see": lambda completions: [0.0]}
     texts, *_ = prpo_llm.judge(args, functions, tokenizer, talk, tokens[:1], lengths[:1])
     assert texts == ["I am"]
     # What changes the text before it is decoded alone
-    merging = SimpleNamespace(decode=lambda ids: {2: "x", 3: "xy", 1: "y"}[sum(ids)] if sum(ids) != 3 else "zy")
+    merging = SimpleNamespace(
+        decode=lambda ids: {2: "x", 3: "xy", 1: "y"}[sum(ids)] if sum(ids) != 3 else "zy"
+    )
     example = {"row": {"prompt": ""}, "ids": [2]}
     assert prpo_llm.decode(args, merging, example, [1]) == "y"
 
@@ -701,7 +899,10 @@ def test_a_completion_keeps_the_space_before_it(files, tmp_path, decoder):
 def test_a_reward_model_without_a_chat_template_reads_messages_as_texts(reward_model):
     """As the policy does: contents with an empty line between them, ended by EOS."""
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
-    prompts, completions = [[{"role": "user", "content": "a"}]], [[{"role": "assistant", "content": "b"}]]
+    prompts, completions = (
+        [[{"role": "user", "content": "a"}]],
+        [[{"role": "assistant", "content": "b"}]],
+    )
     assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["u a a b "], True)
     tokenizer.chat_template = None
     assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["a\n\nb<eos>"], False)
@@ -712,8 +913,17 @@ def test_a_reward_model_with_learned_positions_reads_texts_from_the_left(files, 
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
     tokenizer.save_pretrained(tmp_path / "judge")
     torch.manual_seed(5)
-    shape = {"vocab_size": 27, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "num_labels": 1}
-    model = GPT2ForSequenceClassification(GPT2Config(**shape, pad_token_id=0, bos_token_id=0, eos_token_id=0)).eval()
+    shape = {
+        "vocab_size": 27,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 32,
+        "num_labels": 1,
+    }
+    model = GPT2ForSequenceClassification(
+        GPT2Config(**shape, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    ).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(tmp_path / "judge")
@@ -722,7 +932,9 @@ def test_a_reward_model_with_learned_positions_reads_texts_from_the_left(files, 
     texts = ["c", "c d e f g", "g h"]
     alone = [function(prompts=["a b "], completions=[text])[0] for text in texts]
     together = function(prompts=["a b "] * 3, completions=texts)
-    assert together == pytest.approx(alone, abs=1e-5) and len({f"{score:.3f}" for score in alone}) == 3
+    assert (
+        together == pytest.approx(alone, abs=1e-5) and len({f"{score:.3f}" for score in alone}) == 3
+    )
 
 
 def test_a_reward_model_has_the_precision_of_the_run(files, reward_model, tmp_path):
@@ -744,15 +956,22 @@ def test_a_reward_model_has_the_precision_of_the_run(files, reward_model, tmp_pa
 def test_what_is_no_reward_model_is_refused(files, reward_model, tmp_path, monkeypatch):
     """A language model has no score, and code that comes with a model is not executed, nor is anybody asked."""
     args = tiny(files, tmp_path, reward=str(files / "model"))
-    assert "is no whole model with one score" in refusal(prpo_llm.make_reward, args, torch.device("cpu"))
+    assert "is no whole model with one score" in refusal(
+        prpo_llm.make_reward, args, torch.device("cpu")
+    )
     config = json.loads((reward_model / "config.json").read_text())
     own = tmp_path / "own"
     own.mkdir()
-    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}}
+    config |= {
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"},
+    }
     (own / "config.json").write_text(json.dumps(config))
     (own / "mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
-    line = refusal(prpo_llm.make_reward, tiny(files, tmp_path, reward=str(own)), torch.device("cpu"))
+    line = refusal(
+        prpo_llm.make_reward, tiny(files, tmp_path, reward=str(own)), torch.device("cpu")
+    )
     assert "cannot be loaded" in line
     line = refusal(prpo_llm.load_base, tiny(files, tmp_path, base_model=str(own)))
     assert "cannot be loaded" in line and not (tmp_path / "executed").exists()
@@ -762,7 +981,9 @@ def test_a_run_that_names_code_is_resumed_by_naming_it_again(files, tmp_path, mo
     """Somebody else's config.json cannot have a file executed."""
     folder, _ = train(files, tmp_path / "runs", total_steps=1)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\ndef reward(**_): pass\n")
+    (folder / "evil.py").write_text(
+        f"open({str(tmp_path / 'executed')!r}, 'w')\ndef reward(**_): pass\n"
+    )
     evil = f"{folder / 'evil.py'}:reward"
     (folder / "config.json").write_text(json.dumps(config | {"reward": [evil]}))
     resume = ["--resume", str(folder)]
@@ -770,26 +991,49 @@ def test_a_run_that_names_code_is_resumed_by_naming_it_again(files, tmp_path, mo
     assert line.startswith(f"--reward {evil}: is code that {folder} names; give the flag again")
     assert not (tmp_path / "executed").exists()
     assert parse_args(prpo_llm, [*resume, "--reward", evil]).reward == (evil,)
-    assert "is code" in refusal(parse_args, prpo_llm, [*resume, "--reward", f"{files / 'letters.py'}:count"])
+    assert "is code" in refusal(
+        parse_args, prpo_llm, [*resume, "--reward", f"{files / 'letters.py'}:count"]
+    )
     (folder / "config.json").write_text(json.dumps(config | {"reward": ["rouge"]}))
     assert parse_args(prpo_llm, resume).reward == ("rouge",)
 
 
 BAD = {
     "no such reward": (["--reward", "bleu"], ["--reward bleu", "FILE.py:function"]),
-    "no such reward function": (["--reward", "nowhere.py:count"], ["--reward nowhere.py:count", "existing"]),
-    "the same reward twice": (["--reward", "rouge", "rouge"], ["--reward rouge rouge", "different"]),
-    "too many weights": (["--reward-weights", "1", "2"], ["--reward-weights 1.0 2.0", "each --reward"]),
-    "a weight that is no number": (["--reward-weights", "nan"], ["--reward-weights nan", "each --reward"]),
+    "no such reward function": (
+        ["--reward", "nowhere.py:count"],
+        ["--reward nowhere.py:count", "existing"],
+    ),
+    "the same reward twice": (
+        ["--reward", "rouge", "rouge"],
+        ["--reward rouge rouge", "different"],
+    ),
+    "too many weights": (
+        ["--reward-weights", "1", "2"],
+        ["--reward-weights 1.0 2.0", "each --reward"],
+    ),
+    "a weight that is no number": (
+        ["--reward-weights", "nan"],
+        ["--reward-weights nan", "each --reward"],
+    ),
     "no such file": (["--dataset", "nowhere.jsonl"], ["--dataset nowhere.jsonl", "no such file"]),
-    "no such held-out file": (["--eval-dataset", "nowhere.jsonl"], ["--eval-dataset nowhere.jsonl", "no such file"]),
+    "no such held-out file": (
+        ["--eval-dataset", "nowhere.jsonl"],
+        ["--eval-dataset nowhere.jsonl", "no such file"],
+    ),
     "two data sets of three": (["--dataset", "a", "b"], ["--dataset a b", "each of the 3 agents"]),
-    "nothing common to evaluate on": (["--dataset", "a_{i}"], ["--eval-dataset", "--eval-prompts 0"]),
+    "nothing common to evaluate on": (
+        ["--dataset", "a_{i}"],
+        ["--eval-dataset", "--eval-prompts 0"],
+    ),
     "own data sets dealt": (
         ["--dataset", "a_{i}", "--eval-prompts", "0", "--partition", "topic"],
         ["--partition topic", "data set of its own"],
     ),
-    "two topics of three": (["--partition", "topic", "--topics", "a", "b"], ["--topics a b", "3 topics"]),
+    "two topics of three": (
+        ["--partition", "topic", "--topics", "a", "b"],
+        ["--topics a b", "3 topics"],
+    ),
     "a topic twice": (["--topics", "a", "a"], ["--topics a a"]),
 }
 
@@ -805,10 +1049,17 @@ def test_bad_input_ends_with_one_line(case):
 def test_a_file_without_the_function_is_refused(files, tmp_path):
     """Before the model is loaded."""
     (tmp_path / "broken.py").write_text("counts = 1\n")
-    args = tiny(files, tmp_path / "runs", base_model="nowhere/at/all", reward=f"{tmp_path / 'broken.py'}:count")
+    args = tiny(
+        files,
+        tmp_path / "runs",
+        base_model="nowhere/at/all",
+        reward=f"{tmp_path / 'broken.py'}:count",
+    )
     assert f"{tmp_path / 'broken.py'} has no function count" in refusal(prpo_llm.main, args)
     args = tiny(files, tmp_path / "runs", base_model="nowhere/at/all", reward="nowhere/at/all")
-    assert refusal(prpo_llm.main, args).startswith("--reward nowhere/at/all: nowhere/at/all cannot be loaded")
+    assert refusal(prpo_llm.main, args).startswith(
+        "--reward nowhere/at/all: nowhere/at/all cannot be loaded"
+    )
 
 
 # --- partitions ---
@@ -829,13 +1080,20 @@ def test_coverage_partition_keeps_its_promises(seed, agents, number, share, low,
     total = max(agents, round(share * agents * number))
     assume(total <= agents * number)
     middle = total // agents
-    least, most = math.floor(low * middle), math.ceil(total / agents + high * (number - total / agents))
+    least, most = (
+        math.floor(low * middle),
+        math.ceil(total / agents + high * (number - total / agents)),
+    )
     rng = np.random.default_rng(seed)
     sets = partition.coverage_partition(number, agents, total, (least, middle, most), xi, rng)
     assert len(sets) == agents and sum(map(len, sets)) == total
     assert all(least <= len(own) <= most and len({*own}) == len(own) for own in sets)
     counts = np.bincount(np.concatenate(sets), minlength=number)
-    assert counts.min() >= total // number and counts.max() <= -(-total // number) and len(counts) == number
+    assert (
+        counts.min() >= total // number
+        and counts.max() <= -(-total // number)
+        and len(counts) == number
+    )
 
 
 @pytest.mark.parametrize("bounds", [(5, 4, 9), (0, 9, 5), (5, 5, 5), (0, 1, 2), (-1, 4, 9)])
@@ -898,7 +1156,11 @@ def test_preference_without_noise_is_the_common_mixture():
 @given(seed=st.integers(0, 2**31), xi=st.sampled_from([0.0, 1.0, 256.0]), middle=st.integers(0, 20))
 def test_hardness_partition_keeps_its_promises(seed, xi, middle):
     """Sets of equal size; the easy items are dealt as coverage deals them, the rest are hard ones, none twice."""
-    easy, hard, bounds = np.arange(100, 180), np.arange(100), (middle // 2, middle, middle + middle // 2)
+    easy, hard, bounds = (
+        np.arange(100, 180),
+        np.arange(100),
+        (middle // 2, middle, middle + middle // 2),
+    )
     rng = np.random.default_rng(seed)
     sets = partition.hardness_partition(easy, hard, 4, 40, 4 * middle, bounds, xi, rng)
     assert all(len(own) == 40 == len({*own}) for own in sets)
@@ -910,7 +1172,15 @@ def test_hardness_partition_keeps_its_promises(seed, xi, middle):
 
 def deal_files(many, files, folder, *words):
     """Run the tool. Returns the prompts of each agent's file, and the held-out ones."""
-    argv = ["--dataset", many, "--base-model", str(files / "model"), "--out-dir", str(folder), *words]
+    argv = [
+        "--dataset",
+        many,
+        "--base-model",
+        str(files / "model"),
+        "--out-dir",
+        str(folder),
+        *words,
+    ]
     partition.main(partition.read_flags(partition.Args, argv))
     read = {path.stem: path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))}
     rows = {name: [json.loads(line) for line in lines] for name, lines in read.items()}
@@ -918,7 +1188,9 @@ def deal_files(many, files, folder, *words):
 
 
 @pytest.mark.parametrize("name", ["preference", "coverage", "hardness", "iid", "topic"])
-def test_every_partition_writes_a_file_for_each_agent(many, files, tokenizer, tmp_path, name, capsys):
+def test_every_partition_writes_a_file_for_each_agent(
+    many, files, tokenizer, tmp_path, name, capsys
+):
     """Rows of the data set, none that prpo_llm.py holds out, the sizes asked for, the same for equal seeds."""
     words = ["--partition", name, "--prompts-per-agent", "40", "--num-agents", "3"]
     parts, pool = deal_files(many, files, tmp_path / "a", *words)
@@ -926,7 +1198,11 @@ def test_every_partition_writes_a_file_for_each_agent(many, files, tokenizer, tm
     rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
     sizes = [len(part) for part in parts]
     assert len(parts) == 3 and all(row in rows for part in (*parts, pool) for row in part)
-    assert sizes == [40] * 3 if name != "coverage" else sum(sizes) == 120 and all(20 <= size <= 60 for size in sizes)
+    assert (
+        sizes == [40] * 3
+        if name != "coverage"
+        else sum(sizes) == 120 and all(20 <= size <= 60 for size in sizes)
+    )
     args = tiny(files, "runs", dataset=many, eval_prompts=999)
     assert {row["prompt"] for row in pool} == {*dealt(args, tokenizer)[1]["validation"]}
     prompts = [[row["prompt"] for row in part] for part in parts]
@@ -945,7 +1221,9 @@ def test_partitions_move_what_they_are_named_for(many, files, tmp_path, capsys):
     """Shares of topics, numbers of prompts, shares of easy prompts; overlap lets agents share some."""
 
     def each(folder, *words):
-        return deal_files(many, files, tmp_path / folder, "--num-agents", "6", "--prompts-per-agent", "30", *words)[0]
+        return deal_files(
+            many, files, tmp_path / folder, "--num-agents", "6", "--prompts-per-agent", "30", *words
+        )[0]
 
     def spread(parts, count):
         return np.std([sum(map(count, part)) for part in parts])
@@ -953,11 +1231,19 @@ def test_partitions_move_what_they_are_named_for(many, files, tmp_path, capsys):
     def easy(row):
         return len(row["completion"]) <= 4
 
-    apart, alike = (each(f"p{own}", "--partition", "preference", "--strength", own) for own in ("3", "0"))
-    assert spread(apart, lambda row: row["topic"] == "x") > 2 * spread(alike, lambda row: row["topic"] == "x")
-    apart, alike = (each(f"c{own}", "--partition", "coverage", "--strength", own) for own in ("0", "1000000"))
+    apart, alike = (
+        each(f"p{own}", "--partition", "preference", "--strength", own) for own in ("3", "0")
+    )
+    assert spread(apart, lambda row: row["topic"] == "x") > 2 * spread(
+        alike, lambda row: row["topic"] == "x"
+    )
+    apart, alike = (
+        each(f"c{own}", "--partition", "coverage", "--strength", own) for own in ("0", "1000000")
+    )
     assert {len(part) for part in alike} == {30} and spread(apart, lambda _: 1) > 8
-    apart, alike = (each(f"h{own}", "--partition", "hardness", "--strength", own) for own in ("0", "1000000"))
+    apart, alike = (
+        each(f"h{own}", "--partition", "hardness", "--strength", own) for own in ("0", "1000000")
+    )
     assert spread(apart, easy) > 2 * spread(alike, easy)
     shared = each("overlap", "--partition", "coverage", "--overlap", "2")
     prompts = [row["prompt"] for part in shared for row in part]
@@ -965,24 +1251,54 @@ def test_partitions_move_what_they_are_named_for(many, files, tmp_path, capsys):
     equal = each("equal", "--partition", "coverage", "--bounds", "30", "30", "--strength", "0")
     assert {len(part) for part in equal} == {30}
     capsys.readouterr()
-    few = deal_files(many, files, tmp_path / "few", "--partition", "coverage", "--prompts-per-agent", "500")[0]
+    few = deal_files(
+        many, files, tmp_path / "few", "--partition", "coverage", "--prompts-per-agent", "500"
+    )[0]
     found = re.search(
-        r"gets (\d+) prompts, fewer than --prompts-per-agent 500: there are (\d+)", capsys.readouterr().out
+        r"gets (\d+) prompts, fewer than --prompts-per-agent 500: there are (\d+)",
+        capsys.readouterr().out,
     )
     assert int(found[2]) - 3 < sum(map(len, few)) == 3 * int(found[1]) <= int(found[2])
 
 
 TOOL = {
     "no folder": (["--partition", "iid"], "--out-dir"),
-    "no such partition": (["--out-dir", "x", "--partition", "even"], "--partition even: choose from"),
-    "overlap": (["--out-dir", "x", "--partition", "coverage", "--overlap", "4"], "--overlap 4.0: must lie in [1, 3]"),
-    "strength": (["--out-dir", "x", "--partition", "coverage", "--strength", "-1"], "must not be negative"),
-    "infinite": (["--out-dir", "x", "--partition", "coverage", "--strength", "inf"], "--strength inf: must be finite"),
-    "bounds": (["--out-dir", "x", "--partition", "coverage", "--bounds", "5", "4"], "--bounds 5 4: must be"),
-    "no room": (["--out-dir", "x", "--partition", "coverage", "--bounds", "90", "95"], "cannot hold"),
-    "no agents": (["--out-dir", "x", "--partition", "iid", "--num-agents", "0"], "--num-agents 0: must be at least 1"),
-    "no numbers": (["--out-dir", "x", "--partition", "hardness", "--easy-column", "topic"], "--easy-column topic"),
-    "no file": (["--out-dir", "x", "--partition", "iid", "--dataset", "nowhere.jsonl"], "nowhere.jsonl: there is no"),
+    "no such partition": (
+        ["--out-dir", "x", "--partition", "even"],
+        "--partition even: choose from",
+    ),
+    "overlap": (
+        ["--out-dir", "x", "--partition", "coverage", "--overlap", "4"],
+        "--overlap 4.0: must lie in [1, 3]",
+    ),
+    "strength": (
+        ["--out-dir", "x", "--partition", "coverage", "--strength", "-1"],
+        "must not be negative",
+    ),
+    "infinite": (
+        ["--out-dir", "x", "--partition", "coverage", "--strength", "inf"],
+        "--strength inf: must be finite",
+    ),
+    "bounds": (
+        ["--out-dir", "x", "--partition", "coverage", "--bounds", "5", "4"],
+        "--bounds 5 4: must be",
+    ),
+    "no room": (
+        ["--out-dir", "x", "--partition", "coverage", "--bounds", "90", "95"],
+        "cannot hold",
+    ),
+    "no agents": (
+        ["--out-dir", "x", "--partition", "iid", "--num-agents", "0"],
+        "--num-agents 0: must be at least 1",
+    ),
+    "no numbers": (
+        ["--out-dir", "x", "--partition", "hardness", "--easy-column", "topic"],
+        "--easy-column topic",
+    ),
+    "no file": (
+        ["--out-dir", "x", "--partition", "iid", "--dataset", "nowhere.jsonl"],
+        "nowhere.jsonl: there is no",
+    ),
 }
 
 
@@ -991,7 +1307,15 @@ def test_the_tool_refuses_in_one_line(many, files, tmp_path, monkeypatch, case):
     """And writes nothing."""
     monkeypatch.chdir(tmp_path)
     words, message = TOOL[case]
-    argv = ["--dataset", many, "--base-model", str(files / "model"), "--prompts-per-agent", "40", *words]
+    argv = [
+        "--dataset",
+        many,
+        "--base-model",
+        str(files / "model"),
+        "--prompts-per-agent",
+        "40",
+        *words,
+    ]
     line = refusal(lambda: partition.main(partition.read_flags(partition.Args, argv)))
     assert message in line and not (tmp_path / "x").exists(), line
 
@@ -1000,13 +1324,29 @@ def test_the_commands_of_the_page_run(many, files, tmp_path, monkeypatch):
     """The tool's two lines, and the training on what they leave, as they stand in the page but for size and model."""
     monkeypatch.chdir(tmp_path)
     page = (REPOSITORY / "docs" / "prpo_llm.md").read_text()
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", page, re.S) for line in block.splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", page, re.S)
+        for line in block.splitlines()
+    ]
     (line,) = [line for line in lines if "benchmark/partition.py" in line]
     first, second = (shlex.split(part, comments=True) for part in line.split(" && "))
-    assert first[:2] == ["python", "benchmark/partition.py"] and second[:2] == ["python", "prpo_llm.py"]
+    assert first[:2] == ["python", "benchmark/partition.py"] and second[:2] == [
+        "python",
+        "prpo_llm.py",
+    ]
     small = ["--base-model", str(files / "model")]
     partition.main(partition.read_flags(partition.Args, [*first[2:], "--dataset", many, *small]))
-    small += ["--total-steps", "1", "--response-length", "4", "--eval-prompts", "1", "--reward", "rouge"]
+    small += [
+        "--total-steps",
+        "1",
+        "--response-length",
+        "4",
+        "--eval-prompts",
+        "1",
+        "--reward",
+        "rouge",
+    ]
     args = parse_args(prpo_llm, [*second[2:], *small, "--batch-size", "2", "--device", "cpu"])
     assert prpo_llm.main(args)["completed"]
     (line,) = [line for line in lines if "benchmark/docstrings.py" in line]

@@ -32,43 +32,97 @@ llm_memory = importlib.import_module("llm_memory")
 assert files  # a fixture
 PROMPT, RESPONSE = 10, 6  # tokens of the longest row: the last one of a completion predicts nothing
 LONGEST = PROMPT + RESPONSE - 1
-SHAPE = {"vocab_size": len(WORDS), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+SHAPE = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+}
+SHAPE |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 SHAPE |= {"eos_token_id": 0, "bos_token_id": None}
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PHI3, NEOX = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), ("query_key_value", "dense", "dense_4h_to_h")
+PHI3, NEOX = (
+    ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    ("query_key_value", "dense", "dense_4h_to_h"),
+)
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
 FAMILIES = {  # configuration, what it is given, layers with adapters
     "llama": ("Llama", {}, ALL),
-    "llama with dynamic positions": ("Llama", {"max_position_embeddings": 16, "rope_parameters": DYNAMIC}, ALL),
+    "llama with dynamic positions": (
+        "Llama",
+        {"max_position_embeddings": 16, "rope_parameters": DYNAMIC},
+        ALL,
+    ),
     "qwen2": ("Qwen2", {}, ALL),
     "qwen3": ("Qwen3", {}, ALL),
     "gemma3": ("Gemma3Text", {**SLIDING, "sliding_window": LONGEST}, ALL),
     "gemma3 with capped logits": ("Gemma3Text", {**SLIDING, "final_logit_softcapping": 2.0}, ALL),
-    "gemma2 with capped logits": ("Gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0}, ALL),
+    "gemma2 with capped logits": (
+        "Gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0},
+        ALL,
+    ),
     "olmo2": ("Olmo2", {}, ALL),
     "phi3": ("Phi3", {}, PHI3),
     "gpt-neox": ("GPTNeoX", {"num_key_value_heads": 4}, NEOX),
     "cohere": ("Cohere", {"logit_scale": 0.0625}, ALL),
-    "granite": ("Granite", {"logits_scaling": 8.0, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}, ALL),
+    "granite": (
+        "Granite",
+        {"logits_scaling": 8.0, "attention_multiplier": 0.2, "embedding_multiplier": 3.0},
+        ALL,
+    ),
     "mistral": ("Mistral", {"sliding_window": LONGEST}, ALL),
-    "qwen2 with windows": ("Qwen2", {**SLIDING, "use_sliding_window": True, "sliding_window": LONGEST}, ALL),
+    "qwen2 with windows": (
+        "Qwen2",
+        {**SLIDING, "use_sliding_window": True, "sliding_window": LONGEST},
+        ALL,
+    ),
     "phi3 with windows": ("Phi3", {"sliding_window": LONGEST}, PHI3),
 }
 GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64}
 MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 REFUSED = {
     "gemma2": ("Gemma2", {}, "soft-capping or sinks"),
-    "gpt-oss": ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "soft-capping or sinks"),
-    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of conv are not supported"),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 2, "num_experts_per_tok": 1},
+        "soft-capping or sinks",
+    ),
+    "lfm2": (
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention"]},
+        "layers of conv are not supported",
+    ),
     "qwen3.5": ("Qwen3_5Text", MIXED, "layers of linear_attention are not supported"),
     "mistral": ("Mistral", {"sliding_window": LONGEST - 1}, "reaches 14 tokens back, rows have 15"),
-    "qwen2": ("Qwen2", {**SLIDING, "use_sliding_window": True, "sliding_window": LONGEST - 1}, "reaches 14 tokens"),
-    "gemma3": ("Gemma3Text", {**SLIDING, "sliding_window": LONGEST - 1}, "reaches 14 tokens back, rows have 15"),
+    "qwen2": (
+        "Qwen2",
+        {**SLIDING, "use_sliding_window": True, "sliding_window": LONGEST - 1},
+        "reaches 14 tokens",
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {**SLIDING, "sliding_window": LONGEST - 1},
+        "reaches 14 tokens back, rows have 15",
+    ),
     "phi3": ("Phi3", {"sliding_window": LONGEST - 1}, "reaches 14 tokens back, rows have 15"),
-    "a scale that we do not know": ("HyperCLOVAX", {"logits_scaling": 0.25}, "log-probabilities are off by"),
-    "dynamic positions": ("Llama", {"max_position_embeddings": 15, "rope_parameters": DYNAMIC}, "beyond 15 tokens its"),
+    "a scale that we do not know": (
+        "HyperCLOVAX",
+        {"logits_scaling": 0.25},
+        "log-probabilities are off by",
+    ),
+    "dynamic positions": (
+        "Llama",
+        {"max_position_embeddings": 15, "rope_parameters": DYNAMIC},
+        "beyond 15 tokens its",
+    ),
     "gpt-j": ("GPTJ", GPTJ, "its attention cannot be replaced"),
     "mamba": ("Mamba", {}, ""),
     "bloom": ("Bloom", {}, ""),
@@ -84,22 +138,41 @@ def save(folder, config, **generation):
     for name, value in generation.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     names = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<eos>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(
+        folder
+    )
     return folder
 
 
 def config_of(family, changes):
-    shape = SHAPE if changes is not GPTJ else {"vocab_size": len(WORDS), "eos_token_id": 0, "bos_token_id": None}
+    shape = (
+        SHAPE
+        if changes is not GPTJ
+        else {"vocab_size": len(WORDS), "eos_token_id": 0, "bos_token_id": None}
+    )
     return getattr(transformers, f"{family}Config")(**shape | changes)
 
 
 def settings(folder, **changes):
     """Settings for this model, with rows of at most LONGEST tokens."""
-    sizes = {"max_prompt_tokens": PROMPT, "response_length": RESPONSE, "batch_size": 2, "group_size": 3}
-    base = {"base_model": str(folder), "precision": "float32", "num_agents": 2, "lora_rank": 4, "temperature": 1.0}
+    sizes = {
+        "max_prompt_tokens": PROMPT,
+        "response_length": RESPONSE,
+        "batch_size": 2,
+        "group_size": 3,
+    }
+    base = {
+        "base_model": str(folder),
+        "precision": "float32",
+        "num_agents": 2,
+        "lora_rank": 4,
+        "temperature": 1.0,
+    }
     return prpo_llm.Args(**base | sizes | changes)
 
 
@@ -125,27 +198,43 @@ def plain_log_probs(args, model, agent, ids):
         return [plain(torch.tensor([own])).logits[0].log_softmax(-1) for own in ids]
 
 
-PROMPTS = [[3, 7, 1, 9, 4, 4, 8, 2, 6, 11], [5, 2, 12], [8, 8, 6, 1, 20], [10, 13, 7, 7, 2, 9, 1, 5, 3, 3]]
+PROMPTS = [
+    [3, 7, 1, 9, 4, 4, 8, 2, 6, 11],
+    [5, 2, 12],
+    [8, 8, 6, 1, 20],
+    [10, 13, 7, 7, 2, 9, 1, 5, 3, 3],
+]
 
 
 def assert_equal_to_plain(args):
     """Log-probabilities of padded prompts with groups, and greedy completions with the shared cache."""
     model, _ = adapted(args)
-    lengths = torch.tensor([[[6, 1, 3], [2, 6, 6]], [[1, 4, 2], [5, 6, 3]]])  # [agents, prompts, group]
-    tokens = torch.randint(1, len(WORDS), (2, 2, 3, RESPONSE), generator=torch.Generator().manual_seed(2))
+    lengths = torch.tensor(
+        [[[6, 1, 3], [2, 6, 6]], [[1, 4, 2], [5, 6, 3]]]
+    )  # [agents, prompts, group]
+    tokens = torch.randint(
+        1, len(WORDS), (2, 2, 3, RESPONSE), generator=torch.Generator().manual_seed(2)
+    )
     prpo_llm.Adapters.selected = "policy", None
     with torch.no_grad():
         hidden = prpo_llm.predict(model, {"prompts": PROMPTS, "tokens": tokens, "lengths": lengths})
         found = prpo_llm.log_probs(args, model, hidden)
-        said, *_ = prpo_llm.generate(model, PROMPTS, torch.zeros(4, 2, RESPONSE), [-1], temperature=0.0)
+        said, *_ = prpo_llm.generate(
+            model, PROMPTS, torch.zeros(4, 2, RESPONSE), [-1], temperature=0.0
+        )
     for agent in range(2):
         cases = [(p, g) for p in range(2) for g in range(3)]
-        rows = [PROMPTS[2 * agent + p] + tokens[agent, p, g, : lengths[agent, p, g]].tolist() for p, g in cases]
+        rows = [
+            PROMPTS[2 * agent + p] + tokens[agent, p, g, : lengths[agent, p, g]].tolist()
+            for p, g in cases
+        ]
         greedy = [PROMPTS[2 * agent + p] + said[2 * agent + p, 1].tolist() for p in range(2)]
         plain = plain_log_probs(args, model, agent, rows + greedy)
         for (p, g), expected in zip(cases, plain, strict=False):
             length = int(lengths[agent, p, g])
-            torch.testing.assert_close(found[agent, p, g, :length], expected[-length - 1 : -1], rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                found[agent, p, g, :length], expected[-length - 1 : -1], rtol=0, atol=1e-4
+            )
         for row, expected in zip(greedy, plain[6:], strict=True):
             chosen = expected[-RESPONSE - 1 : -1]
             best = chosen.gather(1, torch.tensor(row[-RESPONSE:])[:, None])[:, 0]
@@ -156,20 +245,36 @@ def assert_equal_to_plain(args):
 def test_families_that_say_what_the_plain_model_says(case, tmp_path):
     """Scales and caps of logits are applied, windows that no row leaves do not matter, fused layers have adapters."""
     family, changes, targets = FAMILIES[case]
-    assert_equal_to_plain(settings(save(tmp_path, config_of(family, changes)), lora_targets=targets))
+    assert_equal_to_plain(
+        settings(save(tmp_path, config_of(family, changes)), lora_targets=targets)
+    )
 
 
 def test_the_language_model_of_a_multimodal_checkpoint(tmp_path):
     """Gemma 3 with a vision tower, whose layers are called alike and get no adapters."""
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 28, "patch_size": 14}
     text = config_of("Gemma3Text", {**SLIDING, "sliding_window": LONGEST})
-    outer = {"mm_tokens_per_image": 4, "image_token_index": 26, "boi_token_index": 25, "eoi_token_index": 24}
-    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision, eos_token_id=0, **outer)
+    outer = {
+        "mm_tokens_per_image": 4,
+        "image_token_index": 26,
+        "boi_token_index": 25,
+        "eoi_token_index": 24,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, eos_token_id=0, **outer
+    )
     args = settings(save(tmp_path, config), lora_targets=ALL, algorithm="ppo")
     assert_equal_to_plain(args)
     model, _ = adapted(args)
-    assert model.value_head.shape == (2, 32) and not any("vision" in name for name in layers_of(model))
+    assert model.value_head.shape == (2, 32) and not any(
+        "vision" in name for name in layers_of(model)
+    )
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -184,7 +289,8 @@ def test_families_that_are_refused(case, tmp_path):
 BROKEN = {
     "no attention to the prompt": lambda self, query, prompt, own, scaling: torch.zeros_like(query),
     "completions see the future": lambda self, query, prompt, own, scaling: prpo_llm.shared_heads(
-        query.flatten(2, 3), *(torch.cat((a, b.flatten(2, 3)), dim=2) for a, b in zip(prompt, own, strict=True))
+        query.flatten(2, 3),
+        *(torch.cat((a, b.flatten(2, 3)), dim=2) for a, b in zip(prompt, own, strict=True)),
     ).view(query.shape),
 }
 
@@ -221,14 +327,20 @@ def test_the_start_finds_small_errors_and_accepts_rounding(tmp_path, monkeypatch
     model.set_attn_implementation("eager")
     with torch.no_grad(), prpo_llm.in_float32(model):
         inside = []
-        model.model.layers[1].mlp.register_forward_hook(lambda layer, x, y: inside.append((y.dtype, len(wide()))))
+        model.model.layers[1].mlp.register_forward_hook(
+            lambda layer, x, y: inside.append((y.dtype, len(wide())))
+        )
         wide = lambda: [p for p in model.parameters() if p.dtype == torch.float32]  # noqa: E731
         row = torch.tensor([PROMPTS[0]])
         exact = model(input_ids=row, use_cache=False).logits.log_softmax(-1)
-    assert inside == [(torch.float32, 1 + len([*model.model.layers[1].parameters()]))]  # the head, and one layer
+    assert inside == [
+        (torch.float32, 1 + len([*model.model.layers[1].parameters()]))
+    ]  # the head, and one layer
     assert all(torch.equal(parameter, kept[name]) for name, parameter in model.named_parameters())
     assert all(parameter.dtype == kept[name].dtype for name, parameter in model.named_parameters())
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).float()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16
+    ).float()
     with torch.no_grad():
         torch.testing.assert_close(exact, plain(row).logits.log_softmax(-1), rtol=0, atol=1e-4)
         rounded = model(input_ids=row, use_cache=False).logits.log_softmax(-1)
@@ -245,9 +357,17 @@ def test_weights_go_to_the_device_without_a_copy_elsewhere(tmp_path, monkeypatch
     """What `from_pretrained` receives, of the base and of reward models."""
     args = settings(save(tmp_path, config_of("Llama", {})))
     received = []
-    for library in (transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification):
-        monkeypatch.setattr(library, "from_pretrained", lambda name, **options: received.append(options) or 1 / 0)
-    for function, more in ((prpo_llm.load_base, ()), (prpo_llm.load_reward_model, (str(tmp_path),))):
+    for library in (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForSequenceClassification,
+    ):
+        monkeypatch.setattr(
+            library, "from_pretrained", lambda name, **options: received.append(options) or 1 / 0
+        )
+    for function, more in (
+        (prpo_llm.load_base, ()),
+        (prpo_llm.load_reward_model, (str(tmp_path),)),
+    ):
         with pytest.raises(ZeroDivisionError):
             function(args, *more, torch.device("cuda:1"))
     assert [options["device_map"] for options in received] == [{"": torch.device("cuda:1")}] * 2
@@ -276,11 +396,19 @@ def test_ranks_wait_for_all_after_loading_and_before_a_collective(files, tmp_pat
 
 def test_references_keep_the_copies_of_one_turn_only(tmp_path, monkeypatch):
     """Five agents who all hear each other: never more than one set of adapters in the precision of the base."""
-    args = settings(save(tmp_path, config_of("Llama", {})), num_agents=5, precision="bfloat16", sft_anchor=0.1)
+    args = settings(
+        save(tmp_path, config_of("Llama", {})), num_agents=5, precision="bfloat16", sft_anchor=0.1
+    )
     model, _ = prpo_llm.load_base(args)
     prpo_llm.add_adapters(args, model, 5)
-    tokens = torch.randint(1, len(WORDS), (5, 2, 3, RESPONSE), generator=torch.Generator().manual_seed(2))
-    batch = {"prompts": PROMPTS[:2] * 5, "tokens": tokens, "lengths": torch.full((5, 2, 3), RESPONSE)}
+    tokens = torch.randint(
+        1, len(WORDS), (5, 2, 3, RESPONSE), generator=torch.Generator().manual_seed(2)
+    )
+    batch = {
+        "prompts": PROMPTS[:2] * 5,
+        "tokens": tokens,
+        "lengths": torch.full((5, 2, 3), RESPONSE),
+    }
     batch["mask"] = torch.ones(5, 2, 3, RESPONSE, dtype=torch.bool)
     predict, numbers = prpo_llm.predict, []
 
@@ -316,7 +444,9 @@ def test_evaluations_fill_the_memory_of_a_rollout(files, tmp_path, monkeypatch):
     found = []
     for size, expected in ((1, [2] * 5), (3, [6, 4])):
         numbers.clear()
-        folder, summary = train(files, tmp_path / str(size), total_steps=1, eval_prompts=5, rollout_batch_size=size)
+        folder, summary = train(
+            files, tmp_path / str(size), total_steps=1, eval_prompts=5, rollout_batch_size=size
+        )
         assert numbers == expected * 2
         found.append(summary["evaluation"])
     assert found[0] == found[1]
@@ -326,9 +456,15 @@ def saved_tensors(args, tmp_path):
     """The sizes of what a pass keeps for its gradient, and that gradient."""
     model, _ = adapted(args)
     tokens = torch.randint(1, len(WORDS), (2, 1, 8, 48), generator=torch.Generator().manual_seed(2))
-    batch = {"prompts": [PROMPTS[0], PROMPTS[1]], "tokens": tokens, "lengths": torch.full((2, 1, 8), 48)}
+    batch = {
+        "prompts": [PROMPTS[0], PROMPTS[1]],
+        "tokens": tokens,
+        "lengths": torch.full((2, 1, 8), 48),
+    }
     sizes, prpo_llm.Adapters.selected = [], ("policy", None)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: sizes.append(x.numel()) or x, lambda x: x
+    ):
         hidden = prpo_llm.predict(model, batch)
         before = sizes.copy()
         prpo_llm.logits(model, hidden).log_softmax(-1)[..., 3].sum().backward()
@@ -374,7 +510,9 @@ def test_rollouts_in_parts_are_the_whole(tmp_path, monkeypatch):
 def test_positions_come_in_parts_as_large_as_the_vocabulary_allows(vocabulary, most):
     """Every token of every completion once, in parts whose logits take 12 MB."""
     model = transformers.LlamaForCausalLM(config_of("Llama", {"vocab_size": vocabulary}))
-    mask = torch.arange(40) < torch.randint(1, 41, (2, 3, 4, 1), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(40) < torch.randint(
+        1, 41, (2, 3, 4, 1), generator=torch.Generator().manual_seed(0)
+    )
     parts, again = prpo_llm.positions(model, mask), torch.zeros_like(mask, dtype=torch.long)
     for part in parts:
         assert len(part[1]) <= most
@@ -392,7 +530,11 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        before = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if is_tensor(tensor)}
+        before = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if is_tensor(tensor)
+        }
         for tensor in filter(is_tensor, tree_leaves(result)):
             storage = tensor.untyped_storage()
             if storage not in self.storages and storage._cdata not in before:
@@ -410,18 +552,34 @@ class LiveTensors(TorchDispatchMode):
 def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
     """The largest sum of live tensors of an update on the processor, beside what is always there."""
     shape = 64, 256, 8, 4, 2, 512, True
-    sizes = {"prompt_tokens": 96, "response_length": 24, "group_size": 4, "batch_size": 4, "micro_batch_size": 4}
+    sizes = {
+        "prompt_tokens": 96,
+        "response_length": 24,
+        "group_size": 4,
+        "batch_size": 4,
+        "micro_batch_size": 4,
+    }
     args = llm_memory.Args(agents=3, held=1, **sizes)
     tokens = args.batch_size * args.group_size * args.response_length
     with FakeTensorMode(allow_non_fake_inputs=True):
         parts = llm_memory.estimate(args, shape, logits_at_once=tokens * shape[5])
-    run = {"response_length": 24, "group_size": 4, "batch_size": 4, "micro_batch_size": 4, "num_agents": 3}
+    run = {
+        "response_length": 24,
+        "group_size": 4,
+        "batch_size": 4,
+        "micro_batch_size": 4,
+        "num_agents": 3,
+    }
     model, run = llm_memory.build(shape), prpo_llm.Args(**run)
     trained, _ = prpo_llm.add_adapters(run, model, 1)
     if checkpointing:
         prpo_llm.checkpoint_layers(model)
     drawn = torch.randint(1, 512, (1, 4, 4, 24), generator=torch.Generator().manual_seed(0))
-    batch = {"prompts": [[7] * args.prompt_tokens] * 4, "tokens": drawn, "lengths": torch.full((1, 4, 4), 24)}
+    batch = {
+        "prompts": [[7] * args.prompt_tokens] * 4,
+        "tokens": drawn,
+        "lengths": torch.full((1, 4, 4), 24),
+    }
     batch |= {"mask": torch.ones(1, 4, 4, 24, dtype=torch.bool), "rewards": torch.rand(1, 4, 4)}
     statistics = torch.zeros(1, 3, dtype=torch.float64)
     batch |= prpo_llm.token_advantages(run, model, batch, statistics)
@@ -429,9 +587,13 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
     optimizer = torch.optim.AdamW([*trained], 1e-3)
     optimizer.step()
     with LiveTensors() as update:
-        prpo_llm.learn(run, model, trained, optimizer, batch | references, weights, torch.arange(4)[None])
+        prpo_llm.learn(
+            run, model, trained, optimizer, batch | references, weights, torch.arange(4)[None]
+        )
     kept = parts[
-        "update: activations with --gradient-checkpointing" if checkpointing else "update: activations without"
+        "update: activations with --gradient-checkpointing"
+        if checkpointing
+        else "update: activations without"
     ]
     counted = kept + parts["update: logits of a part of the tokens"]
     assert 0.85 < update.peak / counted < 1.2
@@ -441,7 +603,9 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
 @pytest.mark.slow
 def test_the_table_of_memory_is_that_of_the_tool(tmp_path):
     """benchmark/results has what benchmark/llm_memory.py prints."""
-    table = pd.read_csv(REPOSITORY / "benchmark" / "results" / "llm_memory.csv", comment="#", index_col="GB")
+    table = pd.read_csv(
+        REPOSITORY / "benchmark" / "results" / "llm_memory.csv", comment="#", index_col="GB"
+    )
     llm_memory.main(llm_memory.Args(sizes=("1.5B",), csv=str(tmp_path / "table.csv")))
     again = pd.read_csv(tmp_path / "table.csv", comment="#", index_col="GB")
     pd.testing.assert_frame_equal(again, table[["1.5B"]])
@@ -449,20 +613,35 @@ def test_the_table_of_memory_is_that_of_the_tool(tmp_path):
 
 def test_the_sweep_fits_the_gpu_that_it_names():
     """Its lines have the settings that benchmark/llm_memory.py counts, and the count is below 80 GB."""
-    table = pd.read_csv(REPOSITORY / "benchmark" / "results" / "llm_memory.csv", comment="#", index_col="GB")
+    table = pd.read_csv(
+        REPOSITORY / "benchmark" / "results" / "llm_memory.csv", comment="#", index_col="GB"
+    )
     assert [*table] == ["1.5B", "7B", "8B"]
     peaks = table.loc["**peak with --gradient-checkpointing**"]
     assert all(peaks < 80) and table.loc["peak without"]["7B"] > 80
     command = ["bash", "benchmark/sweep.sh", "llm"]
-    lines = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True
+    ).stdout.splitlines()
     assert lines and all("--gradient-checkpointing" in line for line in lines)
     words = lines[0].partition("prpo_llm.py ")[2].split()
     line, counted = tyro.cli(prpo_llm.Args, args=words), llm_memory.Args()
-    for name in ("response_length", "group_size", "batch_size", "micro_batch_size", "rollout_batch_size"):
+    for name in (
+        "response_length",
+        "group_size",
+        "batch_size",
+        "micro_batch_size",
+        "rollout_batch_size",
+    ):
         assert getattr(line, name) == getattr(counted, name)
     assert (line.num_agents, line.max_prompt_tokens) == (counted.agents, counted.prompt_tokens)
     default = prpo_llm.Args()
-    for name in ("precision", "lora_rank", "lora_targets", "lora_average"):  # which the program takes
+    for name in (
+        "precision",
+        "lora_rank",
+        "lora_targets",
+        "lora_average",
+    ):  # which the program takes
         assert getattr(line, name) == getattr(default, name)
 
 
@@ -471,19 +650,28 @@ def test_the_sweep_fits_the_gpu_that_it_names():
 
 def test_bfloat16_has_a_head_in_float32(tmp_path):
     """Log-probabilities are those of the hidden states, without logits that are rounded."""
-    args = settings(save(tmp_path, config_of("Qwen3", {"tie_word_embeddings": True})), precision="bfloat16")
+    args = settings(
+        save(tmp_path, config_of("Qwen3", {"tie_word_embeddings": True})), precision="bfloat16"
+    )
     model, _ = prpo_llm.load_base(args)
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
     hidden = (8 * torch.randn(50, 32)).bfloat16()
     exact = (hidden.double() @ model.get_input_embeddings().weight.double().T).log_softmax(-1)
-    torch.testing.assert_close(prpo_llm.log_probs(args, model, hidden), exact.float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        prpo_llm.log_probs(args, model, hidden), exact.float(), rtol=0, atol=1e-5
+    )
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_in_bfloat16_too_the_first_ratio_is_one(files, tmp_path, algorithm):
     """Rows pass through the model in the same company before the update and in every epoch of it."""
-    changes = {"precision": "bfloat16", "batch_size": 4, "micro_batch_size": 2, "algorithm": algorithm}
+    changes = {
+        "precision": "bfloat16",
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "algorithm": algorithm,
+    }
     folder, _ = train(files, tmp_path, **changes, eval_prompts=0)
     rows = rows_of(folder)
     assert all(float(row["first_log_ratio"]) <= 1e-6 for row in rows)
@@ -509,20 +697,44 @@ def test_every_token_that_ends_a_text_ends_it(tmp_path):
             return nn.functional.one_hot(scripts[:, self.step], len(WORDS)).float()
 
     model.set_output_embeddings(Head())
-    tokens, lengths, _ = prpo_llm.generate(model, [[1, 2]], torch.zeros(1, 4, 4), tokenizer.ends, temperature=0.0)
-    assert lengths.tolist() == [[2, 1, 4, 4]] and tokens[0].tolist() == [[3, 9, 0, 0], [0] * 4, [7, 7, 7, 5], [7] * 4]
+    tokens, lengths, _ = prpo_llm.generate(
+        model, [[1, 2]], torch.zeros(1, 4, 4), tokenizer.ends, temperature=0.0
+    )
+    assert lengths.tolist() == [[2, 1, 4, 4]] and tokens[0].tolist() == [
+        [3, 9, 0, 0],
+        [0] * 4,
+        [7, 7, 7, 5],
+        [7] * 4,
+    ]
     examples = [{"row": {"prompt": "", "completion": ""}, "completion": "", "ids": []}] * 4
-    args.missing_eos_penalty, functions = 1.0, {"none": lambda completions: [0.0 for _ in completions]}
-    texts, ends, columns = prpo_llm.judge(args, functions, tokenizer, examples, tokens[0], lengths[0])
-    assert list(map(bool, ends)) == [True, True, True, False] and columns["reward"].tolist() == [0.0, 0.0, 0.0, -1.0]
+    args.missing_eos_penalty, functions = (
+        1.0,
+        {"none": lambda completions: [0.0 for _ in completions]},
+    )
+    texts, ends, columns = prpo_llm.judge(
+        args, functions, tokenizer, examples, tokens[0], lengths[0]
+    )
+    assert list(map(bool, ends)) == [True, True, True, False] and columns["reward"].tolist() == [
+        0.0,
+        0.0,
+        0.0,
+        -1.0,
+    ]
     assert [len(text.split()) for text in texts] == [1, 0, 3, 4]
 
 
 def peft_adapter(folder, model_folder, **options):
     """A random adapter that PEFT has made. Returns PEFT's model."""
     torch.manual_seed(3)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    config = {"r": 4, "lora_alpha": 6, "target_modules": list(ALL), "task_type": "CAUSAL_LM"} | options
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=torch.float32
+    ).eval()
+    config = {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": list(ALL),
+        "task_type": "CAUSAL_LM",
+    } | options
     peft = get_peft_model(plain, LoraConfig(**config)).eval()
     for name, parameter in peft.named_parameters():
         nn.init.normal_(parameter, std=0.3) if "lora_" in name else None
@@ -532,8 +744,26 @@ def peft_adapter(folder, model_folder, **options):
 
 def started(model_folder, adapter, **changes):
     """Settings of a run that starts from this adapter, as from the command line."""
-    argv = ["--base-model", model_folder, "--adapter", adapter, "--lora-rank", 4, "--lora-alpha", 6, "--precision"]
-    argv += ["float32", "--max-prompt-tokens", PROMPT, "--response-length", RESPONSE, "--lora-targets", *ALL]
+    argv = [
+        "--base-model",
+        model_folder,
+        "--adapter",
+        adapter,
+        "--lora-rank",
+        4,
+        "--lora-alpha",
+        6,
+        "--precision",
+    ]
+    argv += [
+        "float32",
+        "--max-prompt-tokens",
+        PROMPT,
+        "--response-length",
+        RESPONSE,
+        "--lora-targets",
+        *ALL,
+    ]
     return parse_args(prpo_llm, [*map(str, argv), *changes])
 
 
@@ -544,12 +774,21 @@ def test_an_adapter_of_peft_says_here_what_it_says_there(tmp_path):
     model, _ = prpo_llm.load_base(args)
     prpo_llm.add_adapters(args, model, 3)
     prpo_llm.Adapters.selected, ids = ("policy", (1,)), torch.tensor([[*PROMPTS[0], 3, 9, 4]])
-    batch = {"prompts": PROMPTS[:1], "tokens": ids[:, None, PROMPT:], "lengths": torch.tensor([[3]])}
+    batch = {
+        "prompts": PROMPTS[:1],
+        "tokens": ids[:, None, PROMPT:],
+        "lengths": torch.tensor([[3]]),
+    }
     with torch.no_grad():
-        found, expected = prpo_llm.logits(model, prpo_llm.predict(model, batch))[0, 0], peft(ids).logits[0]
+        found, expected = (
+            prpo_llm.logits(model, prpo_llm.predict(model, batch))[0, 0],
+            peft(ids).logits[0],
+        )
     torch.testing.assert_close(found, expected[PROMPT - 1 : -1], rtol=0, atol=1e-4)
     prpo_llm.save_adapter(args, model, 2, tmp_path / "saved")
-    base = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    base = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ]
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     again = PeftModel.from_pretrained(plain, tmp_path / "saved").eval()
     with torch.no_grad():
@@ -612,7 +851,9 @@ def test_only_linear_layers_of_the_decoder_get_adapters(target, tmp_path):
     args = settings(save(tmp_path, config_of("Llama", {})), lora_targets=("q_proj", target))
     model, _ = prpo_llm.load_base(args)
     message = refusal(prpo_llm.add_adapters, args, model, 1)
-    assert message.startswith("--lora-targets") and "down_proj, gate_proj, k_proj, o_proj" in message
+    assert (
+        message.startswith("--lora-targets") and "down_proj, gate_proj, k_proj, o_proj" in message
+    )
 
 
 def test_an_agent_that_has_diverged_is_dropped(files, tmp_path, capsys, monkeypatch):
@@ -628,8 +869,16 @@ def test_an_agent_that_has_diverged_is_dropped(files, tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(prpo_llm, "learn", learn_and_break)
     folder, summary = train(files, tmp_path, total_steps=4, local_updates=1)
-    rewards = [[float(row["reward"]) for row in rows_of(folder) if row["agent"] == str(k)] for k in range(2)]
-    assert np.isfinite(rewards[0]).all() and np.isfinite(rewards[1]).tolist() == [True, True, False, False]
+    rewards = [
+        [float(row["reward"]) for row in rows_of(folder) if row["agent"] == str(k)]
+        for k in range(2)
+    ]
+    assert np.isfinite(rewards[0]).all() and np.isfinite(rewards[1]).tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert "agent 1 has diverged" in capsys.readouterr().out and summary["diverged"] == [1]
     kept = load_file(folder / "agent_0" / "adapter_model.safetensors")
     assert all(tensor.isfinite().all() for tensor in kept.values())

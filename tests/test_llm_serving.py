@@ -89,7 +89,9 @@ def test_an_extended_run_is_the_longer_run(files, tmp_path):  # noqa: F811
     whole, _ = train(files, tmp_path / "whole", total_steps=4)
     folder, _ = train(files, tmp_path / "extended", total_steps=2)
     summary = prpo_llm.main(parse_args(prpo_llm, [*to_resume(folder), "--total-steps", "4"]))
-    assert summary["steps"] == 4 and summary["completed"] and summary["settings"]["total_steps"] == 4
+    assert (
+        summary["steps"] == 4 and summary["completed"] and summary["settings"]["total_steps"] == 4
+    )
     for extended, expected in zip(weights_of(folder), weights_of(whole), strict=True):
         assert torch.equal(extended, expected)
     assert rows_of(folder) == rows_of(whole)
@@ -128,9 +130,13 @@ def test_two_ranks_save_and_log_like_one_process(files, tmp_path):  # noqa: F811
             torch.testing.assert_close(found[name][0], content[0], rtol=0, atol=1e-4)
     for row, expected_row in zip(read_evaluations(spread), read_evaluations(together), strict=True):
         for column in row.keys() - {"task"}:
-            assert float(row[column]) == pytest.approx(float(expected_row[column]), rel=1e-3, abs=1e-4), column
+            assert float(row[column]) == pytest.approx(
+                float(expected_row[column]), rel=1e-3, abs=1e-4
+            ), column
     for agent in range(2):
-        for row, expected_row in zip(read_logged(spread, agent), read_logged(together, agent), strict=True):
+        for row, expected_row in zip(
+            read_logged(spread, agent), read_logged(together, agent), strict=True
+        ):
             assert row | {"advantage": 0} == expected_row | {"advantage": 0}
             assert row["advantage"] == pytest.approx(expected_row["advantage"], abs=1e-4)
 
@@ -153,7 +159,12 @@ def test_a_resumed_run_saves_and_logs_like_a_whole_one(files, tmp_path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             prpo_llm.main(tiny(files, tmp_path / "cut", **SERVICES))
     folder = only_run(tmp_path / "cut")
-    assert read_header(folder / "adapters" / "step_3" / "agent_0" / "adapter_model.safetensors")["step"] == "3"
+    assert (
+        read_header(folder / "adapters" / "step_3" / "agent_0" / "adapter_model.safetensors")[
+            "step"
+        ]
+        == "3"
+    )
     prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
     found, expected = snapshot_of(folder), snapshot_of(whole)
     assert found.keys() == expected.keys()
@@ -179,13 +190,22 @@ def test_adapters_of_every_step_load_in_peft(files, tmp_path):  # noqa: F811
         assert not list(saved.glob("*.tmp"))
         expected = load_file(short / f"agent_{agent}" / "adapter_model.safetensors")
         peft = PeftModel.from_pretrained(plain_model(files), saved)
-        loaded = {name.replace(".default", ""): value for name, value in peft.state_dict().items() if "lora" in name}
+        loaded = {
+            name.replace(".default", ""): value
+            for name, value in peft.state_dict().items()
+            if "lora" in name
+        }
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(loaded[name], expected[name]) for name in expected)
         tokenizer = AutoTokenizer.from_pretrained(saved)
-        assert tokenizer("c a", add_special_tokens=False)["input_ids"] == [WORDS.index("c"), WORDS.index("a")]
+        assert tokenizer("c a", add_special_tokens=False)["input_ids"] == [
+            WORDS.index("c"),
+            WORDS.index("a"),
+        ]
         assert tokenizer.eos_token == "<eos>"
-        other = load_file(folder / "adapters" / "step_4" / f"agent_{agent}" / "adapter_model.safetensors")
+        other = load_file(
+            folder / "adapters" / "step_4" / f"agent_{agent}" / "adapter_model.safetensors"
+        )
         assert any(not torch.equal(other[name], expected[name]) for name in expected)
     assert AutoTokenizer.from_pretrained(folder / "agent_0").eos_token == "<eos>"
 
@@ -242,7 +262,10 @@ def test_a_full_disk_leaves_the_former_adapter(files, stacked, tmp_path, monkeyp
     message = refusal(prpo_llm.save_adapters, args, run, model, tokenizer, folders, step=2, code=1)
     assert "No space left on device; what was saved before is kept" in message
     assert (tmp_path / "saved" / "adapter_model.safetensors").read_bytes() == before
-    assert order[-1] == "adapter_model.safetensors" and {"adapter_config.json", "tokenizer.json"} <= {*order}
+    assert order[-1] == "adapter_model.safetensors" and {
+        "adapter_config.json",
+        "tokenizer.json",
+    } <= {*order}
 
 
 # --- sampled evaluation ---
@@ -282,18 +305,35 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
         return generated
 
     monkeypatch.setattr(prpo_llm, "generate", watch)
-    monkeypatch.setattr(prpo_llm, "evaluation_batch_size", lambda args: 3)  # all prompts of a task at once
-    changes = {"eval_prompts": 3, "eval_samples": 4, "eval_top_p": 0.8, "temperature": 0.6, "total_steps": 1}
+    monkeypatch.setattr(
+        prpo_llm, "evaluation_batch_size", lambda args: 3
+    )  # all prompts of a task at once
+    changes = {
+        "eval_prompts": 3,
+        "eval_samples": 4,
+        "eval_top_p": 0.8,
+        "temperature": 0.6,
+        "total_steps": 1,
+    }
     changes["topics"] = ("x", "y")
     folder, _ = train(files, tmp_path, **changes, learning_rate=1e-12, missing_eos_penalty=0.25)
     sampled = [call for call in calls if call[3] == 0.8]
-    assert len(sampled) == 2 * 3 and all(call[2] == 0.6 for call in sampled)  # three tasks, before and after
-    assert {call[3] for call in calls if call[2] == 0.6} == {1.0, 0.8}  # training samples from all tokens
+    assert len(sampled) == 2 * 3 and all(
+        call[2] == 0.6 for call in sampled
+    )  # three tasks, before and after
+    assert {call[3] for call in calls if call[2] == 0.6} == {
+        1.0,
+        0.8,
+    }  # training samples from all tokens
     for first, last in zip(sampled[:3], sampled[3:], strict=True):
         assert torch.equal(first[1], last[1])
     uniforms = sampled[0][1]
     assert uniforms.shape == (2 * 3, 4, 6) and len(uniforms.flatten().unique()) > 140
-    rows = [row for row in read_evaluations(folder) if row["step"] == "0" and row["task"] == "validation"]
+    rows = [
+        row
+        for row in read_evaluations(folder)
+        if row["step"] == "0" and row["task"] == "validation"
+    ]
     tokens, lengths = sampled[0][4].view(2, 12, 6), sampled[0][5].view(2, 12)
     for agent, row in enumerate(rows):
         rewards, ended = [], []
@@ -301,7 +341,9 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
             ended.append(completion[length - 1] == 0)
             rewards.append(completion[:length].count(WORDS.index("a")) - 0.25 * (not ended[-1]))
         assert float(row["sampled_reward"]) == pytest.approx(np.mean(rewards), abs=1e-5)
-        assert float(row["sampled_length"]) == pytest.approx(lengths[agent].double().mean().item(), rel=1e-5)
+        assert float(row["sampled_length"]) == pytest.approx(
+            lengths[agent].double().mean().item(), rel=1e-5
+        )
         assert float(row["sampled_eos_rate"]) == pytest.approx(np.mean(ended), abs=1e-5)
         assert float(row["sampled_reward"]) != float(row["mean_reward"])
 
@@ -329,14 +371,22 @@ def test_training_completions_are_logged(files, tmp_path):  # noqa: F811
             rows = [row for row in logged if row["step"] == step]
             row = metrics[(step - 1) * 3 + agent]
             for name in ("reward", "score", "reward_letters.count"):
-                assert np.mean([r[name] for r in rows]) == pytest.approx(float(row[name]), rel=1e-4, abs=1e-5)
-            assert np.mean([r["length"] for r in rows]) == pytest.approx(float(row["response_length"]), rel=1e-4)
-            assert np.mean([r["ended"] for r in rows]) == pytest.approx(float(row["eos_rate"]), abs=1e-5)
+                assert np.mean([r[name] for r in rows]) == pytest.approx(
+                    float(row[name]), rel=1e-4, abs=1e-5
+                )
+            assert np.mean([r["length"] for r in rows]) == pytest.approx(
+                float(row["response_length"]), rel=1e-4
+            )
+            assert np.mean([r["ended"] for r in rows]) == pytest.approx(
+                float(row["eos_rate"]), abs=1e-5
+            )
             for n in range(0, 9, 3):
                 rewards = np.array([r["reward"] for r in rows[n : n + 3]])
                 assert len({r["prompt"] for r in rows[n : n + 3]}) == 1
                 expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-                assert [r["advantage"] for r in rows[n : n + 3]] == pytest.approx(expected.tolist(), abs=1e-4)
+                assert [r["advantage"] for r in rows[n : n + 3]] == pytest.approx(
+                    expected.tolist(), abs=1e-4
+                )
         assert all(row["completion"].split().count("a") == row["score"] for row in logged)
     few, _ = train(files, tmp_path / "few", log_completions=1, **changes)
     for agent in range(3):
@@ -364,13 +414,17 @@ def test_stop_strings_end_completions(files, stacked):  # noqa: F811
     uniforms = torch.rand(3, 64, 12, generator=torch.Generator().manual_seed(5))
     free, free_lengths = prpo_llm.generate(model, PROMPTS, uniforms, [eos], 1.5)[:2]
     is_stopped = prpo_llm.find_stop_test(args, tokenizer)
-    tokens, lengths = prpo_llm.generate(model, PROMPTS, uniforms, [eos], 1.5, is_stopped=is_stopped)[:2]
+    tokens, lengths = prpo_llm.generate(
+        model, PROMPTS, uniforms, [eos], 1.5, is_stopped=is_stopped
+    )[:2]
     c, e, f = (WORDS.index(letter) for letter in "cef")
     stopped = both = 0
     examples = [{"completion": "", "row": {"prompt": "", "completion": ""}, "ids": []}] * 64
     functions = {"none": lambda completions, **_: [0.0] * len(completions)}
     for agent in range(3):
-        texts, ends, _ = prpo_llm.judge(args, functions, tokenizer, examples, tokens[agent], lengths[agent])
+        texts, ends, _ = prpo_llm.judge(
+            args, functions, tokenizer, examples, tokens[agent], lengths[agent]
+        )
         for g in range(64):
             row, expected = free[agent, g].tolist(), int(free_lengths[agent, g])
             at_string = False
@@ -403,7 +457,10 @@ def test_stop_strings_of_many_bytes(files):  # noqa: F811
     for text in ("日本語 </日本>", "x" * 50 + "</日本>", "é\n\n", "\n\n"):
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text.encode())
-        tests = [prpo_llm.completes_stop_string(args, tokenizer, ids[:length]) for length in range(1, len(ids) + 1)]
+        tests = [
+            prpo_llm.completes_stop_string(args, tokenizer, ids[:length])
+            for length in range(1, len(ids) + 1)
+        ]
         assert tests == [False] * (len(ids) - 1) + [True]
 
 
@@ -411,7 +468,11 @@ def test_stopped_completions_pay_no_penalty(files, tmp_path):  # noqa: F811
     """With every letter a stop string, completions have one token, end, and are learned from where
     truncated ones are not."""
     stops = tuple(WORDS[1:])
-    changes = {"stop_strings": stops, "missing_eos_penalty": 5.0, "mask_truncated_completions": True}
+    changes = {
+        "stop_strings": stops,
+        "missing_eos_penalty": 5.0,
+        "mask_truncated_completions": True,
+    }
     folder, _ = train(files, tmp_path / "stop", total_steps=2, **changes)
     for row in rows_of(folder):
         assert float(row["response_length"]) == 1 and float(row["eos_rate"]) == 1
@@ -439,7 +500,9 @@ def test_an_end_behind_a_stop_string_is_not_generated(files):  # noqa: F811
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
     is_stopped = prpo_llm.find_stop_test(args, tokenizer)
     uniforms = torch.zeros(1, 4, 4)
-    tokens, lengths = prpo_llm.generate(model, [[1, 2]], uniforms, [0], 0.0, is_stopped=is_stopped)[:2]
+    tokens, lengths = prpo_llm.generate(model, [[1, 2]], uniforms, [0], 0.0, is_stopped=is_stopped)[
+        :2
+    ]
     assert lengths.tolist() == [[3, 2, 4, 4]]
     assert tokens[0].tolist() == [[5, c, d, 0], [5, 0, 0, 0], [d, c, 6, 7], [6, 7, c, d]]
 
@@ -447,11 +510,20 @@ def test_an_end_behind_a_stop_string_is_not_generated(files):  # noqa: F811
 # --- refusals ---
 
 BAD = {
-    "samples of nothing": (["--eval-samples", "2", "--eval-prompts", "0"], ["--eval-samples 2", "--eval-prompts 1"]),
+    "samples of nothing": (
+        ["--eval-samples", "2", "--eval-prompts", "0"],
+        ["--eval-samples 2", "--eval-prompts 1"],
+    ),
     "empty nucleus": (["--eval-top-p", "0", "--eval-samples", "1"], ["--eval-top-p 0", "positive"]),
-    "nucleus above 1": (["--eval-top-p", "1.5", "--eval-samples", "1"], ["--eval-top-p 1.5", "[0, 1]"]),
+    "nucleus above 1": (
+        ["--eval-top-p", "1.5", "--eval-samples", "1"],
+        ["--eval-top-p 1.5", "[0, 1]"],
+    ),
     "nucleus of no samples": (["--eval-top-p", "0.9"], ["--eval-top-p 0.9", "--eval-samples 1"]),
-    "more prompts than there are": (["--log-completions", "5"], ["--log-completions 5", "at most the batch of 4"]),
+    "more prompts than there are": (
+        ["--log-completions", "5"],
+        ["--log-completions 5", "at most the batch of 4"],
+    ),
     "empty stop string": (["--stop-strings", "x", ""], ["--stop-strings x", "not empty"]),
     "negative": (["--save-adapters", "-1"], ["--save-adapters -1", "not be negative"]),
 }
@@ -500,14 +572,32 @@ def test_a_server_completes_with_the_agents_adapters(files, tmp_path, monkeypatc
         folder, _ = train(files, tmp_path, generate_with=server.url, **changes)
         assert server.loaded == {} and not (folder / "serving").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name]
-    sent = [body for path, body in server.requests if path == "/v1/completions"][1:]  # the first is the check
+    sent = [body for path, body in server.requests if path == "/v1/completions"][
+        1:
+    ]  # the first is the check
     assert len(sent) == 4 * 3 * 2 and len({body["seed"] for body in sent}) == len(sent)
     for body in sent:
-        assert (body["n"], body["max_tokens"], body["temperature"], body["stop"]) == (3, 6, 0.7, ["c", "e f"])
-        assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1, -1, 0, 1)
-    names = [body["lora_name"] for path, body in server.requests if path == "/v1/load_lora_adapter"][1:]
-    assert names == [f"{folder.name}-agent_{i}-step_{step}" for step in range(1, 5) for i in range(3)]
-    gone = [body["lora_name"] for path, body in server.requests if path == "/v1/unload_lora_adapter"][1:]
+        assert (body["n"], body["max_tokens"], body["temperature"], body["stop"]) == (
+            3,
+            6,
+            0.7,
+            ["c", "e f"],
+        )
+        assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (
+            1,
+            -1,
+            0,
+            1,
+        )
+    names = [
+        body["lora_name"] for path, body in server.requests if path == "/v1/load_lora_adapter"
+    ][1:]
+    assert names == [
+        f"{folder.name}-agent_{i}-step_{step}" for step in range(1, 5) for i in range(3)
+    ]
+    gone = [
+        body["lora_name"] for path, body in server.requests if path == "/v1/unload_lora_adapter"
+    ][1:]
     assert gone == names
     asked = {(body["model"], tuple(body["prompt"])) for body in sent}
     stopped = 0
@@ -515,7 +605,10 @@ def test_a_server_completes_with_the_agents_adapters(files, tmp_path, monkeypatc
         for n, prompt in enumerate(batch["prompts"]):
             assert (f"{folder.name}-agent_{n // 2}-step_{step}", tuple(prompt)) in asked
             assert chosen[n * 3]["ids"] == prompt
-        texts = [[[WORDS[token] for token in row] for row in group] for group in batch["tokens"].flatten(0, 1).tolist()]
+        texts = [
+            [[WORDS[token] for token in row] for row in group]
+            for group in batch["tokens"].flatten(0, 1).tolist()
+        ]
         for group, lengths in zip(texts, batch["lengths"].flatten(0, 1).tolist(), strict=True):
             for row, length in zip(group, lengths, strict=True):
                 inside, last = " ".join(row[: length - 1]), " ".join(row[:length])
@@ -557,7 +650,11 @@ def test_a_run_with_a_server_is_resumed(files, tmp_path, monkeypatch):  # noqa: 
 
 
 REFUSED = {
-    "no-adapters": ["cannot load adapters", "load_lora_adapter: 404", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"],
+    "no-adapters": [
+        "cannot load adapters",
+        "load_lora_adapter: 404",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+    ],
     "no-ids": ["sends no token ids and log-probabilities"],
     "no-logprobs": ["sends no token ids and log-probabilities"],
     "raw-logprobs": ["its log-probabilities are off by", "--logprobs-mode processed_logprobs"],
@@ -570,7 +667,9 @@ REFUSED = {
 def test_what_a_server_lacks_is_refused_before_training(files, tmp_path, fault):  # noqa: F811
     """One line, no run, and nothing left behind."""
     with serving(files, fault) as server:
-        args = tiny(files, tmp_path / "runs", generate_with=server.url, temperature=0.6, response_length=12)
+        args = tiny(
+            files, tmp_path / "runs", generate_with=server.url, temperature=0.6, response_length=12
+        )
         message = refusal(prpo_llm.main, args)
         assert message.startswith(f"--generate-with {server.url}: ")
         assert all(part in message for part in REFUSED[fault]), message
@@ -600,7 +699,9 @@ def test_a_server_of_earlier_form_and_with_trouble(files, tmp_path, monkeypatch)
         server.failures = [503, None, 200, 429, 500]
         args = tiny(files, tmp_path / "old", generate_with=server.url, **changes)
         prpo_llm.main(args)
-        for found, expected in zip(weights_of(only_run(tmp_path / "old")), weights_of(plain), strict=True):
+        for found, expected in zip(
+            weights_of(only_run(tmp_path / "old")), weights_of(plain), strict=True
+        ):
             assert torch.equal(found, expected)
         answer = server.answer
 
@@ -609,7 +710,11 @@ def test_a_server_of_earlier_form_and_with_trouble(files, tmp_path, monkeypatch)
             return (500, "out of\nmemory") if broken else answer(path, body)
 
         server.answer = fail_in_step_2
-        message = refusal(prpo_llm.main, tiny(files, tmp_path / "bad", generate_with=server.url, **changes), code=1)
+        message = refusal(
+            prpo_llm.main,
+            tiny(files, tmp_path / "bad", generate_with=server.url, **changes),
+            code=1,
+        )
         folder = only_run(tmp_path / "bad")
         assert f"completions: 500 out of memory; go on with --resume {folder}" in message
         server.answer = answer
@@ -622,7 +727,12 @@ def test_an_end_without_its_token_is_an_error(files, tmp_path):  # noqa: F811
     """A completion that stops for no visible reason would pay the penalty for not ending."""
     args = tiny(files, tmp_path, generate_with="http://127.0.0.1:1/v1")
     server = prpo_llm.Server(args, range(2), [0], None)
-    choice = {"index": 0, "token_ids": [3, 4], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "finish_reason": "length"}
+    choice = {
+        "index": 0,
+        "token_ids": [3, 4],
+        "logprobs": {"token_logprobs": [-1.0, -2.0]},
+        "finish_reason": "length",
+    }
     assert server.read_choice(choice) == ([3, 4], [-1.0, -2.0])
     with pytest.raises(ValueError, match="without an end-of-text token"):
         server.read_choice(choice | {"finish_reason": "stop"})
@@ -633,7 +743,9 @@ def test_an_end_without_its_token_is_an_error(files, tmp_path):  # noqa: F811
     with pytest.raises(ValueError, match="0 tokens"):
         server.read_choice(choice | {"token_ids": [], "logprobs": {"token_logprobs": []}})
     with pytest.raises(ValueError, match="7 tokens"):
-        server.read_choice(choice | {"token_ids": [1] * 7, "logprobs": {"token_logprobs": [-1.0] * 7}})
+        server.read_choice(
+            choice | {"token_ids": [1] * 7, "logprobs": {"token_logprobs": [-1.0] * 7}}
+        )
 
 
 def test_a_diverged_agent_says_nothing_to_the_server(files, stacked, tmp_path):  # noqa: F811
@@ -644,12 +756,18 @@ def test_a_diverged_agent_says_nothing_to_the_server(files, stacked, tmp_path): 
     with serving(files) as running:
         args = tiny(files, tmp_path, num_agents=3, algorithm="ppo", generate_with=running.url)
         server = prpo_llm.Server(args, range(3), [eos], None)
-        run = SimpleNamespace(folder=tmp_path, iteration=7, exchange=SimpleNamespace(agents=range(3)))
+        run = SimpleNamespace(
+            folder=tmp_path, iteration=7, exchange=SimpleNamespace(agents=range(3))
+        )
         server.load_policies(run, model)
         assert [*running.loaded] == [f"{tmp_path.name}-agent_{i}-step_7" for i in (0, 2)]
         tokens, lengths, logprobs = server.complete([0, 1, 2], PROMPTS, [1, 2, 3], "cpu")
         assert tokens.shape == (3, 1, 6) and lengths[1] == 1 and tokens[1, 0, 0] == eos
-        assert logprobs[1, 0, 0].isnan() and logprobs[[0, 2]].isfinite().all() and (logprobs[[0, 2], 0, 0] < 0).all()
+        assert (
+            logprobs[1, 0, 0].isnan()
+            and logprobs[[0, 2]].isfinite().all()
+            and (logprobs[[0, 2], 0, 0] < 0).all()
+        )
 
 
 @pytest.mark.slow

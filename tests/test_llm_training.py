@@ -34,7 +34,11 @@ from transformers import AutoModelForSequenceClassification
 import communicators
 import prpo_llm
 
-MATRIX = [[0.5, 0.35, 0.15], [0.0, 0.4, 0.6], [0.7, 0.1, 0.2]]  # transposed, or without its weights, it is another one
+MATRIX = [
+    [0.5, 0.35, 0.15],
+    [0.0, 0.4, 0.6],
+    [0.7, 0.1, 0.2],
+]  # transposed, or without its weights, it is another one
 RULES = """
 def vowels(prompts, completions, references):
     scores = [sum((ord(letter) % 7) / 5 for letter in text.split()) for text in completions]
@@ -74,7 +78,12 @@ SETTINGS = {
 def folder(files, tmp_path_factory):  # noqa: F811
     """Prompts that all differ, a reward, C, and an adapter that does something from the start."""
     folder, generator = tmp_path_factory.mktemp("training"), np.random.default_rng(1)
-    texts = sorted({" ".join(generator.choice([*"abcdefghijklm"], size=generator.integers(2, 7))) for _ in range(120)})
+    texts = sorted(
+        {
+            " ".join(generator.choice([*"abcdefghijklm"], size=generator.integers(2, 7)))
+            for _ in range(120)
+        }
+    )
     rows = [{"prompt": text, "completion": text[:3], "topic": "x"} for text in texts]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "rules.py").write_text(RULES)
@@ -82,7 +91,9 @@ def folder(files, tmp_path_factory):  # noqa: F811
     torch.manual_seed(3)
     sides = {}
     for name, layer in targets(plain_model(files)).items():
-        sides[f"base_model.model.{name}.lora_A.weight"] = torch.randn(4, layer.in_features) / layer.in_features**0.5
+        sides[f"base_model.model.{name}.lora_A.weight"] = (
+            torch.randn(4, layer.in_features) / layer.in_features**0.5
+        )
         sides[f"base_model.model.{name}.lora_B.weight"] = 0.1 * torch.randn(layer.out_features, 4)
     (folder / "adapter").mkdir()
     save_file(sides, folder / "adapter" / "adapter_model.safetensors")
@@ -97,9 +108,15 @@ def targets(model):
 
 def settings_of(files, folder, run_dir, **changes):  # noqa: F811
     """The arguments of a run."""
-    paths = {"base_model": str(files / "model"), "dataset": (str(folder / "data.jsonl"),), "run_dir": str(run_dir)}
+    paths = {
+        "base_model": str(files / "model"),
+        "dataset": (str(folder / "data.jsonl"),),
+        "run_dir": str(run_dir),
+    }
     paths |= {"communicator": str(folder / "C.csv"), "adapter": str(folder / "adapter")}
-    return prpo_llm.Args(**SETTINGS | paths | {"reward": (f"{folder / 'rules.py'}:vowels",)} | changes)
+    return prpo_llm.Args(
+        **SETTINGS | paths | {"reward": (f"{folder / 'rules.py'}:vowels",)} | changes
+    )
 
 
 # --- the plain version ---
@@ -133,15 +150,21 @@ class Agent(nn.Module):
         start = {"policy": {}, "value": {}}
         generator = torch.Generator().manual_seed(communicators.derive_seed(args.seed, 1, 8))
         for name, layer in targets(plain_model(files)).items():
-            start["policy"][name] = [stored[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB"]
+            start["policy"][name] = [
+                stored[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB"
+            ]
             for kind, rank in (("policy", args.lora_rank), ("value", args.value_lora_rank)):
                 if kind == "policy" or args.algorithm == "ppo":
-                    A = nn.init.kaiming_uniform_(torch.empty(rank, layer.in_features), a=5**0.5, generator=generator)
+                    A = nn.init.kaiming_uniform_(
+                        torch.empty(rank, layer.in_features), a=5**0.5, generator=generator
+                    )
                     if kind == "value":
                         start[kind][name] = [A, torch.zeros(layer.out_features, rank)]
         self.policy = with_adapter(files, start["policy"], args.lora_alpha / args.lora_rank)
         if args.algorithm == "ppo":
-            self.value = with_adapter(files, start["value"], args.value_lora_alpha / args.value_lora_rank)
+            self.value = with_adapter(
+                files, start["value"], args.value_lora_alpha / args.value_lora_rank
+            )
             self.head = nn.Parameter(torch.zeros(32))
             self.bias = nn.Parameter(torch.zeros(()))
         self.rewards = []  # all so far
@@ -163,14 +186,24 @@ class Agent(nn.Module):
         while len(said) < args.response_length and said[-1:] != [0]:
             logits = self.policy(torch.tensor([prompt + said])).logits[0, -1].double()
             cumulative = (logits / args.temperature).softmax(-1).cumsum(-1)
-            said.append(int(logits.argmax() if uniforms is None else (cumulative <= uniforms[len(said)]).sum()))
+            said.append(
+                int(
+                    logits.argmax()
+                    if uniforms is None
+                    else (cumulative <= uniforms[len(said)]).sum()
+                )
+            )
         return said
 
 
 def plain_reward(args, said):
     """The rule above, less the penalty of a completion that does not end."""
     letters = [chr(96 + token) for token in said if token]
-    score = math.nan if letters and letters[0] in "qrst" else sum(ord(letter) % 7 / 5 for letter in letters)
+    score = (
+        math.nan
+        if letters and letters[0] in "qrst"
+        else sum(ord(letter) % 7 / 5 for letter in letters)
+    )
     return score - args.missing_eos_penalty * (said[-1] != 0)
 
 
@@ -192,7 +225,12 @@ def plain_rollout(args, agent, i, step, examples):
     groups = []
     for example, own in zip(plain_prompts(args, i, step, examples), uniforms, strict=True):
         said = [agent.say(args, example["ids"], one) for one in own]
-        groups.append([{"prompt": example["ids"], "said": one, "reward": plain_reward(args, one)} for one in said])
+        groups.append(
+            [
+                {"prompt": example["ids"], "said": one, "reward": plain_reward(args, one)}
+                for one in said
+            ]
+        )
     return groups
 
 
@@ -207,7 +245,11 @@ def plain_advantages(args, agent, groups):
             scale = 1.0 if args.loss_type == "dr-grpo" else deviation + 1e-6
             one["advantage"] = torch.tensor([(one["reward"] - mean) / scale if signal else 0.0])
             if args.advantage_type == "rloo" and signal:
-                others = [other["reward"] for other in group if other is not one and other["reward"] == other["reward"]]
+                others = [
+                    other["reward"]
+                    for other in group
+                    if other is not one and other["reward"] == other["reward"]
+                ]
                 one["advantage"] = torch.tensor([one["reward"] - sum(others) / len(others)])
     if args.algorithm == "grpo":
         return
@@ -216,8 +258,14 @@ def plain_advantages(args, agent, groups):
     agent.rewards += [one["reward"] for one in whole if one["reward"] == one["reward"]]
     scaled = args.norm_reward != "off"
     for one in whole:
-        one["scaled"] = (one["reward"] - np.mean(agent.rewards)) / np.std(agent.rewards) if scaled else one["reward"]
-    if first_rewards and agent.rewards:  # the head starts as 0, so this is the mean of the first values
+        one["scaled"] = (
+            (one["reward"] - np.mean(agent.rewards)) / np.std(agent.rewards)
+            if scaled
+            else one["reward"]
+        )
+    if (
+        first_rewards and agent.rewards
+    ):  # the head starts as 0, so this is the mean of the first values
         agent.bias.data.fill_(0.0 if scaled else np.mean(agent.rewards))
     for one in whole:
         with torch.no_grad():
@@ -239,29 +287,47 @@ def plain_advantages(args, agent, groups):
 def plain_reference(args, one, i, C, agents, peers, start):
     """The reference on one completion: C_i applied to the policies, and the policy from which all started."""
     own = agents[i].distributions(args, one["prompt"], one["said"])
-    one["logprob"], mixed, behaviour = own.log_prob(torch.tensor(one["said"])), 0.0, args.self_reference == "behaviour"
+    one["logprob"], mixed, behaviour = (
+        own.log_prob(torch.tensor(one["said"])),
+        0.0,
+        args.self_reference == "behaviour",
+    )
     for j, peer in enumerate(peers):
-        policy = own if behaviour and i == j else peer.distributions(args, one["prompt"], one["said"])
+        policy = (
+            own if behaviour and i == j else peer.distributions(args, one["prompt"], one["said"])
+        )
         mixed = mixed + C[i][j] * (policy.probs if args.mixture == "arithmetic" else policy.logits)
     known = {"probs": mixed} if args.mixture == "arithmetic" else {"logits": mixed}
-    one["reference"], one["anchor"] = Categorical(**known), start.distributions(args, one["prompt"], one["said"])
+    one["reference"], one["anchor"] = (
+        Categorical(**known),
+        start.distributions(args, one["prompt"], one["said"]),
+    )
 
 
 def plain_penalty(args, policy, reference, tokens, old):
     """The KL of eq. 4 or 7 at each token, or its estimate."""
     if args.kl_estimator == "full":
-        forward = args.kl_direction == "forward" or (args.kl_direction == "auto" and args.algorithm == "ppo")
+        forward = args.kl_direction == "forward" or (
+            args.kl_direction == "auto" and args.algorithm == "ppo"
+        )
         return kl_divergence(reference, policy) if forward else kl_divergence(policy, reference)
     ratio = (reference.log_prob(tokens) - policy.log_prob(tokens)).exp()
     weight = (policy.log_prob(tokens) - old).exp()
-    return {"k1": -ratio.log() * weight, "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[args.kl_estimator]
+    return {"k1": -ratio.log() * weight, "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[
+        args.kl_estimator
+    ]
 
 
 def plain_losses(args, agent, one):
     """The losses of each token of a completion, by the names of the metrics."""
-    tokens, policy = torch.tensor(one["said"]), agent.distributions(args, one["prompt"], one["said"])
+    tokens, policy = (
+        torch.tensor(one["said"]),
+        agent.distributions(args, one["prompt"], one["said"]),
+    )
     logratio, advantage = policy.log_prob(tokens) - one["logprob"], one["advantage"]
-    ratio = logratio.mean().exp().expand(len(tokens)) if args.loss_type == "gspo" else logratio.exp()
+    ratio = (
+        logratio.mean().exp().expand(len(tokens)) if args.loss_type == "gspo" else logratio.exp()
+    )
     objective, above = ratio * advantage, args.clip_higher or args.clip_coef
     if args.clip_coef:
         objective = torch.minimum(objective, ratio.clamp(1 - args.clip_coef, 1 + above) * advantage)
@@ -269,11 +335,14 @@ def plain_losses(args, agent, one):
         shifts = [shift_of(token, t) for t, token in enumerate(one["said"])]
         if args.loss_type == "gspo":
             shifts = [sum(shifts) / len(shifts)] * len(shifts)
-        objective = objective * torch.tensor([min(math.exp(-shift), args.importance_cap) for shift in shifts])
+        objective = objective * torch.tensor(
+            [min(math.exp(-shift), args.importance_cap) for shift in shifts]
+        )
     found = {
         "policy_loss": -objective,
         "kl_reference": plain_penalty(args, policy, one["reference"], tokens, one["logprob"]),
-        "kl_anchor": plain_penalty(args, policy, one["anchor"], tokens, one["logprob"]) * (args.sft_anchor > 0),
+        "kl_anchor": plain_penalty(args, policy, one["anchor"], tokens, one["logprob"])
+        * (args.sft_anchor > 0),
         "entropy": policy.entropy(),
         "ratio": ratio,
         "approx_kl": logratio.exp() - 1 - logratio,
@@ -294,7 +363,9 @@ def plain_losses(args, agent, one):
 def plain_step(args, agent, optimizer, groups):
     """One optimizer step. Returns its metrics."""
     completions, metrics = [one for group in groups for one in group], {}
-    learned = [one for one in completions if one["said"][-1] == 0 or not args.mask_truncated_completions]
+    learned = [
+        one for one in completions if one["said"][-1] == 0 or not args.mask_truncated_completions
+    ]
     tokens = sum(len(one["said"]) for one in learned)
     if not learned:
         return dict.fromkeys((*prpo_llm.LOSSES, "value_loss", "grad_norm", "value_grad_norm"), 0.0)
@@ -305,7 +376,11 @@ def plain_step(args, agent, optimizer, groups):
             share = 1 / len(completions) / args.response_length
         for name, values in plain_losses(args, agent, one).items():
             metrics[name] = metrics.get(name, 0.0) + share * values.sum()
-    loss = metrics["policy_loss"] + args.kl_coef * metrics["kl_reference"] + args.sft_anchor * metrics["kl_anchor"]
+    loss = (
+        metrics["policy_loss"]
+        + args.kl_coef * metrics["kl_reference"]
+        + args.sft_anchor * metrics["kl_anchor"]
+    )
     loss = loss + args.vf_coef * metrics["value_loss"] - args.ent_coef * metrics["entropy"]
     optimizer.zero_grad()
     loss.backward()
@@ -325,11 +400,15 @@ def plain_average(args, agents, C):
     before = copy.deepcopy(agents)
     for i, agent in enumerate(agents):
         for name, parameter in agent.named_parameters():
-            parameter.copy_(sum(c * own.get_parameter(name) for c, own in zip(C[i], before, strict=True)))
+            parameter.copy_(
+                sum(c * own.get_parameter(name) for c, own in zip(C[i], before, strict=True))
+            )
         for name, layer in agent.named_modules():
             if isinstance(layer, Lora) and args.lora_average == "exact":
                 others = [own.get_submodule(name) for own in before]
-                U, S, V = torch.linalg.svd(sum(c * own.B @ own.A for c, own in zip(C[i], others, strict=True)))
+                U, S, V = torch.linalg.svd(
+                    sum(c * own.B @ own.A for c, own in zip(C[i], others, strict=True))
+                )
                 rank = len(layer.A)
                 layer.A.copy_(V[:rank])
                 layer.B.copy_(U[:, :rank] * S[:rank])
@@ -341,7 +420,10 @@ def plain_rate(args, step, highest):
         return highest * step / (args.warmup_steps + 1)
     left = (args.total_steps + 1 - step) / (args.total_steps - args.warmup_steps)
     return (
-        highest * {"constant": 1, "linear": left, "cosine": math.sin(math.pi / 2 * left) ** 2}[args.lr_scheduler_type]
+        highest
+        * {"constant": 1, "linear": left, "cosine": math.sin(math.pi / 2 * left) ** 2}[
+            args.lr_scheduler_type
+        ]
     )
 
 
@@ -355,12 +437,20 @@ def plain_training(files, args, examples):  # noqa: F811
             if isinstance(layer, Lora) and args.lora_average == "frozen-a":
                 layer.A.requires_grad_(False)
         policy = {name for name, _ in agent.named_parameters() if name.startswith("policy.")}
-        learned = [(name, parameter) for name, parameter in agent.named_parameters() if parameter.requires_grad]
+        learned = [
+            (name, parameter)
+            for name, parameter in agent.named_parameters()
+            if parameter.requires_grad
+        ]
         groups = [{"params": [parameter for name, parameter in learned if name in policy]}]
         if args.algorithm == "ppo":
-            groups.append({"params": [parameter for name, parameter in learned if name not in policy]})
+            groups.append(
+                {"params": [parameter for name, parameter in learned if name not in policy]}
+            )
         betas = (args.adam_beta1, args.adam_beta2)
-        optimizers.append(torch.optim.AdamW(groups, args.learning_rate, betas, weight_decay=args.weight_decay))
+        optimizers.append(
+            torch.optim.AdamW(groups, args.learning_rate, betas, weight_decay=args.weight_decay)
+        )
     C = np.eye(args.num_agents)  # nobody has spoken yet
     for step in range(1, args.total_steps + 1):
         for i, agent in enumerate(agents):
@@ -375,22 +465,43 @@ def plain_training(files, args, examples):  # noqa: F811
             for group in optimizers[i].param_groups[1:]:
                 group["lr"] = plain_rate(args, step, args.value_learning_rate or args.learning_rate)
             for epoch in range(args.update_epochs):
-                generator = torch.Generator().manual_seed(communicators.derive_seed(args.seed, step, epoch, 3))
-                blocks = torch.randperm(args.batch_size // args.micro_batch_size, generator=generator).tolist()
-                order = [block * args.micro_batch_size + k for block in blocks for k in range(args.micro_batch_size)]
+                generator = torch.Generator().manual_seed(
+                    communicators.derive_seed(args.seed, step, epoch, 3)
+                )
+                blocks = torch.randperm(
+                    args.batch_size // args.micro_batch_size, generator=generator
+                ).tolist()
+                order = [
+                    block * args.micro_batch_size + k
+                    for block in blocks
+                    for k in range(args.micro_batch_size)
+                ]
                 size = args.minibatch_size or args.batch_size
                 for first in range(0, args.batch_size, size):
                     part = [groups[place] for place in order[first : first + size]]
                     updates.append(plain_step(args, agent, optimizers[i], part))
             rewards = [one["reward"] for group in groups for one in group]
-            row = {"step": step, "agent": i, "reward": np.nanmean(rewards), "nan_rewards": np.isnan(rewards).sum()}
+            row = {
+                "step": step,
+                "agent": i,
+                "reward": np.nanmean(rewards),
+                "nan_rewards": np.isnan(rewards).sum(),
+            }
             said = [one["said"] for group in groups for one in group]
-            said = [tokens for tokens in said if tokens[-1] == 0 or not args.mask_truncated_completions]
+            said = [
+                tokens for tokens in said if tokens[-1] == 0 or not args.mask_truncated_completions
+            ]
             shifts = [abs(shift_of(token, t)) for tokens in said for t, token in enumerate(tokens)]
             row |= {"sampling_gap": sum(shifts) / max(len(shifts), 1), "skipped_steps": 0}
-            rows.append(row | {name: np.mean([own[name] for own in updates]) for name in updates[0]})
+            rows.append(
+                row | {name: np.mean([own[name] for own in updates]) for name in updates[0]}
+            )
         if step % args.local_updates == 0:
-            C = np.eye(args.num_agents) if args.aggregation == "none" else np.loadtxt(args.communicator, delimiter=",")
+            C = (
+                np.eye(args.num_agents)
+                if args.aggregation == "none"
+                else np.loadtxt(args.communicator, delimiter=",")
+            )
             if args.aggregation == "weights":
                 plain_average(args, agents, torch.from_numpy(C).float())
             peers = copy.deepcopy(agents)
@@ -410,7 +521,13 @@ PLAIN = {
         "adam_beta2": 0.95,
         "weight_decay": 0.5,
     },
-    "GSPO": {"loss_type": "gspo", "importance_cap": 1.2, "ent_coef": 0.1, "adam_beta1": 0.7, "clip_coef": 0.03},
+    "GSPO": {
+        "loss_type": "gspo",
+        "importance_cap": 1.2,
+        "ent_coef": 0.1,
+        "adam_beta1": 0.7,
+        "clip_coef": 0.03,
+    },
     "GRPO, geometric, behaviour, anchor": {
         "mixture": "geometric",
         "self_reference": "behaviour",
@@ -471,38 +588,67 @@ def smaller(part):
 def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch, case):  # noqa: F811
     """Adapters, metrics and evaluations after several steps, rounds and epochs, with a C that is not symmetric."""
     args, parts = settings_of(files, folder, tmp_path, **PLAIN[case]), prpo_llm.positions
-    monkeypatch.setattr(prpo_llm, "positions", lambda *given: [own for part in parts(*given) for own in smaller(part)])
+    monkeypatch.setattr(
+        prpo_llm,
+        "positions",
+        lambda *given: [own for part in parts(*given) for own in smaller(part)],
+    )
     generate = prpo_llm.generate
-    monkeypatch.setattr(prpo_llm, "generate", lambda *given, **options: shift(generate(*given, **options)))
+    monkeypatch.setattr(
+        prpo_llm, "generate", lambda *given, **options: shift(generate(*given, **options))
+    )
     prpo_llm.main(args)
     run = only_run(tmp_path)
     _, tokenizer = prpo_llm.load_base(args)
     examples, tests, _ = prpo_llm.deal(args, tokenizer, range(3))
-    dealt = [example["prompt"] for own in (*examples.values(), tests["validation"]) for example in own]
-    assert len(set(dealt)) == len(dealt) == 3 * args.prompts_per_agent + 8  # nobody trains on what is held out
+    dealt = [
+        example["prompt"] for own in (*examples.values(), tests["validation"]) for example in own
+    ]
+    assert (
+        len(set(dealt)) == len(dealt) == 3 * args.prompts_per_agent + 8
+    )  # nobody trains on what is held out
     agents, expected = plain_training(files, args, examples)
     # Adapters: how far a run can move a parameter is the learning rate times the number of optimizer steps
-    steps = args.total_steps * args.update_epochs * args.batch_size // (args.minibatch_size or args.batch_size)
+    steps = (
+        args.total_steps
+        * args.update_epochs
+        * args.batch_size
+        // (args.minibatch_size or args.batch_size)
+    )
     for i, agent in enumerate(agents):
         found = load_file(run / f"agent_{i}" / "adapter_model.safetensors")
         for name, layer in agent.policy.named_modules():
             if isinstance(layer, Lora):
                 A, B = (found[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
                 pairs = [(A, layer.A), (B, layer.B)]
-                if args.aggregation == "weights" and args.lora_average == "exact":  # there are other factors
+                if (
+                    args.aggregation == "weights" and args.lora_average == "exact"
+                ):  # there are other factors
                     pairs = [(B @ A, layer.B @ layer.A)]
                 for ours, wanted in pairs:
-                    assert (ours - wanted.detach()).abs().max() < 1e-2 * args.learning_rate * steps, (i, name)
+                    assert (
+                        ours - wanted.detach()
+                    ).abs().max() < 1e-2 * args.learning_rate * steps, (i, name)
     # Metrics
     with open(run / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     for row, wanted in zip(rows, expected, strict=True):
         for name, value in wanted.items():
-            assert float(row[name]) == pytest.approx(value, rel=1e-3, abs=1e-4), (row["step"], row["agent"], name)
-    assert any(float(row["clipfrac"]) > 0.05 for row in rows) and any(float(row["nan_rewards"]) > 0 for row in rows)
+            assert float(row[name]) == pytest.approx(value, rel=1e-3, abs=1e-4), (
+                row["step"],
+                row["agent"],
+                name,
+            )
+    assert any(float(row["clipfrac"]) > 0.05 for row in rows) and any(
+        float(row["nan_rewards"]) > 0 for row in rows
+    )
     # Evaluations: what each agent says to the held-out prompts
     said = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
-    last = {(row["agent"], row["id"]): row["completion"].split() for row in said if row["step"] == args.total_steps}
+    last = {
+        (row["agent"], row["id"]): row["completion"].split()
+        for row in said
+        if row["step"] == args.total_steps
+    }
     wanted = {
         (i, example["id"]): [chr(96 + token) for token in agent.say(args, example["ids"]) if token]
         for i, agent in enumerate(agents)
@@ -510,7 +656,9 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
     }
     assert last == wanted
     ids = [example["id"] for example in tests["validation"]]
-    assert any(wanted[0, k] != wanted[1, k] for k in ids) and any(wanted[1, k] != wanted[2, k] for k in ids)
+    assert any(wanted[0, k] != wanted[1, k] for k in ids) and any(
+        wanted[1, k] != wanted[2, k] for k in ids
+    )
 
 
 # --- averages of adapters ---
@@ -518,12 +666,17 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
 
 @settings(deadline=None, max_examples=30)
 @given(
-    seed=st.integers(0, 2**31), agents=st.integers(1, 4), rank=st.integers(1, 4), apart=st.sampled_from([0.0, 0.1, 3.0])
+    seed=st.integers(0, 2**31),
+    agents=st.integers(1, 4),
+    rank=st.integers(1, 4),
+    apart=st.sampled_from([0.0, 0.1, 3.0]),
 )
 def test_average_products_is_the_nearest_of_its_rank(seed, agents, rank, apart):
     """Against a plain singular value decomposition of the mean; equal A stay as they are, beside the mean of B."""
     generator = torch.Generator().manual_seed(seed)
-    A = torch.randn(rank, 9, generator=generator) + apart * torch.randn(agents, rank, 9, generator=generator)
+    A = torch.randn(rank, 9, generator=generator) + apart * torch.randn(
+        agents, rank, 9, generator=generator
+    )
     B = torch.randn(agents, 7, rank, generator=generator)
     C = torch.rand(3, agents, generator=generator).softmax(1)
     new_A, new_B, size, lost = communicators.average_products(C, A, B)
@@ -531,9 +684,13 @@ def test_average_products_is_the_nearest_of_its_rank(seed, agents, rank, apart):
         product = sum(c * b @ a for c, a, b in zip(row, A, B, strict=True)).double()
         S = torch.linalg.svdvals(product)
         best = float(S[rank:].square().sum())  # no product of this rank is nearer
-        assert float((ours - product).square().sum()) == pytest.approx(best, rel=1e-4, abs=1e-7 * float(whole))
+        assert float((ours - product).square().sum()) == pytest.approx(
+            best, rel=1e-4, abs=1e-7 * float(whole)
+        )
         assert float(whole) == pytest.approx(float(S.square().sum()), rel=1e-5)
-        assert float(rest) == pytest.approx(float(S[rank:].square().sum()), rel=1e-4, abs=1e-7 * float(whole))
+        assert float(rest) == pytest.approx(
+            float(S[rank:].square().sum()), rel=1e-4, abs=1e-7 * float(whole)
+        )
     if apart == 0:
         torch.testing.assert_close(new_A, A[:1].expand(3, -1, -1), rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(new_B, torch.einsum("kn,nor->kor", C, B), rtol=1e-3, atol=1e-3)
@@ -576,7 +733,9 @@ def test_average_adapters_averages_the_products_of_every_set(files, folder, tmp_
     for (number, kind, row), product in expected.items():
         found = layers[number].B[kind][row] @ layers[number].A[kind][row]
         torch.testing.assert_close(found.detach(), product, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close((model.value_head[:2].detach(), model.value_bias[:2].detach()), heads)
+    torch.testing.assert_close(
+        (model.value_head[:2].detach(), model.value_bias[:2].detach()), heads
+    )
 
 
 # --- what the value model starts from, public states, the own policy, gains ---
@@ -585,7 +744,9 @@ def test_average_adapters_averages_the_products_of_every_set(files, folder, tmp_
 def reward_adapter(files, folder, rank, targets=TARGETS):  # noqa: F811
     """A reward model as PEFT saves one in `folder`, and its model of plain transformers."""
     torch.manual_seed(5)
-    plain = AutoModelForSequenceClassification.from_pretrained(files / "model", num_labels=1, dtype=torch.float32)
+    plain = AutoModelForSequenceClassification.from_pretrained(
+        files / "model", num_labels=1, dtype=torch.float32
+    )
     config = LoraConfig(r=rank, lora_alpha=3, target_modules=list(targets), task_type="SEQ_CLS")
     model = get_peft_model(plain, config).eval()
     for name, parameter in model.named_parameters():
@@ -599,7 +760,9 @@ def reward_adapter(files, folder, rank, targets=TARGETS):  # noqa: F811
 def test_the_value_model_starts_from_a_reward_model(files, folder, tmp_path, rank):  # noqa: F811
     """Its values are the scores; where its rank, 2, is smaller, its products are the nearest of this rank."""
     plain = reward_adapter(files, tmp_path / "reward", rank)
-    args = settings_of(files, folder, tmp_path, algorithm="ppo", value_init=str(tmp_path / "reward"))
+    args = settings_of(
+        files, folder, tmp_path, algorithm="ppo", value_init=str(tmp_path / "reward")
+    )
     prpo_llm.check_args(args)
     model, _ = prpo_llm.load_base(args)
     prpo_llm.add_adapters(args, model, 3)
@@ -610,23 +773,35 @@ def test_the_value_model_starts_from_a_reward_model(files, folder, tmp_path, ran
             U, S, V = torch.linalg.svd((3 / rank * B @ A).detach())
             product = layer.scale["value"] * layer.B["value"] @ layer.A["value"]
             expected = (U[:, :2] * S[:2]) @ V[:2]
-            torch.testing.assert_close(product.detach(), expected.expand(3, -1, -1), rtol=1e-4, atol=1e-4)
-            assert (layer.A["value"].norm(dim=2) > 0).all()  # or there would be nothing to learn from
+            torch.testing.assert_close(
+                product.detach(), expected.expand(3, -1, -1), rtol=1e-4, atol=1e-4
+            )
+            assert (
+                layer.A["value"].norm(dim=2) > 0
+            ).all()  # or there would be nothing to learn from
     if rank <= 2:
         prompt, said = [3, 7, 1], [5, 9, 2, 4]
         prpo_llm.Adapters.selected = "value", None
         lengths = torch.full((3, 1, 1), len(said))
-        batch = {"prompts": [prompt] * 3, "tokens": torch.tensor(said).expand(3, 1, 1, -1), "lengths": lengths}
+        batch = {
+            "prompts": [prompt] * 3,
+            "tokens": torch.tensor(said).expand(3, 1, 1, -1),
+            "lengths": lengths,
+        }
         with torch.no_grad():
             values = prpo_llm.compute_values(model, prpo_llm.predict(model, batch))
             for t in range(len(said)):  # V(s_t): the score of what was said before
                 score = plain(torch.tensor([prompt + said[:t]])).logits
-                torch.testing.assert_close(values[:, 0, 0, t], score[0].expand(3), rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    values[:, 0, 0, t], score[0].expand(3), rtol=1e-4, atol=1e-4
+                )
 
 
 def test_the_value_model_starts_from_the_adapter_of_the_policy(files, folder, tmp_path):  # noqa: F811
     """With the same rank the value model's states are the policy's; its head is 0."""
-    args = settings_of(files, folder, tmp_path, algorithm="ppo", value_init="adapter", value_lora_rank=4)
+    args = settings_of(
+        files, folder, tmp_path, algorithm="ppo", value_init="adapter", value_lora_rank=4
+    )
     model, _ = prpo_llm.load_base(args)
     prpo_llm.add_adapters(args, model, 3)
     lengths, tokens = torch.full((3, 1, 2), 3), torch.randint(1, 27, (3, 1, 2, 3))
@@ -634,7 +809,9 @@ def test_the_value_model_starts_from_the_adapter_of_the_policy(files, folder, tm
     for name in ("policy", "value"):
         prpo_llm.Adapters.selected = name, None
         with torch.no_grad():
-            states[name] = prpo_llm.predict(model, {"prompts": [[1, 2]] * 3, "tokens": tokens, "lengths": lengths})
+            states[name] = prpo_llm.predict(
+                model, {"prompts": [[1, 2]] * 3, "tokens": tokens, "lengths": lengths}
+            )
     torch.testing.assert_close(states["value"], states["policy"])
     assert (model.value_head == 0).all() and (model.value_bias == 0).all()
     with torch.no_grad():
@@ -648,7 +825,9 @@ def test_what_the_value_model_cannot_start_from_ends_in_one_line(files, folder, 
     wide = tmp_path / "wide"
     reward_adapter(files, wide, 2)
     weights = load_file(wide / "adapter_model.safetensors")
-    narrow = {name: side[:, :-1].clone() if "lora_A" in name else side for name, side in weights.items()}
+    narrow = {
+        name: side[:, :-1].clone() if "lora_A" in name else side for name, side in weights.items()
+    }
     save_file(narrow, wide / "adapter_model.safetensors")
     dora = tmp_path / "dora"
     reward_adapter(files, dora, 2)
@@ -676,19 +855,28 @@ def test_public_log_probs_leave_padding_out(files, folder, tmp_path):  # noqa: F
     args = settings_of(files, folder, tmp_path, num_agents=2, response_length=9)
     model, tokenizer = prpo_llm.load_base(args)
     _, snapshots = prpo_llm.add_adapters(args, model, 2)
-    snapshots[1] += 0.1 * torch.randn(snapshots.shape[1], generator=torch.Generator().manual_seed(4))
+    snapshots[1] += 0.1 * torch.randn(
+        snapshots.shape[1], generator=torch.Generator().manual_seed(4)
+    )
     completions = ["a b c d e f g h i j", "k", "l m n"]
     examples = [
-        {"completion": text, "ids": ids} for text, ids in zip(completions, ([1, 2], [5], [9, 3, 4]), strict=True)
+        {"completion": text, "ids": ids}
+        for text, ids in zip(completions, ([1, 2], [5], [9, 3, 4]), strict=True)
     ]
     found = prpo_llm.public_log_probs(args, model, tokenizer, examples)
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, prpo_llm.Adapters)}
+    layers = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, prpo_llm.Adapters)
+    }
     for k in range(2):
-        sides = {name: (layer.A["snapshot"][k], layer.B["snapshot"][k]) for name, layer in layers.items()}
+        sides = {
+            name: (layer.A["snapshot"][k], layer.B["snapshot"][k]) for name, layer in layers.items()
+        }
         plain, rows = with_adapter(files, sides, args.lora_alpha / args.lora_rank), []
         for example in examples:
             answer = tokenizer(example["completion"])["input_ids"][:8]
-            logits = plain(torch.tensor([example["ids"] + answer])).logits[0, len(example["ids"]) - 1 : -1]
+            logits = plain(torch.tensor([example["ids"] + answer])).logits[
+                0, len(example["ids"]) - 1 : -1
+            ]
             rows.append((logits / args.temperature).log_softmax(-1))
         assert found[k].shape == (8 + 1 + 3, 27)
         torch.testing.assert_close(found[k], torch.cat(rows).detach(), rtol=1e-4, atol=1e-4)
@@ -697,7 +885,10 @@ def test_public_log_probs_leave_padding_out(files, folder, tmp_path):  # noqa: F
 def test_an_agents_own_part_of_its_reference_goes_by_its_number(monkeypatch):
     """Agents 1 and 2 of three are held: with `behaviour`, agent i's own part is its policy, and only its own."""
     model = SimpleNamespace(device="cpu")
-    batch = {"mask": torch.ones(2, 1, 1, 2, dtype=torch.bool), "tokens": torch.zeros(2, 1, 1, 2, dtype=torch.long)}
+    batch = {
+        "mask": torch.ones(2, 1, 1, 2, dtype=torch.bool),
+        "tokens": torch.zeros(2, 1, 1, 2, dtype=torch.long),
+    }
     batch["sampled"] = torch.zeros(2, 1, 1, 2)
 
     def remember(args, model, batch, name, numbers=None):
@@ -707,7 +898,10 @@ def test_an_agents_own_part_of_its_reference_goes_by_its_number(monkeypatch):
     monkeypatch.setattr(prpo_llm, "remember", remember)
     monkeypatch.setattr(prpo_llm, "positions", lambda *_: [])
     C = torch.tensor([[0.2, 0.3, 0.5], [0.4, 0.6, 0.0], [0.3, 0.3, 0.4]])
-    for self_reference, expected in (("behaviour", [[0, -1], [0, 1, -1]]), ("snapshot", [[0, 1], [0, 1, 2]])):
+    for self_reference, expected in (
+        ("behaviour", [[0, -1], [0, 1, -1]]),
+        ("snapshot", [[0, 1], [0, 1, 2]]),
+    ):
         args = prpo_llm.Args(self_reference=self_reference)
         found, weights = prpo_llm.refer(args, model, range(1, 3), C, batch)
         for k, peers in enumerate(expected):
@@ -725,8 +919,15 @@ def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
         return texts, ends, columns
 
     monkeypatch.setattr(prpo_llm, "judge", judge_and_remember)
-    changes = {"num_agents": 3, "communicator": "relative-gain", "communicator_temperature": 0.5, "eval_prompts": 0}
-    prpo_llm.main(tiny(files, tmp_path, **changes, local_updates=2, total_steps=6, response_length=8))
+    changes = {
+        "num_agents": 3,
+        "communicator": "relative-gain",
+        "communicator_temperature": 0.5,
+        "eval_prompts": 0,
+    }
+    prpo_llm.main(
+        tiny(files, tmp_path, **changes, local_updates=2, total_steps=6, response_length=8)
+    )
     with open(only_run(tmp_path) / "communicator.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if int(row["step"]) in (2, 4, 6)]
     baselines, apart = [None] * 3, 0.0
@@ -762,7 +963,11 @@ def test_gradients_of_estimated_kls(old_is_new):
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(9, generator=generator, dtype=torch.double).requires_grad_()
     policy, tokens = logits.log_softmax(-1), torch.arange(9)
-    old = policy.detach() if old_is_new else torch.randn(9, generator=generator).double().log_softmax(-1)
+    old = (
+        policy.detach()
+        if old_is_new
+        else torch.randn(9, generator=generator).double().log_softmax(-1)
+    )
     reference = torch.randn(9, generator=generator, dtype=torch.double).log_softmax(-1)
     reverse, forward = (
         kl_divergence(*map(from_logs, (policy, reference))),
@@ -774,7 +979,9 @@ def test_gradients_of_estimated_kls(old_is_new):
     values, slopes = {}, {}
     for name in ("k1", "k2", "k3"):
         args, rows = prpo_llm.Args(kl_estimator=name), policy.expand(9, -1)
-        each = prpo_llm.reference_kl(rows, reference.expand(9, -1), tokens, (policy - old).exp(), args)
+        each = prpo_llm.reference_kl(
+            rows, reference.expand(9, -1), tokens, (policy - old).exp(), args
+        )
         values[name] = (old.exp() * each).sum()
         (slopes[name],) = torch.autograd.grad(values[name], logits, retain_graph=True)
     torch.testing.assert_close((values["k1"], slopes["k1"]), (reverse, reverse_slope))
@@ -802,10 +1009,18 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
     monkeypatch.setattr(prpo_llm, "remember", lambda *_: hidden)
     head = torch.randn(3, 5, generator=generator)
     model = SimpleNamespace(value_head=head.clone(), value_bias=torch.full((3, 1), 7.0))
-    args = prpo_llm.Args(algorithm="ppo", gamma=0.9, gae_lambda=0.8, norm_reward=norm_reward, value_init="reward/model")
+    args = prpo_llm.Args(
+        algorithm="ppo",
+        gamma=0.9,
+        gae_lambda=0.8,
+        norm_reward=norm_reward,
+        value_init="reward/model",
+    )
     statistics, seen = torch.zeros(3, 3, dtype=torch.float64), [[], [], []]
     for step in range(3):
-        rewards = torch.tensor([0.0, 12.0, -300.0])[:, None, None] + torch.randn(3, 4, 1, generator=generator)
+        rewards = torch.tensor([0.0, 12.0, -300.0])[:, None, None] + torch.randn(
+            3, 4, 1, generator=generator
+        )
         rewards[0, 1] = math.nan
         if step == 0:
             rewards[2] = math.nan
@@ -817,10 +1032,14 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
             seen[k] += [reward for reward in rewards[k].flatten().tolist() if reward == reward]
             if not seen[k]:
                 continue
-            mean, deviation = (np.mean(seen[k]), np.std(seen[k])) if norm_reward == "on" else (0.0, 1.0)
+            mean, deviation = (
+                (np.mean(seen[k]), np.std(seen[k])) if norm_reward == "on" else (0.0, 1.0)
+            )
             scaled = (rewards[k, :, 0] - mean) / deviation
             if not before:
-                torch.testing.assert_close(model.value_head[k], head[k] / deviation, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    model.value_head[k], head[k] / deviation, rtol=1e-4, atol=1e-4
+                )
                 start = found["values"][k][mask[k]].mean()
                 assert float(start) == pytest.approx(float(scaled.nanmean()), rel=1e-4, abs=1e-4)
             values = found["values"][k, :, 0]
@@ -829,7 +1048,9 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
             for row in range(4):  # lambda's recursion ends with the reward
                 last = int(lengths[k, row]) - 1
                 reward = 0.0 if math.isnan(scaled[row]) else float(scaled[row])
-                assert float(found["returns"][k, row, 0, last]) == pytest.approx(reward, rel=1e-3, abs=1e-3)
+                assert float(found["returns"][k, row, 0, last]) == pytest.approx(
+                    reward, rel=1e-3, abs=1e-3
+                )
     assert statistics[:, 0].tolist() == [9, 12, 8]
 
 
@@ -846,11 +1067,18 @@ def test_equal_rewards_are_normalised_to_zero():
 def test_advantages_of_ppo_are_whitened_over_what_is_known(monkeypatch):
     """Mean 0 and variance 1 over the tokens whose reward is known; others have none; a single one makes no NaN."""
     lengths = torch.tensor([[[3], [2], [4]], [[1], [4], [2]], [[1], [2], [2]]])
-    rewards = torch.tensor([[[1.0], [math.nan], [3.0]], [[2.0], [math.nan], [math.nan]], [[math.nan]] * 3])
+    rewards = torch.tensor(
+        [[[1.0], [math.nan], [3.0]], [[2.0], [math.nan], [math.nan]], [[math.nan]] * 3]
+    )
     batch = {"lengths": lengths, "rewards": rewards, "mask": torch.arange(4) < lengths[..., None]}
     monkeypatch.setattr(prpo_llm, "remember", lambda *_: torch.ones(3, 3, 1, 4, 1))
-    model = SimpleNamespace(value_head=torch.tensor([[0.1], [0.2], [0.3]]), value_bias=torch.zeros(3, 1))
-    args, statistics = prpo_llm.Args(algorithm="ppo", gamma=0.9), torch.zeros(3, 3, dtype=torch.float64)
+    model = SimpleNamespace(
+        value_head=torch.tensor([[0.1], [0.2], [0.3]]), value_bias=torch.zeros(3, 1)
+    )
+    args, statistics = (
+        prpo_llm.Args(algorithm="ppo", gamma=0.9),
+        torch.zeros(3, 3, dtype=torch.float64),
+    )
     found = prpo_llm.token_advantages(args, model, batch, statistics)["advantages"]
     known = batch["mask"] & ~rewards.isnan()[..., None]
     assert (found[~known] == 0).all() and found.isfinite().all()
@@ -876,7 +1104,10 @@ SHORT = {"batch_size": 16, "micro_batch_size": 16, "response_length": 12, "total
 
 @pytest.mark.parametrize(
     ("budget", "least"),
-    [pytest.param(SHORT, 4.0, id="short"), pytest.param(LONG, 17.0, id="150", marks=pytest.mark.slow)],
+    [
+        pytest.param(SHORT, 4.0, id="short"),
+        pytest.param(LONG, 17.0, id="150", marks=pytest.mark.slow),
+    ],
 )
 def test_ppo_learns_whatever_the_offset_of_the_rewards(files, tmp_path, budget, least):  # noqa: F811
     """The reward is the number of "a", and 0, 12 or -12 besides, an agent each: all three learn to say "a".
@@ -893,20 +1124,37 @@ def test_ppo_learns_whatever_the_offset_of_the_rewards(files, tmp_path, budget, 
         "def count(completions, offset, **_):\n"
         "    return [text.split().count('a') + own for text, own in zip(completions, offset)]\n"
     )
-    base = {"algorithm": "ppo", "aggregation": "none", "num_agents": 3, "prompts_per_agent": 60, "local_updates": 1}
-    base |= {"dataset": str(tmp_path / "data_{i}.jsonl"), "reward": f"{tmp_path / 'letters.py'}:count"}
+    base = {
+        "algorithm": "ppo",
+        "aggregation": "none",
+        "num_agents": 3,
+        "prompts_per_agent": 60,
+        "local_updates": 1,
+    }
+    base |= {
+        "dataset": str(tmp_path / "data_{i}.jsonl"),
+        "reward": f"{tmp_path / 'letters.py'}:count",
+    }
     base |= {"eval_prompts": 0, "missing_eos_penalty": 0.0, "save_every": 1000}
     prpo_llm.main(tiny(files, tmp_path / "runs", **base, **budget))
     last = rows_of(only_run(tmp_path / "runs"))[-4:]
     letters = [np.mean([float(row["reward"]) for row in rows]) for rows in zip(*last, strict=True)]
-    lengths = [np.mean([float(row["response_length"]) for row in rows]) for rows in zip(*last, strict=True)]
+    lengths = [
+        np.mean([float(row["response_length"]) for row in rows]) for rows in zip(*last, strict=True)
+    ]
     letters = [letters[0], letters[1] - 12, letters[2] + 12]
     assert min(letters) > least and min(lengths) > budget["response_length"] / 2, (letters, lengths)
 
 
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_gradient_that_is_not_finite_makes_no_step(files, tmp_path, monkeypatch, algorithm, aggregation):  # noqa: F811
+def test_a_gradient_that_is_not_finite_makes_no_step(
+    files,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    algorithm,
+    aggregation,
+):
     """In the second of four steps an advantage of agent 1 is infinite: nothing of its policy changes in this minibatch.
 
     It is counted, its peer is not concerned, and after that the agent learns on: weights and moments are finite.
@@ -922,14 +1170,21 @@ def test_a_gradient_that_is_not_finite_makes_no_step(files, tmp_path, monkeypatc
         return found
 
     monkeypatch.setattr(prpo_llm, "token_advantages", infinite_later)
-    changes = {"algorithm": algorithm, "aggregation": aggregation, "local_updates": 3, "save_every": 1}
+    changes = {
+        "algorithm": algorithm,
+        "aggregation": aggregation,
+        "local_updates": 3,
+        "save_every": 1,
+    }
     prpo_llm.main(tiny(files, tmp_path, **changes, batch_size=4, update_epochs=3))
     run = only_run(tmp_path)
     skipped = [[float(row["skipped_steps"]) for row in rows] for rows in rows_of(run)]
     assert skipped == [[0, 0], [0, 3], [0, 0], [0, 0]]
     run_of_one = tmp_path / "again"
     calls.clear()
-    prpo_llm.main(tiny(files, run_of_one, **changes | {"total_steps": 2}, batch_size=4, update_epochs=3))
+    prpo_llm.main(
+        tiny(files, run_of_one, **changes | {"total_steps": 2}, batch_size=4, update_epochs=3)
+    )
     first, second = (checkpoint_of(only_run(run_of_one), 1, step) for step in (1, 2))
     last = checkpoint_of(run, 1, 4)
     numel = len(first["exp_avg"])
@@ -956,7 +1211,9 @@ def test_a_skipped_step_does_not_hide_the_others(files, tmp_path, monkeypatch): 
         return found
 
     monkeypatch.setattr(prpo_llm, "token_advantages", infinite_for_one_prompt)
-    prpo_llm.main(tiny(files, tmp_path, batch_size=4, minibatch_size=2, update_epochs=3, total_steps=2))
+    prpo_llm.main(
+        tiny(files, tmp_path, batch_size=4, minibatch_size=2, update_epochs=3, total_steps=2)
+    )
     for healthy, other in rows_of(only_run(tmp_path)):
         assert float(healthy["skipped_steps"]) == 0 and float(other["skipped_steps"]) == 3
         for name in ("policy_loss", "grad_norm", "approx_kl"):
@@ -991,7 +1248,9 @@ def test_a_diverged_agent_has_no_score(files, tmp_path, monkeypatch):  # noqa: F
             assert math.isnan(float(row[column])) == lost, (row, column)
     assert {row["step"] for row in rows} == {"0", "2", "4"}
     for step, (healthy, diverged) in enumerate(rows_of(run)):
-        assert float(healthy["nan_rewards"]) == 0 and float(diverged["nan_rewards"]) == (0 if step == 0 else 6)
+        assert float(healthy["nan_rewards"]) == 0 and float(diverged["nan_rewards"]) == (
+            0 if step == 0 else 6
+        )
     summary = json.loads((run / "summary.json").read_text())
     assert summary["diverged"] == [1]
     assert summary["evaluation"]["agents"][1]["validation"]["mean"] is None
@@ -1001,9 +1260,16 @@ def test_a_diverged_agent_has_no_score(files, tmp_path, monkeypatch):  # noqa: F
 def test_fedavg_restores_an_agent_that_is_not_finite(files, tmp_path, monkeypatch):  # noqa: F811
     """It gets the mean of those that it listens to; that its own parameters are not finite does not exclude it."""
     monkeypatch.setattr(prpo_llm, "learn", ruin(1))
-    changes = {"num_agents": 3, "aggregation": "weights", "lora_average": "naive", "communicator": "uniform"}
+    changes = {
+        "num_agents": 3,
+        "aggregation": "weights",
+        "lora_average": "naive",
+        "communicator": "uniform",
+    }
     prpo_llm.main(tiny(files, tmp_path, **changes, local_updates=2, total_steps=2, save_every=1))
-    one, lost, other = (checkpoint_of(only_run(tmp_path), agent, 2)["trained"] for agent in range(3))
+    one, lost, other = (
+        checkpoint_of(only_run(tmp_path), agent, 2)["trained"] for agent in range(3)
+    )
     before = [checkpoint_of(only_run(tmp_path), agent, 1)["trained"] for agent in range(3)]
     assert before[1].isnan().all() and before[0].isfinite().all()
     assert lost.isfinite().all()
@@ -1022,12 +1288,20 @@ def in_ranks(*runs):
         port = probe.getsockname()[1]
 
     def start(rank, run, queue):
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(runs)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(runs)),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+        }
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         queue.put(run())
 
     queues = [context.Queue() for _ in runs]
-    ranks = [context.Process(target=start, args=own) for own in zip(range(len(runs)), runs, queues, strict=True)]
+    ranks = [
+        context.Process(target=start, args=own)
+        for own in zip(range(len(runs)), runs, queues, strict=True)
+    ]
     for rank in ranks:
         rank.start()
     try:
@@ -1056,10 +1330,22 @@ def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, k
         "    known = [p[0] == 'a' or len(calls) < 2 for p in prompts]\n"
         "    return [sum(map(ord, c)) % 7 / 7 if own else 0.5 for own, c in zip(known, completions)]\n"
     )
-    rows = [{"prompt": f"{'ar'[k % 2]} b c", "completion": "b", "topic": "xy"[k % 2]} for k in range(17)]
+    rows = [
+        {"prompt": f"{'ar'[k % 2]} b c", "completion": "b", "topic": "xy"[k % 2]} for k in range(17)
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    base = {"dataset": str(tmp_path / "data.jsonl"), "reward": f"{tmp_path / 'once.py'}:once", "partition": "topic"}
-    base |= {"kl_coef": kl_coef, "missing_eos_penalty": 0.0, "eval_prompts": 0, "save_every": 1, "group_size": 6}
+    base = {
+        "dataset": str(tmp_path / "data.jsonl"),
+        "reward": f"{tmp_path / 'once.py'}:once",
+        "partition": "topic",
+    }
+    base |= {
+        "kl_coef": kl_coef,
+        "missing_eos_penalty": 0.0,
+        "eval_prompts": 0,
+        "save_every": 1,
+        "group_size": 6,
+    }
 
     def train(folder):
         prpo_llm.main(tiny(files, tmp_path / folder, **base))
@@ -1071,7 +1357,9 @@ def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, k
         first, last = (checkpoint_of(together, agent, step) for step in (3, 4))
         other = checkpoint_of(apart[agent], agent, 4)
         torch.testing.assert_close(last["trained"], other["trained"], rtol=0, atol=1e-4)
-        assert float(last["step"]) == float(other["step"]) == (2 if agent == 1 and not kl_coef else 8)
+        assert (
+            float(last["step"]) == float(other["step"]) == (2 if agent == 1 and not kl_coef else 8)
+        )
         assert torch.equal(first["trained"], last["trained"]) == (agent == 1 and not kl_coef)
 
 
@@ -1080,7 +1368,11 @@ def test_machines_without_a_common_disk(files, tmp_path, algorithm):  # noqa: F8
     """Two machines, each with its own folder: every agent's files are where it is, and a finished run is finished."""
 
     def train(folder, resume=""):
-        argv = to_resume(Path(resume)) if resume else flags(tiny(files, tmp_path / folder, algorithm=algorithm))
+        argv = (
+            to_resume(Path(resume))
+            if resume
+            else flags(tiny(files, tmp_path / folder, algorithm=algorithm))
+        )
         with contextlib.chdir(tmp_path):
             summary = prpo_llm.main(parse_args(prpo_llm, argv))
         return str(only_run(tmp_path / folder)), summary["training_reward"], summary["evaluation"]
@@ -1103,7 +1395,12 @@ def test_completions_are_a_table_of_wandb(files, tmp_path, monkeypatch):  # noqa
     wandb.Table, wandb.log = lambda columns, data: (columns, data), logged.append
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     prpo_llm.main(tiny(files, tmp_path, total_steps=1, track=True))
-    written = [json.loads(line) for line in (only_run(tmp_path) / "completions.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line)
+        for line in (only_run(tmp_path) / "completions.jsonl").read_text().splitlines()
+    ]
     tables = [own["completions"] for own in logged]
     assert len(tables) == 2
-    assert [dict(zip(columns, row, strict=True)) for columns, data in tables for row in data] == written
+    assert [
+        dict(zip(columns, row, strict=True)) for columns, data in tables for row in data
+    ] == written

@@ -18,7 +18,12 @@ from command import parse_args
 from helpers import REPOSITORY, call
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    AutoPeftModelForSequenceClassification,
+    LoraConfig,
+    get_peft_model,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -39,7 +44,9 @@ TEXTS = st.lists(st.sampled_from("abcdefgh"), min_size=4, max_size=9).map(" ".jo
 def lines_of(*words):
     """The commands that the shell script prints."""
     command = ["bash", "benchmark/pipeline.sh", *words]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 # --- data ---
@@ -52,18 +59,30 @@ def test_rejected_texts_are_worse_by_construction(own, body, others, rng):
     example = {"completion": own, "request": f"Summarise.\n\n{body}"}
     texts = pipeline.worse(example, [*others, own, pipeline.CONSTANT], rng)
     words = own.split()
-    assert own not in texts.values() and "" not in texts.values() and set(texts) <= set(pipeline.KINDS)
+    assert (
+        own not in texts.values() and "" not in texts.values() and set(texts) <= set(pipeline.KINDS)
+    )
     assert texts["truncated"].split() == words[: len(words) // 2]
-    assert texts["other"] in [*others, pipeline.CONSTANT] and texts["padded"] == f"{own} {texts['other']}"
+    assert (
+        texts["other"] in [*others, pipeline.CONSTANT]
+        and texts["padded"] == f"{own} {texts['other']}"
+    )
     assert texts["constant"] == "Return a of the."
-    assert body.startswith(texts.get("lead", "")) and len(texts.get("lead", "").split()) <= len(words)
+    assert body.startswith(texts.get("lead", "")) and len(texts.get("lead", "").split()) <= len(
+        words
+    )
     assert sorted(texts.get("shuffled", own).split()) == sorted(words)
 
 
 def test_training_pairs_take_the_kinds_in_turn():
     """Every docstring once in training, with each kind in all test pairs; the other text is of the same library."""
     examples = [
-        {"prompt": f"<chat>{k}", "request": f"x\n\nbody {k} of it", "completion": f"{topic} number {k}", "topic": topic}
+        {
+            "prompt": f"<chat>{k}",
+            "request": f"x\n\nbody {k} of it",
+            "completion": f"{topic} number {k}",
+            "topic": topic,
+        }
         for k in range(60)
         for topic in ("torch", "numpy")
     ]
@@ -71,7 +90,9 @@ def test_training_pairs_take_the_kinds_in_turn():
     assert len(train) == 120 and len({pair["chosen"] for pair in train}) == 120
     counts = Counter(pair["kind"] for pair in train)
     assert set(counts) == set(pipeline.KINDS) and max(counts.values()) - min(counts.values()) <= 6
-    assert Counter(pair["kind"] for pair in test).keys() == set(pipeline.KINDS) and len(test) > 5 * 120
+    assert (
+        Counter(pair["kind"] for pair in test).keys() == set(pipeline.KINDS) and len(test) > 5 * 120
+    )
     for pair in test:
         if pair["kind"] == "other" and pair["rejected"] != pipeline.CONSTANT:
             assert pair["rejected"].split()[0] == pair["chosen"].split()[0]
@@ -94,12 +115,26 @@ def base(tmp_path_factory):
     """The folder of a tiny random Llama that knows single letters, in bfloat16."""
     folder = tmp_path_factory.mktemp("base")
     words = ["<eos>", *"abcdefghijklmnopqrstuvwxyz"]
-    tokenizer = Tokenizer(models.WordLevel({word: k for k, word in enumerate(words)}, unk_token="<eos>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: k for k, word in enumerate(words)}, unk_token="<eos>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<eos>"
+    ).save_pretrained(folder)
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 0, "bos_token_id": None}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
+    shape |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape)).bfloat16().save_pretrained(folder)
     return folder
 
@@ -120,7 +155,9 @@ def make_adapter(base, folder, kind, **options):
 def test_a_merged_adapter_is_the_same_model(base, tmp_path):
     """Small updates survive, although the base is in bfloat16."""
     make_adapter(base, tmp_path / "adapter", AutoModelForCausalLM, task_type="CAUSAL_LM")
-    pipeline.main(pipeline.Args("merge", model=str(tmp_path / "adapter"), out=str(tmp_path / "merged")))
+    pipeline.main(
+        pipeline.Args("merge", model=str(tmp_path / "adapter"), out=str(tmp_path / "merged"))
+    )
     ids = torch.tensor([[3, 7, 1, 9, 4]])
     with torch.no_grad():
         plain, expected, found = (
@@ -139,13 +176,17 @@ def test_a_merged_reward_model_scores_as_its_adapter_does(base, tmp_path):
     options = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
     kind = AutoModelForSequenceClassification
     make_adapter(base, tmp_path / "adapter", _one_label(kind), **options)
-    pipeline.main(pipeline.Args("merge", model=str(tmp_path / "adapter"), out=str(tmp_path / "reward")))
+    pipeline.main(
+        pipeline.Args("merge", model=str(tmp_path / "adapter"), out=str(tmp_path / "reward"))
+    )
     score = pipeline.load_scorer(str(tmp_path / "reward"))
     found = score(["c d e f ", "a b "], ["g h i", "c"])
     options = {"num_labels": 1, "dtype": torch.float32}
     model = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter", **options)
     with torch.no_grad():
-        alone = [model(torch.tensor([ids])).logits.item() for ids in ([3, 4, 5, 6, 7, 8, 9], [1, 2, 3])]
+        alone = [
+            model(torch.tensor([ids])).logits.item() for ids in ([3, 4, 5, 6, 7, 8, 9], [1, 2, 3])
+        ]
     assert found == pytest.approx(alone, abs=1e-5) and abs(alone[0] - alone[1]) > 1e-3
     rewards = prpo_llm.make_reward(
         prpo_llm.Args(reward=(str(tmp_path / "reward"),), precision="float32"), torch.device("cpu")
@@ -176,12 +217,16 @@ def test_pairs_of_a_prompt_are_no_more_prompts():
             assert found == pytest.approx((limits.low, limits.high), abs=1e-9)
     # A prompt with many pairs counts more in the share, so that the others count less in the number
     wide = np.subtract(*pipeline.interval_of_share(0.5, np.array([20, 1, 1, 1])))
-    assert wide < np.subtract(*pipeline.interval_of_share(0.5, np.array([6, 6, 6, 5])))  # widths, negated
+    assert wide < np.subtract(
+        *pipeline.interval_of_share(0.5, np.array([6, 6, 6, 5]))
+    )  # widths, negated
     rng = np.random.default_rng(0)
     covered = {"prompts": 0, "pairs": 0}
     for _ in range(1000):
         of_prompt = rng.random(40) < 0.8
-        verdicts = np.where(rng.random((40, 6)) < 0.9, of_prompt[:, None], rng.random((40, 6)) < 0.8)
+        verdicts = np.where(
+            rng.random((40, 6)) < 0.9, of_prompt[:, None], rng.random((40, 6)) < 0.8
+        )
         for name, sizes in (("prompts", np.full(40, 6)), ("pairs", np.ones(240))):
             low, high = pipeline.interval_of_share(verdicts.mean(), sizes)
             covered[name] += low <= 0.8 <= high
@@ -190,10 +235,19 @@ def test_pairs_of_a_prompt_are_no_more_prompts():
 
 def test_a_reward_model_scores_messages_in_its_own_template(base, tmp_path):
     """Prompt and completion together, without special tokens that the template has itself; texts end with EOS."""
-    make_adapter(base, tmp_path / "adapter", _one_label(AutoModelForSequenceClassification), task_type="SEQ_CLS")
-    pipeline.main(pipeline.Args("merge", model=str(tmp_path / "adapter"), out=str(tmp_path / "reward")))
+    make_adapter(
+        base,
+        tmp_path / "adapter",
+        _one_label(AutoModelForSequenceClassification),
+        task_type="SEQ_CLS",
+    )
+    pipeline.main(
+        pipeline.Args("merge", model=str(tmp_path / "adapter"), out=str(tmp_path / "reward"))
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
-    tokenizer.chat_template = "{% for message in messages %}{{ 'x ' + message['content'] + ' y ' }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ 'x ' + message['content'] + ' y ' }}{% endfor %}"
+    )
     begin = processors.TemplateProcessing(single="z $A", special_tokens=[("z", 26)])
     tokenizer.backend_tokenizer.post_processor = begin
     tokenizer.save_pretrained(tmp_path / "reward")
@@ -212,7 +266,9 @@ def test_a_reward_model_scores_messages_in_its_own_template(base, tmp_path):
         assert score([prompt], [completion]) == pytest.approx([expected], abs=1e-4)
         if isinstance(prompt, list):
             completion = [{"role": "assistant", "content": completion}]
-        assert function(prompts=[prompt], completions=[completion]) == pytest.approx([expected], abs=1e-4)
+        assert function(prompts=[prompt], completions=[completion]) == pytest.approx(
+            [expected], abs=1e-4
+        )
 
 
 def test_accuracy_by_kind(tmp_path, monkeypatch, capsys):
@@ -230,11 +286,17 @@ def test_accuracy_by_kind(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pipeline, "load_scorer", lambda name: length)
     for model in ("first", "second", "first"):
         out = tmp_path / "accuracy.csv"
-        pipeline.main(pipeline.Args("accuracy", model=model, pairs=str(tmp_path / "pairs.jsonl"), out=str(out)))
+        pipeline.main(
+            pipeline.Args(
+                "accuracy", model=model, pairs=str(tmp_path / "pairs.jsonl"), out=str(out)
+            )
+        )
     table = pd.read_csv(out, comment="#")
     assert list(table.reward_model) == ["second"] * 3 + ["first"] * 3
     first = table.iloc[3:].set_index("rejected")
-    assert first.accuracy.to_dict() == pytest.approx({"truncated": 1, "padded": 0, "all": 2 / 3}, abs=1e-5)
+    assert first.accuracy.to_dict() == pytest.approx(
+        {"truncated": 1, "padded": 0, "all": 2 / 3}, abs=1e-5
+    )
     assert first.pairs.to_dict() == {"truncated": 2, "padded": 1, "all": 3}
     assert first.prompts.to_dict() == {"truncated": 1, "padded": 1, "all": 1}  # they share theirs
     limits = scipy.stats.binomtest(1, 1).proportion_ci(method="wilson")
@@ -267,37 +329,68 @@ def test_bad_arguments(args, said):
 
 def test_the_printed_commands_are_understood():
     """Every option is one of TRL's; the paper's values are tables 3 and 4, the adapter fits prpo_llm.py."""
-    trl = {name: importlib.import_module(f"trl.scripts.{name}").make_parser() for name in ("sft", "reward")}
+    trl = {
+        name: importlib.import_module(f"trl.scripts.{name}").make_parser()
+        for name in ("sft", "reward")
+    }
     parsed = {}
     for mode in ((), ("--quick",)):
         lines = lines_of("all", *mode)
-        steps = [line for step in ("data", "sft", "reward", "judge") for line in lines_of(step, *mode)]
+        steps = [
+            line for step in ("data", "sft", "reward", "judge") for line in lines_of(step, *mode)
+        ]
         assert lines == steps and len(set(lines)) == len(lines)
         for line in lines:
             program, name, *argv = shlex.split(line)
             if program == "trl":
-                *found, rest = trl[name].parse_args_and_config([*argv, "--use_cpu"], return_remaining_strings=True)
+                *found, rest = trl[name].parse_args_and_config(
+                    [*argv, "--use_cpu"], return_remaining_strings=True
+                )
                 assert not rest
-                parsed.setdefault((name, *mode), {key: value for own in found for key, value in vars(own).items()})
+                parsed.setdefault(
+                    (name, *mode), {key: value for own in found for key, value in vars(own).items()}
+                )
     policy, quick = prpo_llm.Args(), parsed["sft", "--quick"]
-    assert (quick["lora_r"], quick["lora_alpha"], quick["lora_dropout"]) == (policy.lora_rank, policy.lora_alpha, 0)
-    assert tuple(quick["lora_target_modules"]) == policy.lora_targets and not quick["lora_modules_to_save"]
+    assert (quick["lora_r"], quick["lora_alpha"], quick["lora_dropout"]) == (
+        policy.lora_rank,
+        policy.lora_alpha,
+        0,
+    )
+    assert (
+        tuple(quick["lora_target_modules"]) == policy.lora_targets
+        and not quick["lora_modules_to_save"]
+    )
     for name, batch, accumulated in (("sft", 4, 4), ("reward", 2, 8)):
         paper = parsed[name,]
-        assert (paper["lora_r"], paper["lora_alpha"], paper["lora_dropout"], paper["dtype"]) == (16, 32, 0, "bfloat16")
+        assert (paper["lora_r"], paper["lora_alpha"], paper["lora_dropout"], paper["dtype"]) == (
+            16,
+            32,
+            0,
+            "bfloat16",
+        )
         assert paper["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
-        assert (paper["per_device_train_batch_size"], paper["gradient_accumulation_steps"]) == (batch, accumulated)
+        assert (paper["per_device_train_batch_size"], paper["gradient_accumulation_steps"]) == (
+            batch,
+            accumulated,
+        )
         assert paper["learning_rate"] == 1e-5 and paper["max_length"] == 1024
-    assert parsed["sft",]["max_steps"] == 2 * 16_722 // 16 and parsed["reward",]["num_train_epochs"] == 1
+    assert (
+        parsed["sft",]["max_steps"] == 2 * 16_722 // 16
+        and parsed["reward",]["num_train_epochs"] == 1
+    )
     assert parsed["reward",]["gradient_checkpointing"] is False
     for key in (("reward",), ("reward", "--quick")):
-        assert parsed[key]["lora_task_type"] == "SEQ_CLS" and parsed[key]["lora_modules_to_save"] == ["score"]
+        assert parsed[key]["lora_task_type"] == "SEQ_CLS" and parsed[key][
+            "lora_modules_to_save"
+        ] == ["score"]
 
 
 @pytest.mark.parametrize("words", [["every"], [], ["sft", "--results"]])
 def test_unknown_steps_are_refused(words):
     """One line, and a non-zero exit code."""
-    process = subprocess.run(["bash", "benchmark/pipeline.sh", *words], cwd=REPOSITORY, capture_output=True, text=True)
+    process = subprocess.run(
+        ["bash", "benchmark/pipeline.sh", *words], cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert process.returncode == 2 and "try --help" in process.stderr and not process.stdout
 
 
@@ -323,20 +416,44 @@ def test_the_pipeline_runs(tmp_path):
         process = call(*words, cwd=REPOSITORY, timeout=600)
         assert process.returncode == 0, process.stderr[-3000:]
     accuracy = pd.read_csv(tmp_path / "docstrings" / "reward_accuracy.csv", comment="#")
-    assert accuracy.reward_model.nunique() == 2 and set(accuracy.rejected) == {*pipeline.KINDS, "all"}
+    assert accuracy.reward_model.nunique() == 2 and set(accuracy.rejected) == {
+        *pipeline.KINDS,
+        "all",
+    }
     sweep = ["bash", "benchmark/sweep.sh", "table1", "--quick"]
-    lines = subprocess.run(sweep, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
-    tiny = ["--total-steps", "1", "--batch-size", "1", "--micro-batch-size", "1", "--group-size", "2"]
+    lines = subprocess.run(
+        sweep, cwd=REPOSITORY, capture_output=True, text=True
+    ).stdout.splitlines()
+    tiny = [
+        "--total-steps",
+        "1",
+        "--batch-size",
+        "1",
+        "--micro-batch-size",
+        "1",
+        "--group-size",
+        "2",
+    ]
     tiny += ["--prompts-per-agent", "4", "--response-length", "4", "--eval-prompts", "2"]
     chosen = [line for line in lines if re.search(" grpo_iid_(isolated|pr0.6)_", line)]
     (alone,) = re.findall(r"^python prpo_llm.py.*runs/docstrings.*$", page, re.M)
     for line in [*chosen, f"{alone} --run-dir runs/alone"]:
-        prpo_llm.main(parse_args(prpo_llm, [*shlex.split(line.replace("runs/", f"{tmp_path}/"))[2:], *tiny]))
+        prpo_llm.main(
+            parse_args(prpo_llm, [*shlex.split(line.replace("runs/", f"{tmp_path}/"))[2:], *tiny])
+        )
     folders = [str(path.parent) for path in (tmp_path / "table1-quick").glob("*/summary.json")]
     judge, table = (importlib.import_module(name) for name in ("judge", "table"))
-    rates = judge.main(judge.Args(runs=tuple(folders), reward_model=str(tmp_path / "docstrings" / "judge")))
+    rates = judge.main(
+        judge.Args(runs=tuple(folders), reward_model=str(tmp_path / "docstrings" / "judge"))
+    )
     assert len(rates[rates.agent == "all"]) == 2 and rates.win_rate.between(0, 1).all()
-    table.main(table.Args(runs=(str(tmp_path / "table1-quick"),), measure="win_rate", csv=str(tmp_path / "t.csv")))
+    table.main(
+        table.Args(
+            runs=(str(tmp_path / "table1-quick"),), measure="win_rate", csv=str(tmp_path / "t.csv")
+        )
+    )
     found = pd.read_csv(tmp_path / "t.csv", comment="#")
     assert list(found.method) == ["isolated", "PR, p = 0.6"]
-    assert found["held-out"].tolist() == pytest.approx(rates[rates.agent == "all"].win_rate.tolist(), abs=1e-5)
+    assert found["held-out"].tolist() == pytest.approx(
+        rates[rates.agent == "all"].win_rate.tolist(), abs=1e-5
+    )

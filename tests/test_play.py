@@ -24,9 +24,13 @@ from helpers import (
     torchrun,
 )
 
-MINIGRID_SCRIPTS = on([script for script in SCRIPTS if script.family == "MiniGrid"] + [PRTRPO_MINIGRID])
+MINIGRID_SCRIPTS = on(
+    [script for script in SCRIPTS if script.family == "MiniGrid"] + [PRTRPO_MINIGRID]
+)
 EXAMPLE = re.search(
-    r"```python\n(import gymnasium.*?)```", (REPOSITORY / "docs" / "prpo_minigrid.md").read_text(), re.S
+    r"```python\n(import gymnasium.*?)```",
+    (REPOSITORY / "docs" / "prpo_minigrid.md").read_text(),
+    re.S,
 )[1]
 OWN, PLAIN = "my_tasks:FrugalDoorKey-v0", "MiniGrid-DoorKey-5x5-v0"
 
@@ -95,7 +99,13 @@ gym.register("MiniGrid-Mine-v0", Bare)
 def test_the_page_s_example_trains_on_ranks_resumes_and_plays(my_tasks, tmp_path):
     """An agent with a reward of its own beside two others: names without the module, costs in its returns alone."""
     assert 8 <= len(EXAMPLE.splitlines()) <= 12
-    changes = {"env_ids": "", "iterations": 4, "num_steps": 256, "communicator": "uniform", "save_every": 1}
+    changes = {
+        "env_ids": "",
+        "iterations": 4,
+        "num_steps": 256,
+        "communicator": "uniform",
+        "save_every": 1,
+    }
     args = flags(PRPO_MINIGRID, tmp_path / "runs", **changes)
     at = args.index("--env-ids")
     args[at + 1 : at + 2] = [OWN, PLAIN, PLAIN]
@@ -111,19 +121,32 @@ def test_the_page_s_example_trains_on_ranks_resumes_and_plays(my_tasks, tmp_path
     assert run.returncode == 0, run.stderr
     summary = summary_of(folder)
     assert summary["env_backend"] == "gymnasium" and summary["iterations"] == 6
-    assert [list(row) for row in summary["evaluation"]["agents"]] == [["FrugalDoorKey-v0", PLAIN]] * 3
+    assert [list(row) for row in summary["evaluation"]["agents"]] == [
+        ["FrugalDoorKey-v0", PLAIN]
+    ] * 3
     # After the time limit of 250 steps the costs are 0.25; elsewhere no return is below 0
     returns = np.array([float(row["episodic_return"]) for row in rows_of(folder)]).reshape(6, 3)
     assert np.nanmin(returns[:, 0]) == pytest.approx(-0.25) and np.nanmin(returns[:, 1:]) >= 0
 
     before = contents(folder)
-    play = ["--eval-only", folder, "--env-id", OWN, "--eval-episodes", "1", "--capture-video", "--greedy"]
+    play = [
+        "--eval-only",
+        folder,
+        "--env-id",
+        OWN,
+        "--eval-episodes",
+        "1",
+        "--capture-video",
+        "--greedy",
+    ]
     run = call(REPOSITORY / "prpo_minigrid.py", *play, **env)
     assert run.returncode == 0, run.stderr
     assert "FrugalDoorKey-v0" in run.stdout and f"videos in {folder / 'videos'}" in run.stdout
     after = contents(folder)
     films = after.keys() - before.keys()
-    assert {re.match(r"eval_agent_(\d)_FrugalDoorKey-v0.*\.mp4$", path.name)[1] for path in films} == {"0", "1", "2"}
+    assert {
+        re.match(r"eval_agent_(\d)_FrugalDoorKey-v0.*\.mp4$", path.name)[1] for path in films
+    } == {"0", "1", "2"}
     assert len(films) == 3 and before.items() <= after.items()
 
 
@@ -137,7 +160,10 @@ def contents(folder):
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--env-id", "no_such_module:Task-v0"], ["--env-id no_such_module:Task-v0", "no_such_module"]),
+        (
+            ["--env-id", "no_such_module:Task-v0"],
+            ["--env-id no_such_module:Task-v0", "no_such_module"],
+        ),
         (["--env-id", "my_broken_tasks:Task-v0"], ["no_such_package"]),
         (["--env-id", "my_tasks:NoSuchTask-v0"], ["NoSuchTask"]),
         (["--env-id", "my_other_tasks:Pixels-v0"], ["shows no 7x7x3 codes", "56x56x3"]),
@@ -145,7 +171,10 @@ def contents(folder):
         (["--env-id", "my_other_tasks:Bare-v0", "--levels-per-agent", "2"], ["has no grid"]),
         (["--env-id", "my_other_tasks:Bare-v0", "--capture-video"], ["my_other_tasks:Bare-v0"]),
         (["--env-id", OWN, "--env-backend", "envpool"], ["--env-backend envpool"]),
-        (["--num-agents", "2", "--env-ids", OWN, "my_copies:FrugalDoorKey-v0"], ["has the name of another task"]),
+        (
+            ["--num-agents", "2", "--env-ids", OWN, "my_copies:FrugalDoorKey-v0"],
+            ["has the name of another task"],
+        ),
         (["--greedy"], ["--greedy", "--eval-only"]),
     ],
     ids=str,
@@ -178,7 +207,9 @@ def refusals(monkeypatch):
 @MINIGRID_SCRIPTS
 def test_a_task_may_show_its_codes_alone(script, my_tasks, tmp_path):
     """Without grid, mission and images; mixed with one of MiniGrid's. Actions and rewards are the task's."""
-    args = flags(script, tmp_path / "runs", env_ids="", num_agents=2, communicator="uniform", iterations=2)
+    args = flags(
+        script, tmp_path / "runs", env_ids="", num_agents=2, communicator="uniform", iterations=2
+    )
     at = args.index("--env-ids")
     args[at + 1 : at + 2] = ["my_other_tasks:Bare-v0", PLAIN]
     args = [word for word in args if word not in ()]
@@ -190,13 +221,22 @@ def test_a_task_may_show_its_codes_alone(script, my_tasks, tmp_path):
 @on([PRPO_ATARI, FEDAVG_ATARI])
 def test_a_game_of_ones_own_trains_and_plays(script, my_tasks, tmp_path):
     """Beside one of ALE's: scores are plain, a life lost ends an episode; names without the module; films."""
-    settings = {"env_ids": "", "num_agents": 2, "communicator": "uniform", "iterations": 2, "local_updates": 1}
+    settings = {
+        "env_ids": "",
+        "num_agents": 2,
+        "communicator": "uniform",
+        "iterations": 2,
+        "local_updates": 1,
+    }
     args = flags(script, tmp_path / "runs", **settings, num_steps=40, eval_episodes=1)
     at = args.index("--env-ids")
     args[at + 1 : at + 2] = ["my_other_tasks:Frames-v0", "BreakoutNoFrameskip-v4"]
     summary = script.main(script.parse_args([*args, "--capture-video"]))
     folder = only_run(tmp_path / "runs")
-    assert folder.name.startswith("Frames-v0+BreakoutNoFrameskip-v4__") and summary["env_backend"] == "gymnasium"
+    assert (
+        folder.name.startswith("Frames-v0+BreakoutNoFrameskip-v4__")
+        and summary["env_backend"] == "gymnasium"
+    )
     assert len(list(folder.glob("videos/*.mp4"))) == 2
     rows = [row for row in rows_of(folder) if row["agent"] == "0"]
     assert [row["env_id"] for row in rows] == ["Frames-v0"] * 2
@@ -205,10 +245,19 @@ def test_a_game_of_ones_own_trains_and_plays(script, my_tasks, tmp_path):
     assert all(length == 8 and 0 < score < 63 for length, score in outcomes), outcomes
     for row in summary["evaluation"]["agents"]:
         assert row["Frames-v0"]["mean"] % 7 == 0 <= row["Frames-v0"]["greedy_return"] <= 63
-    play = ["--eval-only", str(folder), "--env-id", "my_other_tasks:Frames-v0", "--eval-episodes", "2"]
+    play = [
+        "--eval-only",
+        str(folder),
+        "--env-id",
+        "my_other_tasks:Frames-v0",
+        "--eval-episodes",
+        "2",
+    ]
     returns = script.evaluate_run(script.parse_args([*play, "--capture-video"]))
     assert [list(row) for row in returns] == [["Frames-v0"]] * 2
-    assert {path.name for path in folder.glob("videos/eval*")} == {f"eval_agent_{i}_Frames-v0.mp4" for i in range(2)}
+    assert {path.name for path in folder.glob("videos/eval*")} == {
+        f"eval_agent_{i}_Frames-v0.mp4" for i in range(2)
+    }
 
 
 def test_lives_of_a_game_of_ones_own_end_episodes(my_tasks):
@@ -216,7 +265,9 @@ def test_lives_of_a_game_of_ones_own_end_episodes(my_tasks):
     games = script.Games(script.Args(), ["my_other_tasks:Frames-v0"], [[1, 2]])
     ends = []
     for _ in range(20):
-        rewards, terminations, truncations, valid, ended = games.step(slice(0, 2), np.zeros((1, 2), dtype=int))
+        rewards, terminations, truncations, valid, ended = games.step(
+            slice(0, 2), np.zeros((1, 2), dtype=int)
+        )
         assert set(np.unique(rewards)) <= {0.0, 1.0} and not truncations.any()
         ends.append((bool(terminations[0, 0]), bool(valid[0, 0]), [length for *_, length in ended]))
     games.close()
@@ -260,7 +311,9 @@ def test_playing_a_run_gives_its_own_evaluation_and_writes_nothing(script, whole
             assert f"\n{i:>5}  " in output and f"{returns[i][task].mean():.3f} ± " in output
     assert contents(folder) == before
     more = script.parse_args(["--eval-only", str(folder), "--eval-episodes", "3", "--seed", "5"])
-    assert all(len(row[task]) == 3 for row in script.evaluate_run(more)) and contents(folder) == before
+    assert (
+        all(len(row[task]) == 3 for row in script.evaluate_run(more)) and contents(folder) == before
+    )
 
 
 @MINIGRID_SCRIPTS
@@ -343,6 +396,10 @@ def test_greedy_games_draw_nothing_at_random(monkeypatch):
 
     monkeypatch.setattr(script.Agent, "predict", record)
     monkeypatch.setattr(script.Games, "step", follow)
-    scores = [script.evaluate(script.Args(), agent, env_id, [1, 2], seed, greedy=True) for seed in (0, 1)]
+    scores = [
+        script.evaluate(script.Args(), agent, env_id, [1, 2], seed, greedy=True) for seed in (0, 1)
+    ]
     assert np.array_equal(*scores)
-    assert np.array_equal(np.stack(taken), torch.stack([logits.argmax(-1) for logits, _ in asked]).numpy())
+    assert np.array_equal(
+        np.stack(taken), torch.stack([logits.argmax(-1) for logits, _ in asked]).numpy()
+    )

@@ -42,7 +42,9 @@ class Small(nn.Module):
 
     def __init__(self, features=3, hidden=5, actions=4):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, actions)).double()
+        self.layers = nn.Sequential(
+            nn.Linear(features, hidden), nn.Tanh(), nn.Linear(hidden, actions)
+        ).double()
 
     def forward(self, obs):
         return self.layers(obs), None
@@ -57,10 +59,18 @@ def problem(seed, distance, policy=None, states=6, samples=80, actions=4):
         behaviour = policy(obs)[0].log_softmax(-1)
     peer = torch.randn(states, actions, dtype=torch.double).log_softmax(-1)
     weights = torch.tensor([1 - distance, distance], dtype=torch.double)
-    reference = communicators.mix_log_probs(torch.stack((behaviour, peer)), weights) if distance else behaviour
+    reference = (
+        communicators.mix_log_probs(torch.stack((behaviour, peer)), weights)
+        if distance
+        else behaviour
+    )
     rows = torch.randint(states - 1, (samples,))  # one of the observations was not valid
     taken = Categorical(logits=behaviour[rows]).sample()
-    batch = {"states": rows, "actions": taken, "advantages": torch.randn(samples, dtype=torch.double)}
+    batch = {
+        "states": rows,
+        "actions": taken,
+        "advantages": torch.randn(samples, dtype=torch.double),
+    }
     return policy, obs, reference, batch | {"logprobs": behaviour[rows, taken]}
 
 
@@ -78,8 +88,12 @@ def dense_step(policy, obs, reference, batch, epsilon, damping):
     split = [own.numel() for own in start.values()]
 
     def at(flat):
-        parts = [part.view_as(own) for part, own in zip(flat.split(split), start.values(), strict=True)]
-        return lambda obs: torch.func.functional_call(policy, dict(zip(start, parts, strict=True)), (obs,))
+        parts = [
+            part.view_as(own) for part, own in zip(flat.split(split), start.values(), strict=True)
+        ]
+        return lambda obs: torch.func.functional_call(
+            policy, dict(zip(start, parts, strict=True)), (obs,)
+        )
 
     flat = parameters_to_vector(start.values())
     before = policy(obs)[0].log_softmax(-1).detach()
@@ -103,7 +117,11 @@ def test_the_closed_form_is_what_a_generic_solver_finds(seed, size, epsilon):
     """scipy maximises g x in the region c + b x + x H x / 2 <= epsilon; an empty region is missed by the least."""
     generator = np.random.default_rng(seed)
     root = generator.normal(size=(size, size))
-    H, (g, b), c = root @ root.T + 0.3 * np.eye(size), generator.normal(size=(2, size)), generator.uniform(0, 1.5)
+    H, (g, b), c = (
+        root @ root.T + 0.3 * np.eye(size),
+        generator.normal(size=(2, size)),
+        generator.uniform(0, 1.5),
+    )
 
     def excess(x):
         return c + b @ x + x @ H @ x / 2 - epsilon
@@ -113,14 +131,21 @@ def test_the_closed_form_is_what_a_generic_solver_finds(seed, size, epsilon):
     step, centre, slack = prtrpo_minigrid.solve(product, *tensors, c, epsilon, 10 * size)
     step, centre = step.numpy(), centre.numpy()
     nearest = minimize(excess, np.zeros(size), jac=lambda x: b + H @ x, tol=1e-10)
-    assert excess(centre) == pytest.approx(nearest.fun, abs=1e-4) and slack == pytest.approx(-nearest.fun, abs=1e-4)
+    assert excess(centre) == pytest.approx(nearest.fun, abs=1e-4) and slack == pytest.approx(
+        -nearest.fun, abs=1e-4
+    )
     if slack <= 0:
         assert np.array_equal(step, centre)
     elif slack > 1e-2:
         region = {"type": "ineq", "fun": lambda x: -excess(x), "jac": lambda x: -(b + H @ x)}
         options = {"maxiter": 1000, "ftol": 1e-12}
         best = minimize(
-            lambda x: -g @ x, nearest.x, jac=lambda x: -g, constraints=region, method="SLSQP", options=options
+            lambda x: -g @ x,
+            nearest.x,
+            jac=lambda x: -g,
+            constraints=region,
+            method="SLSQP",
+            options=options,
         )
         assert excess(best.x) < 1e-6 and excess(step) == pytest.approx(0, abs=1e-3)
         assert g @ step == pytest.approx(g @ best.x, rel=2e-3, abs=2e-3)
@@ -133,13 +158,20 @@ def test_products_over_distinct_observations_are_those_of_the_dense_matrix(dista
     g, b, H, *_ = dense_step(policy, obs, reference, batch, 0.01, damping=0.1)
     rows, counts = batch["states"].unique(return_counts=True)
     parameters = list(policy.parameters())
-    product = prtrpo_minigrid.fisher_product(policy(obs[rows])[0], counts / counts.sum(), parameters, 0.1)
+    product = prtrpo_minigrid.fisher_product(
+        policy(obs[rows])[0], counts / counts.sum(), parameters, 0.1
+    )
     for v in torch.randn(5, len(g), dtype=torch.double):
         torch.testing.assert_close(product(v), H @ v, rtol=1e-5, atol=1e-7)
     assert (b.norm() < 1e-12) == (distance == 0)
 
 
-CASES = {"TRPO": (0.0, 0.01), "inside": (0.2, 0.05), "outside, with slack": (0.4, 0.05), "no slack": (0.6, 1e-3)}
+CASES = {
+    "TRPO": (0.0, 0.01),
+    "inside": (0.2, 0.05),
+    "outside, with slack": (0.4, 0.05),
+    "no slack": (0.6, 1e-3),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -151,10 +183,16 @@ def test_a_step_is_that_of_a_dense_solve(case):
     *_, c, slack, step, _ = dense_step(policy, obs, reference, batch, epsilon, damping=0.3)
     args = prtrpo_minigrid.Args(damping_coef=0.3, **EXACT)
     found = prtrpo_minigrid.improve(policy, obs, reference, batch, epsilon, args)
-    torch.testing.assert_close(parameters_to_vector(policy.parameters()) - start, step, rtol=1e-3, atol=1e-5)
-    assert (found["kl_reference_before"], found["slack"]) == pytest.approx((c, slack), rel=1e-4, abs=1e-8)
+    torch.testing.assert_close(
+        parameters_to_vector(policy.parameters()) - start, step, rtol=1e-3, atol=1e-5
+    )
+    assert (found["kl_reference_before"], found["slack"]) == pytest.approx(
+        (c, slack), rel=1e-4, abs=1e-8
+    )
     assert found["step"] == (RECOVERY if case == "no slack" else NORMAL)
-    assert (c > epsilon) == (case in ("outside, with slack", "no slack")) and (slack > 0) == (case != "no slack")
+    assert (c > epsilon) == (case in ("outside, with slack", "no slack")) and (slack > 0) == (
+        case != "no slack"
+    )
     if distance == 0:
         assert abs(c) < 1e-12 and slack == pytest.approx(epsilon)
 
@@ -168,7 +206,11 @@ def test_a_step_over_patches_is_that_over_observations():
     obs = torch.randint(0, 3, (40, 7, 7, 3), dtype=torch.uint8)
     behaviour = policies[0].predict(obs)[0].log_softmax(-1)
     reference = (behaviour + 0.5 * torch.randn(40, 4)).log_softmax(-1)
-    batch = {"states": torch.randint(40, (200,)), "actions": torch.randint(4, (200,)), "advantages": torch.randn(200)}
+    batch = {
+        "states": torch.randint(40, (200,)),
+        "actions": torch.randint(4, (200,)),
+        "advantages": torch.randn(200),
+    }
     batch["logprobs"] = behaviour[batch["states"], batch["actions"]]
     start = parameters_to_vector(policies[0].parameters()).detach()
     shown = obs, policies[1].see(obs)
@@ -187,13 +229,18 @@ def test_isolated_agents_take_the_steps_of_sb3_contrib():
     """The same network and rollout: the same parameters after the policy's update, line search included."""
     env = gym.make("CartPole-v1")
     options = {"net_arch": {"pi": [8], "vf": [8]}}
-    for epsilon, damping in ((0.01, 0.1), (0.3, 1e-3)):  # in the second, the first candidates are rejected
+    for epsilon, damping in (
+        (0.01, 0.1),
+        (0.3, 1e-3),
+    ):  # in the second, the first candidates are rejected
         model = TRPO("MlpPolicy", env, n_steps=256, seed=3, target_kl=epsilon, cg_damping=damping, n_critic_updates=1,
                      learning_rate=0.0, policy_kwargs=options, device="cpu")  # fmt: skip
         nn.init.orthogonal_(model.policy.action_net.weight)
         update, model.train = model.train, lambda: None
         model.learn(256)
-        actor = copy.deepcopy(nn.Sequential(model.policy.mlp_extractor.policy_net, model.policy.action_net))
+        actor = copy.deepcopy(
+            nn.Sequential(model.policy.mlp_extractor.policy_net, model.policy.action_net)
+        )
         policy = SimpleNamespace(parameters=actor.parameters)
         (data,) = model.rollout_buffer.get(batch_size=None)
         start = parameters_to_vector(actor.parameters()).detach()
@@ -207,7 +254,11 @@ def test_isolated_agents_take_the_steps_of_sb3_contrib():
                 return self.actor(obs), None
 
         policy, steps = Policy(actor), torch.arange(256)
-        batch = {"states": steps, "actions": data.actions.long().flatten(), "logprobs": data.old_log_prob}
+        batch = {
+            "states": steps,
+            "actions": data.actions.long().flatten(),
+            "logprobs": data.old_log_prob,
+        }
         batch["advantages"] = data.advantages
         reference = policy(data.observations)[0].log_softmax(-1).detach()
         args = prtrpo_minigrid.Args(damping_coef=damping, cg_iters=15)
@@ -218,7 +269,9 @@ def test_isolated_agents_take_the_steps_of_sb3_contrib():
         theirs = parameters_to_vector(trained.parameters()) - start
         assert found["step"] == NORMAL and theirs.norm() > 0.05
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
-        shrunk = math.sqrt(2 * epsilon) / found["tv_update"]  # the whole step is about as far as Pinsker says
+        shrunk = (
+            math.sqrt(2 * epsilon) / found["tv_update"]
+        )  # the whole step is about as far as Pinsker says
         assert shrunk > 1
 
 
@@ -262,7 +315,9 @@ def test_the_constraint_holds_after_every_accepted_step():
         behaviour = policy(obs)[0].log_softmax(-1).detach()
         batch["logprobs"] = behaviour[batch["states"], batch["actions"]]
         epsilon, data = 10 ** generator.uniform(-3, 0.7), (obs, reference, batch)
-        args = prtrpo_minigrid.Args(damping_coef=1e-3, backtrack_iters=int(generator.integers(1, 9)), **EXACT)
+        args = prtrpo_minigrid.Args(
+            damping_coef=1e-3, backtrack_iters=int(generator.integers(1, 9)), **EXACT
+        )
         start = parameters_to_vector(policy.parameters()).detach().clone()
         first, c = (value.item() for value in on_samples(policy, *data))
         *_, slack, step, centre = dense_step(policy, *data, epsilon, damping=1e-3)
@@ -281,12 +336,20 @@ def test_the_constraint_holds_after_every_accepted_step():
         shorter += kind == NORMAL and bool((change - step).norm() > 0.05 * step.norm())
 
         after = policy(obs)[0].log_softmax(-1).detach()
-        told = [found[name] for name in ("kl_reference_before", "kl_reference_after", "policy_loss", "tv_update")]
+        told = [
+            found[name]
+            for name in ("kl_reference_before", "kl_reference_after", "policy_loss", "tv_update")
+        ]
         rows = batch["states"]
-        movements = [((after.exp() - x.exp()).abs().sum(-1) / 2)[rows].mean().item() for x in (behaviour, reference)]
+        movements = [
+            ((after.exp() - x.exp()).abs().sum(-1) / 2)[rows].mean().item()
+            for x in (behaviour, reference)
+        ]
         assert told == pytest.approx([c, kl, -surrogate, movements[0]], rel=1e-5, abs=1e-8)
         entropy = Categorical(logits=after[rows]).entropy().mean().item()
-        assert (found["tv_reference"], found["entropy"]) == pytest.approx((movements[1], entropy), rel=1e-5)
+        assert (found["tv_reference"], found["entropy"]) == pytest.approx(
+            (movements[1], entropy), rel=1e-5
+        )
     assert min(kinds.values()) >= 3 and shorter >= 5 and fooled >= 2, (kinds, shorter, fooled)
 
 
@@ -295,7 +358,9 @@ def test_a_policy_that_is_no_number_takes_no_step():
     before = parameters_to_vector(policy.parameters()).detach().clone()
     batch["advantages"][3] = torch.nan
     found = prtrpo_minigrid.improve(policy, obs, reference, batch, 0.5, prtrpo_minigrid.Args())
-    assert found["step"] == REJECTED and found["tv_update"] == 0 and math.isnan(found["policy_loss"])
+    assert (
+        found["step"] == REJECTED and found["tv_update"] == 0 and math.isnan(found["policy_loss"])
+    )
     assert torch.equal(parameters_to_vector(policy.parameters()), before)
 
 
@@ -307,15 +372,24 @@ def test_fitting_the_value_function_leaves_the_policy_alone(monkeypatch):
     obs, states = PRTRPO_MINIGRID.random_obs(9), torch.randint(9, (64,))
     batch = {"states": states, "returns": torch.randn(9)[states] + 0.1 * torch.randn(64)}
     monkeypatch.setattr(prtrpo_minigrid, "improve", lambda *_: {})
-    args, policy = prtrpo_minigrid.Args(num_minibatches=1, update_epochs=60), copy.deepcopy(agent.policy)
+    args, policy = (
+        prtrpo_minigrid.Args(num_minibatches=1, update_epochs=60),
+        copy.deepcopy(agent.policy),
+    )
     wanted = 0.5 * (agent(obs)[1][states] - batch["returns"]).square().mean().item()
     generator = torch.Generator().manual_seed(0)
     _, *fits = prtrpo_minigrid.learn(agent, optimizer, generator, obs, None, batch, 0.01, args)
     losses = [fit["value_loss"] for fit in fits]
-    assert losses[0] == pytest.approx(wanted, rel=1e-5) and losses[-1] < 0.5 * losses[0] and len(losses) == 60
+    assert (
+        losses[0] == pytest.approx(wanted, rel=1e-5)
+        and losses[-1] < 0.5 * losses[0]
+        and len(losses) == 60
+    )
     for own, other in zip(agent.policy.parameters(), policy.parameters(), strict=True):
         assert torch.equal(own, other)
-    assert torch.equal(agent(obs)[0], policy(obs)[0]) and not torch.allclose(agent(obs)[1], policy(obs)[1])
+    assert torch.equal(agent(obs)[0], policy(obs)[0]) and not torch.allclose(
+        agent(obs)[1], policy(obs)[1]
+    )
 
 
 def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
@@ -325,7 +399,10 @@ def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
     optimizer = torch.optim.Adam(agent.baseline.parameters(), 1e-3)
     batch = {"states": torch.arange(8), "returns": torch.randn(8)}
     monkeypatch.setattr(prtrpo_minigrid, "improve", lambda *_: {})
-    args, generator = prtrpo_minigrid.Args(num_minibatches=1, update_epochs=2), torch.Generator().manual_seed(0)
+    args, generator = (
+        prtrpo_minigrid.Args(num_minibatches=1, update_epochs=2),
+        torch.Generator().manual_seed(0),
+    )
     given = agent, optimizer, generator, PRTRPO_MINIGRID.random_obs(8), None, batch, 0.01, args
     assert len([*prtrpo_minigrid.learn(*given)]) == 3
     weights = parameters_to_vector(agent.baseline.parameters()).detach().clone()
@@ -340,7 +417,12 @@ def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
 # --- runs ---
 
 # Agents that differ, sit out rounds, and whose epsilons depend on everybody's last update
-MIXED = {"hidden_sizes": (32, 16, 24), "participation": 0.67, "communicator": "surrogate", "delta": 0.2}
+MIXED = {
+    "hidden_sizes": (32, 16, 24),
+    "participation": 0.67,
+    "communicator": "surrogate",
+    "delta": 0.2,
+}
 MIXED |= {"local_updates": 1, "num_agents": 3}
 # Too little for any update, but epsilon has a floor: some updates exceed the bound, of each agent other ones
 MIXED |= {"delta": 0.01, "epsilon_min": 1e-3}
@@ -373,13 +455,19 @@ def test_three_ranks_train_like_one_process(mixed_run, tmp_path):
     assert_same_run(only_run(tmp_path / "runs"), mixed_run)
     shares = [row["share_within_bound"] for row in rows_of(mixed_run)[-3:]]
     assert len(set(shares)) > 1  # so that it matters whose is whose
-    summaries = [json.loads((path / "summary.json").read_text()) for path in (only_run(tmp_path / "runs"), mixed_run)]
+    summaries = [
+        json.loads((path / "summary.json").read_text())
+        for path in (only_run(tmp_path / "runs"), mixed_run)
+    ]
     assert summaries[0]["communication_bytes"] == summaries[1]["communication_bytes"] > 0
 
 
 def expected_epsilon(rows, args, gamma=1.0):
     """The schedule from the last iteration's rows of the group: (epsilon, bound)."""
-    moved, apart = (max((float(row[name]) for row in rows), default=0.0) for name in ("tv_update", "tv_reference"))
+    moved, apart = (
+        max((float(row[name]) for row in rows), default=0.0)
+        for name in ("tv_update", "tv_reference")
+    )
     level = max(0.0, args.delta - gamma * moved - apart) / 2
     return max(2 * level * level, args.epsilon_min), args.delta
 
@@ -391,7 +479,9 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
     C is not symmetric, and a round follows every update; an isolated agent's epsilon comes from itself alone.
     """
     matrix = (
-        torch.eye(3) if communicator == "identity" else torch.tensor([[0.5, 0.4, 0.1], [0, 0.7, 0.3], [0.6, 0, 0.4]])
+        torch.eye(3)
+        if communicator == "identity"
+        else torch.tensor([[0.5, 0.4, 0.1], [0, 0.7, 0.3], [0.6, 0, 0.4]])
     )
     (tmp_path / "C.csv").write_text("\n".join(",".join(map(str, row)) for row in matrix.tolist()))
     name = "identity" if communicator == "identity" else str(tmp_path / "C.csv")
@@ -419,8 +509,14 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
         C = matrix if k else torch.eye(3)
         for i, (_, obs, reference, epsilon) in now.items():
             policies = torch.stack([now[j][0].predict(obs)[0].softmax(-1) for j in range(3)])
-            torch.testing.assert_close(reference.exp(), (C[i, :, None, None] * policies).sum(0), rtol=0, atol=1e-5)
-            group = [row for row in rows[3 * k - 3 : 3 * k] if communicator != "identity" or int(row["agent"]) == i]
+            torch.testing.assert_close(
+                reference.exp(), (C[i, :, None, None] * policies).sum(0), rtol=0, atol=1e-5
+            )
+            group = [
+                row
+                for row in rows[3 * k - 3 : 3 * k]
+                if communicator != "identity" or int(row["agent"]) == i
+            ]
             wanted = expected_epsilon(group if k else [], args)
             row = rows[3 * k + i]
             assert (float(row["epsilon"]), float(row["bound"])) == pytest.approx(wanted, rel=2e-3)
@@ -445,13 +541,17 @@ def test_who_talks_to_nobody_trains_like_an_isolated_agent(tmp_path):
     weights = {}
     for name in (str(tmp_path / "pair.csv"), "identity"):
         folder = tmp_path / name.rpartition("/")[2].partition(".")[0]
-        prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, folder, **QUICK | {"iterations": 3}, communicator=name))
+        prtrpo_minigrid.main(
+            tiny(PRTRPO_MINIGRID, folder, **QUICK | {"iterations": 3}, communicator=name)
+        )
         weights[name != "identity"] = weights_of(only_run(folder))
     assert torch.equal(weights[True][2], weights[False][2])
     for i in range(2):
         assert not torch.allclose(weights[True][i], weights[False][i], atol=1e-6)
     summary = json.loads((only_run(tmp_path / "pair") / "summary.json").read_text())
-    numbers = len(parameters_to_vector(prpo_minigrid.Agent(7, hidden=16).parameters()))  # of one policy
+    numbers = len(
+        parameters_to_vector(prpo_minigrid.Agent(7, hidden=16).parameters())
+    )  # of one policy
     assert summary["communication_bytes"] == 3 * 2 * numbers * 4  # rounds, listeners, float32
 
 
@@ -466,7 +566,10 @@ BAD = {
     "negative damping": (["--damping-coef", "-1"], ["--damping-coef -1", "positive"]),
     "a flag of PR-PPO": (["--clip-coef", "0.1"], ["--clip-coef"]),
     "no number": (["--epsilon", "nan"], ["--epsilon nan", "finite"]),
-    "unknown task": (["--env-id", "MiniGrid-FourRoom-v0"], ["--env-id MiniGrid-FourRoom-v0", "MiniGrid-FourRooms"]),
+    "unknown task": (
+        ["--env-id", "MiniGrid-FourRoom-v0"],
+        ["--env-id MiniGrid-FourRoom-v0", "MiniGrid-FourRooms"],
+    ),
     "too few in a round": (["--participation", "0.3"], ["--participation 0.3", "2..3"]),
     "batch not divisible": (["--num-minibatches", "3"], ["--num-minibatches 3", "2048"]),
     "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "uniform"]),
@@ -517,11 +620,17 @@ def test_observation_1_holds_along_sequences(seed, n, delta):
     generator = np.random.default_rng(seed)
     C, corners = stochastic(generator, n), np.eye(3)
     args = prtrpo_minigrid.Args(delta=delta, epsilon_min=1e-300)
-    policies, variations = np.broadcast_to(generator.dirichlet(np.ones(3), size=2), (n, 2, 3)), torch.zeros(n, 2)
+    policies, variations = (
+        np.broadcast_to(generator.dirichlet(np.ones(3), size=2), (n, 2, 3)),
+        torch.zeros(n, 2),
+    )
     levels = set()
     for _ in range(25):
         epsilon, bound = prtrpo_minigrid.radius(torch.from_numpy(C), variations.double(), args)
-        reference, target = np.einsum("ij,jsa->isa", C, policies), corners[generator.integers(3, size=(n, 2))]
+        reference, target = (
+            np.einsum("ij,jsa->isa", C, policies),
+            corners[generator.integers(3, size=(n, 2))],
+        )
         if generator.random() < 0.3:  # away from where the agent is
             target = corners[policies.argmin(-1)]
         after = towards(reference, target, np.full(n, math.sqrt(epsilon / 2)))
@@ -532,9 +641,14 @@ def test_observation_1_holds_along_sequences(seed, n, delta):
     assert len(levels) > 1
 
     epsilon, moved = 0.1 * delta, 0.0
-    policies = np.broadcast_to(policies[:1], policies.shape)  # all alike, and so their own reference
+    policies = np.broadcast_to(
+        policies[:1], policies.shape
+    )  # all alike, and so their own reference
     for _ in range(25):
-        reference, target = np.einsum("ij,jsa->isa", C, policies), corners[generator.integers(3, size=(n, 2))]
+        reference, target = (
+            np.einsum("ij,jsa->isa", C, policies),
+            corners[generator.integers(3, size=(n, 2))],
+        )
         after = towards(reference, target, np.full(n, epsilon))
         assert tv(policies, after).max() <= 2 * epsilon + moved + 1e-9
         if epsilon <= (delta - moved) / 2:
@@ -559,7 +673,9 @@ def test_the_level_of_observation_1_alone_is_not_enough_if_it_changes():
     assert prtrpo_minigrid.radius(torch.from_numpy(C), torch.zeros(2, 2), args)[0] == pytest.approx(
         2 * (delta / 2) ** 2
     )
-    assert prtrpo_minigrid.radius(torch.from_numpy(C), variations, args)[0] == pytest.approx(0, abs=1e-12)
+    assert prtrpo_minigrid.radius(torch.from_numpy(C), variations, args)[0] == pytest.approx(
+        0, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -570,9 +686,16 @@ def test_pr_trpo_in_small_mdps_stays_within_the_bound_and_improves(seed):
     transitions, rewards = generator.dirichlet(np.full(S, 0.3), size=(S, A)), generator.random(S)
     policies = [Small(S, 4, A) for _ in range(n)]
     for policy in policies:
-        policy.layers = copy.deepcopy(policies[0].layers[:1]) if False else nn.Sequential(nn.Linear(S, A, bias=False))
+        policy.layers = (
+            copy.deepcopy(policies[0].layers[:1])
+            if False
+            else nn.Sequential(nn.Linear(S, A, bias=False))
+        )
         nn.init.zeros_(policy.double().layers[0].weight)
-    obs, every = torch.eye(S, dtype=torch.double), torch.cartesian_prod(torch.arange(S), torch.arange(A))
+    obs, every = (
+        torch.eye(S, dtype=torch.double),
+        torch.cartesian_prod(torch.arange(S), torch.arange(A)),
+    )
     args = prtrpo_minigrid.Args(delta=0.15, epsilon_min=1e-9, damping_coef=1e-6, **EXACT)
     variations, returns, kinds = torch.zeros(n, 2, dtype=torch.double), [], set()
     for _ in range(40):
@@ -582,19 +705,28 @@ def test_pr_trpo_in_small_mdps_stays_within_the_bound_and_improves(seed):
         steps = []
         for i, policy in enumerate(policies):
             pi = log_probs[i].exp().numpy()
-            values = np.linalg.solve(np.eye(S) - discount * np.einsum("sa,sat->st", pi, transitions), rewards)
+            values = np.linalg.solve(
+                np.eye(S) - discount * np.einsum("sa,sat->st", pi, transitions), rewards
+            )
             advantages = rewards[:, None] + discount * transitions @ values - values[:, None]
-            batch = {"states": every[:, 0], "actions": every[:, 1]}  # each pair once, as if drawn with chance 1 / A
+            batch = {
+                "states": every[:, 0],
+                "actions": every[:, 1],
+            }  # each pair once, as if drawn with chance 1 / A
             batch["logprobs"] = torch.full((S * A,), -math.log(A), dtype=torch.double)
             batch["advantages"] = torch.from_numpy(advantages)[every[:, 0], every[:, 1]]
             reference = communicators.mix_log_probs(log_probs, C[i])
             steps.append(prtrpo_minigrid.improve(policy, obs, reference, batch, epsilon, args))
             returns.append(values.mean())
-        variations = torch.tensor([[step["tv_update"], step["tv_reference"]] for step in steps], dtype=torch.double)
+        variations = torch.tensor(
+            [[step["tv_update"], step["tv_reference"]] for step in steps], dtype=torch.double
+        )
         assert bound == 0.15 and variations[:, 0].max() <= bound + 1e-9
         kinds |= {step["step"] for step in steps}
         for step in steps:
-            if step["step"] == NORMAL:  # Pinsker: the KL that is constrained bounds the total variation
+            if (
+                step["step"] == NORMAL
+            ):  # Pinsker: the KL that is constrained bounds the total variation
                 assert step["tv_reference"] <= math.sqrt(epsilon / 2) + 1e-9
     assert NORMAL in kinds and min(returns[-n:]) > max(returns[:n]) + 0.1
 
@@ -613,7 +745,9 @@ def mirror_descent(K, step, gradient, targets, rng, noise):
     return total / K
 
 
-@pytest.mark.parametrize(("noise", "wanted"), [(1.0, -0.5), (0.0, -1.0)], ids=["stochastic", "exact"])
+@pytest.mark.parametrize(
+    ("noise", "wanted"), [(1.0, -0.5), (0.0, -1.0)], ids=["stochastic", "exact"]
+)
 def test_mirror_descent_converges_at_the_stated_rate(noise, wanted):
     """Theorem C.1 on f_i(x) = |x - t_i|^2 / 2, L = 1: error <= 2 D^2 / (step K) + 2 step M^2, and its slope.
 
@@ -621,13 +755,21 @@ def test_mirror_descent_converges_at_the_stated_rate(noise, wanted):
     1 / (2 L), the first term alone, slope -1.
     """
     rng, n, A = np.random.default_rng(0), 4, 5
-    targets = rng.dirichlet(np.ones(A), size=n) if noise else np.tile(rng.dirichlet(np.ones(A)), (n, 1))
-    best, D2 = targets.mean(0), math.log(A)  # the mean of points of the simplex; the KL from uniform is at most log A
+    targets = (
+        rng.dirichlet(np.ones(A), size=n) if noise else np.tile(rng.dirichlet(np.ones(A)), (n, 1))
+    )
+    best, D2 = (
+        targets.mean(0),
+        math.log(A),
+    )  # the mean of points of the simplex; the KL from uniform is at most log A
     M = math.sqrt(1 + noise**2 * 2 * math.log(2 * A)) if noise else 0.0  # of the largest entry
     lengths, errors = [2**k for k in range(4, 12)], []
     for K in lengths:
         step = min(0.5, math.sqrt(D2 / K) / M) if noise else 0.5
-        found = [mirror_descent(K, step, lambda x, t: x - t, targets, rng, noise) for _ in range(4 if noise else 1)]
+        found = [
+            mirror_descent(K, step, lambda x, t: x - t, targets, rng, noise)
+            for _ in range(4 if noise else 1)
+        ]
         errors.append(np.mean([((x - best) ** 2).sum() / 2 for x in found]))
         assert errors[-1] <= 2 * D2 / (step * K) + 2 * step * M**2
     slope = np.polyfit(np.log(lengths), np.log(errors), 1)[0]

@@ -13,16 +13,39 @@ from command import parse_args
 from helpers import REPOSITORY, call, environment, only_run, torchrun
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-BLOCKS = [block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)]
+BLOCKS = [
+    block for page in PAGES for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)
+]
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 # Appended to a command: of a flag that is given twice, the last one counts
 SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "2", "--run-dir"]
-SHORT = {"prpo_minigrid.py": "MiniGrid-Empty-5x5-v0", "prpo_atari.py": "BreakoutNoFrameskip-v4"}  # short films
-FEW = ["--total-steps", "1", "--batch-size", "1", "--group-size", "2", "--response-length", "8", "--eval-prompts", "1"]
-SWEEPS = [(family, mode) for family in ("minigrid", "atari", "llm") for mode in ("", "--quick", "--results")]
+SHORT = {
+    "prpo_minigrid.py": "MiniGrid-Empty-5x5-v0",
+    "prpo_atari.py": "BreakoutNoFrameskip-v4",
+}  # short films
+FEW = [
+    "--total-steps",
+    "1",
+    "--batch-size",
+    "1",
+    "--group-size",
+    "2",
+    "--response-length",
+    "8",
+    "--eval-prompts",
+    "1",
+]
+SWEEPS = [
+    (family, mode)
+    for family in ("minigrid", "atari", "llm")
+    for mode in ("", "--quick", "--results")
+]
 SWEEPS += [("table1", mode) for mode in ("", "--quick", "--skills")]
 SHARING = "doorkey", "keycorridor", "missions", "levels", "networks", "crowd", "skills"
-SWEEPS += [(family, mode) for family in SHARING for mode in ("--tune", "--results")] + [("anchor", ""), ("trpo", "")]
+SWEEPS += [(family, mode) for family in SHARING for mode in ("--tune", "--results")] + [
+    ("anchor", ""),
+    ("trpo", ""),
+]
 
 
 def words_of(command):
@@ -35,7 +58,8 @@ def commands_of(*scripts):
     found = {
         tuple(words_of(c))
         for c in COMMANDS
-        if any(f"{name}.py" in c for name in scripts) and not re.search("benchmark|runs/docstrings", c)  # test_pipeline
+        if any(f"{name}.py" in c for name in scripts)
+        and not re.search("benchmark|runs/docstrings", c)  # test_pipeline
     }
     return pytest.mark.parametrize("words", sorted(found), ids=" ".join)
 
@@ -92,7 +116,9 @@ def test_language_model_commands_run(words, tmp_path, request):
 def test_sweeps_print_different_commands_that_are_understood(family, mode):
     """Every line is another command; those of the first seed are parsed by the scripts that they call."""
     generator = ["bash", "benchmark/sweep.sh", family, *mode.split()]
-    lines = subprocess.run(generator, cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(
+        generator, cwd=REPOSITORY, capture_output=True, text=True
+    ).stdout.splitlines()
     assert len(lines) == len(set(lines)) > 3
     names = [re.search(r"--exp-name \S+", line)[0] for line in lines]
     first = lines[: len(set(names))]
@@ -108,14 +134,20 @@ def test_sweeps_leave_out_only_what_they_mean_to():
     """Crowds of isolated agents are parts of the largest, but few levels each are an experiment of its own."""
 
     def methods(*words):
-        lines = subprocess.run(["bash", "benchmark/sweep.sh", *words], cwd=REPOSITORY, capture_output=True, text=True)
+        lines = subprocess.run(
+            ["bash", "benchmark/sweep.sh", *words], cwd=REPOSITORY, capture_output=True, text=True
+        )
         return {name.partition("_")[0] for name in re.findall(r"--exp-name (\S+)", lines.stdout)}
 
     shared = {"fedavg-uniform", "pr-uniform"}
-    assert methods("levels") == {f"{name}-{n}" for name in shared | {"isolated"} for n in (4, 16, 64)}
+    assert methods("levels") == {
+        f"{name}-{n}" for name in shared | {"isolated"} for n in (4, 16, 64)
+    }
     crowds = {f"{name}-{n}" for name in shared | {"pr-reward"} for n in (2, 4, 8)}
     assert methods("crowd") == crowds | {"isolated-8"}
-    assert methods("crowd", "--tune") == {f"{name}-8" for name in shared | {"pr-reward", "isolated"}}
+    assert methods("crowd", "--tune") == {
+        f"{name}-8" for name in shared | {"pr-reward", "isolated"}
+    }
 
 
 @pytest.mark.parametrize("family", ["minigrid", "crowd", "anchor"])
@@ -124,10 +156,15 @@ def test_sweeps_estimate_the_time_of_what_they_print(family):
     words = ["bash", "benchmark/sweep.sh", family, "--results"]
     printed, hours = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True), 0
     for line in printed.stdout.splitlines():
-        agents, steps = (re.search(rf"--{flag} (\d+)", line) for flag in ("num-agents", "total-timesteps"))
+        agents, steps = (
+            re.search(rf"--{flag} (\d+)", line) for flag in ("num-agents", "total-timesteps")
+        )
         speed = 650 if "NoFrameskip" in line else 6000
         hours += (int(agents[1]) if agents else 3) * int(steps[1]) / speed / 2 / 3600
-    assert printed.stderr == f"{len(printed.stdout.splitlines())} runs, about {hours:.1f} h on two cores\n"
+    assert (
+        printed.stderr
+        == f"{len(printed.stdout.splitlines())} runs, about {hours:.1f} h on two cores\n"
+    )
 
 
 def test_sweep_commands_run_and_are_plotted(tmp_path):
@@ -136,17 +173,28 @@ def test_sweep_commands_run_and_are_plotted(tmp_path):
     (plot,) = [c for c in COMMANDS if c.startswith("python benchmark/plot.py --runs")]
     generator, runner = sweep.split(" | ")
     assert runner == "python benchmark/run.py"
-    lines = subprocess.run(shlex.split(generator), cwd=REPOSITORY, capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(
+        shlex.split(generator), cwd=REPOSITORY, capture_output=True, text=True
+    ).stdout.splitlines()
     assert len(lines) == len(set(lines)) == 60
-    one_of_each = [next(line for line in lines if name in line) for name in ("pr-similarity", "fedavg-uniform")]
-    small = ["--env-id", "MiniGrid-Empty-5x5-v0", *SMALL, str(tmp_path / "runs")]  # where episodes end soon
+    one_of_each = [
+        next(line for line in lines if name in line) for name in ("pr-similarity", "fedavg-uniform")
+    ]
+    small = [
+        "--env-id",
+        "MiniGrid-Empty-5x5-v0",
+        *SMALL,
+        str(tmp_path / "runs"),
+    ]  # where episodes end soon
     shortened = "\n".join(shlex.join([*shlex.split(line), *small]) for line in one_of_each)
     words = [sys.executable, *shlex.split(runner)[1:]]
     runs = subprocess.run(words, cwd=REPOSITORY, input=shortened, text=True, env=environment())
     assert runs.returncode == 0 and len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
     words = words_of(plot)
     out = words.index("--out") + 1
-    process = call(words[1], "--runs", tmp_path / "runs", "--out", tmp_path / words[out], cwd=REPOSITORY)
+    process = call(
+        words[1], "--runs", tmp_path / "runs", "--out", tmp_path / words[out], cwd=REPOSITORY
+    )
     assert process.returncode == 0, process.stderr
     assert (tmp_path / f"{words[out]}.png").stat().st_size > 10_000
     table = (tmp_path / f"{words[out]}_table.csv").read_text()
@@ -157,7 +205,17 @@ def test_sweep_commands_run_and_are_plotted(tmp_path):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "throughput.py" in c])
 def test_throughput_runs(command, tmp_path):
     """The speed comparison runs, and writes what it printed; its figures are not judged here."""
-    small = ["--timesteps", "2048", "--scaling-timesteps", "2048", "--scaling-agents", "1", "3", "--total-steps", 1]
+    small = [
+        "--timesteps",
+        "2048",
+        "--scaling-timesteps",
+        "2048",
+        "--scaling-agents",
+        "1",
+        "3",
+        "--total-steps",
+        1,
+    ]
     words = words_of(re.sub("--repeats [23]", "--repeats 1", command))[1:]
     process = call(*words, *small, "--csv", tmp_path / "speed.csv", cwd=REPOSITORY, timeout=1800)
     assert process.returncode == 0, process.stderr

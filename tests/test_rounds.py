@@ -23,7 +23,9 @@ from helpers import (
 import communicators
 from communicators import Exchange, Peers
 
-GENERATOR = threading.Lock()  # ranks are threads, and initialisation draws from the common generator
+GENERATOR = (
+    threading.Lock()
+)  # ranks are threads, and initialisation draws from the common generator
 
 
 class Policy(torch.nn.Module):
@@ -97,10 +99,21 @@ def policies(number, widths=(3,), seed=0):
         return [Policy(widths[i % len(widths)]) for i in range(number)]
 
 
-def play(exchange, topology="ring", fraction=1.0, rounds=5, widths=(3,), resume_after=None, invalid=(), top_k=0):
+def play(
+    exchange,
+    topology="ring",
+    fraction=1.0,
+    rounds=5,
+    widths=(3,),
+    resume_after=None,
+    invalid=(),
+    top_k=0,
+):
     """Rounds in which every agent's network is a new one each time. Returns the last state of it all."""
     n = exchange.num_agents
-    args = PRPO_MINIGRID.Args(num_agents=n, communicator="similarity", topology=topology, top_k=top_k)
+    args = PRPO_MINIGRID.Args(
+        num_agents=n, communicator="similarity", topology=topology, top_k=top_k
+    )
     held = exchange.agents
     states = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
@@ -115,7 +128,11 @@ def play(exchange, topology="ring", fraction=1.0, rounds=5, widths=(3,), resume_
         participating = communicators.participants(n, fraction, number)
         receives = PRPO_MINIGRID.make_communicator(args, torch.ones(n), usable=participating) > 0
         peers.exchange_snapshots([networks[i] for i in held], participating, receives, number)
-        peers.update(PRPO_MINIGRID.make_communicator(args, torch.ones(n), peers.log_probs, None, peers.usable))
+        peers.update(
+            PRPO_MINIGRID.make_communicator(
+                args, torch.ones(n), peers.log_probs, None, peers.usable
+            )
+        )
         if number == resume_after:
             stored = [stored_of(peers.state(k)) for k in range(len(held))]
             peers = start()
@@ -146,7 +163,10 @@ def load(state, values):
 def snapshots_of(peers):
     """listener -> sender -> parameters."""
     views = zip(peers.held, peers.views, strict=True)
-    return {i: {j: communicators.flatten([own], 99)[0] for j, own in sorted(view.items())} for i, view in views}
+    return {
+        i: {j: communicators.flatten([own], 99)[0] for j, own in sorted(view.items())}
+        for i, view in views
+    }
 
 
 def alone(num_agents):
@@ -177,7 +197,9 @@ def test_a_view_is_what_came_in_the_last_round_of_its_agent(topology, fraction, 
             present = communicators.participants(n, fraction, int(last[i]))
             assert all(present[j] for j in senders)
     assert len({id(network) for view in peers.views for network in view.values()}) == len(distinct)
-    assert (peers.communicator.sum(1) - 1).abs().max() < 1e-6 and (fraction == 1 or len(set(last.tolist())) > 1)
+    assert (peers.communicator.sum(1) - 1).abs().max() < 1e-6 and (
+        fraction == 1 or len(set(last.tolist())) > 1
+    )
 
 
 @pytest.mark.parametrize(("topology", "fraction", "n"), CASES)
@@ -189,7 +211,9 @@ def test_rounds_are_the_same_in_every_placement_and_over_a_restart(topology, fra
     views = snapshots_of(expected)
     for peers in in_ranks(ranks, n, lambda exchange: play(exchange, **options, resume_after=3)):
         torch.testing.assert_close(peers.communicator, expected.communicator, rtol=0, atol=1e-6)
-        torch.testing.assert_close(peers.distances, expected.distances, rtol=0, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(
+            peers.distances, expected.distances, rtol=0, atol=1e-6, equal_nan=True
+        )
         assert torch.equal(peers.last_rounds, expected.last_rounds)
         assert peers.exchange.bytes_sent == expected.exchange.bytes_sent > 0
         for i, view in snapshots_of(peers).items():
@@ -203,9 +227,13 @@ def test_a_checkpoint_holds_what_no_other_has():
         assert all(view.stored == [i] for i, view in enumerate(play(alone(20), topology).views))
     peers = play(alone(20), "full", 0.5)
     for i, view in enumerate(peers.views):
-        assert set(view.stored) == {i} | {j for j in view if peers.last_rounds[j] > peers.last_rounds[i]}
+        assert set(view.stored) == {i} | {
+            j for j in view if peers.last_rounds[j] > peers.last_rounds[i]
+        }
         assert set(view.state_dict()["received"]) == set(view.stored)
-    assert 20 < sum(len(view.stored) for view in peers.views) < sum(len(view) for view in peers.views)
+    assert (
+        20 < sum(len(view.stored) for view in peers.views) < sum(len(view) for view in peers.views)
+    )
 
 
 @pytest.mark.parametrize(("n", "expected"), [(8, 8), (24, 14)])
@@ -266,7 +294,9 @@ def test_what_is_finite_but_no_policy_is_dropped(spoiled, capsys):
     if spoiled == "nan":
         networks[2].head.bias.data[1] = math.nan
     elif spoiled == "huge weight":
-        networks[2].hidden.bias.data.fill_(10.0)  # its units are all 1, so that their weighted sum overflows
+        networks[2].hidden.bias.data.fill_(
+            10.0
+        )  # its units are all 1, so that their weighted sum overflows
         networks[2].head.weight.data.fill_(3e38)
     else:
         networks[2].critic.bias.data.fill_(1e25)
@@ -278,7 +308,9 @@ def test_what_is_finite_but_no_policy_is_dropped(spoiled, capsys):
     third = 1 / 3
     assert peers.communicator[0].tolist() == pytest.approx([third, third, 0, third])
     assert 2 not in peers.views[0] and set(peers.views[2]) == {0, 1, 2, 3}
-    assert torch.equal(peers.views[2][2].head.bias, policies(n)[2].head.bias)  # its last valid snapshot
+    assert torch.equal(
+        peers.views[2][2].head.bias, policies(n)[2].head.bias
+    )  # its last valid snapshot
 
 
 def test_who_takes_an_invalid_agents_place_is_counted():
@@ -316,7 +348,10 @@ def test_reports_are_bounded_by_the_others_magnitude():
         ([1.0, 2.0, 1e30], [1.0, 2.0, 15.0]),
         ([1.0, 2.0, -1e30], [1.0, 2.0, -15.0]),
         ([1.0, 2.0, math.inf], [1.0, 2.0, nan]),
-        ([0.0, 0.0, 0.9], [0.0, 0.0, 0.9]),  # nothing to compare with: by Example 4 any positive return has the row
+        (
+            [0.0, 0.0, 0.9],
+            [0.0, 0.0, 0.9],
+        ),  # nothing to compare with: by Example 4 any positive return has the row
         ([0.0, 0.0, 0.0, 0.3, 1e30], [0.0, 0.0, 0.0, 0.3, 0.75]),
         ([0.01, 0.02, 0.1], [0.01, 0.02, 0.1]),
         ([nan, nan, 5.0], [nan, nan, 5.0]),
@@ -359,9 +394,13 @@ def test_a_zero_of_ones_own_matrix_forbids(tmp_path):
         torch.testing.assert_close(C[0], torch.tensor([1.0, 0, 0]))
         torch.testing.assert_close(C[1], torch.tensor([0.5, 0, 0.5]))
         torch.testing.assert_close(C[2], torch.tensor([2 / 7, 0, 5 / 7]))
-        alone = script.make_communicator(args, torch.ones(3), usable=torch.tensor([False, False, True]))
+        alone = script.make_communicator(
+            args, torch.ones(3), usable=torch.tensor([False, False, True])
+        )
         assert alone.tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 1]]
-        assert (communicators.neighbours(args) == torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]])).all()
+        assert (
+            communicators.neighbours(args) == torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]])
+        ).all()
 
 
 @pytest.mark.parametrize("change", ["other content", "gone"])
@@ -372,7 +411,9 @@ def test_a_matrix_belongs_to_its_run(change, crashing, tmp_path):
     for name in ("whole", "resumed"):
         (tmp_path / f"{name}.csv").write_text(text)
     file = tmp_path / "resumed.csv"
-    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path / "a", **settings, communicator=str(tmp_path / "whole.csv")))
+    PRPO_MINIGRID.main(
+        tiny(PRPO_MINIGRID, tmp_path / "a", **settings, communicator=str(tmp_path / "whole.csv"))
+    )
     args = tiny(PRPO_MINIGRID, tmp_path / "b", **settings, communicator=str(file))
     crashing("complete", 2, 2, lambda: PRPO_MINIGRID.main(args))
     folder = only_run(tmp_path / "b")
@@ -381,7 +422,11 @@ def test_a_matrix_belongs_to_its_run(change, crashing, tmp_path):
     else:
         file.write_text("1,0,0\n0,1,0\n0,0,1\n")
     again = PRPO_MINIGRID.parse_args(["--resume", str(folder)])
-    assert again.communicator_matrix == json.loads((folder / "config.json").read_text())["communicator_matrix"] != ""
+    assert (
+        again.communicator_matrix
+        == json.loads((folder / "config.json").read_text())["communicator_matrix"]
+        != ""
+    )
     PRPO_MINIGRID.main(again)
     assert_same_run(folder, only_run(tmp_path / "a"), exactly=True)
 
@@ -408,7 +453,11 @@ def test_ranks_compare_the_content_of_a_matrix(tmp_path):
 def test_isolated_agents_always_take_part(tmp_path):
     """--participation says nothing to them: held by their own last snapshot, they train as with everybody."""
     for fraction in (1.0, 0.67):
-        settings = {"communicator": "identity", "self_reference": "snapshot", "participation": fraction}
+        settings = {
+            "communicator": "identity",
+            "self_reference": "snapshot",
+            "participation": fraction,
+        }
         settings |= {"iterations": 4, "local_updates": 1, "eval_episodes": 0, "kl_coef": 5.0}
         PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path / str(fraction), **settings))
     assert_same_run(only_run(tmp_path / "0.67"), only_run(tmp_path / "1.0"), exactly=True)
@@ -424,7 +473,10 @@ def test_an_agent_that_has_diverged_leaves_the_others_their_radius():
     assert PRTRPO_MINIGRID.radius(C, torch.cat((known, lost)), args) == expected
     assert all(math.isfinite(value) for value in PRTRPO_MINIGRID.radius(C, lost, args))
     inflated = torch.tensor([[1e30, 0.0]], dtype=torch.float64)  # no total variation
-    assert PRTRPO_MINIGRID.radius(C, torch.cat((known, inflated)), args) == (args.epsilon_min, args.delta)
+    assert PRTRPO_MINIGRID.radius(C, torch.cat((known, inflated)), args) == (
+        args.epsilon_min,
+        args.delta,
+    )
 
 
 def test_an_average_of_adapters_keeps_a_far_from_singular():
@@ -447,8 +499,19 @@ def test_an_average_of_adapters_keeps_a_far_from_singular():
 def test_logs_of_many_agents_are_linear(tmp_path):
     """communicator.csv has positive weights only, TensorBoard a summary, both only where C changes."""
     n = 18
-    settings = {"num_agents": n, "communicator": "uniform", "topology": "ring", "hidden_sizes": (8,) * n}
-    settings |= {"iterations": 3, "local_updates": 2, "eval_episodes": 0, "num_envs": 1, "num_steps": 8}
+    settings = {
+        "num_agents": n,
+        "communicator": "uniform",
+        "topology": "ring",
+        "hidden_sizes": (8,) * n,
+    }
+    settings |= {
+        "iterations": 3,
+        "local_updates": 2,
+        "eval_episodes": 0,
+        "num_envs": 1,
+        "num_steps": 8,
+    }
     settings |= {"num_minibatches": 1, "update_epochs": 1}
     PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path, **settings))
     folder = only_run(tmp_path)
@@ -456,7 +519,11 @@ def test_logs_of_many_agents_are_linear(tmp_path):
     assert [line.split(",")[0] for line in lines] == ["1"] * n + ["2"] * 3 * n
     points = scalars_of(folder)
     assert not [tag for tag in points if tag.startswith(("communicator/c_", "distances/agent"))]
-    summary = {tag: [value for _, value in own] for tag, own in points.items() if tag.startswith("communicator/")}
+    summary = {
+        tag: [value for _, value in own]
+        for tag, own in points.items()
+        if tag.startswith("communicator/")
+    }
     assert summary == {
         "communicator/self_weight": pytest.approx([1, 1 / 3]),
         "communicator/peers": [0, 2],

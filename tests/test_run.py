@@ -40,29 +40,47 @@ def args_of(run_dir, *argv, **changes):
 
 def resume(folder, *argv):
     """Go on with a run."""
-    return toy.main(communicators.parse_args(toy.Args, toy.check_args, ["--resume", str(folder), *map(str, argv)]))
+    return toy.main(
+        communicators.parse_args(
+            toy.Args, toy.check_args, ["--resume", str(folder), *map(str, argv)]
+        )
+    )
 
 
 def logs_of(folder):
     """All CSV files as text, without the column that depends on the clock."""
     tables = {path.name: pandas.read_csv(path) for path in sorted(folder.glob("*.csv"))}
     return {
-        name: table.drop(columns="agent_steps_per_second", errors="ignore").to_csv() for name, table in tables.items()
+        name: table.drop(columns="agent_steps_per_second", errors="ignore").to_csv()
+        for name, table in tables.items()
     }
 
 
 def assert_same(folder, other):
     """The same weights, bit for bit, the same rows, the same points in TensorBoard, none missing and none twice."""
     for path in sorted(other.glob("agent_*.pt")):
-        for ours, theirs in zip(torch.load(folder / path.name).values(), torch.load(path).values(), strict=True):
+        for ours, theirs in zip(
+            torch.load(folder / path.name).values(), torch.load(path).values(), strict=True
+        ):
             assert torch.equal(ours, theirs)
     assert logs_of(folder) == logs_of(other)
     charts, expected = scalars_of(folder), scalars_of(other)
-    assert {tag for tag in charts.keys() | expected.keys() if charts.get(tag) != expected.get(tag)} <= {"charts/SPS"}
+    assert {
+        tag for tag in charts.keys() | expected.keys() if charts.get(tag) != expected.get(tag)
+    } <= {"charts/SPS"}
     assert len(charts["charts/SPS"]) == len(expected["charts/SPS"])
     summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, other)]
-    same = "iterations", "communication_bytes", "training_return", "evaluation", "completed", "diverged"
-    assert [[summary[name] for name in same] for summary in summaries][0] == [summaries[1][name] for name in same]
+    same = (
+        "iterations",
+        "communication_bytes",
+        "training_return",
+        "evaluation",
+        "completed",
+        "diverged",
+    )
+    assert [[summary[name] for name in same] for summary in summaries][0] == [
+        summaries[1][name] for name in same
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +112,9 @@ def files_of(folder):
         ("half a file", 0, 2, [[]]),
     ],
 )
-def test_a_crash_anywhere_in_a_save_changes_nothing(moment, agent, iteration, left, whole, crashing, tmp_path):
+def test_a_crash_anywhere_in_a_save_changes_nothing(
+    moment, agent, iteration, left, whole, crashing, tmp_path
+):
     """All agents go on from the newest checkpoint that all completed, and the run becomes the uninterrupted one."""
     crashing(moment, agent, iteration, lambda: toy.main(args_of(tmp_path)))
     folder = only_run(tmp_path)
@@ -114,7 +134,10 @@ def test_an_agent_that_was_ahead_keeps_no_newer_checkpoint(whole, crashing, tmp_
     crashing("complete", 0, 3, lambda: resume(folder, "--save-every", "1"))
     assert files_of(folder) == [[2, 3], [2], [2]]
     resume(folder)
-    assert pandas.read_csv(folder / "metrics.csv").x.tolist() == pandas.read_csv(whole / "metrics.csv").x.tolist()
+    assert (
+        pandas.read_csv(folder / "metrics.csv").x.tolist()
+        == pandas.read_csv(whole / "metrics.csv").x.tolist()
+    )
 
 
 def test_a_checkpoint_holds_its_own_agent(whole, tmp_path):
@@ -135,7 +158,9 @@ def test_a_checkpoint_holds_its_own_agent(whole, tmp_path):
 def test_a_truncated_checkpoint_gives_way_to_the_one_before(whole, tmp_path, capsys):
     """With a message; the others step back with it."""
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
-    (folder / "checkpoints/agent_1/6.pt").write_bytes((folder / "checkpoints/agent_1/6.pt").read_bytes()[:-100])
+    (folder / "checkpoints/agent_1/6.pt").write_bytes(
+        (folder / "checkpoints/agent_1/6.pt").read_bytes()[:-100]
+    )
     resume(folder)
     assert_same(folder, whole)
     assert re.search(r"agent_1/6.pt is truncated", capsys.readouterr().out)
@@ -148,7 +173,9 @@ def test_checkpoints_of_another_version_are_refused_in_one_line(whole, tmp_path)
         stored = torch.load(path)
         del stored["deque"], stored["list"]
         torch.save(stored, path)
-    with pytest.raises(SystemExit, match="^.*: is of another version, its checkpoints have no deque, list$"):
+    with pytest.raises(
+        SystemExit, match="^.*: is of another version, its checkpoints have no deque, list$"
+    ):
         resume(folder)
 
 
@@ -222,11 +249,22 @@ def test_no_name_leaves_the_folder_of_runs(name, tmp_path):
 def test_tables_that_a_person_analyses(whole):
     """metrics.csv says whose row it is, of which seed and experiment; communicator.csv has C whenever it changed."""
     metrics = pandas.read_csv(whole / "metrics.csv")
-    assert list(metrics.columns[:6]) == ["iteration", "agent", "env_id", "timesteps", "seed", "exp_name"]
+    assert list(metrics.columns[:6]) == [
+        "iteration",
+        "agent",
+        "env_id",
+        "timesteps",
+        "seed",
+        "exp_name",
+    ]
     assert list(metrics["timesteps"]) == [5 * k for k in range(1, 7) for _ in range(3)]
-    assert set(metrics["env_id"]) == {"line 0", "line 1", "line 2"} and set(metrics["exp_name"]) == {"toy"}
+    assert set(metrics["env_id"]) == {"line 0", "line 1", "line 2"} and set(
+        metrics["exp_name"]
+    ) == {"toy"}
     summary = json.loads((whole / "summary.json").read_text())
-    assert metrics["agent_steps_per_second"].iloc[-1] == pytest.approx(summary["agent_steps_per_second"], rel=1e-5)
+    assert metrics["agent_steps_per_second"].iloc[-1] == pytest.approx(
+        summary["agent_steps_per_second"], rel=1e-5
+    )
     communicator = pandas.read_csv(whole / "communicator.csv")
     weights = communicator.query("listener == 0 and peer == 2").set_index("iteration")["weight"]
     assert weights.to_dict() == pytest.approx({k: k / 10 for k in range(1, 7)})
@@ -240,7 +278,9 @@ def test_time_left_beyond_a_day(tmp_path, monkeypatch, capsys):
     toy.main(args_of(tmp_path, "--iterations", "20"), at=lambda iteration: None)
     left = re.findall(r"iteration 1/20 .* (\d+):(\d\d):(\d\d) left", capsys.readouterr().out)
     assert (
-        left and int(left[0][0]) >= 24 and (int(left[0][0]) * 3600 + int(left[0][1]) * 60 + int(left[0][2])) % 19 == 0
+        left
+        and int(left[0][0]) >= 24
+        and (int(left[0][0]) * 3600 + int(left[0][1]) * 60 + int(left[0][2])) % 19 == 0
     )
 
 
@@ -275,19 +315,53 @@ def test_a_diverged_agent_is_named_once(term, value, tmp_path, capsys):
 
 # --- extending a run ---
 
-OTHER = {"exp_name": "other", "seed": "2", "device": "cpu", "save_every": "3", "eval_every": "1", "timeout": "5"}
-OTHER |= {"wandb_project_name": "other", "wandb_entity": "other", "num_agents": "4", "communicator": "identity"}
-OTHER |= {"self_preference": "0.5", "communicator_temperature": "2", "topology": "ring", "top_k": "1"}
+OTHER = {
+    "exp_name": "other",
+    "seed": "2",
+    "device": "cpu",
+    "save_every": "3",
+    "eval_every": "1",
+    "timeout": "5",
+}
+OTHER |= {
+    "wandb_project_name": "other",
+    "wandb_entity": "other",
+    "num_agents": "4",
+    "communicator": "identity",
+}
+OTHER |= {
+    "self_preference": "0.5",
+    "communicator_temperature": "2",
+    "topology": "ring",
+    "top_k": "1",
+}
 OTHER |= {"iterations": "9", "run_dir": "other", "track": "True"}
-FREE = {"run_dir", "device", "timeout", "save_every", "eval_every", "wandb_project_name", "wandb_entity", "track"}
+FREE = {
+    "run_dir",
+    "device",
+    "timeout",
+    "save_every",
+    "eval_every",
+    "wandb_project_name",
+    "wandb_entity",
+    "track",
+}
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_what_a_resumed_run_may_change(name, whole, monkeypatch):
     """Where it runs and how often it is saved, evaluated and tracked; nothing that training depends on."""
-    assert OTHER.keys() == vars(toy.Args()).keys() - {"resume", "communicator_matrix"}  # which is no flag
+    assert OTHER.keys() == vars(toy.Args()).keys() - {
+        "resume",
+        "communicator_matrix",
+    }  # which is no flag
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)  # wandb is installed
-    argv = ["--resume", str(whole), f"--{name.replace('_', '-')}", *([] if name == "track" else [OTHER[name]])]
+    argv = [
+        "--resume",
+        str(whole),
+        f"--{name.replace('_', '-')}",
+        *([] if name == "track" else [OTHER[name]]),
+    ]
     if name in FREE:
         args = communicators.parse_args(toy.Args, toy.check_args, argv)
         assert str(getattr(args, name)).removesuffix(".0") == OTHER[name]
@@ -310,7 +384,10 @@ def test_a_run_can_be_extended(whole, tmp_path):
     assert (again.iterations, again.save_every, again.eval_every) == (9, 4, 3)
     metrics = pandas.read_csv(folder / "metrics.csv")
     assert list(metrics["iteration"].unique()) == list(range(1, 10))
-    assert metrics[metrics["iteration"] <= 6]["x"].to_list() == pandas.read_csv(whole / "metrics.csv")["x"].to_list()
+    assert (
+        metrics[metrics["iteration"] <= 6]["x"].to_list()
+        == pandas.read_csv(whole / "metrics.csv")["x"].to_list()
+    )
     assert "9 iterations already" in refusal(toy.main, parse("--iterations", "5"))
 
 
@@ -349,7 +426,11 @@ def test_quantiles_of_students_t(degrees):
     ("values", "mean", "half"),
     [
         ([1.0, 2.0, 6.0], 3.0, stats.t.ppf(0.975, 2) * 7**0.5 / 3**0.5),
-        ([1.0, math.nan, 4.0], 2.5, stats.t.ppf(0.975, 1) * 1.5),  # the standard deviation is 3 / sqrt(2)
+        (
+            [1.0, math.nan, 4.0],
+            2.5,
+            stats.t.ppf(0.975, 1) * 1.5,
+        ),  # the standard deviation is 3 / sqrt(2)
         ([5.0], 5.0, math.nan),
         ([math.nan], math.nan, math.nan),
     ],
@@ -361,7 +442,10 @@ def test_interval_of_an_evaluation(values, mean, half, tmp_path, monkeypatch):
     monkeypatch.setattr(communicators.Run, "log_evaluation", lambda self, results: log(self, given))
     summary = toy.main(args_of(tmp_path, "--iterations", "2"))
     expected = {"mean": pytest.approx(mean, nan_ok=True), "ci95": pytest.approx(half, nan_ok=True)}
-    found = [{name: math.nan if x is None else x for name, x in own["line"].items()} for own in evaluations_in(summary)]
+    found = [
+        {name: math.nan if x is None else x for name, x in own["line"].items()}
+        for own in evaluations_in(summary)
+    ]
     assert found == [expected] * 3
 
 
@@ -443,12 +527,19 @@ def test_a_signal_ends_the_run_after_its_iteration(whole, tmp_path, capsys):
     """With a checkpoint, a summary and the signal's exit code; the resumed run is the whole one."""
     with pytest.raises(SystemExit) as end:
         toy.main(
-            args_of(tmp_path), at=lambda iteration: os.kill(os.getpid(), signal.SIGTERM) if iteration == 3 else None
+            args_of(tmp_path),
+            at=lambda iteration: os.kill(os.getpid(), signal.SIGTERM) if iteration == 3 else None,
         )
     assert end.value.code == 128 + signal.SIGTERM
     folder = only_run(tmp_path)
-    assert f"interrupted after iteration 3 of 6; go on with --resume {folder}" in capsys.readouterr().out
-    assert files_of(folder) == [[2, 3]] * 3 and not json.loads((folder / "summary.json").read_text())["completed"]
+    assert (
+        f"interrupted after iteration 3 of 6; go on with --resume {folder}"
+        in capsys.readouterr().out
+    )
+    assert (
+        files_of(folder) == [[2, 3]] * 3
+        and not json.loads((folder / "summary.json").read_text())["completed"]
+    )
     time.sleep(1)  # TensorBoard orders its files by the second
     resume(folder)
     assert_same(folder, whole)
@@ -459,9 +550,24 @@ def test_ranks_with_other_settings_are_refused(other, tmp_path):
     """Before there is a folder: rank 0's config.json would not be true."""
     port, processes = free_port(), []
     for rank in range(2):
-        command = [sys.executable, TOY, "--num-agents", "2", "--run-dir", tmp_path / "runs", *(other if rank else [])]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
-        processes.append(subprocess.Popen(command, env=environment(**place_in_group(2, rank, port)), **pipes))
+        command = [
+            sys.executable,
+            TOY,
+            "--num-agents",
+            "2",
+            "--run-dir",
+            tmp_path / "runs",
+            *(other if rank else []),
+        ]
+        pipes = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "cwd": tmp_path,
+        }
+        processes.append(
+            subprocess.Popen(command, env=environment(**place_in_group(2, rank, port)), **pipes)
+        )
     results = outcomes(processes)
     assert [code for _, code in results] == [1, 1]
     assert "ranks 1 differ from rank 0 in settings" in results[0][0][1] and results[1][0][1] == ""
@@ -474,7 +580,9 @@ def test_ranks_compare_settings_code_and_torch(tmp_path, monkeypatch):
     def digest(**settings):
         numbers = []
         exchange = SimpleNamespace(agree=lambda number: numbers.append(number) or [])
-        communicators.Run._compare_ranks(SimpleNamespace(args=toy.Args(**settings), exchange=exchange))
+        communicators.Run._compare_ranks(
+            SimpleNamespace(args=toy.Args(**settings), exchange=exchange)
+        )
         return numbers[0]
 
     first = digest()
@@ -504,7 +612,9 @@ def test_a_rank_that_ends_early_leaves_its_group(tmp_path):
     )
     command = [sys.executable, "-c", program]
     place = environment(**place_in_group(1, 0, free_port()))
-    ended = subprocess.run(command, env=place, cwd=Path(communicators.__file__).parent, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, env=place, cwd=Path(communicators.__file__).parent, capture_output=True, text=True
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "left True\n", "a line\n")
 
 
@@ -533,4 +643,6 @@ def test_torchrun_recognises_its_own_run_after_a_restart(tmp_path):
     own, other = sorted((tmp_path / "runs").iterdir())
     assert (own / "summary.json").exists() and not (other / "summary.json").exists()
     with open(own / "metrics.csv", newline="") as file:
-        assert [row["iteration"] for row in csv.DictReader(file)] == [str(k) for k in range(1, 7) for _ in range(2)]
+        assert [row["iteration"] for row in csv.DictReader(file)] == [
+            str(k) for k in range(1, 7) for _ in range(2)
+        ]

@@ -68,7 +68,9 @@ def train(name):
 
 def calls(tmp_path):
     """What each run was called with, oldest run first: name of experiment -> calls."""
-    found = sorted(tmp_path.glob("runs/Task__*/calls"), key=lambda path: path.parent.name.split("__")[-1])
+    found = sorted(
+        tmp_path.glob("runs/Task__*/calls"), key=lambda path: path.parent.name.split("__")[-1]
+    )
     return {path.parent.name.split("__")[1]: path.read_text().splitlines() for path in found}
 
 
@@ -83,24 +85,40 @@ def until(condition):
 
 def test_every_command_is_executed_once_and_with_the_next_call_none(tmp_path, tool):
     """Whether it is one of our scripts, another program or a line for a shell; `echo` here tells how often."""
-    lines = ["# comment", "", train("one"), "NAME='a b' sh -c 'echo $NAME >> said'", "echo shell | cat >> said", "env"]
+    lines = [
+        "# comment",
+        "",
+        train("one"),
+        "NAME='a b' sh -c 'echo $NAME >> said'",
+        "echo shell | cat >> said",
+        "env",
+    ]
     first = tool([*lines, train("one")], "--cores", "1", "--jobs", "2")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "[4/4] 0 running, 0 failed, 00:00:00 left" in first.stdout
     assert first.stdout.count("[") == 4 and "Task__one__1__" in first.stdout
     again = tool(lines)
-    assert again.returncode == 0 and "4 of 4 have finished before" in again.stderr and not again.stdout
+    assert (
+        again.returncode == 0 and "4 of 4 have finished before" in again.stderr and not again.stdout
+    )
     assert sorted((tmp_path / "said").read_text().split("\n")) == ["", "a b", "shell"]
     assert calls(tmp_path) == {"one": ["--run-dir runs --exp-name one"]}
     logs = [path.read_text() for path in (tmp_path / "runs" / ".commands").iterdir()]
-    assert any("OMP_NUM_THREADS=1\n" in log for log in logs) and all(log.endswith("# exit code 0\n") for log in logs)
+    assert any("OMP_NUM_THREADS=1\n" in log for log in logs) and all(
+        log.endswith("# exit code 0\n") for log in logs
+    )
 
 
 def test_commands_come_from_standard_input_too_and_from_any_run_dir(tmp_path, tool):
     command = f"{train('one')} --run-dir=elsewhere/runs"
     tool([command])  # for train.py itself
-    again = subprocess.run([sys.executable, TOOL], input=command, text=True, cwd=tmp_path, capture_output=True)
-    assert "1 of 1 have finished before" in again.stderr and (tmp_path / "elsewhere/runs/.commands").is_dir()
+    again = subprocess.run(
+        [sys.executable, TOOL], input=command, text=True, cwd=tmp_path, capture_output=True
+    )
+    assert (
+        "1 of 1 have finished before" in again.stderr
+        and (tmp_path / "elsewhere/runs/.commands").is_dir()
+    )
 
 
 def test_no_more_run_at_a_time_than_asked_for_each_on_cores_of_its_own(tmp_path, tool):
@@ -121,7 +139,10 @@ def test_no_more_run_at_a_time_than_asked_for_each_on_cores_of_its_own(tmp_path,
         if pin:
             os.sched_setaffinity(0, own)
     notes = [ast.literal_eval((tmp_path / f"note{k}").read_text()) for k in range(6)]
-    together = [[cores for began, ended, cores in notes if began <= moment < ended] for moment, _, _ in notes]
+    together = [
+        [cores for began, ended, cores in notes if began <= moment < ended]
+        for moment, _, _ in notes
+    ]
     assert max(map(len, together)) == 2
     if several:
         assert all(len(cores) == 1 for _, _, cores in notes)
@@ -140,7 +161,9 @@ def test_what_was_cut_off_is_resumed_from_its_checkpoint_or_started_anew(tmp_pat
     named = f"{train('cut-save-named')} --reward own.py:good rouge --reward-weights 1 2 --seed 2"
     assert tool([named]).returncode == 1
     (planned,) = tool([named], "--dry-run").stdout.splitlines()
-    assert planned.endswith(" --reward own.py:good rouge --reward-weights 1 2")  # code has to be named again
+    assert planned.endswith(
+        " --reward own.py:good rouge --reward-weights 1 2"
+    )  # code has to be named again
     assert tool(lines).returncode == 1  # cut is cut again; the resumed one completes
     resumed = calls(tmp_path)
     assert [call.split()[0] for call in resumed["cut-save"]] == ["--run-dir", "--resume"]
@@ -150,16 +173,23 @@ def test_what_was_cut_off_is_resumed_from_its_checkpoint_or_started_anew(tmp_pat
 
 def test_a_failure_is_listed_and_stops_nobody(tmp_path, tool):
     # What the first one leaves behind does not pass for the command itself when it is tried again
-    lines = ["sh -c 'sleep 5 & echo why >&2; echo try >> tries; exit 7'", "no-such-program", "touch there"]
+    lines = [
+        "sh -c 'sleep 5 & echo why >&2; echo try >> tries; exit 7'",
+        "no-such-program",
+        "touch there",
+    ]
     failed = tool(lines, "--jobs", "1", "--retries", "1")
     assert failed.returncode == 1 and (tmp_path / "there").exists()
     assert "failed with exit code 7: sh -c" in failed.stdout and "\n    why\n" in failed.stdout
     assert (
-        "failed with exit code 127: no-such-program" in failed.stdout and "[3/3] 0 running, 2 failed" in failed.stdout
+        "failed with exit code 127: no-such-program" in failed.stdout
+        and "[3/3] 0 running, 2 failed" in failed.stdout
     )
     assert (tmp_path / "tries").read_text() == "try\n" * 2
     ten = "sh -c 'exit 10'"
-    assert tool([ten]).returncode == 1 and tool([ten], "--dry-run").stdout == f"{ten}\n"  # it ends in a 0 too
+    assert (
+        tool([ten]).returncode == 1 and tool([ten], "--dry-run").stdout == f"{ten}\n"
+    )  # it ends in a 0 too
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -173,14 +203,19 @@ def test_a_signal_reaches_the_runs_and_waits_for_their_checkpoints(tmp_path, too
     said, _ = process.communicate(timeout=20)
     assert process.returncode == 130 and "stopping (2 running)" in said and said.endswith("go on\n")
     assert "failed with" not in said and ", 0 failed" in said
-    assert len(list(tmp_path.glob("runs/*/checkpoints/agent_0/1.pt"))) == 2 and "later" not in calls(tmp_path)
+    assert len(
+        list(tmp_path.glob("runs/*/checkpoints/agent_0/1.pt"))
+    ) == 2 and "later" not in calls(tmp_path)
     assert tool(lines).returncode == 0
     assert [len(own) for own in calls(tmp_path).values()] == [2, 2, 1]
 
 
 def test_a_second_signal_kills(tmp_path, tool):
     """A program that listens to nobody, and what it has started."""
-    process = tool(["sh -c 'trap \"\" INT TERM; touch there; for k in $(seq 300); do sleep 0.1; done'"], wait=False)
+    process = tool(
+        ["sh -c 'trap \"\" INT TERM; touch there; for k in $(seq 300); do sleep 0.1; done'"],
+        wait=False,
+    )
     until((tmp_path / "there").exists)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
@@ -209,18 +244,30 @@ def slurm(tmp_path, tool):
 def test_slurm_arrays_are_split_and_execute_every_command_once(tmp_path, slurm):
     """Seven commands in arrays of three; one of them has finished with the next submission, of the others none."""
     lines = [f"sh -c 'echo {k} >> said; test {k} != 4'" for k in range(7)]
-    process, given = slurm(["# comment", *lines], "--array-limit", "3", "--jobs", "2", "--time", "1:00", "--cores", "1")
+    process, given = slurm(
+        ["# comment", *lines], "--array-limit", "3", "--jobs", "2", "--time", "1:00", "--cores", "1"
+    )
     assert process.returncode == 0, process.stderr
     assert re.findall(r"--array=(\S+)", given) == ["1-3%2", "1-3%2", "1-1%2"]
-    assert given.count("call \n") == given.count("--time=1:00\n") == given.count("--cpus-per-task=1\n") == 3
+    assert (
+        given.count("call \n")
+        == given.count("--time=1:00\n")
+        == given.count("--cpus-per-task=1\n")
+        == 3
+    )
     assert (tmp_path / "said").read_text().split() == list("0123456")
     process, given = slurm(lines, "--array-limit", "3")
-    assert re.findall(r"--array=(\S+)", given)[3:] == ["1-1"] and "6 of 7 have finished before" in process.stderr
+    assert (
+        re.findall(r"--array=(\S+)", given)[3:] == ["1-1"]
+        and "6 of 7 have finished before" in process.stderr
+    )
     assert (tmp_path / "said").read_text().split() == list("01234564")
 
 
 def test_slurm_takes_a_template_and_a_dry_run_submits_nothing(tmp_path, slurm):
-    (tmp_path / "template").write_text("#!/bin/sh\n#SBATCH --array=@ARRAY@ --gres=gpu:@CORES@\n@COMMAND@\n")
+    (tmp_path / "template").write_text(
+        "#!/bin/sh\n#SBATCH --array=@ARRAY@ --gres=gpu:@CORES@\n@COMMAND@\n"
+    )
     process, given = slurm(["true"], "--template", "template", "--dry-run")
     assert process.returncode == 0 and not given and not (tmp_path / "runs").exists()
     assert process.stdout.startswith("#!/bin/sh\n#SBATCH --array=1-1 --gres=gpu:1\n")
@@ -237,26 +284,40 @@ def test_slurm_takes_a_template_and_a_dry_run_submits_nothing(tmp_path, slurm):
         (["true"], ["--jobs", "-1"], "--jobs -1: must be at least 0"),
         (["true"], ["--array-limit", "0"], "--array-limit 0: must be at least 1"),
         (["true"], ["--slurm"], "--slurm: there is no sbatch in PATH"),
-        (["true"], ["--slurm", "--template", "list"], "--template list: has to contain @ARRAY@ and @COMMAND@"),
+        (
+            ["true"],
+            ["--slurm", "--template", "list"],
+            "--template list: has to contain @ARRAY@ and @COMMAND@",
+        ),
         (["true"], ["--slurm", "--template", "nowhere"], "nowhere: cannot be read"),
     ],
 )
 def test_bad_input_ends_in_one_line(tool, lines, flags, error):
     process = tool(lines, *flags, PATH="")
-    assert process.returncode == 1 and process.stderr.startswith(error) and process.stderr.count("\n") == 1
+    assert (
+        process.returncode == 1
+        and process.stderr.startswith(error)
+        and process.stderr.count("\n") == 1
+    )
 
 
 def test_a_list_that_is_not_there_ends_in_one_line(tmp_path):
-    process = subprocess.run([sys.executable, TOOL, "nowhere"], cwd=tmp_path, capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, TOOL, "nowhere"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert process.returncode == 1 and process.stderr.startswith("nowhere: cannot be read")
 
 
 def test_our_scripts_say_what_the_tool_looks_for(tmp_path, tool):
     """The real thing: a tiny run, which the tool finds finished, and then without its summary resumes."""
     line = f"python {REPOSITORY}/prpo_minigrid.py --env-id MiniGrid-Empty-5x5-v0 --num-envs 2 --num-steps 8"
-    line += " --total-timesteps 32 --num-minibatches 1 --eval-episodes 0 --run-dir runs --exp-name tiny"
+    line += (
+        " --total-timesteps 32 --num-minibatches 1 --eval-episodes 0 --run-dir runs --exp-name tiny"
+    )
     assert tool([line]).returncode == 0
     (summary,) = tmp_path.glob("runs/*/summary.json")
     assert json.loads(summary.read_text())["completed"] and not tool([line], "--dry-run").stdout
     summary.unlink()
-    assert tool([line], "--dry-run").stdout.endswith(f"--resume {summary.parent.relative_to(tmp_path)}\n")
+    assert tool([line], "--dry-run").stdout.endswith(
+        f"--resume {summary.parent.relative_to(tmp_path)}\n"
+    )

@@ -86,7 +86,9 @@ def assert_same_placement(folder, expected, ranks):
     spread, together = summary_of(folder), summary_of(expected)
     assert (spread["world_size"], together["world_size"]) == (ranks, 1)
     assert spread["communication_bytes"] == together["communication_bytes"] > 0
-    for ours, theirs in zip(spread["evaluation"]["agents"], together["evaluation"]["agents"], strict=True):
+    for ours, theirs in zip(
+        spread["evaluation"]["agents"], together["evaluation"]["agents"], strict=True
+    ):
         for task in ours.keys() | theirs.keys():
             assert ours[task] == pytest.approx(theirs[task])
 
@@ -110,7 +112,9 @@ def assert_same_charts(folder, expected):
     assert [step for step, _ in found["charts/SPS"]] == [step for step, _ in wanted["charts/SPS"]]
 
 
-@on([*MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])  # which a real kill -9 tests below
+@on(
+    [*MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)]
+)  # which a real kill -9 tests below
 def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tmp_path):
     """Some agents have saved and others have not: all go on from the newest checkpoint that all of them completed.
 
@@ -148,7 +152,9 @@ def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
     resume(script, folder)
     assert_same_run(folder, whole_run(script), exactly=True)
     assert_same_charts(folder, whole_run(script))
-    logged, expected = ((path / "communicator.csv").read_text() for path in (folder, whole_run(script)))
+    logged, expected = (
+        (path / "communicator.csv").read_text() for path in (folder, whole_run(script))
+    )
     assert logged == expected  # once for every change of C, also across the restart
 
 
@@ -159,11 +165,17 @@ def test_a_finished_run_can_be_resumed_for_its_evaluation(script, whole_run, tmp
     before = summary_of(folder)
     summary = resume(script, folder, "--eval-episodes", "3")
     assert_same_run(folder, whole_run(script), exactly=True)
-    assert [(row["iteration"], row["agent"], row["episodes"]) for row in evaluations_of(folder)] == [
-        ("6", str(i), "3") for i in range(3)
-    ]
+    assert [
+        (row["iteration"], row["agent"], row["episodes"]) for row in evaluations_of(folder)
+    ] == [("6", str(i), "3") for i in range(3)]
     assert (summary["evaluation"]["episodes"], before["evaluation"]["episodes"]) == (3, 2)
-    unchanged = ("timesteps_per_agent", "communication_bytes", "communication_rounds", "training_return", "completed")
+    unchanged = (
+        "timesteps_per_agent",
+        "communication_bytes",
+        "communication_rounds",
+        "training_return",
+        "completed",
+    )
     assert {name: summary[name] for name in unchanged} == {name: before[name] for name in unchanged}
 
 
@@ -175,15 +187,29 @@ def free_port():
 
 def place_in_group(number, rank, port):
     """The environment variables by which torchrun tells a process its place in a group."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": number,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return {name: str(value) for name, value in place.items()}
 
 
 def start_ranks(number, *command, cwd):
     """The same Python command in `number` processes that form a group, without torchrun to look after them."""
-    command, pipes = [sys.executable, *map(str, command)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    places = [place_in_group(number, rank, port) for port in [free_port()] for rank in range(number)]
-    return [subprocess.Popen(command, env=environment(**place), cwd=cwd, text=True, **pipes) for place in places]
+    command, pipes = (
+        [sys.executable, *map(str, command)],
+        {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+    )
+    places = [
+        place_in_group(number, rank, port) for port in [free_port()] for rank in range(number)
+    ]
+    return [
+        subprocess.Popen(command, env=environment(**place), cwd=cwd, text=True, **pipes)
+        for place in places
+    ]
 
 
 def outcomes(processes, timeout=120):
@@ -216,7 +242,9 @@ def test_torchrun_restarts_a_crashed_run_unattended(whole_run, tmp_path):
     """With --max-restarts a run whose rank dies once goes on in the same folder and equals an uninterrupted one."""
     command = crash_command("half a file", 1, 4, FEDAVG_MINIGRID)
     options = "--max-restarts", 1
-    run = torchrun(3, *command, *flags(FEDAVG_MINIGRID, tmp_path / "runs"), options=options, cwd=tmp_path)
+    run = torchrun(
+        3, *command, *flags(FEDAVG_MINIGRID, tmp_path / "runs"), options=options, cwd=tmp_path
+    )
     assert run.returncode == 0, run.stderr
     assert "resuming after iteration 2 of 6" in run.stdout
     assert_same_run(only_run(tmp_path / "runs"), whole_run(FEDAVG_MINIGRID))
@@ -224,7 +252,13 @@ def test_torchrun_restarts_a_crashed_run_unattended(whole_run, tmp_path):
 
 # --- signals ---
 
-LONG = {"num_steps": 32, "iterations": 40, "update_epochs": 1, "num_minibatches": 1, "save_every": 100}
+LONG = {
+    "num_steps": 32,
+    "iterations": 40,
+    "update_epochs": 1,
+    "num_minibatches": 1,
+    "save_every": 100,
+}
 
 
 def wait_for_rows(run_dir, process):
@@ -263,7 +297,10 @@ def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
     assert errors.count("finishing this iteration, then a checkpoint; again to end at once\n") == 1
     folder = only_run(tmp_path / "runs")
     iteration = assert_interrupted(folder, 3)
-    assert f"interrupted after iteration {iteration} of 40" in output and f"--resume {folder}" in output
+    assert (
+        f"interrupted after iteration {iteration} of 40" in output
+        and f"--resume {folder}" in output
+    )
     rows = rows_of(folder)
 
     summary = resume(script, folder)
@@ -275,13 +312,18 @@ def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
 
 def test_a_signal_to_one_rank_ends_all_ranks_at_the_same_iteration(tmp_path):
     """Ranks agree on the last iteration, so that all agents' checkpoints belong together."""
-    command = script_file(FEDAVG_MINIGRID), *flags(FEDAVG_MINIGRID, tmp_path / "runs", num_agents=2, **LONG)
+    command = (
+        script_file(FEDAVG_MINIGRID),
+        *flags(FEDAVG_MINIGRID, tmp_path / "runs", num_agents=2, **LONG),
+    )
     processes = start_ranks(2, *command, cwd=tmp_path)
     wait_for_rows(tmp_path / "runs", processes[0])
     processes[1].send_signal(signal.SIGINT)
     results = outcomes(processes)
     assert [code for _, code in results] == [128 + signal.SIGTERM, 128 + signal.SIGINT]
-    assert not any("finishing" in errors for (_, errors), _ in results)  # rank 0 speaks for all, when it knows
+    assert not any(
+        "finishing" in errors for (_, errors), _ in results
+    )  # rank 0 speaks for all, when it knows
     assert_interrupted(only_run(tmp_path / "runs"), 2)
 
 
@@ -307,7 +349,11 @@ def watched_runs(once):
             ]
             for script, name in WATCHED
         }
-        command = REPOSITORY / "tests" / "tools" / "wire.py", folder / "{rank}.json", json.dumps(runs)
+        command = (
+            REPOSITORY / "tests" / "tools" / "wire.py",
+            folder / "{rank}.json",
+            json.dumps(runs),
+        )
         results = outcomes(start_ranks(2, *command, cwd=folder), timeout=240)
         assert [code for _, code in results] == [0, 0], results
         reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
@@ -330,17 +376,33 @@ def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name,
         public = len(script.public_states(tiny(script, ".", **FOUR))) * script.num_actions
     for calls in (report[f"{script}/{name}"] for report in watched_runs[0]):
         assert not [function for function, _ in calls if "object" in function]
-        silent = {function for function, tensors in calls if not tensors}  # nothing of the agents' is in such a call
-        assert silent <= {"init_process_group", "new_group", "monitored_barrier", "destroy_process_group"}
+        silent = {
+            function for function, tensors in calls if not tensors
+        }  # nothing of the agents' is in such a call
+        assert silent <= {
+            "init_process_group",
+            "new_group",
+            "monitored_barrier",
+            "destroy_process_group",
+        }
         for _, tensors in calls:
             for dtype, numel in tensors:
                 if numel >= parameters:
-                    assert dtype == "float32" and numel in (parameters, 2 * parameters, 4 * parameters)
+                    assert dtype == "float32" and numel in (
+                        parameters,
+                        2 * parameters,
+                        4 * parameters,
+                    )
                 elif dtype == "float32":
                     assert numel == 2 * public
                 else:
-                    assert dtype in ("float64", "int64") and numel <= 4 * 32 < 4 * script.tiny["num_steps"]
-        reports = [tensors for _, tensors in calls if ["float64", 2] in tensors]  # a number of each agent held
+                    assert (
+                        dtype in ("float64", "int64")
+                        and numel <= 4 * 32 < 4 * script.tiny["num_steps"]
+                    )
+        reports = [
+            tensors for _, tensors in calls if ["float64", 2] in tensors
+        ]  # a number of each agent held
         assert bool(reports) == (name != "identity")
         moved = Counter(tensors[0][1] >= parameters for _, tensors in calls if tensors)
         assert moved[True] == 1 + (0 if name == "identity" else 2)

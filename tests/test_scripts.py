@@ -59,12 +59,21 @@ ROOMS, GAME = "MiniGrid-FourRooms-v0", "BreakoutNoFrameskip-v4"
 # --- bad input ---
 
 BAD = {
-    "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "uniform", "rank-reward"]),
-    "no such matrix": (["--communicator", "nowhere.csv"], ["--communicator nowhere.csv", "not found"]),
+    "unknown communicator": (
+        ["--communicator", "uniforn"],
+        ["--communicator uniforn", "uniform", "rank-reward"],
+    ),
+    "no such matrix": (
+        ["--communicator", "nowhere.csv"],
+        ["--communicator nowhere.csv", "not found"],
+    ),
     "too few in a round": (["--participation", "0.3"], ["--participation 0.3", "2..3"]),
     "more than all in a round": (["--participation", "1.1"], ["--participation 1.1", "(0, 1]"]),
     "self-preference above 1": (["--self-preference", "1.5"], ["--self-preference 1.5", "[0, 1]"]),
-    "self-preference below 0": (["--self-preference", "-0.1"], ["--self-preference -0.1", "[0, 1]"]),
+    "self-preference below 0": (
+        ["--self-preference", "-0.1"],
+        ["--self-preference -0.1", "[0, 1]"],
+    ),
     "gamma above 1": (["--gamma", "1.01"], ["--gamma 1.01", "[0, 1]"]),
     "no number": (["--gae-lambda", "nan"], ["--gae-lambda nan", "[0, 1]"]),
     "unknown flag": (["--nonsense", "3"], ["--nonsense"]),
@@ -72,9 +81,15 @@ BAD = {
     "a word that belongs nowhere": (["stray"], ["stray"]),
     "a word instead of a number": (["--num-envs", "four"], ["--num-envs", "'four'", "int"]),
     "no whole number": (["--seed", "1.5"], ["--seed", "'1.5'", "int"]),
-    "a word instead of a fraction": (["--learning-rate", "1e-4x"], ["--learning-rate", "'1e-4x'", "float"]),
+    "a word instead of a fraction": (
+        ["--learning-rate", "1e-4x"],
+        ["--learning-rate", "'1e-4x'", "float"],
+    ),
     "no value": (["--seed"], ["--seed", "value"]),
-    "unknown mixture or direction": (["--kl-direction", "up"], ["--kl-direction up", "'forward', 'reverse'"]),
+    "unknown mixture or direction": (
+        ["--kl-direction", "up"],
+        ["--kl-direction up", "'forward', 'reverse'"],
+    ),
     "unknown topology": (["--topology", "star"], ["--topology star", "'full', 'ring'"]),
     "no trust region": (["--target-kl", "0"], ["--target-kl 0", "positive"]),
     "no time": (["--timeout", "0"], ["--timeout 0", "positive"]),
@@ -89,7 +104,10 @@ BAD = {
     "negative seed": (["--seed", "-1"], ["--seed -1", "not be negative"]),
     "no learning rate": (["--learning-rate", "0"], ["--learning-rate 0", "positive"]),
     "negative clip range": (["--clip-coef", "-0.1"], ["--clip-coef -0.1", "not be negative"]),
-    "temperature zero": (["--communicator-temperature", "0"], ["--communicator-temperature 0", "positive"]),
+    "temperature zero": (
+        ["--communicator-temperature", "0"],
+        ["--communicator-temperature 0", "positive"],
+    ),
     "unknown device": (["--device", "gpu"], ["--device gpu", "cpu"]),
     "negative evaluations": (["--eval-every", "-1"], ["--eval-every -1", "not be negative"]),
 }
@@ -113,17 +131,35 @@ BAD_MINIGRID = {
     ),
 }
 BAD_MINIGRID |= {
-    "missions for some": (["--missions", "red", "blue"], ["--missions red blue", "one word for each of 3 agents"]),
+    "missions for some": (
+        ["--missions", "red", "blue"],
+        ["--missions red blue", "one word for each of 3 agents"],
+    ),
     "a mission that there is not": (
         ["--env-id", "BabyAI-GoToLocalS5N2-v0", "--missions", "red", "blue", "pink"],
         ["--missions red blue pink", "'pink'", "go to a blue b"],
     ),
     "missions in envpool": (
-        ["--env-id", "BabyAI-GoToLocalS5N2-v0", "--missions", "red", "blue", "green", "--env-backend", "envpool"],
+        [
+            "--env-id",
+            "BabyAI-GoToLocalS5N2-v0",
+            "--missions",
+            "red",
+            "blue",
+            "green",
+            "--env-backend",
+            "envpool",
+        ],
         ["--missions red blue green", "--env-backend gymnasium"],
     ),
-    "sizes for some": (["--hidden-sizes", "64", "32"], ["--hidden-sizes 64 32", "3 multiples of 8"]),
-    "an odd size": (["--hidden-sizes", "64", "32", "12"], ["--hidden-sizes 64 32 12", "3 multiples of 8"]),
+    "sizes for some": (
+        ["--hidden-sizes", "64", "32"],
+        ["--hidden-sizes 64 32", "3 multiples of 8"],
+    ),
+    "an odd size": (
+        ["--hidden-sizes", "64", "32", "12"],
+        ["--hidden-sizes 64 32 12", "3 multiples of 8"],
+    ),
 }
 BAD_ATARI = {
     "unknown game": (
@@ -141,7 +177,10 @@ BAD_ATARI = {
     ),
 }
 BAD_FEDAVG = {
-    "no average": (["--hidden-sizes", "64", "64", "32"], ["--hidden-sizes 64 64 32", "must be equal"]),
+    "no average": (
+        ["--hidden-sizes", "64", "64", "32"],
+        ["--hidden-sizes 64 64 32", "must be equal"],
+    ),
     "missions of a game": (
         ["--env-id", GAME, "--missions", "red", "blue", "green"],
         ["--missions red blue green", "is for MiniGrid"],
@@ -163,7 +202,10 @@ BAD_FEDAVG = {
         ["--env-backend gymnasium", "is for MiniGrid"],
     ),
     "sticky actions in a room": (["--sticky-actions"], ["--sticky-actions True", "is for Atari"]),
-    "all actions in a room": (["--full-action-space"], ["--full-action-space True", "is for Atari"]),
+    "all actions in a room": (
+        ["--full-action-space"],
+        ["--full-action-space True", "is for Atari"],
+    ),
 }
 CASES = [(script, case, *BAD[case]) for script in SCRIPTS for case in BAD]
 CASES += [
@@ -182,7 +224,8 @@ def complaint(script, argv):
 
 
 @pytest.mark.parametrize(
-    ("script", "argv", "parts"), [pytest.param(script, *rest, id=f"{case}-{script}") for script, case, *rest in CASES]
+    ("script", "argv", "parts"),
+    [pytest.param(script, *rest, id=f"{case}-{script}") for script, case, *rest in CASES],
 )
 def test_bad_input_ends_with_one_line(script, argv, parts):
     """It names the flag, the value and what would be valid."""
@@ -239,7 +282,9 @@ def test_numbers_must_be_finite(script):
 def test_tasks_with_other_numbers_of_actions(script, tmp_path):
     """Dynamic obstacles know three actions, and agents there have three."""
     args = script.parse_args(["--env-id", "MiniGrid-Dynamic-Obstacles-6x6-v0"])
-    assert [script.of_family.make_agents(own)[0].actor.out_features for own in (args, script.Args())] == [3, 7]
+    assert [
+        script.of_family.make_agents(own)[0].actor.out_features for own in (args, script.Args())
+    ] == [3, 7]
     changes = {"env_id": args.env_id, "iterations": 1, "num_agents": 2, "local_updates": 1}
     script.main(tiny(script, tmp_path, **changes))
     folder = only_run(tmp_path)
@@ -370,12 +415,16 @@ def test_disk_is_checked_before_anything_starts(script, tmp_path, monkeypatch):
     assert script.parse_args(["--run-dir", str(deep)]).run_dir == str(deep) and not deep.exists()
     usage = namedtuple("usage", "total used free")
     for free, fits in ((1, False), (80 * 2**20, False), (10**10, True)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(10**11, 10**11 - free, free))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda path, free=free: usage(10**11, 10**11 - free, free)
+        )
         if fits:
             assert script.parse_args(["--run-dir", str(tmp_path)])
         else:
             message = complaint(script, ["--run-dir", tmp_path])
-            assert f"--run-dir {tmp_path}" in message and re.search(r"needs \d+ MB of free disk space", message)
+            assert f"--run-dir {tmp_path}" in message and re.search(
+                r"needs \d+ MB of free disk space", message
+            )
 
 
 @every_script
@@ -402,22 +451,37 @@ def test_resume_of_something_else(script, finished, tmp_path):
     """A folder that is missing, is no run, belongs to another script or has other settings."""
     other = SCRIPTS[SCRIPTS.index(script) - 1]
     (tmp_path / "config.json").write_text("{}")
-    cases = {tmp_path / "nowhere": "config.json", tmp_path: script.__name__, finished(other)[0]: script.__name__}
+    cases = {
+        tmp_path / "nowhere": "config.json",
+        tmp_path: script.__name__,
+        finished(other)[0]: script.__name__,
+    }
     for folder, valid in cases.items():
         message = complaint(script, ["--resume", folder])
         assert f"--resume {folder}" in message and valid in message
     folder, _ = finished(script)
     elsewhere = ROOMS if script.family == "MiniGrid" else "PongNoFrameskip-v4"
-    for flag, value, valid in (("--num-envs", "4", "2"), ("--env-id", elsewhere, TASKS[script.family][0])):
+    for flag, value, valid in (
+        ("--num-envs", "4", "2"),
+        ("--env-id", elsewhere, TASKS[script.family][0]),
+    ):
         message = complaint(script, ["--resume", folder, flag, value])
-        assert f"{flag} {value}" in message and f"must be {valid}" in message and str(folder) in message
+        assert (
+            f"{flag} {value}" in message
+            and f"must be {valid}" in message
+            and str(folder) in message
+        )
     settings = json.loads((folder / "config.json").read_text())
-    args = script.parse_args(["--resume", str(folder), "--eval-episodes", "7"])  # this may change, and the rest is kept
-    kept = {name: value for name, value in vars(args).items() if name not in ("resume", "eval_episodes")}
-    assert (args.resume, args.eval_episodes) == (str(folder), 7)
-    assert {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()} == {
-        name: value for name, value in settings.items() if name in kept
+    args = script.parse_args(
+        ["--resume", str(folder), "--eval-episodes", "7"]
+    )  # this may change, and the rest is kept
+    kept = {
+        name: value for name, value in vars(args).items() if name not in ("resume", "eval_episodes")
     }
+    assert (args.resume, args.eval_episodes) == (str(folder), 7)
+    assert {
+        name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()
+    } == {name: value for name, value in settings.items() if name in kept}
 
 
 @on_minigrid
@@ -427,7 +491,9 @@ def test_environments_that_cannot_be_made(script):
     assert "--env-id MiniGrid-WFC-MazeSimple-v0" in message
     if not HAS_ENVPOOL:
         pytest.skip("envpool is for Linux")
-    message = complaint(script, ["--env-id", "MiniGrid-MultiRoom-N4-S5-v1", "--env-backend", "envpool"])
+    message = complaint(
+        script, ["--env-id", "MiniGrid-MultiRoom-N4-S5-v1", "--env-backend", "envpool"]
+    )
     assert "MiniGrid-MultiRoom-N4-S5-v1" in message and "gymnasium" in message
 
 
@@ -446,7 +512,9 @@ def test_help_explains_every_flag(script, capsys):
     with pytest.raises(SystemExit) as end:
         script.parse_args(["--help"])
     assert end.value.code == 0
-    shown = re.sub(r"[^\w:,.()\[\]/*+-]+", "", capsys.readouterr().out)  # without frames, colours and line breaks
+    shown = re.sub(
+        r"[^\w:,.()\[\]/*+-]+", "", capsys.readouterr().out
+    )  # without frames, colours and line breaks
     for field in dataclasses.fields(script.Args):
         if field.name == "communicator_matrix":  # no flag
             continue
@@ -460,9 +528,26 @@ def test_help_explains_every_flag(script, capsys):
 
 # Columns of metrics.csv and the keys that they have in TensorBoard
 CHARTS = ("episodic_return", "episodic_length", "episodes", "return_last_100")
-LOSSES = ("explained_variance", "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-METRICS = {name: f"charts/{name}" for name in CHARTS} | {name: f"losses/{name}" for name in (*LOSSES, "kl_reference")}
-POLICY = "kl_reference_before", "kl_reference_after", "reference_entropy", "tv_update", "tv_snapshot", "tv_peers"
+LOSSES = (
+    "explained_variance",
+    "value_loss",
+    "policy_loss",
+    "entropy",
+    "old_approx_kl",
+    "approx_kl",
+    "clipfrac",
+)
+METRICS = {name: f"charts/{name}" for name in CHARTS} | {
+    name: f"losses/{name}" for name in (*LOSSES, "kl_reference")
+}
+POLICY = (
+    "kl_reference_before",
+    "kl_reference_after",
+    "reference_entropy",
+    "tv_update",
+    "tv_snapshot",
+    "tv_peers",
+)
 METRICS |= {name: f"policy/{name}" for name in POLICY}
 
 TASKS = {
@@ -478,7 +563,11 @@ def finished(once):
 
     def make(script, run_dir):
         output, tasks = io.StringIO(), TASKS[script.family]
-        changes = {"communicator": "uniform", "eval_episodes": EPISODES[script.family], "eval_every": 4}
+        changes = {
+            "communicator": "uniform",
+            "eval_episodes": EPISODES[script.family],
+            "eval_every": 4,
+        }
         changes |= {"capture_video": True, "env_id": tasks[0], "env_ids": tasks}
         with contextlib.redirect_stdout(output):
             script.main(tiny(script, run_dir, **changes))
@@ -510,18 +599,24 @@ def test_summary(script, finished):
     assert 0 < summary["train_seconds"] < summary["wall_seconds"]
     assert summary["train_seconds"] == pytest.approx(sum(summary["seconds"].values()), rel=0.2)
     assert summary["communication_rounds"] == 2
-    assert summary["communication_bytes"] == 2 * 6 * script.parameters * 4  # rounds, listeners, parameters, float32
+    assert (
+        summary["communication_bytes"] == 2 * 6 * script.parameters * 4
+    )  # rounds, listeners, parameters, float32
     assert f"{summary['communication_bytes']:,} bytes sent" in output and str(folder) in output
 
     returns = summary["training_return"]
     assert returns["group"] == pytest.approx(sum(returns["agents"]) / 3)
     last = rows_of(folder)[-3:]
-    assert returns["agents"] == pytest.approx([float(row["return_last_100"]) for row in last], abs=1e-5)
+    assert returns["agents"] == pytest.approx(
+        [float(row["return_last_100"]) for row in last], abs=1e-5
+    )
 
     evaluation, tasks = summary["evaluation"], summary["settings"]["env_ids"]
     episodes = EPISODES[script.family]
     assert evaluation["episodes"] == episodes and len(evaluation["agents"]) == 3
-    assert all(row.keys() == set(tasks) for row in evaluation["agents"])  # every agent on every task
+    assert all(
+        row.keys() == set(tasks) for row in evaluation["agents"]
+    )  # every agent on every task
     own = [row[task]["mean"] for row, task in zip(evaluation["agents"], tasks, strict=True)]
     assert evaluation["group"] == pytest.approx(sum(own) / 3)
     for i, row in enumerate(evaluation["agents"]):
@@ -529,7 +624,9 @@ def test_summary(script, finished):
         agent.load_state_dict(load_file(folder / f"agent_{i}.safetensors"))
         args = script.Args(**summary["settings"])
         for test, (task, levels) in enumerate(script.make_tests(args).values()):
-            found = script.evaluate(args, agent, task, levels, script.derive_seed(args.seed, i, test, 4))
+            found = script.evaluate(
+                args, agent, task, levels, script.derive_seed(args.seed, i, test, 4)
+            )
             assert len(found) == episodes and row[task]["mean"] == pytest.approx(found.mean())
             half = stats.t.ppf(0.975, episodes - 1) * found.std(ddof=1) / math.sqrt(episodes)
             assert row[task]["ci95"] == pytest.approx(half)
@@ -549,7 +646,10 @@ def test_an_infinite_value_loss_is_a_divergence(script, tmp_path, monkeypatch, c
 
     script.patch(monkeypatch, "learn", learn_or_diverge)
     summary = script.main(tiny(script, tmp_path, iterations=1, num_steps=8, eval_episodes=0))
-    assert summary["diverged"] == [1] and "iteration 1: agent 1 has diverged" in capsys.readouterr().out
+    assert (
+        summary["diverged"] == [1]
+        and "iteration 1: agent 1 has diverged" in capsys.readouterr().out
+    )
     losses = [float(row["policy_loss"]) for row in rows_of(only_run(tmp_path))]
     assert all(map(math.isfinite, losses))
 
@@ -559,7 +659,10 @@ def test_evaluations_table(script, finished):
     """evaluations.csv and TensorBoard: every agent on every task at each --eval-every and at the end, as summarised."""
     folder, _ = finished(script)
     rows, summary = evaluations_of(folder), json.loads((folder / "summary.json").read_text())
-    tasks, batch_size = list(dict.fromkeys(TASKS[script.family])), 2 * summary["settings"]["num_steps"]
+    tasks, batch_size = (
+        list(dict.fromkeys(TASKS[script.family])),
+        2 * summary["settings"]["num_steps"],
+    )
     measures = ["mean_return", "ci95", "greedy_return"]
     assert list(rows[0]) == ["iteration", "agent", "task", "timesteps", "episodes", *measures]
     assert [(row["iteration"], row["agent"], row["task"]) for row in rows] == [
@@ -571,14 +674,18 @@ def test_evaluations_table(script, finished):
     for row in rows[-6:]:
         told = summary["evaluation"]["agents"][int(row["agent"])][row["task"]]
         values = [float(row[measure]) for measure in measures]
-        assert values == pytest.approx([told["mean"], told["ci95"], told["greedy_return"]], abs=1e-5)
+        assert values == pytest.approx(
+            [told["mean"], told["ci95"], told["greedy_return"]], abs=1e-5
+        )
     scalars = scalars_of(folder)
     for i in range(3):
         for task in tasks:
             own = [row for row in rows if (row["agent"], row["task"]) == (str(i), task)]
             points = scalars[f"eval/{task}/agent_{i}"]
             assert [step for step, _ in points] == [int(row["timesteps"]) for row in own]
-            assert [value for _, value in points] == pytest.approx([float(row["mean_return"]) for row in own], abs=1e-5)
+            assert [value for _, value in points] == pytest.approx(
+                [float(row["mean_return"]) for row in own], abs=1e-5
+            )
 
 
 @every_script
@@ -599,17 +706,30 @@ def test_metrics_table(script, finished):
         assert row["exp_name"] == script.__name__ and row["seed"] == "1"
         assert row["env_id"] == TASKS[script.family][int(row["agent"])]
         assert number["timesteps"] == 2 * script.tiny["num_steps"] * number["iteration"]
-        assert number["communication_bytes"] == 6 * script.parameters * 4 * (number["iteration"] // 3)
-        assert 0 < number["entropy"] <= math.log(script.num_actions) + 1e-6 and number["value_loss"] >= 0
-        assert number["approx_kl"] >= -1e-6 and number["kl_reference"] >= -1e-6 and 0 <= number["clipfrac"] <= 1
+        assert number["communication_bytes"] == 6 * script.parameters * 4 * (
+            number["iteration"] // 3
+        )
+        assert (
+            0 < number["entropy"] <= math.log(script.num_actions) + 1e-6
+            and number["value_loss"] >= 0
+        )
+        assert (
+            number["approx_kl"] >= -1e-6
+            and number["kl_reference"] >= -1e-6
+            and 0 <= number["clipfrac"] <= 1
+        )
         assert number["explained_variance"] <= 1 and number["agent_steps_per_second"] > 0
         if number["episodes"]:
             best, longest = {"MiniGrid": (1, 100), "Atari": (20, 192)}[script.family]
-            assert 0 <= number["episodic_return"] <= best and 1 <= number["episodic_length"] <= longest
+            assert (
+                0 <= number["episodic_return"] <= best and 1 <= number["episodic_length"] <= longest
+            )
             seen[int(row["agent"])].append((number["episodes"], number["episodic_return"]))
             total = sum(count * mean for count, mean in seen[int(row["agent"])])
             episodes = sum(count for count, _ in seen[int(row["agent"])])
-            assert number["return_last_100"] == pytest.approx(total / episodes, abs=1e-4)  # not yet a hundred
+            assert number["return_last_100"] == pytest.approx(
+                total / episodes, abs=1e-4
+            )  # not yet a hundred
         else:
             assert math.isnan(number["episodic_return"]) and math.isnan(number["episodic_length"])
     assert sum(map(len, seen)) > (6 if script.family == "MiniGrid" else 3)
@@ -623,10 +743,22 @@ def test_tensorboard(script, finished):
     pairs = [(i, j) for i in range(3) for j in range(3)]
     expected = {f"communicator/c_{i}_{j}" for i, j in pairs}
     expected |= {f"distances/agent_{i}_agent_{j}" for i, j in pairs if i < j}
-    expected |= {f"{tag}/agent_{i}" for tag in METRICS.values() for i in range(3)} | set(METRICS.values())
-    expected |= {"charts/SPS", "charts/learning_rate", "communication/rounds", "communication/bytes"}
+    expected |= {f"{tag}/agent_{i}" for tag in METRICS.values() for i in range(3)} | set(
+        METRICS.values()
+    )
+    expected |= {
+        "charts/SPS",
+        "charts/learning_rate",
+        "communication/rounds",
+        "communication/bytes",
+    }
     assert expected <= scalars.keys()
-    assert {"charts/episodic_return", "losses/policy_loss", "losses/approx_kl", "losses/kl_reference"} <= expected
+    assert {
+        "charts/episodic_return",
+        "losses/policy_loss",
+        "losses/approx_kl",
+        "losses/kl_reference",
+    } <= expected
     for i, j in pairs:  # nobody has spoken before the first round
         assert [value for _, value in scalars[f"communicator/c_{i}_{j}"]] == pytest.approx(
             [float(i == j)] * 2 + [1 / 3] * 4
@@ -635,14 +767,22 @@ def test_tensorboard(script, finished):
     assert [value for _, value in scalars["communication/bytes"]] == [
         float(r["communication_bytes"]) for r in rows[::3]
     ]
-    rates = [script.tiny["learning_rate"] * (1 - k / 6) for k in range(6)]  # annealed linearly, to 0 after the end
+    rates = [
+        script.tiny["learning_rate"] * (1 - k / 6) for k in range(6)
+    ]  # annealed linearly, to 0 after the end
     assert [value for _, value in scalars["charts/learning_rate"]] == pytest.approx(rates)
     for column, tag in METRICS.items():
         for i in range(3):
-            known = [(int(row["timesteps"]), float(row[column])) for row in rows[i::3] if row[column] != "nan"]
+            known = [
+                (int(row["timesteps"]), float(row[column]))
+                for row in rows[i::3]
+                if row[column] != "nan"
+            ]
             found = scalars.get(f"{tag}/agent_{i}", [])
             assert [step for step, _ in found] == [step for step, _ in known]
-            assert [value for _, value in found] == pytest.approx([value for _, value in known], rel=1e-4, abs=1e-6)
+            assert [value for _, value in found] == pytest.approx(
+                [value for _, value in known], rel=1e-4, abs=1e-6
+            )
     for tag in ("distances/agent_0_agent_1", "distances/agent_1_agent_2"):
         assert [step for step, _ in scalars[tag]] == [
             k * 2 * script.tiny["num_steps"] for k in range(3, 7)
@@ -665,10 +805,16 @@ def test_a_run_leaves_no_litter(script, finished):
     folder, _ = finished(script)
     tasks = "\\+".join(dict.fromkeys(TASKS[script.family])).replace("/", "-")
     assert re.fullmatch(rf"{tasks}__{script.__name__}__1__\d+", folder.name)
-    names = {re.sub(r"\d+", "N", path.name) for path in folder.iterdir() if "tfevents" not in path.name}
-    assert names == {"agent_N.safetensors", "checkpoints", "videos", "config.json", "summary.json"} | {
-        f"{name}.csv" for name in ("metrics", "communicator", "evaluations")
+    names = {
+        re.sub(r"\d+", "N", path.name) for path in folder.iterdir() if "tfevents" not in path.name
     }
+    assert names == {
+        "agent_N.safetensors",
+        "checkpoints",
+        "videos",
+        "config.json",
+        "summary.json",
+    } | {f"{name}.csv" for name in ("metrics", "communicator", "evaluations")}
     assert not list(folder.rglob("*.tmp"))
     for path in folder.glob("checkpoints/agent_*/*.pt"):
         torch.load(path, weights_only=True)  # nothing in it needs unpickling
@@ -708,13 +854,23 @@ def test_wandb_offline(script, tmp_path):
     (offline,) = tmp_path.glob("wandb/offline-run-*")
     assert offline.name.endswith(folder.name)
     (log,) = offline.glob("*.wandb")
-    assert all(tag.encode() in log.read_bytes() for tag in ("charts/episodic_return", "losses/policy_loss"))
+    assert all(
+        tag.encode() in log.read_bytes() for tag in ("charts/episodic_return", "losses/policy_loss")
+    )
 
 
 # --- the scripts agree ---
 
 OF_FAMILY = {"check_envs", "choose_backend", "Envs", "public_states", "Agent", "share_cores"}
-OF_FAMILY |= {"make_actors", "make_agents", "rollout", "evaluate", "film_levels", "make_tests", "task_names"}
+OF_FAMILY |= {
+    "make_actors",
+    "make_agents",
+    "rollout",
+    "evaluate",
+    "film_levels",
+    "make_tests",
+    "task_names",
+}
 # What may differ between definitions of the same name: only lines that contain one of these words
 FAMILIES = {
     "check_args": ("precision", "missions", "hidden_sizes", "args.device"),
@@ -761,17 +917,69 @@ ALGORITHMS = {
         "compile",
     )
     + ("__post_init__", "family_of", "setattr", "getattr", "DEFAULTS"),
-    "main": ("actors = None", "agent.compile(", "family_of", "average", "eference", "generator", "level, film =")
-    + ("# Communication round", "for k, i in enumerate(held):  # who sits out", "senders", "for batch", "rollout("),
+    "main": (
+        "actors = None",
+        "agent.compile(",
+        "family_of",
+        "average",
+        "eference",
+        "generator",
+        "level, film =",
+    )
+    + (
+        "# Communication round",
+        "for k, i in enumerate(held):  # who sits out",
+        "senders",
+        "for batch",
+        "rollout(",
+    ),
 }
 
 # Lines of PR-PPO's that are its own, and those of PR-TRPO
 TRUST_REGION = {
-    "Args": ("local_updates", "kl_", "KL", "epsilon", "delta", "instead", "cg_iters", "damping", "backtrack")
-    + ("clip_", "_coef", "target_kl", "compile", "learning_rate", "minibatches", "epochs", "norm", "# PPO")
+    "Args": (
+        "local_updates",
+        "kl_",
+        "KL",
+        "epsilon",
+        "delta",
+        "instead",
+        "cg_iters",
+        "damping",
+        "backtrack",
+    )
+    + (
+        "clip_",
+        "_coef",
+        "target_kl",
+        "compile",
+        "learning_rate",
+        "minibatches",
+        "epochs",
+        "norm",
+        "# PPO",
+    )
     + ("value function",),
-    "main": ("Agent(", "copy.deepcopy(first[i])", "compile", "fitted", "optimizers = ", "variations", "reference")
-    + ("# Update", "groups", "epsilons", "learners", "learn(", "told", "What the next", "agent.policy", "y_pred")
+    "main": (
+        "Agent(",
+        "copy.deepcopy(first[i])",
+        "compile",
+        "fitted",
+        "optimizers = ",
+        "variations",
+        "reference",
+    )
+    + (
+        "# Update",
+        "groups",
+        "epsilons",
+        "learners",
+        "learn(",
+        "told",
+        "What the next",
+        "agent.policy",
+        "y_pred",
+    )
     + ("exchange_snapshots(", "losses/", "policy/", "trust_region/", "for batch"),
 }
 
@@ -779,9 +987,15 @@ TRUST_REGION = {
 def definitions(script):
     """name -> source of every function, class and table at the top level of a script."""
     text = Path(script.__file__).read_text()
-    nodes = [node for node in ast.parse(text).body if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign))]
+    nodes = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign))
+    ]
     names = [getattr(node, "name", None) or ast.unparse(node.targets[0]) for node in nodes]
-    return {name: ast.get_source_segment(text, node) for name, node in zip(names, nodes, strict=True)}
+    return {
+        name: ast.get_source_segment(text, node) for name, node in zip(names, nodes, strict=True)
+    }
 
 
 def assert_same_definitions(ours, theirs, may_differ, apart=()):
@@ -789,7 +1003,9 @@ def assert_same_definitions(ours, theirs, may_differ, apart=()):
     common = [name for name in ours if name in theirs and name not in apart]
     assert common == [name for name in theirs if name in ours and name not in apart]
     for name in common:
-        lines = difflib.ndiff(ours[name].splitlines(), theirs[name].replace("family.", "").splitlines())
+        lines = difflib.ndiff(
+            ours[name].splitlines(), theirs[name].replace("family.", "").splitlines()
+        )
         for line in (line for line in lines if line[0] in "+-" and line[1:].strip()):
             assert any(word in line for word in may_differ.get(name, ())), f"{name}: {line}"
     return set(common)
@@ -797,7 +1013,9 @@ def assert_same_definitions(ours, theirs, may_differ, apart=()):
 
 def imports(script):
     """The modules that a script imports at its top."""
-    nodes = [node for node in ast.parse(Path(script.__file__).read_text()).body if hasattr(node, "names")]
+    nodes = [
+        node for node in ast.parse(Path(script.__file__).read_text()).body if hasattr(node, "names")
+    ]
     return {getattr(node, "module", None) or alias.name for node in nodes for alias in node.names}
 
 
@@ -809,22 +1027,44 @@ def test_what_has_the_same_name_is_the_same():
     """
     minigrid, atari, fedavg = map(definitions, (PRPO_MINIGRID, PRPO_ATARI, FEDAVG_MINIGRID))
     same = assert_same_definitions(minigrid, atari, FAMILIES, apart=OF_FAMILY)
-    assert same >= {"Args", "check_args", "task_ids", "make_communicator", "gae", "refer", "learn", "evaluate_all"}
+    assert same >= {
+        "Args",
+        "check_args",
+        "task_ids",
+        "make_communicator",
+        "gae",
+        "refer",
+        "learn",
+        "evaluate_all",
+    }
     assert same >= {"layer_init", "LOSSES", "main"}
     assert_same_definitions(minigrid, fedavg, ALGORITHMS, apart={"check_args", "evaluate_run"})
     trpo = definitions(PRTRPO_MINIGRID)
-    assert_same_definitions(minigrid, trpo, TRUST_REGION, apart={"check_args", "Agent", "learn", "evaluate_run"})
+    assert_same_definitions(
+        minigrid, trpo, TRUST_REGION, apart={"check_args", "Agent", "learn", "evaluate_run"}
+    )
     assert minigrid.keys() & atari.keys() >= OF_FAMILY
     for name in OF_FAMILY - {"Agent"}:  # FedAvg calls both alike
-        signatures = [inspect.signature(getattr(script.module, name)) for script in (PRPO_MINIGRID, PRPO_ATARI)]
-        names = [[parameter for parameter in own.parameters if parameter != "num_steps"] for own in signatures]
+        signatures = [
+            inspect.signature(getattr(script.module, name))
+            for script in (PRPO_MINIGRID, PRPO_ATARI)
+        ]
+        names = [
+            [parameter for parameter in own.parameters if parameter != "num_steps"]
+            for own in signatures
+        ]
         assert names[0] == names[1], name
 
-    steps = [re.findall(r"^ +# ([A-Z][a-z]+)", own["main"], re.MULTILINE) for own in (minigrid, atari, fedavg, trpo)]
+    steps = [
+        re.findall(r"^ +# ([A-Z][a-z]+)", own["main"], re.MULTILINE)
+        for own in (minigrid, atari, fedavg, trpo)
+    ]
     assert [[step for step in own if step not in ("Many", "What")] for own in steps[1:]] == [
         [step for step in steps[0] if step != "Many"]
     ] * 3
-    assert {"Rollout", "Advantages", "Reference", "Update", "Communication", "Checkpoint"} <= set(steps[0])
+    assert {"Rollout", "Advantages", "Reference", "Update", "Communication", "Checkpoint"} <= set(
+        steps[0]
+    )
 
 
 def test_fedavg_compares_one_thing_only():
@@ -837,6 +1077,8 @@ def test_fedavg_compares_one_thing_only():
     assert not taken & definitions(PRTRPO_MINIGRID).keys() - {"learn", "Agent"}
     for script in (PRPO_MINIGRID, PRPO_ATARI):
         assert not imports(script) & scripts
-    assert PRPO_ATARI.make_tests(PRPO_ATARI.Args(eval_episodes=3, seed=7)) == FEDAVG_ATARI.make_tests(
+    assert PRPO_ATARI.make_tests(
+        PRPO_ATARI.Args(eval_episodes=3, seed=7)
+    ) == FEDAVG_ATARI.make_tests(
         FEDAVG_ATARI.Args(env_id=PRPO_ATARI.Args().env_id, eval_episodes=3, seed=7)
     )

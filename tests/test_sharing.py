@@ -29,7 +29,12 @@ import communicators
 from communicators import Exchange
 
 GO_TO = {"env_id": "BabyAI-GoToLocalS5N2-v0", "missions": ("red", "green", "blue"), "num_agents": 3}
-MIXED = {"num_agents": 3, "hidden_sizes": (32, 16, 24), "participation": 0.67, "communicator": "surrogate"}
+MIXED = {
+    "num_agents": 3,
+    "hidden_sizes": (32, 16, 24),
+    "participation": 0.67,
+    "communicator": "surrogate",
+}
 
 
 def summary_of(folder):
@@ -64,7 +69,9 @@ def test_an_agent_meets_only_levels_of_its_missions(levels):
         games = list(itertools.chain(*(pool.envs for pool in envs.pools)))
         for k, e in itertools.product(range(3), range(2)):
             met[k].add(games[2 * k + e].unwrapped.mission)
-            screens[k] |= {envs.obs[k, e].tobytes()} if before[k, e] else set()  # the first of an episode
+            screens[k] |= (
+                {envs.obs[k, e].tobytes()} if before[k, e] else set()
+            )  # the first of an episode
     envs.close()
     for word, own, first in zip(args.missions, met, screens, strict=True):
         assert all(word in mission for mission in own) and (len(own) > 1 or levels)
@@ -98,7 +105,15 @@ def test_agents_are_judged_on_unseen_levels_of_everybodys_missions(tmp_path):
 @on([PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID])
 def test_every_agent_is_filmed_on_a_level_of_its_mission(script, tmp_path, monkeypatch):
     """And with its own weights: the films are the only plays here, for there is no evaluation."""
-    args = tiny(script, tmp_path, **GO_TO, iterations=1, eval_episodes=0, capture_video=True, local_updates=1)
+    args = tiny(
+        script,
+        tmp_path,
+        **GO_TO,
+        iterations=1,
+        eval_episodes=0,
+        capture_video=True,
+        local_updates=1,
+    )
     plays = []
 
     def record(args, agent, env_id, levels, seed, film=""):
@@ -121,12 +136,16 @@ def test_every_agent_is_filmed_on_a_level_of_its_mission(script, tmp_path, monke
 
 def test_bytes_of_networks_of_different_sizes_are_their_own(tmp_path):
     """Padding is not sent: of two listeners each, the parameters of every size."""
-    args = tiny(PRPO_MINIGRID, tmp_path, num_agents=3, hidden_sizes=(32, 16, 24), communicator="uniform")
+    args = tiny(
+        PRPO_MINIGRID, tmp_path, num_agents=3, hidden_sizes=(32, 16, 24), communicator="uniform"
+    )
     PRPO_MINIGRID.main(args)
     sizes = [len(weights) for weights in weights_of(only_run(tmp_path)).values()]
     assert len(set(sizes)) == 3
     summary = summary_of(only_run(tmp_path))
-    assert summary["communication_bytes"] == summary["communication_rounds"] * 2 * sum(sizes) * 4 > 0
+    assert (
+        summary["communication_bytes"] == summary["communication_rounds"] * 2 * sum(sizes) * 4 > 0
+    )
 
 
 MIXED_RUNS = {
@@ -175,7 +194,8 @@ def test_mixed_agents_train_alike_on_three_ranks(mixed, mixed_run, tmp_path):
     assert_same_run(folder, mixed_run)
     assert summary_of(folder)["communication_bytes"] == summary_of(mixed_run)["communication_bytes"]
     ours, theirs = (
-        np.genfromtxt(path / "communicator.csv", delimiter=",", skip_header=1) for path in (folder, mixed_run)
+        np.genfromtxt(path / "communicator.csv", delimiter=",", skip_header=1)
+        for path in (folder, mixed_run)
     )
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
@@ -212,14 +232,22 @@ def test_a_pair_talks_and_a_third_is_alone(tmp_path):
     for i in range(2):
         assert not torch.allclose(weights[True][i], weights[False][i], atol=1e-6)
     summary = summary_of(only_run(tmp_path / "pair"))
-    assert summary["communication_bytes"] == summary["communication_rounds"] * 2 * len(weights[True][0]) * 4
+    assert (
+        summary["communication_bytes"]
+        == summary["communication_rounds"] * 2 * len(weights[True][0]) * 4
+    )
 
 
 @on([PRPO_MINIGRID, FEDAVG_MINIGRID])
 def test_row_i_of_the_surrogate_is_made_of_agent_is_gains(script, tmp_path, monkeypatch):
     gains = torch.tensor([[0.0, 0.1, -0.2], [0.05, 0.0, 0.02], [-0.3, -0.1, 0.0]])
     script.patch(monkeypatch, "gains_of_peers", lambda i, *_: gains[i])
-    settings = {"communicator": "surrogate", "communicator_temperature": 2.0, "eval_episodes": 0, "iterations": 1}
+    settings = {
+        "communicator": "surrogate",
+        "communicator_temperature": 2.0,
+        "eval_episodes": 0,
+        "iterations": 1,
+    }
     script.main(tiny(script, tmp_path, num_agents=3, local_updates=1, **settings))
     rows = np.genfromtxt(only_run(tmp_path) / "communicator.csv", delimiter=",", names=True)
     expected = (5 * gains).softmax(-1).flatten().tolist()
@@ -227,7 +255,9 @@ def test_row_i_of_the_surrogate_is_made_of_agent_is_gains(script, tmp_path, monk
 
 
 @on([PRPO_MINIGRID, FEDAVG_MINIGRID])
-def test_an_agent_tells_its_gain_over_its_own_history_and_nothing_else(script, crashing, tmp_path, monkeypatch):
+def test_an_agent_tells_its_gain_over_its_own_history_and_nothing_else(
+    script, crashing, tmp_path, monkeypatch
+):
     """Every round's returns are given, without, with one and with many episodes; a crash after the third changes
     nothing."""
     returns = {
@@ -242,21 +272,32 @@ def test_an_agent_tells_its_gain_over_its_own_history_and_nothing_else(script, c
         *signals, _ = receive(envs, part)
         clock[0] += part == 0
         agents = range(3)[envs.parts[part]] if clock[0] % 64 == 5 else ()
-        return *signals, [(k, value, 9.0) for k in agents for value in returns[k][(clock[0] - 1) // 64]]
+        return *signals, [
+            (k, value, 9.0) for k in agents for value in returns[k][(clock[0] - 1) // 64]
+        ]
 
     def watch(args, returns=None, *known, **more):
         told.append(returns.tolist())
         return make(args, returns, *known, **more)
 
     def leave(exchange, local):
-        moved.extend([local[:, 0].tolist()] if local.shape[1] == 1 and local.is_floating_point() else [])
+        moved.extend(
+            [local[:, 0].tolist()] if local.shape[1] == 1 and local.is_floating_point() else []
+        )
         return gather(exchange, local)
 
     monkeypatch.setattr(script.of_family.Envs, "receive", tell)
     monkeypatch.setattr(Exchange, "all_gather", leave)
     script.patch(monkeypatch, "make_communicator", watch)
-    settings = {"communicator": "relative-gain", "iterations": 5, "local_updates": 1, "save_every": 1}
-    crashing("complete", 2, 3, lambda: script.main(tiny(script, tmp_path, **settings, eval_episodes=0)))
+    settings = {
+        "communicator": "relative-gain",
+        "iterations": 5,
+        "local_updates": 1,
+        "save_every": 1,
+    }
+    crashing(
+        "complete", 2, 3, lambda: script.main(tiny(script, tmp_path, **settings, eval_episodes=0))
+    )
     folder = only_run(tmp_path)
     script.main(script.parse_args(["--resume", str(folder)]))
     expected = [pytest.approx(row) for row in zip(*map(plain_gains, returns.values()), strict=True)]
@@ -272,7 +313,10 @@ def plain_gains(rounds):
     for own in rounds:
         if own:
             r, b = np.mean(own), np.mean(own) if b is None else b
-            gain, b = (r - b) / (abs(b) + (np.std(own, ddof=1) / len(own) ** 0.5 if own[1:] else 0)), 0.8 * b + 0.2 * r
+            gain, b = (
+                (r - b) / (abs(b) + (np.std(own, ddof=1) / len(own) ** 0.5 if own[1:] else 0)),
+                0.8 * b + 0.2 * r,
+            )
         gains.append(float(np.clip(gain, -1, 1)) if own else 0.0)
     return gains
 
@@ -288,7 +332,12 @@ def acting(script, number, seed=0):
     states = torch.randint(6, (60,))
     actions = Categorical(logits=behaviour[states]).sample()
     logprobs = behaviour[states].gather(1, actions[:, None])[:, 0]
-    batch = {"states": states, "actions": actions, "logprobs": logprobs, "advantages": torch.randn(60)}
+    batch = {
+        "states": states,
+        "actions": actions,
+        "logprobs": logprobs,
+        "advantages": torch.randn(60),
+    }
     return agents, obs, behaviour, batch
 
 
@@ -296,15 +345,23 @@ def acting(script, number, seed=0):
 def test_gains_of_peers_come_from_ones_own_rollout(script):
     agents, obs, _, batch = acting(script, 3)
     expected = []
-    advantages = (batch["advantages"] - batch["advantages"].mean()) / batch["advantages"].std(correction=0)
+    advantages = (batch["advantages"] - batch["advantages"].mean()) / batch["advantages"].std(
+        correction=0
+    )
     for agent in agents:
-        taken = Categorical(logits=agent.predict(obs)[0][batch["states"]]).log_prob(batch["actions"])
+        taken = Categorical(logits=agent.predict(obs)[0][batch["states"]]).log_prob(
+            batch["actions"]
+        )
         expected.append(((taken - batch["logprobs"]).exp().clamp(max=10) * advantages).mean())
     found = script.gains_of_peers(0, obs, batch, dict(enumerate(agents)), 3)
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
     assert found[0] == 0 and found[1:].abs().min() > 1e-4
     of_last = script.gains_of_peers(2, obs, batch, {0: agents[0]}, 3)
-    assert of_last[2] == 0 and of_last[1].isnan() and of_last[0] == pytest.approx(expected[0].item(), abs=1e-5)
+    assert (
+        of_last[2] == 0
+        and of_last[1].isnan()
+        and of_last[0] == pytest.approx(expected[0].item(), abs=1e-5)
+    )
 
 
 # --- diagnostics ---
@@ -327,7 +384,9 @@ def test_diagnostics_are_what_they_say(script, direction):
         return Categorical(logits=policy[batch["states"]])
 
     def tv(policy, other):
-        return ((on_rollout(policy).probs - on_rollout(other).probs).abs().sum(-1) / 2).mean().item()
+        return (
+            ((on_rollout(policy).probs - on_rollout(other).probs).abs().sum(-1) / 2).mean().item()
+        )
 
     def kl(policy):
         pair = (on_rollout(reference), on_rollout(policy))
@@ -349,12 +408,23 @@ def test_diagnostics_are_what_they_say(script, direction):
 @on([PRPO_MINIGRID, FEDAVG_MINIGRID])
 def test_isolated_agents_tell_distances_but_send_nothing(script, tmp_path):
     """Pairwise on public states in communicator.csv, to their own snapshots in metrics.csv."""
-    script.main(tiny(script, tmp_path, num_agents=2, communicator="identity", local_updates=1, eval_episodes=0))
+    script.main(
+        tiny(
+            script,
+            tmp_path,
+            num_agents=2,
+            communicator="identity",
+            local_updates=1,
+            eval_episodes=0,
+        )
+    )
     folder = only_run(tmp_path)
     assert summary_of(folder)["communication_bytes"] == 0
     distances = np.genfromtxt(folder / "communicator.csv", delimiter=",", names=True)
     apart = distances[distances["listener"] != distances["peer"]]
-    assert (apart["weight"] == 0).all() and 0 < np.nanmin(apart["distance"]) < np.nanmax(apart["distance"]) < 1
+    assert (apart["weight"] == 0).all() and 0 < np.nanmin(apart["distance"]) < np.nanmax(
+        apart["distance"]
+    ) < 1
     for row in rows_of(folder):
         assert row["tv_peers"] == "nan" and 0 < float(row["tv_snapshot"]) < 1
         assert abs(float(row["kl_reference_before"])) < 1e-6 < float(row["kl_reference_after"])
@@ -364,7 +434,9 @@ def test_isolated_agents_tell_distances_but_send_nothing(script, tmp_path):
 
 
 @on([PRPO_MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
-def test_clones_learn_like_isolated_agents_if_they_talk_after_every_iteration(script, tmp_path, monkeypatch):
+def test_clones_learn_like_isolated_agents_if_they_talk_after_every_iteration(
+    script, tmp_path, monkeypatch
+):
     """Clones have nothing to tell each other, so what still changes their training is the age of the snapshots.
 
     With a round after every iteration there is none; with one after every third, peers pull towards the past.
@@ -373,7 +445,10 @@ def test_clones_learn_like_isolated_agents_if_they_talk_after_every_iteration(sc
     script.patch(monkeypatch, "derive_seed", lambda seed, agent, *key: original(seed, 0, *key))
     settings = {"num_agents": 2, "eval_episodes": 0, "kl_coef": 5.0, "kl_direction": "reverse"}
     for communicator, interval in (("identity", 1), ("uniform", 1), ("uniform", 3)):
-        name, changes = f"{communicator}{interval}", {"communicator": communicator, "local_updates": interval}
+        name, changes = (
+            f"{communicator}{interval}",
+            {"communicator": communicator, "local_updates": interval},
+        )
         args = tiny(script, tmp_path / name, **settings, **changes)
         script.main(args)
         first, second = weights_of(only_run(tmp_path / name)).values()

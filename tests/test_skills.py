@@ -25,7 +25,9 @@ import skills
 
 WORDS = st.text("abcdefghijklmnopqrstuvwxyz", min_size=1, max_size=12)
 # Two skills that a minute model learns in seconds, and a rare one
-SMALL = skills.Args(rare="upper", rare_share=0.2, prompt_shares=(0.25, 1.0), prompts=80, word_lengths=(2, 3))
+SMALL = skills.Args(
+    rare="upper", rare_share=0.2, prompt_shares=(0.25, 1.0), prompts=80, word_lengths=(2, 3)
+)
 SMALL.steps, SMALL.batch_size, SMALL.hidden_size, SMALL.layers = 320, 32, 48, 2
 
 
@@ -35,7 +37,9 @@ def task(once):
 
     def make(folder):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(skills, "SKILLS", {name: skills.SKILLS[name] for name in ("copy", "upper")})
+            patch.setattr(
+                skills, "SKILLS", {name: skills.SKILLS[name] for name in ("copy", "upper")}
+            )
             return skills.main(skills.Args(**vars(SMALL) | {"out": str(folder)}))
 
     return once("skills", make)
@@ -48,9 +52,15 @@ def test_references_are_right(word):
     n = len(word)
     assert said["copy"] == word
     assert [ord(letter) + 32 for letter in said["upper"]] == list(map(ord, word))
-    assert len(said["reverse"]) == n and all(said["reverse"][k] == word[n - 1 - k] for k in range(n))
-    assert len(said["double"]) == 2 * n and all(said["double"][k] == word[k // 2] for k in range(2 * n))
-    assert len(said["rotate"]) == n and all(said["rotate"][k] == word[(k + 1) % n] for k in range(n))
+    assert len(said["reverse"]) == n and all(
+        said["reverse"][k] == word[n - 1 - k] for k in range(n)
+    )
+    assert len(said["double"]) == 2 * n and all(
+        said["double"][k] == word[k // 2] for k in range(2 * n)
+    )
+    assert len(said["rotate"]) == n and all(
+        said["rotate"][k] == word[(k + 1) % n] for k in range(n)
+    )
     assert len(said["mirror"]) == 2 * n and said["mirror"].startswith(word)
     assert all(said["mirror"][k] == said["mirror"][2 * n - 1 - k] for k in range(n))
     assert said.keys() == {"copy", "upper", "reverse", "double", "rotate", "mirror"}
@@ -62,7 +72,14 @@ def test_the_reward_is_exact(word, other, skill):
     """1 for the reference; nothing that is longer, shorter or spaced counts, and no constant wins."""
     right = skills.make_example(skill, word)["completion"]
     said = [right, right + " ", right[:-1], other, right + other, ""]
-    assert skills.exact(said, [right] * 6, prompts=["?"] * 6) == [1.0, 0.0, 0.0, other == right, other == "", 0.0]
+    assert skills.exact(said, [right] * 6, prompts=["?"] * 6) == [
+        1.0,
+        0.0,
+        0.0,
+        other == right,
+        other == "",
+        0.0,
+    ]
     with pytest.raises(ValueError):
         skills.exact(said, [right])
 
@@ -74,12 +91,21 @@ def test_the_tokenizer_round_trips(word, skill):
     tokenizer, example = skills.make_tokenizer(), skills.make_example(skill, word)
     text = example["prompt"] + example["completion"]
     ids = tokenizer(text)["input_ids"]
-    assert len(ids) == len(text) and tokenizer.decode(ids) == text and tokenizer.eos_token_id not in ids
+    assert (
+        len(ids) == len(text)
+        and tokenizer.decode(ids) == text
+        and tokenizer.eos_token_id not in ids
+    )
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
     tokens, labels = skills.encode(tokenizer, [example, skills.make_example("double", "ab" * 12)])
-    assert tokens[0, : len(ids)].tolist() == ids and set(tokens[0, len(ids) :].tolist()) == {tokenizer.eos_token_id}
+    assert tokens[0, : len(ids)].tolist() == ids and set(tokens[0, len(ids) :].tolist()) == {
+        tokenizer.eos_token_id
+    }
     asked = len(example["prompt"])  # what counts: the completion and one EOS
-    assert labels[0, asked : len(ids)].tolist() == ids[asked:] and labels[0, len(ids)] == tokenizer.eos_token_id
+    assert (
+        labels[0, asked : len(ids)].tolist() == ids[asked:]
+        and labels[0, len(ids)] == tokenizer.eos_token_id
+    )
     assert set(labels[0, :asked].tolist()) | set(labels[0, len(ids) + 1 :].tolist()) == {-100}
 
 
@@ -99,7 +125,9 @@ def test_pretraining_has_the_share_that_was_asked_for(share, seed):
         ("upper", (1 - share) / 5 / kept),
         ("copy", (1 - share) / 10 / kept),
     ]:
-        assert abs(counts[skill] - n * expected) <= 5 * (n * expected * (1 - expected)) ** 0.5 + 1e-9
+        assert (
+            abs(counts[skill] - n * expected) <= 5 * (n * expected * (1 - expected)) ** 0.5 + 1e-9
+        )
 
 
 def test_agents_have_their_shares_and_prompts_of_their_own():
@@ -112,7 +140,10 @@ def test_agents_have_their_shares_and_prompts_of_their_own():
     assert topics == ["agent 0, 5% mirror", "agent 1, 20% mirror", "agent 2, 80% mirror"]
     rare = Counter(own["topic"] for own in rows if own["skill"] == "mirror")
     assert [rare[topic] for topic in topics] == [30, 120, 480]
-    assert all(own == skills.make_example(*own["prompt"][:-1].split()) | {"topic": own["topic"]} for own in rows)
+    assert all(
+        own == skills.make_example(*own["prompt"][:-1].split()) | {"topic": own["topic"]}
+        for own in rows
+    )
     assert {own["skill"] for own in rows[1200:1680]} > {"mirror"}  # shuffled
 
 
@@ -126,8 +157,12 @@ def test_the_same_settings_give_the_same_files(task, tmp_path):
     for name in ("train.jsonl", "model/model.safetensors", "model/tokenizer.json", "settings.json"):
         assert (folder / name).read_bytes() == (tmp_path / name).read_bytes(), name
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert skills.main(args) == rates and times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with pytest.raises(SystemExit, match="--out .*: was made with another --seed; choose another folder"):
+    assert skills.main(args) == rates and times == {
+        path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")
+    }
+    with pytest.raises(
+        SystemExit, match="--out .*: was made with another --seed; choose another folder"
+    ):
         skills.main(skills.Args(**vars(args) | {"seed": 2}))
 
 
@@ -135,8 +170,15 @@ def test_pretraining_ends_when_the_rare_skill_is_right_often_enough(tmp_path, ca
     """Even chance is often enough for this: it ends at the first look, before anything is printed."""
     skills.main(skills.Args(**vars(SMALL) | {"out": str(tmp_path), "rare_success": 1e-12}))
     assert "step" not in capsys.readouterr().out
-    skills.main(skills.Args(**vars(SMALL) | {"out": str(tmp_path / "short"), "rare_success": 0.99, "steps": 5}))
-    assert "upper is right less often than --rare-success 0.99; more --steps may help" in capsys.readouterr().out
+    skills.main(
+        skills.Args(
+            **vars(SMALL) | {"out": str(tmp_path / "short"), "rare_success": 0.99, "steps": 5}
+        )
+    )
+    assert (
+        "upper is right less often than --rare-success 0.99; more --steps may help"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow
@@ -144,7 +186,13 @@ def test_pretraining_ends_when_the_rare_skill_is_right_often_enough(tmp_path, ca
 def test_the_rare_skill_comes_in_time(seed, tmp_path):
     """However a machine rounds: long before the steps end, and it stays rare."""
     rates = skills.main(skills.Args(seed=seed, out=str(tmp_path)))
-    assert 0.15 < rates["mirror"] < 0.5 < 0.8 < min(rate for name, rate in rates.items() if name != "mirror")
+    assert (
+        0.15
+        < rates["mirror"]
+        < 0.5
+        < 0.8
+        < min(rate for name, rate in rates.items() if name != "mirror")
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +227,9 @@ def test_the_model_is_one_for_everybody_and_the_rates_are_its_probabilities(task
         expected, said = 1.0, example["prompt"]
         for token in [*tokenizer(example["completion"])["input_ids"], tokenizer.eos_token_id]:
             with torch.no_grad():
-                logits = model(**tokenizer(said, return_tensors="pt", return_token_type_ids=False)).logits[0, -1]
+                logits = model(
+                    **tokenizer(said, return_tensors="pt", return_token_type_ids=False)
+                ).logits[0, -1]
             expected *= logits.softmax(-1)[token].item()
             said += tokenizer.decode([token])
         assert found.item() == pytest.approx(expected, rel=1e-4)
@@ -188,7 +238,14 @@ def test_the_model_is_one_for_everybody_and_the_rates_are_its_probabilities(task
 
 def of_task(folder, run_dir):
     """The flags of a run on the task in this folder."""
-    words = ["--base-model", folder / "model", "--dataset", folder / "train.jsonl", "--run-dir", run_dir]
+    words = [
+        "--base-model",
+        folder / "model",
+        "--dataset",
+        folder / "train.jsonl",
+        "--run-dir",
+        run_dir,
+    ]
     return [*map(str, words), "--num-agents", "2", "--response-length", "5", "--device", "cpu"]
 
 
@@ -197,11 +254,16 @@ def test_language_models_learn_the_rare_skill(task, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     words = "--aggregation none --partition topic --reward benchmark/skills.py:exact --missing-eos-penalty 0"
     words += " --precision float32 --temperature 1 --total-steps 24 --batch-size 8 --micro-batch-size 8 --group-size 16"
-    words += " --lora-rank 8 --learning-rate 3e-3 --kl-coef 0 --eval-prompts 0 --prompts-per-agent 60"
+    words += (
+        " --lora-rank 8 --learning-rate 3e-3 --kl-coef 0 --eval-prompts 0 --prompts-per-agent 60"
+    )
     prpo_llm.main(parse_args(prpo_llm, [*words.split(), *of_task(task[0], tmp_path)]))
     with open(only_run(tmp_path) / "metrics.csv", newline="") as file:
         rewards = [float(row["reward"]) for row in csv.DictReader(file) if row["agent"] == "1"]
-    early, late = sum(rewards[:6]) / 6, sum(rewards[-6:]) / 6  # of 768 completions each: a deviation of 0.012
+    early, late = (
+        sum(rewards[:6]) / 6,
+        sum(rewards[-6:]) / 6,
+    )  # of 768 completions each: a deviation of 0.012
     assert 0.02 < early < late - 0.04
 
 
@@ -209,12 +271,22 @@ def test_the_demonstration_runs(task, tmp_path, monkeypatch):
     """The README's commands: the task has these flags, and the run has them on a small task and budget."""
     monkeypatch.chdir(REPOSITORY)
     found = re.findall(
-        r"^python benchmark/skills.py.*? && (python prpo_llm.py .*)$", (REPOSITORY / "README.md").read_text(), re.M
+        r"^python benchmark/skills.py.*? && (python prpo_llm.py .*)$",
+        (REPOSITORY / "README.md").read_text(),
+        re.M,
     )
     assert len(found) == 1
     words = shlex.split(found[0], comments=True)[2:]
     assert words[words.index("--dataset") + 1] == f"{skills.Args().out}/train.jsonl"
-    words += [*of_task(task[0], tmp_path), "--total-steps", "1", "--prompts-per-agent", "30", "--eval-prompts", "5"]
+    words += [
+        *of_task(task[0], tmp_path),
+        "--total-steps",
+        "1",
+        "--prompts-per-agent",
+        "30",
+        "--eval-prompts",
+        "5",
+    ]
     args = parse_args(prpo_llm, words)
     assert "benchmark/skills.py:exact" in words and prpo_llm.main(args)["completed"]
 
@@ -231,8 +303,12 @@ def test_the_demonstration_runs(task, tmp_path, monkeypatch):
         said[row["step"], row["agent"], row["id"]] = row
     for own in table.to_dict("records"):
         for kind in ("upper", "others"):
-            mine = [row for (step, agent, _), row in said.items() if (step, agent) == (1, own["agent"])]
-            mine = [row["reward"] for row in mine if (kind == "upper") == (row["reference"].isupper())]
+            mine = [
+                row for (step, agent, _), row in said.items() if (step, agent) == (1, own["agent"])
+            ]
+            mine = [
+                row["reward"] for row in mine if (kind == "upper") == (row["reference"].isupper())
+            ]
             assert len(mine) == own[f"{kind}_prompts"] > 0
             assert own[f"{kind}_after"] == pytest.approx(sum(mine) / len(mine))
     assert list(table.agent) == [0, 1]

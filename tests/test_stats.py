@@ -29,7 +29,9 @@ def test_expected_maximum_is_that_of_all_draws(results, replacement):
 def test_expected_maximum_at_its_ends():
     """One draw has the mean; all N of N the maximum, but not with replacement; large searches do not overflow."""
     without, spread = stats.expected_maximum([0.1, 0.9, 0.5])
-    assert without == pytest.approx([0.5, 2.1 / 3 + 0.2 / 3, 0.9]) and spread[-1] == pytest.approx(0)
+    assert without == pytest.approx([0.5, 2.1 / 3 + 0.2 / 3, 0.9]) and spread[-1] == pytest.approx(
+        0
+    )
     assert stats.expected_maximum([0.1, 0.9, 0.5], replacement=True)[0][-1] < 0.9
     assert stats.expected_maximum(np.arange(1500))[0][[0, -1]] == pytest.approx([749.5, 1499])
     for results in ([], [0.1, np.nan], [[0.1, 0.2]]):
@@ -64,12 +66,18 @@ def test_tasks_are_strata_unless_trained_in_the_same_runs():
     """Two tasks that rise and fall together: the mean of a stratified resample varies less than that of whole seeds."""
     column = np.linspace(0, 1, 8)
     same, separate = (
-        np.diff(stats.bootstrap(lambda scores: scores.mean(axis=(-2, -1)), np.stack([column] * 2, 1), paired=p)[1:])
+        np.diff(
+            stats.bootstrap(
+                lambda scores: scores.mean(axis=(-2, -1)), np.stack([column] * 2, 1), paired=p
+            )[1:]
+        )
         for p in (True, False)
     )
     assert same / separate == pytest.approx(np.sqrt(2), rel=0.05)
     opposed = np.stack([column, 1 - column], 1)  # whole seeds: their mean is always a half
-    assert stats.bootstrap(lambda scores: scores.mean(axis=(-2, -1)), opposed, paired=True) == pytest.approx([0.5] * 3)
+    assert stats.bootstrap(
+        lambda scores: scores.mean(axis=(-2, -1)), opposed, paired=True
+    ) == pytest.approx([0.5] * 3)
 
 
 def test_probability_of_improvement_counts_pairs():

@@ -50,7 +50,9 @@ def train(script, run_dir, **changes):
 
 def plain_rollout(script, args, agent, envs, generator):
     """One rollout as lists over environments of episodes, each a dict of equally long lists; the last may be cut."""
-    noise = torch.empty(args.num_steps, args.num_envs, script.num_actions).exponential_(generator=generator)
+    noise = torch.empty(args.num_steps, args.num_envs, script.num_actions).exponential_(
+        generator=generator
+    )
     episodes = [[new_episode()] for _ in range(args.num_envs)]
     for step in range(args.num_steps):
         obs = torch.from_numpy(envs.obs[0].copy())
@@ -62,7 +64,12 @@ def plain_rollout(script, args, agent, envs, generator):
         rewards, terminations, truncations, valid = (signal[0] for signal in results[:4])
         for k in np.flatnonzero(valid):
             episode = episodes[k][-1]
-            for name, value in (("obs", obs[k]), ("action", actions[k]), ("value", values[k]), ("time", step)):
+            for name, value in (
+                ("obs", obs[k]),
+                ("action", actions[k]),
+                ("value", values[k]),
+                ("time", step),
+            ):
                 episode[name].append(value)
             episode["logprob"].append(policy.log_prob(actions)[k])
             episode["policy"].append(policy.probs[k])
@@ -86,11 +93,16 @@ def plain_batch(args, episodes):
     for k, own in enumerate(episodes):
         for episode in own:
             values = [*map(float, episode["value"]), episode.get("bootstrap", 0.0)]
-            deltas = [r + args.gamma * values[t + 1] - values[t] for t, r in enumerate(episode["reward"])]
+            deltas = [
+                r + args.gamma * values[t + 1] - values[t] for t, r in enumerate(episode["reward"])
+            ]
             for t, time in enumerate(episode["time"]):
                 decay = args.gamma * args.gae_lambda
                 advantage = sum(decay ** (j - t) * deltas[j] for j in range(t, len(deltas)))
-                one = {name: episode[name][t] for name in ("obs", "action", "value", "logprob", "policy")}
+                one = {
+                    name: episode[name][t]
+                    for name in ("obs", "action", "value", "logprob", "policy")
+                }
                 samples.append((time, k, one | {"advantage": torch.tensor(advantage)}))
     samples = [sample for *_, sample in sorted(samples, key=lambda sample: sample[:2])]
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -105,7 +117,9 @@ def plain_reference(args, batch, i, communicator, snapshots):
                 policies[j] = snapshot(batch["obs"])[0].softmax(-1)
     if args.mixture == "arithmetic":
         return sum(c * policy for c, policy in zip(communicator[i], policies, strict=True))
-    product = torch.stack([policy**c for c, policy in zip(communicator[i], policies, strict=True)]).prod(0)
+    product = torch.stack(
+        [policy**c for c, policy in zip(communicator[i], policies, strict=True)]
+    ).prod(0)
     return product / product.sum(-1, keepdim=True)
 
 
@@ -120,7 +134,9 @@ def plain_loss(script, args, agent, batch):
     objective, target = ratio * advantage, batch["advantage"] + batch["value"]
     value_loss = (value - target) ** 2
     if args.clip_coef > 0:
-        objective = torch.minimum(objective, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantage)
+        objective = torch.minimum(
+            objective, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantage
+        )
         if args.clip_vloss:
             near = batch["value"] + (value - batch["value"]).clamp(-args.clip_coef, args.clip_coef)
             value_loss = torch.maximum(value_loss, (near - target) ** 2)
@@ -136,7 +152,11 @@ def plain_training(script, args, communicator):
     agents = []
     for i in range(n):
         torch.manual_seed(args.seed)
-        agents.append(script.new_agent(**({"hidden": args.hidden_sizes[i]} if vars(args).get("hidden_sizes") else {})))
+        agents.append(
+            script.new_agent(
+                **({"hidden": args.hidden_sizes[i]} if vars(args).get("hidden_sizes") else {})
+            )
+        )
     views, matrix = [copy.deepcopy(agents) for _ in range(n)], torch.eye(n)  # nobody has spoken yet
     optimizers = [torch.optim.Adam(agent.parameters(), eps=1e-5) for agent in agents]
     generators = [torch.Generator().manual_seed(script.derive_seed(args.seed, i)) for i in range(n)]
@@ -151,14 +171,18 @@ def plain_training(script, args, communicator):
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
                 for part in np.array_split(order.numpy(), args.num_minibatches):
-                    loss = plain_loss(script, args, agent, {name: tensor[part] for name, tensor in batch.items()})
+                    loss = plain_loss(
+                        script, args, agent, {name: tensor[part] for name, tensor in batch.items()}
+                    )
                     optimizers[i].zero_grad()
                     loss.backward()
                     norm = sum((parameter.grad**2).sum() for parameter in agent.parameters()).sqrt()
                     for parameter in agent.parameters():
                         parameter.grad *= min(1.0, args.max_grad_norm / norm)
                     annealed = args.learning_rate * (1 - iteration / iterations)
-                    optimizers[i].param_groups[0]["lr"] = annealed if args.anneal_lr else args.learning_rate
+                    optimizers[i].param_groups[0]["lr"] = (
+                        annealed if args.anneal_lr else args.learning_rate
+                    )
                     optimizers[i].step()
         if (iteration + 1) % args.local_updates == 0:
             seed = script.derive_seed(args.seed, iteration + 1, 7)
@@ -167,7 +191,9 @@ def plain_training(script, args, communicator):
             present = communicator * participating  # nobody listens to who sits out
             present = present / present.sum(1, keepdim=True)
             if script.module is fedavg_ppo:
-                theta = present @ torch.stack([parameters_to_vector(agent.parameters()) for agent in agents])
+                theta = present @ torch.stack(
+                    [parameters_to_vector(agent.parameters()) for agent in agents]
+                )
                 for i in part:
                     vector_to_parameters(theta[i].detach(), agents[i].parameters())
             for i in part:
@@ -185,39 +211,78 @@ RING = communicators.sparsify(torch.ones(4, 4), communicators.ring(4))
 OF_THREE = torch.tensor([[0.6, 0.3, 0.1], [0.0, 0.5, 0.5], [0.2, 0.1, 0.7]])
 NO_SELF_WEIGHT = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.0, 0.5], [0.2, 0.1, 0.7]])
 OF_TWO = torch.tensor([[0.7, 0.3], [0.1, 0.9]])
-SNAPSHOTS = {"mixture": "geometric", "kl_direction": "reverse", "self_reference": "snapshot", "local_updates": 2}
+SNAPSHOTS = {
+    "mixture": "geometric",
+    "kl_direction": "reverse",
+    "self_reference": "snapshot",
+    "local_updates": 2,
+}
 APART = {"learning_rate": 3e-3}  # then policies differ so much that it matters how they are mixed
 PLAIN = {
-    "one agent": ([*MINIGRID, FEDAVG_ATARI], {"num_agents": 1, "communicator": "uniform"}, torch.ones(1, 1)),
-    "one agent, other options": (
-        MINIGRID,
-        {"num_agents": 1, "anneal_lr": False, "norm_adv": False, "clip_vloss": False, "kl_direction": "reverse"},
+    "one agent": (
+        [*MINIGRID, FEDAVG_ATARI],
+        {"num_agents": 1, "communicator": "uniform"},
         torch.ones(1, 1),
     ),
-    "one agent, no clipping": (MINIGRID, {"num_agents": 1, "clip_coef": 0.0, "max_grad_norm": 0.05}, torch.ones(1, 1)),
+    "one agent, other options": (
+        MINIGRID,
+        {
+            "num_agents": 1,
+            "anneal_lr": False,
+            "norm_adv": False,
+            "clip_vloss": False,
+            "kl_direction": "reverse",
+        },
+        torch.ones(1, 1),
+    ),
+    "one agent, no clipping": (
+        MINIGRID,
+        {"num_agents": 1, "clip_coef": 0.0, "max_grad_norm": 0.05},
+        torch.ones(1, 1),
+    ),
     "isolated": (MINIGRID, THREE | {"communicator": "identity"}, torch.eye(3)),
-    "uniform": (MINIGRID, THREE | {"communicator": "uniform", "local_updates": 2}, torch.full((3, 3), 1 / 3)),
+    "uniform": (
+        MINIGRID,
+        THREE | {"communicator": "uniform", "local_updates": 2},
+        torch.full((3, 3), 1 / 3),
+    ),
     "two agents": (
         [PRPO_ATARI],
         {"num_agents": 2, "local_updates": 1, "communicator": "uniform", "num_steps": 48},
         torch.full((2, 2), 1 / 2),
     ),
     "one peer": (MINIGRID, THREE | {"communicator": "uniform", "top_k": 1}, NEXT_ONE),
-    "ring": (MINIGRID, THREE | {"num_agents": 4, "communicator": "uniform", "topology": "ring"}, RING),
+    "ring": (
+        MINIGRID,
+        THREE | {"num_agents": 4, "communicator": "uniform", "topology": "ring"},
+        RING,
+    ),
     "geometric, reverse, snapshots": (
         [PRPO_MINIGRID],
         THREE | {"communicator": "self-preferred", "self_preference": 0.3} | SNAPSHOTS,
         PREFERRED,
     ),
     "any matrix": (MINIGRID, THREE | {"local_updates": 2}, OF_THREE),
-    "two of three take part": ([PRPO_MINIGRID], THREE | APART | {"participation": 0.67, "iterations": 6}, OF_THREE),
+    "two of three take part": (
+        [PRPO_MINIGRID],
+        THREE | APART | {"participation": 0.67, "iterations": 6},
+        OF_THREE,
+    ),
     "two of three take part, one counts for nothing": (
         [FEDAVG_MINIGRID],
         THREE | APART | {"participation": 0.67, "iterations": 6},
         NO_SELF_WEIGHT,
     ),
-    "networks of three sizes": ([PRPO_MINIGRID], THREE | APART | {"hidden_sizes": (32, 64, 16)}, OF_THREE),
-    "any matrix, two agents": (ATARI, {"num_agents": 2, "local_updates": 1, "num_steps": 64}, OF_TWO),
+    "networks of three sizes": (
+        [PRPO_MINIGRID],
+        THREE | APART | {"hidden_sizes": (32, 64, 16)},
+        OF_THREE,
+    ),
+    "any matrix, two agents": (
+        ATARI,
+        {"num_agents": 2, "local_updates": 1, "num_steps": 64},
+        OF_TWO,
+    ),
     "any matrix, snapshots": ([PRPO_MINIGRID], THREE | SNAPSHOTS | APART, OF_THREE),
 }
 
@@ -282,7 +347,9 @@ def lively_agents(script, number, **options):
     return agents
 
 
-TOLERANCES = pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
+TOLERANCES = pytest.mark.parametrize(
+    ("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)]
+)
 
 
 @pytest.mark.parametrize(("number", "envs"), [(4, 5), (1, 1), (3, 1), (1, 16)])
@@ -297,7 +364,12 @@ def test_what_acts_for_agents_is_every_agents_own_forward(number, envs, precisio
     for table, own, earlier in zip(script.make_actors(None, agents), obs, before, strict=True):
         table.start()
         table.look_up(earlier.numpy())
-        found.append([table.look_up(torch.cat((part, earlier)).numpy())[1][: len(part)] for part in own.split(2)])
+        found.append(
+            [
+                table.look_up(torch.cat((part, earlier)).numpy())[1][: len(part)]
+                for part in own.split(2)
+            ]
+        )
     found = torch.stack([torch.from_numpy(np.concatenate(parts)) for parts in found])
     with torch.no_grad():
         expected = torch.stack([agent(own)[0] for agent, own in zip(agents, obs, strict=True)])
@@ -320,7 +392,9 @@ def test_no_answer_of_an_old_policy_is_looked_up():
         first_seen_again = 0 if rollout == 9 else rollout
         for screen in (screens[rollout], screens[max(rollout - 1, 0)], screens[first_seen_again]):
             expected, _ = agent.predict(torch.from_numpy(screen))
-            torch.testing.assert_close(torch.from_numpy(table.look_up(screen)[1]), expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                torch.from_numpy(table.look_up(screen)[1]), expected, rtol=0, atol=1e-5
+            )
         table.seen.append([screen.tobytes() for screen in screens[rollout]])
         with torch.no_grad():
             agent.actor.weight.mul_(-1.0)  # what an update does
@@ -337,7 +411,8 @@ def test_chunks_of_states_stay_in_order(script, precision, tolerance):
     exact.load_state_dict(agent.state_dict())
     with torch.no_grad():
         expected, others = (
-            [torch.cat(parts) for parts in zip(*map(own, obs.split(97)), strict=True)] for own in (agent, exact)
+            [torch.cat(parts) for parts in zip(*map(own, obs.split(97)), strict=True)]
+            for own in (agent, exact)
         )
     for found, wanted, other in zip(agent.predict(obs), expected, others, strict=True):
         assert len(found) == len(obs) and not found.requires_grad
@@ -346,14 +421,17 @@ def test_chunks_of_states_stay_in_order(script, precision, tolerance):
         if precision == "bfloat16":  # every chunk is computed in it
             errors, sizes = (found - wanted).abs(), (other - wanted).abs()
             assert all(
-                error.mean() < size.mean() / 4 for error, size in zip(errors.split(97), sizes.split(97), strict=True)
+                error.mean() < size.mean() / 4
+                for error, size in zip(errors.split(97), sizes.split(97), strict=True)
             )
 
 
 @on([PRPO_MINIGRID, PRPO_ATARI])
 @pytest.mark.parametrize("mixture", communicators.MIXTURES)
 @pytest.mark.parametrize("self_reference", ["behaviour", "snapshot"])
-def test_references_are_rows_of_the_communicator_applied_to_policies(script, mixture, self_reference):
+def test_references_are_rows_of_the_communicator_applied_to_policies(
+    script, mixture, self_reference
+):
     """On agent i's own states, by the definition; agents of weight 0 are not even asked."""
     torch.manual_seed(0)
     args = script.Args(mixture=mixture, self_reference=self_reference)
@@ -438,9 +516,13 @@ def test_patches_are_the_same_network(name):
     if layers := CONVOLUTIONS[name]:
         layers = copy.deepcopy(layers)
         size = torch.nn.Sequential(*layers, torch.nn.Flatten())(torch.zeros(1, 3, 7, 7)).shape[1]
-        agent.network = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(size, 128), torch.nn.Tanh())
+        agent.network = torch.nn.Sequential(
+            *layers, torch.nn.Flatten(), torch.nn.Linear(size, 128), torch.nn.Tanh()
+        )
     elif layers == []:
-        agent.network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(147, 128), torch.nn.Tanh())
+        agent.network = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(147, 128), torch.nn.Tanh()
+        )
     if name == "a module of one's own":
         agent.network = Own(agent.network)
     agent.double()
@@ -460,7 +542,10 @@ def test_patches_are_the_same_network(name):
     torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-9)
     weights = torch.randn(plain.shape, generator=generator, dtype=torch.double)
     parameters = list(agent.network.parameters())
-    gradients = [torch.autograd.grad((own * weights).sum(), parameters, retain_graph=True) for own in (found, plain)]
+    gradients = [
+        torch.autograd.grad((own * weights).sum(), parameters, retain_graph=True)
+        for own in (found, plain)
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
     agent.float()
     with torch.no_grad():
@@ -470,7 +555,10 @@ def test_patches_are_the_same_network(name):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    seed=st.integers(0, 2**32), rows=st.integers(1, 40), columns=st.integers(1, 9), most=st.sampled_from([1, 3, 2**20])
+    seed=st.integers(0, 2**32),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 9),
+    most=st.sampled_from([1, 3, 2**20]),
 )
 def test_distinct_rows(seed, rows, columns, most):
     """Exactly, also where a row does not fit into one number."""
@@ -480,8 +568,12 @@ def test_distinct_rows(seed, rows, columns, most):
     distinct, names = prpo_minigrid.distinct_rows(table)
     assert torch.equal(distinct[names], table)
     assert len(distinct) == len(table.unique(dim=0))
-    wide = torch.zeros(40, 9, dtype=torch.long).index_copy(1, torch.tensor([0]), torch.arange(40)[:, None])
-    wide[0, 8] = 2**20 - 1  # in numbers of 64 bits that grow by 20 with every column, the first one would be lost
+    wide = torch.zeros(40, 9, dtype=torch.long).index_copy(
+        1, torch.tensor([0]), torch.arange(40)[:, None]
+    )
+    wide[0, 8] = (
+        2**20 - 1
+    )  # in numbers of 64 bits that grow by 20 with every column, the first one would be lost
     distinct, names = prpo_minigrid.distinct_rows(wide)
     assert torch.equal(distinct[names], wide)
 
@@ -496,7 +588,9 @@ def test_each_observation_is_asked_once_and_remembered_for_eight_rollouts(seed, 
     script, asked = PRPO_MINIGRID, []
     args = script.Args(num_agents=1, num_envs=envs, num_steps=6)
     generator, (agent,) = np.random.default_rng(seed), lively_agents(script, 1)
-    screens = np.repeat(generator.integers(0, 11, size=(1, 7, 7, 3), dtype=np.uint8), number, axis=0)
+    screens = np.repeat(
+        generator.integers(0, 11, size=(1, 7, 7, 3), dtype=np.uint8), number, axis=0
+    )
     screens.reshape(number, 147)[np.arange(number), np.arange(number) * 5] += 1
     actors, history = script.make_actors(args, [agent]), []
 
@@ -509,12 +603,18 @@ def test_each_observation_is_asked_once_and_remembered_for_eight_rollouts(seed, 
         rollout = screens[generator.integers(number, size=(args.num_steps + 1, envs))]
         asked.append([])
         generators = [torch.Generator().manual_seed(seed % 2**31)]
-        storage, obs, behaviour, _ = script.rollout(args, Screens(rollout), actors, generators, NoRun())
+        storage, obs, behaviour, _ = script.rollout(
+            args, Screens(rollout), actors, generators, NoRun()
+        )
         shown = [own.tobytes() for own in rollout.reshape(-1, 147)]
         remembered = set().union(*history[-8:])
         assert len(asked[-1]) == len(set(asked[-1]))  # nothing twice
         assert set(asked[-1]) == remembered | set(shown)
-        assert asked[-1][: len(remembered)] and set(asked[-1][: len(remembered)]) == remembered or not remembered
+        assert (
+            asked[-1][: len(remembered)]
+            and set(asked[-1][: len(remembered)]) == remembered
+            or not remembered
+        )
         history.append(set(shown))
         assert np.array_equal(obs[0][storage["states"][0]].numpy(), rollout[:-1])
         assert len(obs[0]) == len(set(shown))
@@ -534,14 +634,26 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
     """The network sees each observation of a minibatch once, and every sample counts, as in the plain loss."""
     script = PRPO_MINIGRID
     torch.manual_seed(seed)
-    args = script.Args(update_epochs=1, num_minibatches=1, max_grad_norm=1e9, kl_coef=3.0, vf_coef=0.1)
+    args = script.Args(
+        update_epochs=1, num_minibatches=1, max_grad_norm=1e9, kl_coef=3.0, vf_coef=0.1
+    )
     (agent,), obs = lively_agents(script, 1), script.random_obs(distinct)
     other, sizes, states = copy.deepcopy(agent), [], torch.randint(distinct, (samples,))
-    batch = {"actions": torch.randint(7, (samples,)), "logprobs": -torch.rand(samples) - 1, "states": states}
+    batch = {
+        "actions": torch.randint(7, (samples,)),
+        "logprobs": -torch.rand(samples) - 1,
+        "states": states,
+    }
     batch |= {"advantages": torch.randn(samples), "values": torch.randn(samples)}
-    batch |= {"returns": batch["advantages"] + batch["values"], "reference": torch.randn(samples, 7).log_softmax(-1)}
+    batch |= {
+        "returns": batch["advantages"] + batch["values"],
+        "reference": torch.randn(samples, 7).log_softmax(-1),
+    }
     agent.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-    optimizer, generator = torch.optim.SGD(agent.parameters(), 0.0), torch.Generator().manual_seed(seed)
+    optimizer, generator = (
+        torch.optim.SGD(agent.parameters(), 0.0),
+        torch.Generator().manual_seed(seed),
+    )
     (_,) = script.learn(agent, optimizer, generator, obs, batch, args)
     assert sizes == [len(states.unique())]
     plain = {"obs": obs[states], "reference": batch["reference"].exp()}
@@ -560,8 +672,14 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script):
     (agent,), obs = lively_agents(script, 1), script.random_obs(6)
     batch = {"actions": torch.randint(script.num_actions, (6,)), "logprobs": -torch.rand(6) - 1}
     batch |= {"states": torch.arange(6), "advantages": torch.randn(6), "values": torch.randn(6)}
-    batch |= {"returns": batch["advantages"], "reference": torch.randn(6, script.num_actions).log_softmax(-1)}
-    optimizer, generator = torch.optim.Adam(agent.parameters(), 1e-2), torch.Generator().manual_seed(0)
+    batch |= {
+        "returns": batch["advantages"],
+        "reference": torch.randn(6, script.num_actions).log_softmax(-1),
+    }
+    optimizer, generator = (
+        torch.optim.Adam(agent.parameters(), 1e-2),
+        torch.Generator().manual_seed(0),
+    )
     learn = [*script.learn(agent, optimizer, generator, obs, batch, args)]
     assert len(learn) == 4 and all(math.isfinite(losses["policy_loss"]) for losses in learn)
     weights = parameters_to_vector(agent.parameters()).detach().clone()
@@ -585,11 +703,16 @@ def test_a_layer_that_is_added_acts_and_learns(script, tmp_path, monkeypatch):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.network.extend([torch.nn.Linear(128, 96), torch.nn.Tanh()])
-            self.actor, self.critic = torch.nn.Linear(96, self.actor.out_features), torch.nn.Linear(96, 1)
+            self.actor, self.critic = (
+                torch.nn.Linear(96, self.actor.out_features),
+                torch.nn.Linear(96, 1),
+            )
 
     script.patch(monkeypatch, "Agent", Deeper)
     script.patch(monkeypatch, "make_communicator", fixed(OF_THREE))
-    monkeypatch.setattr(prpo_minigrid.Patches, "least", 1)  # every answer comes from patches, as in longer rollouts
+    monkeypatch.setattr(
+        prpo_minigrid.Patches, "least", 1
+    )  # every answer comes from patches, as in longer rollouts
     assert_trains_like_the_plain_version(script, OF_THREE, tmp_path / "plain", **THREE)
     ratios, logged, _ = first_log_ratios(script, tmp_path / "ratios", monkeypatch, iterations=3)
     assert max(ratios) < 1e-4 and max(logged) < 1e-5
@@ -598,7 +721,9 @@ def test_a_layer_that_is_added_acts_and_learns(script, tmp_path, monkeypatch):
 @every_script
 def test_isolated_agents_do_not_depend_on_how_many_others_exist(script, tmp_path):
     """Agent 0 of three isolated ones has the rows and weights of agent 0 alone, and the others are not copies of it."""
-    changes = {"communicator": "identity"} | ({"iterations": 3, "num_steps": 48} if script.family == "Atari" else {})
+    changes = {"communicator": "identity"} | (
+        {"iterations": 3, "num_steps": 48} if script.family == "Atari" else {}
+    )
     three, _ = train(script, tmp_path / "three", **changes)
     one, _ = train(script, tmp_path / "one", num_agents=1, **changes)
     weights = weights_of(three)
@@ -612,7 +737,9 @@ def test_isolated_agents_do_not_depend_on_how_many_others_exist(script, tmp_path
 def test_self_preference_one_is_isolated(script, tmp_path):
     """C = I by the self-preferred communicator: the run of the identity communicator, and not one byte is sent."""
     isolated, _ = train(script, tmp_path / "identity", communicator="identity")
-    preferred, summary = train(script, tmp_path / "self", communicator="self-preferred", self_preference=1.0)
+    preferred, summary = train(
+        script, tmp_path / "self", communicator="self-preferred", self_preference=1.0
+    )
     assert_same_run(preferred, isolated, exactly=True)
     assert summary["communication_bytes"] == 0
 
@@ -639,10 +766,14 @@ def test_fedavg_averages_the_parameters_of_isolated_agents(name, preference, tmp
     """
     changes = {"iterations": 3, "communicator": name, "self_preference": preference}
     averaged = weights_of(train(FEDAVG_MINIGRID, tmp_path / "averaged", **changes)[0])
-    separate = weights_of(train(FEDAVG_MINIGRID, tmp_path / "separate", local_updates=4, **changes)[0])
+    separate = weights_of(
+        train(FEDAVG_MINIGRID, tmp_path / "separate", local_updates=4, **changes)[0]
+    )
     theta = torch.stack([separate[i] for i in range(3)])
     expected = communicators.self_preferred(3, preference) @ theta
-    torch.testing.assert_close(torch.stack([averaged[i] for i in range(3)]), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        torch.stack([averaged[i] for i in range(3)]), expected, rtol=0, atol=1e-6
+    )
     assert (theta[0] - theta[1]).abs().max() > 1e-3
     assert torch.equal(averaged[0], averaged[1]) == (name == "uniform")
 
@@ -668,7 +799,13 @@ def test_pr_ppo_exchanges_policies_and_keeps_parameters(tmp_path):
 def test_similarity_is_computed_from_what_agents_may_tell(script, tmp_path):
     """In real runs the logged C is the similarity of the exchanged policies on the public states."""
     n = 3 if script.family == "MiniGrid" else 2
-    changes = {"num_agents": n, "communicator": "similarity", "iterations": 1, "local_updates": 1, "num_steps": 64}
+    changes = {
+        "num_agents": n,
+        "communicator": "similarity",
+        "iterations": 1,
+        "local_updates": 1,
+        "num_steps": 64,
+    }
     folder, summary = train(script, tmp_path / "similarity", **changes)
     sent = n * (n - 1) * script.parameters * 4
     assert summary["communication_rounds"] == 1 and summary["communication_bytes"] == sent
@@ -676,7 +813,9 @@ def test_similarity_is_computed_from_what_agents_may_tell(script, tmp_path):
     states = script.public_states(script.Args(**summary["settings"]))
     agents = [script.new_agent() for _ in range(n)]
     exchanged = folder
-    if script.module is fedavg_ppo:  # it has averaged since: the agents that were exchanged are those of no round
+    if (
+        script.module is fedavg_ppo
+    ):  # it has averaged since: the agents that were exchanged are those of no round
         exchanged, _ = train(script, tmp_path / "parent", **changes | {"local_updates": 2})
     for i, agent in enumerate(agents):
         agent.load_state_dict(load_file(exchanged / f"agent_{i}.safetensors"))
@@ -695,7 +834,13 @@ def test_rewards_are_means_since_the_last_round(script, tmp_path, monkeypatch):
     Where no episode ended in an interval, the mean before it counts, and the group's where there is none.
     """
     n, told, make = (3 if script.family == "MiniGrid" else 2), [], script.make_communicator
-    changes = {"num_agents": n, "communicator": "reward", "num_steps": 110, "iterations": 4, "local_updates": 2}
+    changes = {
+        "num_agents": n,
+        "communicator": "reward",
+        "num_steps": 110,
+        "iterations": 4,
+        "local_updates": 2,
+    }
     if script.family == "Atari":
         changes |= {"num_steps": 130, "iterations": 3, "local_updates": 1}
 
@@ -720,7 +865,9 @@ def test_rewards_are_means_since_the_last_round(script, tmp_path, monkeypatch):
         histories.append(expected.clone())
     found = torch.stack(told)[:: len(told) // rounds]
     torch.testing.assert_close(found, torch.stack(histories), rtol=1e-5, atol=1e-5, equal_nan=True)
-    torch.testing.assert_close(communicator_of(folder), communicators.reward(histories[-1]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        communicator_of(folder), communicators.reward(histories[-1]), rtol=0, atol=1e-5
+    )
     assert not torch.equal(histories[-1], histories[0]) and histories[-1].unique().numel() > 1
 
 
@@ -728,7 +875,9 @@ def communicator_of(folder):
     """The matrix that TensorBoard shows last."""
     scalars = scalars_of(folder)
     n = math.isqrt(sum(tag.startswith("communicator/c_") for tag in scalars))
-    return torch.tensor([[scalars[f"communicator/c_{i}_{j}"][-1][1] for j in range(n)] for i in range(n)])
+    return torch.tensor(
+        [[scalars[f"communicator/c_{i}_{j}"][-1][1] for j in range(n)] for i in range(n)]
+    )
 
 
 @on_minigrid
@@ -772,7 +921,12 @@ def test_an_agent_that_diverges_is_named_and_its_peers_go_on(script, tmp_path, m
     """Nobody hears it any more, it learns no more, and it is recorded as NaN; the others train, and are evaluated."""
     n, most = (4, 6) if script.family == "MiniGrid" else (3, 4)
     poison(script, monkeypatch, {1}, 2)
-    changes = {"num_agents": n, "communicator": "self-preferred", "self_preference": 0.4, "top_k": 1}
+    changes = {
+        "num_agents": n,
+        "communicator": "self-preferred",
+        "self_preference": 0.4,
+        "top_k": 1,
+    }
     changes |= {"iterations": most, "local_updates": 3, "eval_episodes": 1, "eval_every": 4}
     folder, summary = train(script, tmp_path, **changes)
     output = capsys.readouterr().out
@@ -783,18 +937,31 @@ def test_an_agent_that_diverges_is_named_and_its_peers_go_on(script, tmp_path, m
         result = summary["evaluation"]["agents"][i][summary["settings"]["env_id"]]["mean"]
         finite = heals or i != 1
         assert (result is not None) == finite
-        assert weights_of(folder)[i].isnan().sum() == (0 if finite else 1)  # it has not taken another step
-    (lost,) = {row["mean_return"] for row in evaluations_of(folder) if row["agent"] == "1"} if not heals else {"nan"}
+        assert weights_of(folder)[i].isnan().sum() == (
+            0 if finite else 1
+        )  # it has not taken another step
+    (lost,) = (
+        {row["mean_return"] for row in evaluations_of(folder) if row["agent"] == "1"}
+        if not heals
+        else {"nan"}
+    )
     assert lost == "nan"
     for row in rows_of(folder):
-        of_agent_1 = row["agent"] == "1" and (int(row["iteration"]) == 3 if heals else int(row["iteration"]) > 2)
+        of_agent_1 = row["agent"] == "1" and (
+            int(row["iteration"]) == 3 if heals else int(row["iteration"]) > 2
+        )
         assert (row["policy_loss"] == "nan") == of_agent_1
     expected = torch.zeros(n, n)
     for i in range(n):
-        expected[i, i], expected[i, 2 if i == 0 else (i + 1) % n] = 0.4, 0.6  # the next agent that can be heard
+        expected[i, i], expected[i, 2 if i == 0 else (i + 1) % n] = (
+            0.4,
+            0.6,
+        )  # the next agent that can be heard
     points = scalars_of(folder)
     for i, j in ((i, j) for i in range(n) for j in range(n) if i != 1):
-        assert points[f"communicator/c_{i}_{j}"][2][1] == pytest.approx(expected[i, j].item(), abs=1e-6)
+        assert points[f"communicator/c_{i}_{j}"][2][1] == pytest.approx(
+            expected[i, j].item(), abs=1e-6
+        )
 
 
 @on_minigrid
@@ -828,12 +995,20 @@ def test_fedavg_without_a_valid_peer_keeps_parameters(script, tmp_path, monkeypa
 
 def test_minibatches_without_a_sample_are_skipped(tmp_path):
     """More minibatches than valid samples: what is there is learned from, and nothing becomes NaN."""
-    changes = {"num_agents": 1, "communicator": "identity", "num_envs": 1, "num_steps": 8, "num_minibatches": 8}
+    changes = {
+        "num_agents": 1,
+        "communicator": "identity",
+        "num_envs": 1,
+        "num_steps": 8,
+        "num_minibatches": 8,
+    }
     changes |= {"env_id": "MiniGrid-Empty-5x5-v0", "iterations": 24, "save_every": 99}
     folder, summary = train(PRPO_MINIGRID, tmp_path, **changes)
     assert weights_of(folder)[0].isfinite().all() and summary["diverged"] == []
     assert all(row["policy_loss"] != "nan" for row in rows_of(folder))
-    assert any(float(row["episodes"]) for row in rows_of(folder))  # then a step is lost to the reset
+    assert any(
+        float(row["episodes"]) for row in rows_of(folder)
+    )  # then a step is lost to the reset
 
 
 # --- rounds ---
@@ -845,8 +1020,14 @@ def test_before_the_first_round_agents_are_isolated(script, tmp_path, capsys):
     together, _ = train(script, tmp_path / "uniform", communicator="uniform", local_updates=4)
     isolated, _ = train(script, tmp_path / "identity", communicator="identity", local_updates=4)
     rows, expected = rows_of(together), rows_of(isolated)
-    learned = [{name: value for name, value in row.items() if name != "communication_bytes"} for row in rows]
-    expected = [{name: value for name, value in row.items() if name != "communication_bytes"} for row in expected]
+    learned = [
+        {name: value for name, value in row.items() if name != "communication_bytes"}
+        for row in rows
+    ]
+    expected = [
+        {name: value for name, value in row.items() if name != "communication_bytes"}
+        for row in expected
+    ]
     assert learned[:12] == expected[:12] and learned[12:] != expected[12:]
     entries = scalars_of(together)["communicator/c_0_1"]
     assert [value for _, value in entries] == pytest.approx([0, 0, 0, 1 / 3, 1 / 3, 1 / 3])
@@ -861,15 +1042,25 @@ def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypa
     """Also over a restart; who never had one counts as the others' mean."""
     script, receive, told = PRPO_MINIGRID, PRPO_MINIGRID.Envs.receive, []
     make = script.make_communicator
-    rounds = [[0.5, None, 0.3], [None, None, 0.9], [None, 0.2, None]]  # mean return of each agent, if there is one
-    known = torch.tensor([[0.5, torch.nan, 0.3], [0.5, torch.nan, 0.9], [0.5, 0.2, 0.9]], dtype=torch.float64)
+    rounds = [
+        [0.5, None, 0.3],
+        [None, None, 0.9],
+        [None, 0.2, None],
+    ]  # mean return of each agent, if there is one
+    known = torch.tensor(
+        [[0.5, torch.nan, 0.3], [0.5, torch.nan, 0.9], [0.5, 0.2, 0.9]], dtype=torch.float64
+    )
     clock = [0]
 
     def tell(envs, part):
         *signals, _ = receive(envs, part)
         clock[0] += part == 0
         of_round = rounds[(clock[0] - 1) // 64 % 3]
-        games = [(k, value, 9.0) for k, value in enumerate(of_round) if value is not None and clock[0] % 64 == 5]
+        games = [
+            (k, value, 9.0)
+            for k, value in enumerate(of_round)
+            if value is not None and clock[0] % 64 == 5
+        ]
         return *signals, [game for game in games if game[0] in range(3)[envs.parts[part]]]
 
     def watch(args, returns=None, *rest, **more):
@@ -900,7 +1091,9 @@ def test_threads_change_nothing(script, tmp_path):
     On Atari the environments are played in one part on one core, and in two on two.
     """
     folders, threads = [], torch.get_num_threads()
-    most, changes = (3, {}) if script.family == "MiniGrid" else (2, {"num_agents": 2, "iterations": 2})
+    most, changes = (
+        (3, {}) if script.family == "MiniGrid" else (2, {"num_agents": 2, "iterations": 2})
+    )
     for number in (1, most, most):
         torch.set_num_threads(number)
         folders.append(train(script, tmp_path / str(len(folders)), **changes)[0])
@@ -934,7 +1127,9 @@ def first_log_ratios(script, run_dir, monkeypatch, **changes):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_first_minibatch_has_ratio_one(script, precision, tmp_path, monkeypatch):
     """Before the first gradient step the policy is the behaviour policy, rounding included; weights stay float32."""
-    ratios, logged, folder = first_log_ratios(script, tmp_path, monkeypatch, precision=precision, iterations=3)
+    ratios, logged, folder = first_log_ratios(
+        script, tmp_path, monkeypatch, precision=precision, iterations=3
+    )
     assert max(ratios) < 1e-4 and max(logged) < 1e-5
     for tensor in load_file(folder / "agent_0.safetensors").values():
         assert tensor.dtype == torch.float32
@@ -943,15 +1138,24 @@ def test_the_first_minibatch_has_ratio_one(script, precision, tmp_path, monkeypa
     obs = script.random_obs(16)
     difference = (rough(obs)[1] - exact(obs)[1]).abs().max()
     assert rough(obs)[0].dtype == rough(obs)[1].dtype == torch.float32
-    assert 1e-4 < difference < 0.1 if precision == "bfloat16" else difference == 0  # the precision is in effect
+    assert (
+        1e-4 < difference < 0.1 if precision == "bfloat16" else difference == 0
+    )  # the precision is in effect
 
 
 @pytest.mark.parametrize(
-    ("script", "seed"), [pytest.param(script, seed, id=str(script)) for seed, script in enumerate(MINIGRID, 11)]
+    ("script", "seed"),
+    [pytest.param(script, seed, id=str(script)) for seed, script in enumerate(MINIGRID, 11)],
 )
 def test_three_agents_learn_a_room(script, seed, tmp_path):
     """Three agents that talk solve a small room in which untrained ones seldom find the goal."""
-    changes = {"communicator": "uniform", "seed": seed, "num_envs": 4, "total_timesteps": 40 * 256, "local_updates": 4}
+    changes = {
+        "communicator": "uniform",
+        "seed": seed,
+        "num_envs": 4,
+        "total_timesteps": 40 * 256,
+        "local_updates": 4,
+    }
     changes |= {"update_epochs": 4, "num_minibatches": 4, "save_every": 40, "eval_episodes": 20}
     _, summary = train(script, tmp_path, **changes)
     task = summary["settings"]["env_id"]

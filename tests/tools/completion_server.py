@@ -50,7 +50,9 @@ class CompletionServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 names = ["base", *owner.loaded]
-                self.reply(200, json.dumps({"object": "list", "data": [{"id": name} for name in names]}))
+                self.reply(
+                    200, json.dumps({"object": "list", "data": [{"id": name} for name in names]})
+                )
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -100,7 +102,9 @@ class CompletionServer:
 
     def load(self, name, folder):
         if name in self.loaded:
-            return 400, json.dumps({"error": {"message": f"The lora adapter '{name}' has already been loaded."}})
+            return 400, json.dumps(
+                {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
+            )
         if not (folder / "adapter_config.json").is_file():
             return 404, json.dumps({"error": {"message": f"No adapter found for {folder}"}})
         key = name.replace(".", "_")  # PyTorch's names of modules
@@ -137,7 +141,13 @@ class CompletionServer:
             if "no-end" in self.faults and ids[-1] in body["stop_token_ids"] and len(ids) > 1:
                 ids, values = ids[:-1], values[:-1]
             logprobs = {"token_logprobs": values, "tokens": [f"token_id:{token}" for token in ids]}
-            choice = {"index": index, "text": "", "logprobs": logprobs, "finish_reason": reason, "token_ids": ids}
+            choice = {
+                "index": index,
+                "text": "",
+                "logprobs": logprobs,
+                "finish_reason": reason,
+                "token_ids": ids,
+            }
             if "old" in self.faults or "no-ids" in self.faults:
                 del choice["token_ids"]
             if "no-ids" in self.faults:
@@ -154,7 +164,16 @@ def transformers_serve(model, log):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["-m", "transformers.cli.transformers", "serve", model, "--port", str(port), "--device", "cpu"]
+    words = [
+        "-m",
+        "transformers.cli.transformers",
+        "serve",
+        model,
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+    ]
     env = environment(HF_HUB_OFFLINE="1", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     with open(log, "w") as output:
         server = subprocess.Popen([sys.executable, *words], env=env, stdout=output, stderr=output)

@@ -25,7 +25,10 @@ def crash(moment, agent, iteration, die):
 
     def due(now, path):
         path = Path(path)
-        return moment == now and (path.parent.name, path.name) == (f"agent_{agent}", f"{iteration}.pt")
+        return moment == now and (path.parent.name, path.name) == (
+            f"agent_{agent}",
+            f"{iteration}.pt",
+        )
 
     def save_half(state, file):
         if due("half a file", str(file.name).removesuffix(".tmp")):

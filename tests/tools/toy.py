@@ -35,14 +35,28 @@ def main(args, name="toy", at=lambda iteration: None):
     torch.manual_seed(args.seed)
     exchange = Exchange(args.num_agents, "cpu", args.timeout)
     held, env_ids = exchange.agents, [f"line {i}" for i in range(args.num_agents)]
-    run = Run(args, exchange, name, total=args.iterations, work=10, stride=5, headline="charts/x", env_ids=env_ids)
+    run = Run(
+        args,
+        exchange,
+        name,
+        total=args.iterations,
+        work=10,
+        stride=5,
+        headline="charts/x",
+        env_ids=env_ids,
+    )
     modules = [torch.nn.Linear(2, 1) for _ in range(args.num_agents)][held.start : held.stop]
     optimizers = [torch.optim.Adam(module.parameters(), 0.1) for module in modules]
     generators = [torch.Generator().manual_seed(100 * args.seed + i) for i in held]
     C = torch.eye(args.num_agents)
     table = torch.zeros(len(held), 50_000, 2)  # of which each agent's checkpoint holds two numbers
     state = {
-        i: {"module": modules[k], "optimizer": optimizers[k], "generator": generators[k], "tensor": table[k, 0]}
+        i: {
+            "module": modules[k],
+            "optimizer": optimizers[k],
+            "generator": generators[k],
+            "tensor": table[k, 0],
+        }
         | {"list": [0.5], "deque": deque(maxlen=3), "communicator": C}
         for k, i in enumerate(held)
     }
@@ -68,7 +82,10 @@ def main(args, name="toy", at=lambda iteration: None):
         run.log(rows, C, torch.full_like(C, torch.nan), {"charts/learning_rate": 1 / iteration})
         if run.due(args.eval_every):
             run.log_evaluation(
-                [{"line": {"return": np.array([value, iteration])}} for value in own["list"][-1:] * len(held)]
+                [
+                    {"line": {"return": np.array([value, iteration])}}
+                    for value in own["list"][-1:] * len(held)
+                ]
             )
         if run.saves():
             run.save(state)

@@ -22,7 +22,13 @@ def tensors_of(value):
     """All tensors in nested arguments."""
     if isinstance(value, torch.Tensor):
         return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    values = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return [tensor for part in values for tensor in tensors_of(part)]
 
 
@@ -30,7 +36,15 @@ def watch(name, function):
     def watched(*args, **kwargs):
         global depth
         if depth == 0:
-            calls.append([name, [[str(t.dtype).removeprefix("torch."), t.numel()] for t in tensors_of([args, kwargs])]])
+            calls.append(
+                [
+                    name,
+                    [
+                        [str(t.dtype).removeprefix("torch."), t.numel()]
+                        for t in tensors_of([args, kwargs])
+                    ],
+                ]
+            )
         depth += 1
         try:
             return function(*args, **kwargs)
