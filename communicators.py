@@ -1,11 +1,33 @@
-"""What PRPO's scripts share: communicators, the exchange between agents, and what surrounds training.
+"""What PRPO's scripts share: communicators, exchange between agents, and what surrounds training.
 
-1 mathematics (communicators, mixtures, divergences, averaging) - 2 exchange - 3 arguments - 4 cores - 5 the run. No
-algorithm, no environment and no network, and nothing here calls back into a script.
+A communicator C is a row-stochastic matrix [agents, agents]. Row i says which peers agent i's
+reference policy is built from, C_i pi = sum_j c_ij pi_j: agent i listens to agent j where c_ij > 0,
+and column j shows agent j's listeners. Equation, example, definition and remark numbers are those
+of the PRPO paper.
 
-A communicator C is a row-stochastic matrix [agents, agents]: row i says whom agent i listens to, column j who hears
-agent j. Row i turns the policies of all agents into agent i's reference policy, C_i pi = sum_j c_ij pi_j.
-Equation, example, definition and remark numbers are those of the PRPO paper.
+Contents
+    1 mathematics
+        communicators: identity, uniform, self_preferred, similarity, reward, softmax_reward,
+            rank_reward, relative_gain, surrogate, from_csv
+        what they are computed from: bound_returns, remember, surrogate_gains
+        who may listen to whom: neighbours, participants, ring, top_k, sparsify, drop_invalid,
+            restrict
+        what is logged of C: non_expansion, summarize_communicator
+        policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation
+        parameters: flatten, unflatten, average_parameters, average_products
+    2 exchange
+        Exchange: which process holds which agents, and all communication between processes
+        Peers: what surrounds the communication rounds of the control scripts, with View, what one
+            agent received last
+    3 arguments
+        types with bounds (Count, Natural, ...), RunArgs, refuse, parse_args, --eval-only,
+            derive_seed, and the statistics of returns (mean, mean_and_half_interval)
+    4 speed: the same numbers, sooner
+    5 the run
+        Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically and
+            cache_folder
+There is no algorithm, no environment and no network here, and nothing here calls back into a
+script.
 """
 
 import atexit
@@ -53,17 +75,19 @@ from torch import Tensor
 
 try:
     import fcntl
-except ImportError:  # it is not for Windows
+except ImportError:  # on Windows
     fcntl = None
 
 MIXTURES = ("arithmetic", "geometric")
 KL_DIRECTIONS = ("forward", "reverse")
-FEW_AGENTS = 16  # up to so many, logs hold all pairs of agents; for more, what is linear in their number
-# Whose versions a summary tells, where they are in use
+# Up to this number, logs hold all pairs of agents; beyond it, only what is linear in the number
+FEW_AGENTS = 16
+# The packages whose versions a summary records, where they are imported
 PACKAGES = ("torch", "numpy", "gymnasium", "minigrid", "ale-py", "envpool", "transformers", "peft")
 
 # --- 1. mathematics ---
-# Constructors: every one returns a detached float32 tensor [agents, agents] with rows on the simplex
+# Communicators: every constructor returns a detached float32 tensor [agents, agents] with rows on
+# the simplex
 
 
 def identity(num_agents: int) -> Tensor:
@@ -77,160 +101,115 @@ def uniform(num_agents: int) -> Tensor:
 
 
 def self_preferred(num_agents: int, self_preference: float) -> Tensor:
-    """Example 2: c_ii = p and c_ij = (1 - p) / (n - 1). One agent alone gets C = [[1]]. Returns [agents, agents].
+    """Example 2: c_ii = p and c_ij = (1 - p) / (n - 1). A single agent gets C = [[1]].
 
-    Raises ValueError if p is outside [0, 1].
+    Returns [agents, agents]. Raises ValueError if p is outside [0, 1].
     """
     if not 0.0 <= self_preference <= 1.0:
         raise ValueError(f"self-preference {self_preference} is outside [0, 1]")
-    others = (1.0 - self_preference) / max(num_agents - 1, 1)
-    return torch.full((num_agents, num_agents), others).fill_diagonal_(self_preference if num_agents > 1 else 1.0)
+    self_weight = self_preference if num_agents > 1 else 1.0
+    peer_weight = (1.0 - self_preference) / max(num_agents - 1, 1)
+    return torch.full((num_agents, num_agents), peer_weight).fill_diagonal_(self_weight)
 
 
 def similarity(log_probs: Tensor) -> Tensor:
     """Example 3: c_ij proportional to the sum over S_ref of <pi_i(.|s), pi_j(.|s)>, row-normalised.
 
-    log_probs: [agents, states, actions], every agent's log-probabilities on the *public* reference states S_ref.
-    Returns [agents, agents].
+    log_probs: [agents, states, actions], every agent's log-probabilities on the *public* reference
+    states S_ref. Returns [agents, agents].
     """
-    probs = log_probs.detach().double().exp().nan_to_num(nan=0.0).flatten(1)  # [agents, states * actions]
+    probs = log_probs.detach().double().exp().nan_to_num(nan=0.0)
+    probs = probs.flatten(1)  # [agents, states * actions]
     return _normalise_rows(probs @ probs.T)
 
 
 def reward(returns: Tensor) -> Tensor:
     """Example 4: c_ij = r_j / sum_k r_k, the same row for every agent.
 
-    returns: [agents], mean whole-episode unclipped returns; NaN for an agent that has never had data, which counts as
-    the others' mean. A negative return counts as 0 (with a warning); if nothing positive is left the rows are uniform.
-    Returns [agents, agents].
+    returns: [agents], mean whole-episode unclipped returns; NaN, for an agent that has never had
+    data, is replaced by the mean of the others. A negative return counts as 0 (with a warning); if
+    no return is positive, the rows are uniform. Returns [agents, agents].
     """
     returns = _fill_unknown(returns)
     if (returns < 0).any():
-        message = "the reward communicator counts negative mean returns as 0; softmax-reward and rank-reward rank them"
+        message = (
+            "the reward communicator counts negative mean returns as 0; "
+            "softmax-reward and rank-reward rank them"
+        )
         warnings.warn(message, stacklevel=2)
     returns = returns.clamp(min=0.0)
-    returns = returns / returns.max().clamp(min=torch.finfo(returns.dtype).tiny)  # keeps the sum finite
+    # Scaled first, so that the sum stays finite
+    returns = returns / returns.max().clamp(min=torch.finfo(returns.dtype).tiny)
     return _normalise_rows(returns.expand(len(returns), -1))
 
 
 def softmax_reward(returns: Tensor, temperature: float = 1.0) -> Tensor:
     """Example 4 for signed rewards: c_ij = softmax_j(r_j / (temperature * spread)).
 
-    returns: [agents], NaN for an agent that has never had data, which counts as the others' mean. The spread is the
-    standard deviation of the agents' returns, so that the scale of a game's points does not matter; equal returns make
-    uniform rows. Returns [agents, agents].
+    returns: [agents], NaN as in `reward`. The spread is the standard deviation of the agents'
+    returns, so that the scale of a task's rewards does not matter; equal returns give uniform rows.
+    Returns [agents, agents].
     """
     returns = _fill_unknown(returns)
-    returns = returns / returns.abs().max().clamp(min=torch.finfo(returns.dtype).tiny)  # keeps the spread finite
+    # Scaled first, so that the spread stays finite
+    returns = returns / returns.abs().max().clamp(min=torch.finfo(returns.dtype).tiny)
     spread = returns.std(correction=0)
-    return _softmax_rows(returns / spread if spread > 1e-9 else torch.zeros_like(returns), temperature)
+    scores = torch.zeros_like(returns)
+    if spread > 1e-9:
+        scores = returns / spread
+    return _softmax_rows(scores, temperature)
 
 
 def rank_reward(returns: Tensor) -> Tensor:
-    """Example 4 for signed rewards: weights proportional to the rank of r_j (worst 1, best n; ties share their mean).
+    """Example 4 for signed rewards: weights proportional to the rank of r_j.
 
-    returns: [agents], NaN as in `softmax_reward`. Returns [agents, agents].
+    The worst rank is 1, the best n; ties share their mean. returns: [agents], NaN as in `reward`.
+    Returns [agents, agents].
     """
     returns = _fill_unknown(returns)
     below = (returns[None] < returns[:, None]).sum(1)
     ties = (returns[None] == returns[:, None]).sum(1)
-    rank = below + (ties + 1) / 2
-    return _normalise_rows(rank.double().expand(len(rank), -1))
-
-
-def bound_returns(returns: Tensor, factor: float = 10.0) -> Tensor:
-    """What agents report, bounded by what a listener can know: `factor` times the others' usual magnitude.
-
-    returns: [agents], NaN for an agent without data. A value beyond `factor` times the median magnitude of the *other*
-    agents' reports is cut there, so that a report of 1e30 is worth at most `factor` ordinary ones; where that median
-    is 0, their mean magnitude stands for it. Where all others report 0, or nothing, there is no scale to compare with,
-    and the report stays: of (0, 0, r) Example 4 makes the same row for every positive r. A value that is not finite
-    counts as no report. Returns [agents], double.
-    """
-    returns = returns.detach().double()
-    returns = torch.where(returns.isfinite(), returns, torch.nan)
-    bounded = returns.clone()
-    for j in range(len(returns)):
-        others = torch.cat((returns[:j], returns[j + 1 :]))
-        magnitudes = others[~others.isnan()].abs()
-        if not magnitudes.any():
-            continue
-        scale = magnitudes.quantile(0.5)
-        if scale == 0:
-            scale = (magnitudes / len(magnitudes)).sum()  # the sum of huge numbers may be infinite
-        bounded[j] = returns[j].clamp(-factor * scale, factor * scale)
-    return bounded
-
-
-def _fill_unknown(returns: Tensor) -> Tensor:
-    """Returns [agents] in double precision, NaN replaced by the mean of the others (0 if nobody has data)."""
-    returns = returns.detach().double()
-    known = returns[~returns.isnan()]
-    scale = known.abs().max() if len(known) else 0.0  # keeps the mean finite
-    return returns.nan_to_num(nan=float((known / scale).mean() * scale) if scale else 0.0)
+    ranks = below + (ties + 1) / 2
+    return _normalise_rows(ranks.double().expand(len(ranks), -1))
 
 
 def relative_gain(gains: Tensor, temperature: float = 1.0) -> Tensor:
     """FGRPO's adaptive weights: c_ij = softmax_j(g_j / temperature), the same row for every agent.
 
-    gains: [agents], see `remember`. What lies outside [-1, 1] is cut, so that nobody gains more listeners by shouting;
-    NaN counts as 0, neither better nor worse than before. Returns [agents, agents].
+    gains: [agents], see `remember`. They are clipped to [-1, 1], so that inflated gains cannot
+    attract weight; NaN counts as 0, an unchanged return. Returns [agents, agents].
     """
-    return _softmax_rows(gains.detach().double().nan_to_num(nan=0.0).clamp(-1, 1), temperature)
-
-
-def remember(record: Tensor, returns: list[float], rate: float = 0.2) -> Tensor:
-    """What an agent keeps of its rounds, [mean return, gain, baseline], NaN at first, after a round with these returns.
-
-    The gain over its own history is g = (r - b) / (|b| + se) in [-1, 1], with the mean r, its standard error se, and
-    the baseline b, an exponential average of the means before, which takes in `rate` of r only afterwards; so the
-    scale of the rewards does not matter. The first gain is 0, and so is that of a round without a finite return: the
-    last mean still says how good an agent is, the last gain nothing of how much better it has become.
-    """
-    known, (last, _, baseline) = np.array([value for value in returns if math.isfinite(value)]), record.tolist()
-    if not len(known):
-        return record.new_tensor([last, 0.0, baseline])
-    r, b = known.mean(), known.mean() if math.isnan(baseline) else baseline
-    scale = abs(b) + known.std(ddof=len(known) > 1) / math.sqrt(len(known))
-    gain = (r - b) / scale if abs(r - b) < scale else np.sign(r - b)
-    return record.new_tensor([r, gain, b + rate * (r - b)])
+    gains = gains.detach().double().nan_to_num(nan=0.0)
+    return _softmax_rows(gains.clamp(-1, 1), temperature)
 
 
 def surrogate(gains: Tensor, temperature: float = 1.0) -> Tensor:
-    """c_ij = softmax_j(10 L_i(pi_j) / temperature): whom agent i's *own* data say that it should listen to.
+    """c_ij = softmax_j(10 L_i(pi_j) / temperature): weights from agent i's *own* data.
 
-    gains: [agents, agents], row i is L_i of `surrogate_gains`, in standard deviations of the advantage, of which the
-    temperature counts tenths; c_ii belongs to L_i(pi_i) = 0. NaN, for a peer that is invalid, gets weight 0; a row of
-    NaN becomes uniform. Nobody has to report a return, so nobody can gain listeners by a false one. Returns
-    [agents, agents].
+    gains: [agents, agents], row i is L_i of `surrogate_gains`, in standard deviations of the
+    advantage, of which the temperature counts tenths; c_ii belongs to L_i(pi_i) = 0. NaN, for a
+    peer that is invalid, gets weight 0; a row of NaN becomes uniform. No agent reports a return
+    here, so a false report cannot attract weight. Returns [agents, agents].
     """
-    return _softmax_rows((10 * gains.detach().double()).nan_to_num(nan=-math.inf, posinf=-math.inf), temperature)
-
-
-def surrogate_gains(log_probs: Tensor, behaviour: Tensor, advantages: Tensor, max_ratio: float = 10.0) -> Tensor:
-    """L_i(pi_j) = E[min(rho_j, max_ratio) A], rho_j = pi_j / pi_i, over the actions of agent i's last rollout.
-
-    By the performance difference lemma J(pi_j) - J(pi_i) = E[A_i(s, a)] over the states and actions of pi_j; over
-    agent i's own states, as in TRPO's surrogate, and its own actions, weighted by rho_j, it is what agent i can
-    estimate alone. Advantages are normalised, so that the constant policy rho = 1 has L = 0; the truncation bounds
-    the variance. log_probs [policies, samples]: of the actions under the peers; behaviour [samples]: under the policy
-    that took them; advantages [samples]. Returns [policies]; NaN for a policy that is.
-    """
-    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
-    return ((log_probs - behaviour).exp().clamp(max=max_ratio) * advantages).mean(-1)
+    scores = 10 * gains.detach().double()
+    scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf)
+    return _softmax_rows(scores, temperature)
 
 
 def from_csv(path: str, num_agents: int) -> Tensor:
-    """A matrix of one's own: a row of comma-separated weights for each agent, # begins a comment.
+    """A matrix from a file: a row of comma-separated weights for each agent, # begins a comment.
 
-    Returns [agents, agents]. Raises ValueError if it is not square for so many agents, finite and row-stochastic, and
-    OSError if it cannot be read.
+    Returns [agents, agents]. Raises ValueError if it is not finite, row-stochastic and of this
+    size, and OSError if the file cannot be read.
     """
     communicator = torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2))
     if communicator.shape != (num_agents, num_agents):
-        raise ValueError(f"has {' x '.join(map(str, communicator.shape))} weights, not {num_agents} x {num_agents}")
-    if not ((communicator >= 0).all() and (communicator.sum(1) - 1).abs().max() < 1e-6):
-        raise ValueError("has a row that is not on the simplex: weights must be at least 0 and sum to 1")
+        size = " x ".join(map(str, communicator.shape))
+        raise ValueError(f"has {size} weights, not {num_agents} x {num_agents}")
+    row_errors = (communicator.sum(1) - 1).abs()
+    if not ((communicator >= 0).all() and row_errors.max() < 1e-6):
+        message = "has a row that is not on the simplex: weights must be at least 0 and sum to 1"
+        raise ValueError(message)
     return _normalise_rows(communicator)
 
 
@@ -240,9 +219,10 @@ def write_matrix(communicator: Tensor) -> str:
 
 
 def own_matrix(args: "RunArgs") -> Tensor:
-    """The matrix of --communicator FILE, as the file was at the start of the run. Returns [agents, agents].
+    """The matrix of --communicator FILE, as the file was at the start of the run.
 
-    Raises ValueError and OSError as `from_csv`, if the file could not be read then.
+    Returns [agents, agents]. Raises ValueError and OSError as `from_csv`, if the file could not be
+    read then.
     """
     if not args.communicator_matrix:
         return from_csv(args.communicator, args.num_agents)
@@ -255,9 +235,121 @@ def _read_matrix(text: str) -> Tensor:
     return torch.tensor([[float(weight) for weight in row.split()] for row in text.split(";")])
 
 
-def neighbours(args: "RunArgs") -> Tensor:
-    """Whom each agent may ever listen to: itself, and whom --communicator FILE and --topology leave.
+def _softmax_rows(scores: Tensor, temperature: float) -> Tensor:
+    """softmax(scores / temperature); a row of -inf is uniform.
 
+    scores: [agents], the same for every row, or [agents, agents].
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} must be positive")
+    best = scores.max(-1, keepdim=True).values.nan_to_num(neginf=0.0)
+    weights = ((scores - best) / temperature).exp()
+    return _normalise_rows(weights.expand(scores.shape[-1], -1))
+
+
+def _normalise_rows(weights: Tensor, fallback: Tensor | None = None) -> Tensor:
+    """Rows divided by their sums.
+
+    A row that sums to 0 becomes the normalised row of `fallback` (default: uniform).
+    """
+    if fallback is None:
+        fallback = torch.ones_like(weights)
+    weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, fallback)
+    return (weights / weights.sum(1, keepdim=True)).float()
+
+
+# What communicators are computed from: returns and gains
+
+
+def bound_returns(returns: Tensor, factor: float = 10.0) -> Tensor:
+    """Reported returns, bounded by `factor` times the usual magnitude of the other reports.
+
+    returns: [agents], NaN for an agent without data. A value beyond `factor` times the median
+    magnitude of the *other* agents' reports is clipped to that, so that a report of 1e30 has the
+    weight of at most `factor` ordinary ones; where that median is 0, the mean magnitude of the
+    others replaces it. Where all others report 0, or nothing, there is no scale to compare with,
+    and the report stays: of (0, 0, r) Example 4 makes the same row for every positive r. A value
+    that is not finite counts as no report. Returns [agents], double.
+    """
+    returns = returns.detach().double()
+    returns = torch.where(returns.isfinite(), returns, torch.nan)
+    bounded = returns.clone()
+    for j in range(len(returns)):
+        others = torch.cat((returns[:j], returns[j + 1 :]))
+        magnitudes = others[~others.isnan()].abs()
+        if not magnitudes.any():
+            continue
+        scale = magnitudes.quantile(0.5)
+        if scale == 0:
+            # Divided first: the sum of huge numbers may be infinite
+            scale = (magnitudes / len(magnitudes)).sum()
+        bounded[j] = returns[j].clamp(-factor * scale, factor * scale)
+    return bounded
+
+
+def _fill_unknown(returns: Tensor) -> Tensor:
+    """Returns [agents], double, with NaN replaced by the mean of the others (0 if all are NaN)."""
+    returns = returns.detach().double()
+    reported = returns[~returns.isnan()]
+    scale = reported.abs().max() if len(reported) else 0.0
+    substitute = 0.0
+    if scale:
+        # Scaled first, so that the mean stays finite
+        substitute = float((reported / scale).mean() * scale)
+    return returns.nan_to_num(nan=substitute)
+
+
+def remember(record: Tensor, returns: list[float], rate: float = 0.2) -> Tensor:
+    """An agent's record [mean return, gain, baseline], NaN at first, after a round of `returns`.
+
+    The gain over the agent's own history is g = (r - b) / (|b| + se) in [-1, 1]: r is the mean of
+    these returns, se its standard error, and b the baseline, an exponential average of the earlier
+    means, which is updated with `rate` only afterwards. So the scale of the rewards does not
+    matter. The first gain is 0, and so is that of a round without a finite return: the last mean
+    still shows how good an agent is, but the last gain does not show how much better it has become.
+    """
+    finite_returns = np.array([value for value in returns if math.isfinite(value)])
+    last_mean, _, baseline = record.tolist()
+    if not len(finite_returns):
+        return record.new_tensor([last_mean, 0.0, baseline])
+    mean_return = finite_returns.mean()
+    if math.isnan(baseline):
+        baseline = mean_return
+    ddof = 1 if len(finite_returns) > 1 else 0
+    standard_error = finite_returns.std(ddof=ddof) / math.sqrt(len(finite_returns))
+    scale = abs(baseline) + standard_error
+    difference = mean_return - baseline
+    gain = np.sign(difference)
+    if abs(difference) < scale:
+        gain = difference / scale
+    return record.new_tensor([mean_return, gain, baseline + rate * difference])
+
+
+def surrogate_gains(
+    log_probs: Tensor, behaviour: Tensor, advantages: Tensor, max_ratio: float = 10.0
+) -> Tensor:
+    """L_i(pi_j) = E[min(rho_j, max_ratio) A], over the actions of agent i's last rollout.
+
+    rho_j = pi_j / pi_i. By the performance difference lemma J(pi_j) - J(pi_i) = E[A_i(s, a)] over
+    the states and actions of pi_j. Over agent i's own states, as in TRPO's surrogate, and its own
+    actions, weighted by rho_j, it is what agent i can estimate alone. Advantages are normalised, so
+    that the constant ratio rho = 1 has L = 0; the truncation bounds the variance.
+    log_probs: [policies, samples], of the actions under the peers; behaviour: [samples], under the
+    policy that took them; advantages: [samples]. Returns [policies]; NaN for a policy that is NaN.
+    """
+    centred = advantages - advantages.mean()
+    normalised = centred / (advantages.std(correction=0) + 1e-8)
+    ratios = (log_probs - behaviour).exp().clamp(max=max_ratio)
+    return (ratios * normalised).mean(-1)
+
+
+# Who may listen to whom
+
+
+def neighbours(args: "RunArgs") -> Tensor:
+    """Who may ever listen to whom.
+
+    Each agent to itself, and to the peers that --communicator FILE and --topology allow.
     Returns a bool mask [agents, agents].
     """
     n = args.num_agents
@@ -268,129 +360,162 @@ def neighbours(args: "RunArgs") -> Tensor:
     if args.topology == "ring":
         mask = ring(n)
     if args.communicator not in named_communicators(type(args)):
-        mask = mask & (own_matrix(args) > 0)  # a zero of the file forbids
+        mask = mask & (
+            own_matrix(args) > 0
+        )  # a weight of 0 in the file excludes that peer for good
     return mask | oneself
 
 
 def participants(num_agents: int, fraction: float, seed: int) -> Tensor:
-    """Who takes part in a round: round(fraction * agents) of them, drawn with this seed. Returns bool [agents]."""
+    """Who takes part in a round: round(fraction * agents) of them, drawn with this seed.
+
+    Returns a bool mask [agents].
+    """
     order = torch.randperm(num_agents, generator=torch.Generator().manual_seed(seed))
-    return torch.zeros(num_agents, dtype=torch.bool).index_fill(0, order[: round(fraction * num_agents)], True)
+    drawn = order[: round(fraction * num_agents)]
+    return torch.zeros(num_agents, dtype=torch.bool).index_fill(0, drawn, True)
 
 
 def ring(num_agents: int) -> Tensor:
-    """The ring topology: each agent hears itself and its two neighbours. Returns a bool mask [agents, agents]."""
+    """The ring topology: each agent listens to itself and its two neighbours.
+
+    Returns a bool mask [agents, agents].
+    """
     index = torch.arange(num_agents)
     distance = (index[None] - index[:, None]) % num_agents
     return (distance <= 1) | (distance == num_agents - 1)
 
 
 def top_k(communicator: Tensor, k: int) -> Tensor:
-    """Where each agent keeps itself and its k heaviest peers; of equal peers, the next ones along the ring.
+    """Each agent and its k heaviest peers; of equal peers, the next ones along the ring.
 
-    communicator: [agents, agents]. Returns a bool mask [agents, agents] with at most k + 1 entries in a row.
+    communicator: [agents, agents]. Returns a bool mask [agents, agents] with at most k + 1 entries
+    in a row.
     """
     n = len(communicator)
-    ahead = (torch.arange(n)[None] - torch.arange(n)[:, None]) % n  # how many places agent j stands after agent i
-    by_distance = ahead.argsort(dim=1)[:, 1:]  # [agents, agents - 1], without oneself
-    heaviest = communicator.gather(1, by_distance).argsort(dim=1, descending=True, stable=True)[:, :k]
-    return torch.eye(n, dtype=torch.bool).scatter(1, by_distance.gather(1, heaviest), True)
+    index = torch.arange(n)
+    places_ahead = (index[None] - index[:, None]) % n  # of agent j, seen from agent i
+    peers = places_ahead.argsort(dim=1)[
+        :, 1:
+    ]  # [agents, agents - 1], along the ring, without oneself
+    weights = communicator.gather(1, peers)
+    heaviest = weights.argsort(dim=1, descending=True, stable=True)[:, :k]
+    oneself = torch.eye(n, dtype=torch.bool)
+    return oneself.scatter(1, peers.gather(1, heaviest), True)
 
 
 def sparsify(communicator: Tensor, mask: Tensor, keep_self: bool = False) -> Tensor:
-    """Zero outside the neighbourhood `mask` (bool [agents, agents]), rows renormalised. Returns [agents, agents].
+    """C with zeros outside the neighbourhood `mask` (bool [agents, agents]), rows renormalised.
 
-    keep_self: c_ii stays as it is, and the neighbours share the rest (a neighbourhood of oneself gets all).
-    What is left of a row that sums to 0 is shared evenly in the neighbourhood.
+    keep_self: c_ii is kept, and the neighbours share the rest (an agent without neighbours gets all
+    of it). Where the remaining weights sum to 0, they are shared evenly in the neighbourhood.
+    Returns [agents, agents].
     """
-    weights, mask = communicator.detach().double() * mask, mask.double()
+    communicator = communicator.detach().double()
+    mask = mask.double()
     if not keep_self:
-        return _normalise_rows(weights, mask)
-    own, oneself = communicator.detach().double().diagonal()[:, None], torch.eye(len(mask), dtype=torch.double)
-    peers, alone = mask * (1 - oneself), (mask * (1 - oneself)).sum(1, keepdim=True) == 0
-    shared = _normalise_rows(weights * (1 - oneself), torch.where(alone, oneself, peers)).double()
-    return torch.where(alone, oneself, own * oneself + (1 - own) * shared).float()
+        return _normalise_rows(communicator * mask, mask)
+    oneself = torch.eye(len(mask), dtype=torch.double)
+    peers = mask * (1 - oneself)
+    has_no_peers = peers.sum(1, keepdim=True) == 0
+    fallback = torch.where(has_no_peers, oneself, peers)
+    shared = _normalise_rows(communicator * peers, fallback).double()
+    self_weights = communicator.diagonal()[:, None]
+    rows = self_weights * oneself + (1 - self_weights) * shared
+    return torch.where(has_no_peers, oneself, rows).float()
 
 
 def drop_invalid(communicator: Tensor, valid: Tensor) -> Tensor:
-    """Drop the peers whose snapshot is missing or invalid (`valid` bool [agents]) from every row and renormalise.
+    """C without the peers whose snapshot is missing or invalid, rows renormalised.
 
-    A row with nobody left falls back on the agent itself. Returns [agents, agents].
+    valid: bool [agents]. A row without any weight left becomes the agent's own row of the identity.
+    Returns [agents, agents].
     """
-    return _normalise_rows(communicator.detach().double() * valid, torch.eye(len(valid), dtype=torch.double))
+    oneself = torch.eye(len(valid), dtype=torch.double)
+    return _normalise_rows(communicator.detach().double() * valid, oneself)
 
 
 def restrict(
-    communicator: Tensor, topology="full", k: int = 0, usable=None, keep_self: bool = False, allowed=None
+    communicator: Tensor,
+    topology: str = "full",
+    k: int = 0,
+    usable: Tensor | None = None,
+    keep_self: bool = False,
+    allowed: Tensor | None = None,
 ) -> Tensor:
-    """C within a topology (full or ring), among the usable peers (bool [agents], None: all), of these the k heaviest.
+    """C within a topology (full or ring), among the usable peers, of these the k heaviest (0: all).
 
-    k = 0 is all; keep_self as in `sparsify`. allowed: bool [agents, agents], the only peers that may get weight (None:
-    all); where none of them is left, an agent falls back on itself. Returns [agents, agents].
+    usable: bool [agents] (None: all); keep_self as in `sparsify`; allowed: bool [agents, agents],
+    the only peers that may get weight (None: all). An agent without any such peer listens to
+    itself. Returns [agents, agents].
     """
     n = len(communicator)
-    usable = torch.ones(n, dtype=torch.bool) if usable is None else usable
-    mask = ring(n) if topology == "ring" else torch.ones(n, n, dtype=torch.bool)
+    if usable is None:
+        usable = torch.ones(n, dtype=torch.bool)
+    mask = torch.ones(n, n, dtype=torch.bool)
+    if topology == "ring":
+        mask = ring(n)
     if allowed is not None:
         mask = mask & allowed
-    communicator = sparsify(communicator, (mask & usable) | torch.eye(n, dtype=torch.bool), keep_self)
+    oneself = torch.eye(n, dtype=torch.bool)
+    communicator = sparsify(communicator, (mask & usable) | oneself, keep_self)
     if k:
         communicator = sparsify(communicator, top_k(communicator, k), keep_self)
     return drop_invalid(communicator, usable)
 
 
+# What is logged of C
+
+
 def non_expansion(communicator: Tensor) -> float:
-    """The uniform non-expansion coefficient of C, its norm max_i sum_j |c_ij| (Definition 1, Remark 3): <= 1."""
+    """The uniform non-expansion coefficient of C, its norm max_i sum_j |c_ij|: at most 1.
+
+    Definition 1, Remark 3.
+    """
     return communicator.abs().sum(1).max().item()
 
 
 def summarize_communicator(communicator: Tensor, distances: Tensor) -> dict[str, float]:
-    """What TensorBoard shows of C and of the distances [agents, agents] of many agents; NaN where nothing is known."""
-    n = len(communicator)
-    peers = communicator * ~torch.eye(n, dtype=torch.bool)
-    apart = distances[(peers > 0) & ~distances.isnan()]
+    """What TensorBoard shows of C and of the distances of many agents; NaN where nothing is known.
+
+    communicator, distances: [agents, agents].
+    """
+    peer_weights = communicator * ~torch.eye(len(communicator), dtype=torch.bool)
+    connected = peer_weights > 0
+    measured = distances[connected & ~distances.isnan()]
     return {
         "communicator/self_weight": communicator.diagonal().mean().item(),
-        "communicator/peers": (peers > 0).sum(1).double().mean().item(),
-        "communicator/largest_peer_weight": peers.max().item(),
-        "communicator/most_listeners": (peers > 0).sum(0).max().item(),
-        "distances/mean": apart.mean().item(),
-        "distances/largest": apart.max().item() if len(apart) else math.nan,
+        "communicator/peers": connected.sum(1).double().mean().item(),
+        "communicator/largest_peer_weight": peer_weights.max().item(),
+        "communicator/most_listeners": connected.sum(0).max().item(),
+        "distances/mean": measured.mean().item(),
+        "distances/largest": measured.max().item() if len(measured) else math.nan,
     }
-
-
-def _softmax_rows(scores: Tensor, temperature: float) -> Tensor:
-    """softmax(scores / temperature), scores [agents] for every row or [agents, agents]; a row of -inf is uniform."""
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature} must be positive")
-    best = scores.max(-1, keepdim=True).values.nan_to_num(neginf=0.0)
-    return _normalise_rows(((scores - best) / temperature).exp().expand(scores.shape[-1], -1))
-
-
-def _normalise_rows(weights: Tensor, fallback: Tensor | None = None) -> Tensor:
-    """Rows divided by their sums; a row that sums to 0 becomes the normalised row of `fallback` (default: uniform)."""
-    fallback = torch.ones_like(weights) if fallback is None else fallback
-    weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, fallback)
-    return (weights / weights.sum(1, keepdim=True)).float()
 
 
 # Policies: mixtures and divergences
 
 
 def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic") -> Tensor:
-    """The reference policy C_i pi (eq. 4) as log-probabilities: row i of C applied to distributions.
+    """The reference policy C_i pi (eq. 4) as log-probabilities: row i of C applied to policies.
 
-    log_probs: [policies, ..., actions]; weights: [policies], on the simplex. Returns [..., actions], which sum to 1.
-    arithmetic: log sum_j c_j pi_j. geometric: sum_j c_j log pi_j, renormalised. A policy of weight 0 has no influence,
-    whatever its log-probabilities are. Raises ValueError if a geometric mixture has no common support.
+    log_probs: [policies, ..., actions]; weights: [policies], on the simplex.
+    arithmetic: log sum_j c_j pi_j. geometric: sum_j c_j log pi_j, renormalised. A policy of weight
+    0 has no influence, whatever its log-probabilities are.
+    Returns [..., actions], whose probabilities sum to 1. Raises ValueError if a geometric mixture
+    has no common support.
     """
     if mixture not in MIXTURES:
         raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
-    heard = [(weight, log_probs[j]) for j, weight in enumerate(weights.to(log_probs.dtype).tolist()) if weight > 0]
-    if mixture == "arithmetic":  # one policy after the other, because the vocabulary of a language model is large
-        weighted = (own + math.log(weight) if weight != 1 else own for weight, own in heard)
+    row = weights.to(log_probs.dtype).tolist()
+    mixed = [(weight, log_probs[j]) for j, weight in enumerate(row) if weight > 0]
+    if mixture == "arithmetic":
+        # One policy after the other, because the vocabulary of a language model is large
+        weighted = (
+            policy + math.log(weight) if weight != 1 else policy for weight, policy in mixed
+        )
         return functools.reduce(torch.logaddexp, weighted)
-    unnormalised = sum(weight * own for weight, own in heard)
+    unnormalised = sum(weight * policy for weight, policy in mixed)
     if unnormalised.isneginf().all(-1).any():
         raise ValueError("the policies of a geometric mixture have no action in common")
     return torch.log_softmax(unnormalised, dim=-1)
@@ -399,16 +524,21 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
 def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Exact KL(p || q) over the whole action set, in nats.
 
-    log_p, log_q: [..., actions], normalised. Returns [...]. Actions with p = 0 add 0; p > 0 = q gives infinity.
+    log_p, log_q: [..., actions], normalised. Returns [...]. Actions with p = 0 add 0; p > 0 = q
+    gives infinity.
     """
     p = log_p.exp()
-    return (p * (log_p - log_q).masked_fill(p == 0, 0.0)).sum(-1)
+    log_ratio = (log_p - log_q).masked_fill(p == 0, 0.0)
+    return (p * log_ratio).sum(-1)
 
 
-def kl_to_reference(log_policy: Tensor, log_reference: Tensor, direction: str = "forward") -> Tensor:
-    """The penalty of eq. 4, KL(reference || policy) ("forward"), or of eq. 7, KL(policy || reference) ("reverse").
+def kl_to_reference(
+    log_policy: Tensor, log_reference: Tensor, direction: str = "forward"
+) -> Tensor:
+    """The penalty of eq. 4, KL(reference || policy), or of eq. 7, KL(policy || reference).
 
-    log_policy, log_reference: [..., actions]. Returns [...], in nats. The reference is a constant: no gradient.
+    direction: "forward" for eq. 4, "reverse" for eq. 7. log_policy, log_reference: [..., actions].
+    Returns [...], in nats. The reference is a constant: no gradient.
     """
     if direction == "forward":
         return categorical_kl(log_reference.detach(), log_policy)
@@ -423,22 +553,47 @@ def total_variation(log_probs: Tensor) -> Tensor:
     log_probs: [agents, states, actions]. Returns [agents, agents] in [0, 1].
     """
     probs = log_probs.exp()
-    return torch.stack([(probs - own).abs().sum(-1).mean(-1) for own in probs]) / 2  # one by one: they may be large
+    # One policy after the other, because all differences at once may not fit into memory
+    rows = [(probs - policy).abs().sum(-1).mean(-1) for policy in probs]
+    return torch.stack(rows) / 2
 
 
 # Parameters
 
 
 def flatten(networks: list[nn.Module], numel: int) -> Tensor:
-    """Every network's parameters, flat and padded with zeros to `numel`. Returns [networks, numel]."""
-    flat = [nn.utils.parameters_to_vector(network.parameters()).detach() for network in networks]
-    return torch.stack([nn.functional.pad(own, (0, numel - len(own))) for own in flat])
+    """Every network's parameters, flat and padded with zeros to `numel`.
+
+    Returns [networks, numel].
+    """
+    rows = []
+    for network in networks:
+        parameters = nn.utils.parameters_to_vector(network.parameters()).detach()
+        rows.append(nn.functional.pad(parameters, (0, numel - len(parameters))))
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def unflatten(parameters: Tensor, networks: list[nn.Module]) -> None:
+    """The inverse of `flatten`: every network takes a copy of its row of `parameters`.
+
+    parameters: [networks, numel]. In place: views of the row would lie at other addresses, and on
+    some processors these change how a sum is rounded.
+    """
+    for network, row in zip(networks, parameters, strict=True):
+        start = 0
+        for parameter in network.parameters():
+            end = start + parameter.numel()
+            parameter.copy_(row[start:end].view_as(parameter))
+            start = end
 
 
 def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
-    """FedAvg with a communicator: row i is sum_j c_ij theta_j. parameters: [agents, numel]. Returns [agents, numel].
+    """FedAvg with a communicator: row i is sum_j c_ij theta_j.
 
-    Parameters of weight 0 are not read, so a dropped peer's NaN cannot spread. Raises ValueError if a row sums to 0.
+    parameters: [agents, numel]. Parameters of weight 0 are not read, so NaN of a dropped peer
+    cannot spread.
+    Returns [agents, numel]. Raises ValueError if a row of the communicator sums to 0.
     """
     if not (communicator.sum(1) > 0).all():
         raise ValueError("a row of the communicator sums to 0: its agent would lose its parameters")
@@ -446,41 +601,40 @@ def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
     return torch.stack([row[row > 0] @ parameters[row > 0] for row in weights])
 
 
-def average_products(communicator: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """FedAvg of adapters: the rank r that is nearest to sum_j c_ij B_j A_j, whose rank may be agents times r.
+def average_products(
+    communicator: Tensor, A: Tensor, B: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FedAvg of adapters: the product of rank r that is nearest to sum_j c_ij B_j A_j.
 
-    communicator: [rows, agents]; A: [agents, r, in]; B: [agents, out, r]. No other product of that rank is nearer
-    (Eckart and Young). Of all its factors A is the one nearest to sum_j c_ij A_j, the orthogonal projection of that
-    (which must not become singular), so that an optimizer's moments still mean the same: equal A stay as they are, and
-    then B is sum_j c_ij B_j. Returns A [rows, r, in], B [rows, out, r], and the squared norms [rows] of the sum and of
-    what is lost of it.
+    communicator: [rows, agents]; A: [agents, r, in]; B: [agents, out, r]. The rank of the sum may
+    be agents times r, and no other product of rank r is nearer to it (Eckart and Young). Of all
+    factors of that product, A is the one nearest to sum_j c_ij A_j, the orthogonal projection of
+    that (which must not become singular), so that an optimizer's moments keep their meaning: equal
+    A stay as they are, and then B is sum_j c_ij B_j.
+    Returns A [rows, r, in], B [rows, out, r], and the squared norms [rows] of the sum and of what
+    is lost of it.
     """
-    rows, which = communicator.to(A).double().unique(dim=0, return_inverse=True)  # often all are the same
+    # Often all rows are the same: each distinct one is computed once
+    rows, index = communicator.to(A).double().unique(dim=0, return_inverse=True)
+    rank = A.shape[1]
+    # All sums lie in the space that the rows of all A_j span: there they are small matrices
     basis, coordinates = torch.linalg.qr(A.double().flatten(0, 1).mT)  # [in, m], [m, agents * r]
-    coordinates = coordinates.unflatten(1, A.shape[:2])
-    product = torch.einsum("kn,nor,mnr->kom", rows, B.double(), coordinates)  # times the basis it is the sum
-    mean = torch.einsum("kn,mnr->krm", rows, coordinates)
-    size = product.square().sum((1, 2))
-    small = (1e-12 * size / mean.square().sum((1, 2)).clamp(min=1e-30)).clamp(min=1e-30)  # it decides where B is 0
-    gram = product.mT @ product + small[:, None, None] * (mean.mT @ mean)
-    V = torch.linalg.eigh(gram).eigenvectors[..., -A.shape[1] :]  # [rows, m, r], of the largest eigenvalues
-    left, scales, right = torch.linalg.svd(mean @ V, full_matrices=False)
+    coordinates = coordinates.unflatten(1, A.shape[:2])  # [m, agents, r]
+    sums = torch.einsum("kn,nor,mnr->kom", rows, B.double(), coordinates)  # sum_j c_ij B_j A_j
+    mean_A = torch.einsum("kn,mnr->krm", rows, coordinates)
+    sum_norm = sums.square().sum((1, 2))
+    mean_norm = mean_A.square().sum((1, 2)).clamp(min=1e-30)
+    # The directions that are kept: those of the largest eigenvalues; where B is 0, mean_A decides
+    small = (1e-12 * sum_norm / mean_norm).clamp(min=1e-30)
+    gram = sums.mT @ sums + small[:, None, None] * (mean_A.mT @ mean_A)
+    V = torch.linalg.eigh(gram).eigenvectors[..., -rank:]  # [rows, m, r]
+    # The projection of mean_A on them, its singular values bounded because B is divided by them
+    left, scales, right = torch.linalg.svd(mean_A @ V, full_matrices=False)
     scales = scales.maximum(0.1 * scales[:, :1] + 1e-12)[:, None]
-    new_A, new_B = (left * scales) @ right @ V.mT @ basis.mT, product @ V @ right.mT @ (left / scales).mT
-    lost = (product - product @ V @ V.mT).square().sum((1, 2))
-    return new_A[which].to(A), new_B[which].to(B), size[which], lost[which]
-
-
-@torch.no_grad()
-def unflatten(parameters: Tensor, networks: list[nn.Module]) -> None:
-    """The inverse of `flatten`: every network takes a copy of its row of `parameters`, [networks, numel].
-
-    In place: views of the row would lie at other addresses, and on some processors these change how a sum is rounded.
-    """
-    for network, own in zip(networks, parameters, strict=True):
-        for parameter in network.parameters():
-            part, own = own.tensor_split((parameter.numel(),))
-            parameter.copy_(part.view_as(parameter))
+    new_A = (left * scales) @ right @ V.mT @ basis.mT
+    new_B = sums @ V @ right.mT @ (left / scales).mT
+    lost_norm = (sums - sums @ V @ V.mT).square().sum((1, 2))
+    return new_A[index].to(A), new_B[index].to(B), sum_norm[index], lost_norm[index]
 
 
 # --- 2. exchange ---
