@@ -1,11 +1,14 @@
-"""Writes the tables of README.md and docs/ that can be made: flags from the scripts, figures from benchmark/results/.
+"""Writes the tables of README.md and docs/ that a program can write: flags from the scripts,
+figures from benchmark/results/.
 
     python docs/tables.py  # after a change of a flag, of its help, or of a result
 
-A table stands between <!-- table NAME --> and <!-- end -->; NAME is a function below, with its arguments.
+A table stands between <!-- table NAME --> and <!-- end -->; NAME is a function below, with its
+arguments.
 """
 
 import dataclasses
+import functools
 import importlib
 import re
 import sys
@@ -37,42 +40,67 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 # Flags
 
 
-def helps(Args: type) -> dict[str, str]:
-    """The help text of every field, as tyro finds it: the comment beside it or the docstring below it."""
-    texts = {field.name: get_field_docstring(Args, field.name, ()) for field in dataclasses.fields(Args)}
-    return {name: " ".join(text.split()) if text else text for name, text in texts.items()}
+@functools.cache
+def read_help_texts(Args: type) -> dict[str, str | None]:
+    """The help text of every field, as tyro finds it: the comment beside it or the docstring below
+    it.
+    """
+    texts = {}
+    for field in dataclasses.fields(Args):
+        text = get_field_docstring(Args, field.name, ())
+        texts[field.name] = " ".join(text.split()) if text else text
+    return texts
 
 
-def choices(hint) -> tuple[str, ...]:
+def list_choices(hint) -> tuple[str, ...]:
     """The choices of a type, also inside `... | None`."""
-    found = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-    return found or next((own for inner in typing.get_args(hint) if (own := choices(inner))), ())
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return arguments
+    for inner in arguments:
+        choices = list_choices(inner)
+        if choices:
+            return choices
+    return ()
 
 
 def flags(script: str) -> str:
     """The flags of a script; those that every script has in the same way stand under `RunArgs`."""
-    module = importlib.import_module(script)
-    common, Args = importlib.import_module("communicators").RunArgs, getattr(module, "Args", None)
-    shown, texts, known = Args or common, helps(Args or common), helps(common)
-    defaults = {field.name: field.default for field in dataclasses.fields(common)}
+    RunArgs = importlib.import_module("communicators").RunArgs
+    Args = getattr(importlib.import_module(script), "Args", RunArgs)
+    common = {}  # name -> help text and default in RunArgs, where they are left out
+    if Args is not RunArgs:
+        texts = read_help_texts(RunArgs)
+        common = {field.name: (texts[field.name], field.default) for field in fields_of(RunArgs)}
+    texts = read_help_texts(Args)
+    hints = typing.get_type_hints(Args)
     rows = []
-    for field in dataclasses.fields(shown):
-        if field.name == "communicator_matrix":  # what a file held, in config.json: no flag
+    for field in fields_of(Args):
+        text = texts[field.name]
+        if (text, field.default) == common.get(field.name):
             continue
-        if Args and (texts[field.name], field.default) == (known.get(field.name), defaults.get(field.name)):
-            continue
-        value, others = field.default, choices(typing.get_type_hints(shown)[field.name])
-        value = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        own = "" if value in ("", None) else f"`{value}`"
-        own += f" ({', '.join(f'`{other}`' for other in others if other != value)})" if others else ""
-        rows.append(
-            [
-                f"`--{field.name.replace('_', '-')}`",
-                own.strip(),
-                " ".join(texts[field.name].split()).replace("|", "\\|").replace("<", "&lt;"),
-            ]
-        )
+        flag = f"`--{field.name.replace('_', '-')}`"
+        default = format_default(field.default, list_choices(hints[field.name]))
+        rows.append([flag, default, text.replace("|", "\\|").replace("<", "&lt;")])
     return markdown(["flag", "default (or)", "meaning"], rows)
+
+
+def fields_of(Args: type) -> list[dataclasses.Field]:
+    """The fields that are flags; `communicator_matrix`, what a file held, is for config.json."""
+    return [field for field in dataclasses.fields(Args) if field.name != "communicator_matrix"]
+
+
+def format_default(value, choices: tuple[str, ...]) -> str:
+    """A flag's default, with the other choices in brackets."""
+    if isinstance(value, tuple):
+        value = " ".join(map(str, value))
+    shown = []
+    if value not in ("", None):
+        shown.append(f"`{value}`")
+    if choices:
+        others = ", ".join(f"`{choice}`" for choice in choices if choice != value)
+        shown.append(f"({others})")
+    return " ".join(shown)
 
 
 # Metrics: TensorBoard's key -> meaning
@@ -81,7 +109,8 @@ SHARED = {
     "losses/policy_loss": "the clipped surrogate objective, negated, averaged over the minibatches",
     "losses/value_loss": "half the squared error of the value function (language models: PPO only)",
     "losses/entropy": "entropy of the policy, in nats",
-    "losses/kl_reference": "KL between policy and reference policy, in nats: what `--kl-coef` multiplies",
+    "losses/kl_reference": "KL between policy and reference policy, in nats: what `--kl-coef`"
+    " multiplies",
     "losses/approx_kl": "distance from the policy that collected the rollout, estimated (k3)",
     "losses/clipfrac": "share of ratios outside the clip range; 0 without clipping",
 }
@@ -89,69 +118,91 @@ CONTROL = {
     "charts/episodic_return": "mean over the episodes that ended in this iteration",
     "charts/episodic_length": "their mean length, in steps of the agent",
     "charts/episodes": "how many they are",
-    "charts/return_last_100": "mean over the last 100 episodes: the training return of figures and tables",
+    "charts/return_last_100": "mean over the last 100 episodes: the training return of figures and"
+    " tables",
     **SHARED,
     "losses/old_approx_kl": "the same distance, estimated without correction (k1)",
     "losses/explained_variance": "how much of the returns' variance the value function explains",
-    "policy/kl_reference_before": "KL between policy and reference before the update, on 128 states of the rollout",
+    "policy/kl_reference_before": "KL between policy and reference before the update, on 128"
+    " states of the rollout",
     "policy/kl_reference_after": "the same after it",
     "policy/reference_entropy": "entropy of the reference policy, in nats",
-    "policy/tv_update": "total variation of the policies before and after the update, as a mean over these states",
-    "policy/tv_snapshot": "total variation of the policy and the agent's own snapshot of the last round",
-    "policy/tv_peers": "the same for the snapshots of the peers that it hears, as a mean; nan if there are none",
+    "policy/tv_update": "total variation of the policies before and after the update, as a mean"
+    " over these states",
+    "policy/tv_snapshot": "total variation of the policy and the agent's own snapshot of the last"
+    " round",
+    "policy/tv_peers": "the same for the snapshots of the peers that it hears, as a mean; nan if"
+    " there are none",
     "charts/learning_rate": "the annealed learning rate",
-    "charts/SPS": "all agents' steps per second of training (`agent_steps_per_second` in the CSV file)",
+    "charts/SPS": "all agents' steps per second of training (`agent_steps_per_second` in the CSV"
+    " file)",
 }
 CLIPPING = "losses/kl_reference", "losses/approx_kl", "losses/clipfrac", "losses/old_approx_kl"
 TRPO = {name: meaning for name, meaning in CONTROL.items() if name not in CLIPPING} | {
-    "losses/policy_loss": "the surrogate objective of the new policy, negated; 0 where nothing moved",
+    "losses/policy_loss": "the surrogate objective of the new policy, negated; 0 where nothing"
+    " moved",
     "losses/entropy": "entropy of the new policy, in nats",
-    "policy/kl_reference_before": "c, KL between reference and policy before the update: what epsilon bounds",
-    "policy/tv_update": "how far the update moved the policy, in total variation: what the bound is on",
+    "policy/kl_reference_before": "c, KL between reference and policy before the update: what"
+    " epsilon bounds",
+    "policy/tv_update": "how far the update moved the policy, in total variation: what the bound"
+    " is on",
     "trust_region/epsilon": "the largest KL between reference and policy after the update, in nats",
     "trust_region/slack": "epsilon - c + b H⁻¹ b / 2; if it is not positive no step is good enough",
-    "trust_region/step": "kind of the step: 1 normal, -1 recovery, towards the reference only, 0 rejected",
+    "trust_region/step": "kind of the step: 1 normal, -1 recovery, towards the reference only, 0"
+    " rejected",
     "trust_region/tv_reference": "total variation of the new policy and its reference",
-    "trust_region/bound": "largest total variation of the update by Observation 1: `--delta`, or what epsilon allows",
+    "trust_region/bound": "largest total variation of the update by Observation 1: `--delta`, or"
+    " what epsilon allows",
     "trust_region/share_within_bound": "share of the agent's updates so far that kept the bound",
 }
 LANGUAGE = {
-    "objective/reward": "mean reward of the step's completions: the training reward of figures and tables",
+    "objective/reward": "mean reward of the step's completions: the training reward of figures and"
+    " tables",
     "objective/score": "the same before penalties: the weighted sum of the rewards",
     "objective/reward_NAME": "what each `--reward` says by itself, such as `reward_rouge`",
     "objective/reward_std": "its standard deviation over the completions",
     "objective/nan_rewards": "completions whose reward is NaN; they teach nothing",
-    "objective/groups_without_signal": "GRPO: share of groups with equal rewards (`no_signal` in the CSV file)",
+    "objective/groups_without_signal": "GRPO: share of groups with equal rewards (`no_signal` in"
+    " the CSV file)",
     "completions/length": "mean length in tokens (`response_length` in the CSV file)",
     "completions/eos_rate": "share of completions that end by themselves",
     **SHARED,
-    "losses/kl_anchor": "KL of the policy and that from which all agents started: what `--sft-anchor` multiplies",
+    "losses/kl_anchor": "KL of the policy and that from which all agents started: what"
+    " `--sft-anchor` multiplies",
     "losses/ratio": "mean probability ratio",
     "losses/first_log_ratio": "largest log-ratio in the first minibatch: 0 but for rounding",
     "losses/grad_norm": "norm of the policy's gradient before clipping",
     "losses/value_grad_norm": "PPO: norm of the value model's gradient before clipping",
-    "losses/skipped_steps": "optimizer steps of policy or value model left out because their gradient was not finite",
-    "losses/sampling_gap": "mean absolute difference, in nats, of the completions' token log-probabilities in sampling"
+    "losses/skipped_steps": "optimizer steps of policy or value model left out because their"
+    " gradient was not finite",
+    "losses/sampling_gap": "mean absolute difference, in nats, of the completions' token"
+    " log-probabilities in sampling"
     " and in training, both before the update",
     "charts/learning_rate": "the learning rate of the step",
-    "communication/lost_by_average": "FedAvg, `--lora-average exact`, in a step with a round: what rank r cuts off",
+    "communication/lost_by_average": "FedAvg, `--lora-average exact`, in a step with a round: what"
+    " rank r cuts off",
     "time/tokens_per_second": "tokens of completions per second of the whole step",
     "time/completions_per_second": "all agents' completions per second of training",
 }
 COMMUNICATION = {
     "communication/rounds": "communication rounds so far",
-    "communication/bytes": "parameters times listeners, in bytes (`communication_bytes` in the CSV file)",
-    "communication/non_expansion": "the norm of C (Definition 1): 1 for a row-stochastic matrix; TensorBoard only",
+    "communication/bytes": "parameters times listeners, in bytes (`communication_bytes` in the CSV"
+    " file)",
+    "communication/non_expansion": "the norm of C (Definition 1): 1 for a row-stochastic matrix;"
+    " TensorBoard only",
     "communicator/c_i_j": "every entry of C; in communicator.csv: `listener`, `peer`, `weight`",
-    "distances/agent_i_agent_j": "total variation of two policies on public states; in communicator.csv: `distance`",
+    "distances/agent_i_agent_j": "total variation of two policies on public states; in"
+    " communicator.csv: `distance`",
     "eval/TASK/agent_i": "mean of an evaluation; in evaluations.csv",
 }
 
 
 def metrics(kind: str) -> str:
     """What TensorBoard and the CSV files hold, of `control`, `trpo` or `language` models."""
-    shown = {"control": CONTROL, "trpo": TRPO, "language": LANGUAGE}[kind] | COMMUNICATION
-    return markdown(["metric", "meaning"], [[f"`{name}`", meaning] for name, meaning in shown.items()])
+    of_kind = {"control": CONTROL, "trpo": TRPO, "language": LANGUAGE}[kind]
+    meanings = of_kind | COMMUNICATION
+    rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
+    return markdown(["metric", "meaning"], rows)
 
 
 # Results
@@ -163,26 +214,33 @@ def read(name: str) -> pd.DataFrame:
 
 
 def comments(name: str) -> list[str]:
-    """Its comments, which tell commands, versions, date and cores."""
+    """Its comments: commands, versions, date and cores."""
     return [line.removeprefix("# ") for line in comments_of(RESULTS / f"{name}.csv").splitlines()]
 
 
 def setting(name: str, experiment: str, flag: str) -> str:
-    """What the runs of an --exp-name had for a flag, as the comments of a file tell."""
+    """The value of a flag in the runs of an --exp-name, from the comments of a file."""
     (command,) = (line for line in comments(name) if f" --exp-name {experiment} " in line)
     return re.search(rf" --{flag} (\S+)", command)[1]
 
 
-def cell(row: pd.Series, name: str, digits: int = 2, low: float = -float("inf"), high: float = float("inf")) -> str:
+def cell(
+    row: pd.Series,
+    name: str,
+    digits: int = 2,
+    low: float = -float("inf"),
+    high: float = float("inf"),
+) -> str:
     """A mean with its 95 % interval, cut at what is possible."""
     try:
-        mean, *limits = (float(row[name + end]) for end in ("", "_ci_low", "_ci_high"))
+        mean, *limits = (float(row[f"{name}{end}"]) for end in ("", "_ci_low", "_ci_high"))
     except ValueError:
         return str(row[name])
     bounds = ", ".join(f"{min(max(limit, low), high):.{digits}f}" for limit in limits)
-    return f"{round(mean, digits) + 0.0:.{digits}f} [{bounds}]".replace(f"{low:.{digits}f}", f"{low:.0f}").replace(
-        f"{high:.{digits}f}", f"{high:.0f}"
-    )
+    text = f"{round(mean, digits) + 0.0:.{digits}f} [{bounds}]"
+    for limit in (low, high):  # possible values are integers: 0, not 0.00
+        text = text.replace(f"{limit:.{digits}f}", f"{limit:.0f}")
+    return text
 
 
 def read_runs(name: str) -> pd.DataFrame:
@@ -200,7 +258,8 @@ def format_share(successes: int, trials: int) -> str:
 
 
 def format_result(row: pd.Series, name: str, runs: pd.DataFrame, **form) -> str:
-    """A mean with its interval; the share of seeds that solve the task where each either does or fails.
+    """A mean with its interval; the share of seeds that solve the task where each either does or
+    fails.
 
     runs: all rows per run; of those of the row's method and task the evaluation decides.
     """
@@ -235,18 +294,20 @@ def atari() -> str:
         steps = " and ".join(f"{int(steps):,}" for steps in row.steps_per_seed.split())
         cells = [cell(row, name, 0) for name in ("evaluation", "mean_training_return")]
         rows.append([METHODS[method].label, *cells, steps])
-    return markdown(
-        ["", "evaluation, whole games", "training return, mean over the run", "steps to 500, each seed"], rows
-    )
+    header = ["", "evaluation, whole games", "training return, mean over the run"]
+    return markdown([*header, "steps to 500, each seed"], rows)
 
 
 def precision() -> str:
     """bfloat16 against float32."""
     rows = []
     for name, runs in read("atari_precision").groupby("precision"):
-        cells = (f"{runs[c].mean():.0f} ± {runs[c].sem():.0f}" for c in ("training_return", "evaluation"))
-        rows.append([name, len(runs), *cells])
-    return markdown(["", "agents", "training return ± standard error", "evaluation ± standard error"], rows)
+        row = [name, len(runs)]
+        for column in ("training_return", "evaluation"):
+            row.append(f"{runs[column].mean():.0f} ± {runs[column].sem():.0f}")
+        rows.append(row)
+    header = ["", "agents", "training return ± standard error", "evaluation ± standard error"]
+    return markdown(header, rows)
 
 
 def llm() -> str:
@@ -259,7 +320,9 @@ def llm() -> str:
             columns = ("evaluation", "own_topic", "mean_training_return")
             cells = [cell(table.loc[name], column) for column in columns]
             rows.append([METHODS[name].label, *cells])
-    return markdown(["", "common held-out prompts", "of the own library", "training, mean of all steps"], rows)
+    return markdown(
+        ["", "common held-out prompts", "of the own library", "training, mean of all steps"], rows
+    )
 
 
 def tasks(name: str, column: str = "mean_training_return") -> str:
@@ -280,51 +343,64 @@ def tasks(name: str, column: str = "mean_training_return") -> str:
 
 
 def ends(name: str) -> str:
-    """Training return at the end and over the run, and how far policies have moved: methods of one task."""
+    """Training return at the end and over the run, and how far policies have moved: methods of one
+    task.
+    """
     curves = read(name).rename(columns={"ci_low": "mean_ci_low", "ci_high": "mean_ci_high"})
-    curves = curves.groupby("method").last()
+    last = curves.groupby("method").last()
     runs = read(f"{name}_runs").groupby("method")
+    digits_of = {"mean_training_return": 0, "reference_entropy": 3, "tv_update": 4}
     rows = []
     for method in METHODS:
-        if method in curves.index:
+        if method in last.index:
             of_method = runs.get_group(method)
-            cells = [cell(curves.loc[method], "mean", 0)]
-            for column, digits in (("mean_training_return", 0), ("reference_entropy", 3), ("tv_update", 4)):
+            cells = [cell(last.loc[method], "mean", 0)]
+            for column, digits in digits_of.items():
                 cells.append(mean_of(of_method[column], digits))
             rows.append([METHODS[method].label, *cells])
-    return markdown(["", "return at the end", "over the run", "entropy of the reference", "tv_update"], rows)
+    header = ["", "return at the end", "over the run", "entropy of the reference", "tv_update"]
+    return markdown(header, rows)
 
 
 def methods(name: str, success: str = "all agents at 0.8 or more") -> str:
-    """Over all agents: share of seeds with success, probability of a run to beat one of isolated agents."""
-    table, rows = read(f"{name}_methods").set_index("method"), []
+    """Over all agents: share of seeds with success, probability of a run to beat one of isolated
+    agents.
+    """
+    table = read(f"{name}_methods").set_index("method")
+    rows = []
     for method, style in METHODS.items():
         if method in table.index:
             row = table.loc[method]
-            better = "" if pd.isna(row["better than isolated"]) else cell(row, "better than isolated", low=0, high=1)
-            success_cell = cell(row, "success", low=0, high=1)
-            rows.append([style.label, success_cell, better, len(row.seeds.split())])
+            better = ""
+            if not pd.isna(row["better than isolated"]):
+                better = cell(row, "better than isolated", low=0, high=1)
+            share = cell(row, "success", low=0, high=1)
+            rows.append([style.label, share, better, len(row.seeds.split())])
     return markdown(["", success, "better than isolated", "seeds"], rows)
 
 
 def levels(column: str = "evaluation", numbers: tuple = (4, 16, 64)) -> str:
     """Limited data: methods x levels of each agent."""
     table = read("levels_table").set_index("method")
-    rows = [
-        [style.label, *(cell(table.loc[f"{method}-{number}"], column, low=0, high=1) for number in numbers)]
-        for method, style in METHODS.items()
-        if f"{method}-{numbers[0]}" in table.index
-    ]
+    rows = []
+    for method, style in METHODS.items():
+        if f"{method}-{numbers[0]}" in table.index:
+            results = [table.loc[f"{method}-{number}"] for number in numbers]
+            rows.append([style.label, *(cell(row, column, low=0, high=1) for row in results)])
     return markdown(["levels of each agent", *map(str, numbers)], rows)
 
 
 def reward_accuracy() -> str:
-    """What reward models make of held-out pairs, by what is wrong with the rejected text."""
-    table, rows = read("reward_accuracy"), []
-    for kind, own in table.groupby("rejected", sort=False):
-        own = own.set_index("reward_model")
-        cells = [cell(own.loc[f"runs/docstrings/{name}"], "accuracy", low=0, high=1) for name in ("reward", "judge")]
-        rows.append([kind, own.pairs.iloc[0], *cells])
+    """How often reward models prefer the chosen text of held-out pairs, by what is wrong with the
+    rejected one.
+    """
+    rows = []
+    for kind, table in read("reward_accuracy").groupby("rejected", sort=False):
+        table = table.set_index("reward_model")
+        row = [kind, table.pairs.iloc[0]]
+        for name in ("reward", "judge"):
+            row.append(cell(table.loc[f"runs/docstrings/{name}"], "accuracy", low=0, high=1))
+        rows.append(row)
     return markdown(["rejected", "pairs", "reward model", "judge"], rows)
 
 
@@ -339,47 +415,60 @@ SEARCHES = {
 
 
 def docstrings() -> str:
-    """Table 1's runs on docstrings: rewards, and win rates of all agents against references and isolated agents."""
-    table, rates = read("docstrings_table1").set_index("method"), read("docstrings_win_rates").query("agent == 'all'")
-    alone, rows = rates.run[rates.step == 0].iloc[0], []
+    """Table 1's runs on docstrings: rewards, and win rates of all agents against references and
+    isolated agents.
+    """
+    table = read("docstrings_table1").set_index("method")
+    rates = read("docstrings_win_rates").query("agent == 'all'")
+    alone = rates.run[rates.step == 0].iloc[0]
+    rows = []
     for name, run in (("before training", alone), *table["best setting"].items()):
-        scores = [
-            f"{table[of][name]:.1f}" if name in table.index else ""
-            for of in ("held-out", "own topic", "others' topics")
-        ]
-        own = rates[rates.run.str.contains(run, regex=False) & ((rates.step == 0) == (run == alone))]
-        found = {row.against: cell(row, "win_rate", low=0, high=1) for _, row in own.iterrows()}
-        rows.append([SEARCHES.get(name, name), *scores, found["references"], found.get(alone, "")])
-    return markdown(
-        ["", "reward, common prompts", "own topic", "others' topics", "wins against references", "against isolated"],
-        rows,
-    )
+        scores = ["", "", ""]
+        if name in table.index:
+            columns = ("held-out", "own topic", "others' topics")
+            scores = [f"{table[column][name]:.1f}" for column in columns]
+        of_run = rates[rates.run.str.contains(run, regex=False)]
+        of_run = of_run[(of_run.step == 0) == (run == alone)]
+        wins = {row.against: cell(row, "win_rate", low=0, high=1) for _, row in of_run.iterrows()}
+        wins_alone = wins.get(alone, "")
+        rows.append([SEARCHES.get(name, name), *scores, wins["references"], wins_alone])
+    header = ["", "reward, common prompts", "own topic", "others' topics"]
+    return markdown([*header, "wins against references", "against isolated"], rows)
 
 
 def table1(name: str) -> str:
-    """The paper's table 1, from a file of table.py: language models by algorithm, data and method."""
-    table, rows = read(name), []
+    """The paper's table 1, from a file of table.py: language models by algorithm, data and
+    method.
+    """
+    table = read(name)
     evp = next(column for column in table if column.startswith("EVP"))
+    rows = []
     for _, row in table.iterrows():
-        where = f"{row.algorithm}, {row.data.rpartition(', ')[2]}"
-        columns = "held-out", "own topic", "others' topics", evp
-        cells = ["" if pd.isna(row[column]) else cell(row, column, low=0, high=1) for column in columns]
-        gains = ["" if pd.isna(row[gain]) else row[gain] for gain in ("gain over isolated", "gain over FedAvg")]
-        rows.append([where, SEARCHES.get(row["method"], row["method"]), *cells, *gains])
-    named = ["", "", "common prompts", "own topic", "others' topics", evp, "over isolated", "over FedAvg"]
-    return markdown(named, rows)
+        cells = [
+            f"{row.algorithm}, {row.data.rpartition(', ')[2]}",
+            SEARCHES.get(row["method"], row["method"]),
+        ]
+        for column in ("held-out", "own topic", "others' topics", evp):
+            cells.append("" if pd.isna(row[column]) else cell(row, column, low=0, high=1))
+        for gain in ("gain over isolated", "gain over FedAvg"):
+            cells.append("" if pd.isna(row[gain]) else row[gain])
+        rows.append(cells)
+    header = ["", "", "common prompts", "own topic", "others' topics", evp]
+    return markdown([*header, "over isolated", "over FedAvg"], rows)
 
 
 def table1_gains(name: str) -> str:
-    """Over all algorithms and data of table 1: what each method is above isolated agents, paired by seed."""
-    table, rows = read(name), []
-    found = {
-        method: np.array([[*map(float, scores.split())] for scores in own["EVP per seed"]])
-        for method, own in table.groupby("method", sort=False)
-    }
-    for method, own in found.items():
+    """Over all algorithms and data of table 1: how far each method is above isolated agents, paired
+    by seed.
+    """
+    scores = {}  # method -> [algorithms and data, seeds]
+    for method, searches in read(name).groupby("method", sort=False):
+        words = [text.split() for text in searches["EVP per seed"]]
+        scores[method] = np.array(words, dtype=float)
+    rows = []
+    for method, of_method in scores.items():
         if method != "isolated":
-            gains = own - found["isolated"]  # [algorithms and data, seeds]
+            gains = of_method - scores["isolated"]
             positive = f"{(gains > 0).sum()} of {gains.size}"
             rows.append([SEARCHES.get(method, method), mean_of(gains.mean(0), 3), positive])
     return markdown(["", "above isolated agents", "in how many pairs"], rows)
@@ -392,13 +481,17 @@ def mean_of(values, digits: int = 2) -> str:
 
 
 def skills(skill: str = "mirror_after") -> str:
-    """A rare skill: methods x agents, the agents' mean, and what it is above that of isolated ones, seed by seed."""
+    """A rare skill: methods x agents, the agents' mean, and how far it is above that of isolated
+    ones, seed by seed.
+    """
     table = read("skills_rare").pivot(index="seed", columns=["method", "agent"], values=skill)
     alone = table["isolated"].mean(axis=1)
     agents = sorted({agent for _, agent in table})
     methods = {method for method, _ in table}
     rows = []
-    for method in (method for method in METHODS if method in methods):
+    for method, style in METHODS.items():
+        if method not in methods:
+            continue
         rate = float(setting("skills_rare", method, "learning-rate"))
         coef = float(setting("skills_rare", method, "kl-coef"))
         of_agents = table[method]  # [seeds, agents]
@@ -406,9 +499,11 @@ def skills(skill: str = "mirror_after") -> str:
         cells = [mean_of(of_agents[agent]) for agent in agents]
         cells.append(mean_of(mean))
         cells.append(mean_of(mean - alone) if method != "isolated" else "")
-        rows.append([METHODS[method].label, f"{rate:.0e}, {coef:g}".replace("e-0", "e-"), *cells])
-    named = [f"agent {agent}, {share} %" for agent, share in zip(agents, (5, 20, 80), strict=True)]
-    return markdown(["", "rate, coefficient", *named, "mean of the agents", "its gain over isolated, paired"], rows)
+        rows.append([style.label, f"{rate:.0e}, {coef:g}".replace("e-0", "e-"), *cells])
+    header = ["", "rate, coefficient"]
+    for agent, share in zip(agents, (5, 20, 80), strict=True):
+        header.append(f"agent {agent}, {share} %")
+    return markdown([*header, "mean of the agents", "its gain over isolated, paired"], rows)
 
 
 def format_all_learn(row: pd.Series) -> str:
@@ -420,7 +515,9 @@ def format_all_learn(row: pd.Series) -> str:
 
 
 def crowd(column: str = "share", sizes: tuple = (1, 2, 4, 8)) -> str:
-    """More agents: methods x agents. The share of them that learn; `all`: of crowds in which all do, and the steps."""
+    """More agents: methods x agents. The share of them that learn; `all`: of crowds in which all
+    do, and the steps.
+    """
     table = read("crowd_table")
     rows = []
     for method, style in METHODS.items():
@@ -434,18 +531,23 @@ def crowd(column: str = "share", sizes: tuple = (1, 2, 4, 8)) -> str:
 
 
 def crowd_tuned() -> str:
-    """Eight agents, each method with the coefficient that was chosen for it, beside that of all others' section 1."""
+    """Eight agents, each method with the coefficient that was chosen for it, beside that of all
+    others' section 1.
+    """
     before = read("crowd_table").set_index(["method", "agents"])
     table = read("crowd_tuned_table").set_index(["method", "agents"])
     rows = []
-    for method in (method for method in METHODS if (method, 8) in table.index):
+    for method, style in METHODS.items():
+        if (method, 8) not in table.index:
+            continue
         row = table.loc[method, 8]
         cells = [setting("crowd_tuned", f"{method}-8", "kl-coef")]
         for name in ("evaluation", "share"):
-            cells += [cell(result, name, low=0, high=1) for result in (before.loc[method, 8], row)]
-        rows.append([METHODS[method].label, *cells, format_all_learn(row)])
-    named = ["eight agents", "coefficient", "return with 0.5", "return", "share with 0.5", "share", "all learn"]
-    return markdown(named, rows)
+            for result in (before.loc[method, 8], row):
+                cells.append(cell(result, name, low=0, high=1))
+        rows.append([style.label, *cells, format_all_learn(row)])
+    header = ["eight agents", "coefficient", "return with 0.5", "return", "share with 0.5", "share"]
+    return markdown([*header, "all learn"], rows)
 
 
 # Speed
@@ -453,28 +555,36 @@ def crowd_tuned() -> str:
 
 def speed(name: str, table: str = "comparison") -> str:
     """Medians over repeats; speed as a multiple of the yardstick's in the same repeat."""
-    runs, rows = read(name).query("table == @table"), []
+    runs = read(name).query("table == @table")
     ratio = next(column for column in runs if column.startswith("ratio"))
-    rounds = [] if "communication_rounds" not in runs else ["rounds"]
-    for contender, own in runs.groupby("contender", sort=False):
-        least = f" (least {own[ratio].min():.1f})" if len(own) > 1 else ""
-        shown = [contender, f"{own[ratio].median():.1f}{least}" if contender != runs.contender.iloc[0] else "1"]
-        shown += [f"{own.communication_rounds.iloc[0]:.0f}".replace("nan", "")] if rounds else []
-        rows.append([*shown, f"{own.peak_memory_mb.median():,.0f} MB"])
-    command, versions, machine = comments(name)[:3]
-    # `python x` (date, cores; versions)
-    note = f"`{command.split(' --csv')[0]}`, {machine}, {runs.seed.nunique()} repeats; {versions}."
-    return f"{markdown(['', 'speed', *rounds, 'peak memory'], rows)}\n\n{note.replace('1 repeats', 'once')}"
+    yardstick = runs.contender.iloc[0]
+    header = ["", "speed", "peak memory"]
+    if "communication_rounds" in runs:
+        header.insert(2, "rounds")
+    rows = []
+    for contender, repeats in runs.groupby("contender", sort=False):
+        row = [contender]
+        if contender == yardstick:
+            row.append("1")
+        else:
+            least = f" (least {repeats[ratio].min():.1f})" if len(repeats) > 1 else ""
+            row.append(f"{repeats[ratio].median():.1f}{least}")
+        if "communication_rounds" in runs:
+            row.append(f"{repeats.communication_rounds.iloc[0]:.0f}".replace("nan", ""))
+        rows.append([*row, f"{repeats.peak_memory_mb.median():,.0f} MB"])
+    command, versions, machine = comments(name)[:3]  # machine: date and cores
+    repeats = runs.seed.nunique()
+    times = "once" if repeats == 1 else f"{repeats} repeats"
+    note = f"`{command.split(' --csv')[0]}`, {machine}, {times}; {versions}."
+    return f"{markdown(header, rows)}\n\n{note}"
 
 
 def phases(name: str, contender: str) -> str:
     """Where the time of a contender goes."""
     runs = read(name).query("contender == @contender").filter(regex="_us$").median().dropna()
     shares = (runs / runs.sum()).sort_values(ascending=False)
-    return markdown(
-        ["phase", *(phase.removesuffix("_us") for phase in shares.index)],
-        [["share", *(f"{share:.1%}" for share in shares)]],
-    )
+    header = ["phase", *(phase.removesuffix("_us") for phase in shares.index)]
+    return markdown(header, [["share", *(f"{share:.1%}" for share in shares)]])
 
 
 def rounds() -> str:
@@ -493,47 +603,49 @@ def rounds() -> str:
                 f"{run.csv_kb:.2f} kB",
             ]
         )
-    header = ["agents", "participation", "round", "whole iteration", "peak memory, all", "checkpoint"]
-    return markdown([*header, "TensorBoard, an iteration", "CSV files, an iteration"], rows)
+    header = ["agents", "participation", "round", "whole iteration", "peak memory, all"]
+    of_files = ["checkpoint", "TensorBoard, an iteration", "CSV files, an iteration"]
+    return markdown(header + of_files, rows)
 
 
 def scaling() -> str:
     """Microseconds per agent-step, and memory, as agents are added."""
     runs = read("scaling").assign(us=lambda runs: 1e6 / runs.agent_steps_per_second)
     runs["topology"] = runs.contender.str.split().str[1]
-    cost, memory = (
-        runs.pivot(index="topology", columns="agents", values=column) for column in ("us", "peak_memory_mb")
-    )
-    rows = [
-        [f"`--topology {flag}`", *(f"{us:.0f}" for us in cost.loc[name])]
-        for name, flag in (("dense", "full"), ("ring", "ring"))
-    ]
+    cost = runs.pivot(index="topology", columns="agents", values="us")
+    memory = runs.pivot(index="topology", columns="agents", values="peak_memory_mb")
+    rows = []
+    for topology, flag in (("dense", "full"), ("ring", "ring")):
+        row = [f"`--topology {flag}`", *(f"{us:.0f}" for us in cost.loc[topology])]
+        rows.append(row)
     rows.append(["peak memory, full", *(f"{mb:,.0f} MB" for mb in memory.loc["dense"])])
     return markdown(["agents", *cost.columns], rows)
 
 
 def memory() -> str:
-    """What a process of prpo_llm.py takes of a GPU's memory: parts x models, in GB."""
+    """What a process of prpo_llm.py takes of a GPU's memory: what for x models, in GB."""
     table = pd.read_csv(RESULTS / "llm_memory.csv", comment="#", dtype=str)
     return markdown([*table.columns], table.to_numpy().tolist())
 
 
 def render(text: str) -> str:
-    """The page with its tables made anew."""
+    """The page with its tables written anew."""
 
-    def table(found: re.Match) -> str:
-        function, *arguments = re.split(r" (?=\S)", found[1].strip(), maxsplit=1)
+    def write_table(match: re.Match) -> str:
+        call = match[1]
+        function, *arguments = re.split(r" (?=\S)", call.strip(), maxsplit=1)
         arguments = arguments[0].split("; ") if arguments else []
-        return f"<!-- table {found[1]} -->\n{globals()[function](*arguments)}\n<!-- end -->"
+        return f"<!-- table {call} -->\n{globals()[function](*arguments)}\n<!-- end -->"
 
-    return re.sub(r"<!-- table (.*?) -->\n.*?<!-- end -->", table, text, flags=re.S)
+    return re.sub(r"<!-- table (.*?) -->\n.*?<!-- end -->", write_table, text, flags=re.S)
 
 
 def main() -> None:
     """Write what has changed."""
     for page in PAGES:
         old = page.read_text()
-        if (new := render(old)) != old:
+        new = render(old)
+        if new != old:
             page.write_text(new)
             print(f"wrote {page.relative_to(ROOT)}")
 

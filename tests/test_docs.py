@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from helpers import PRTRPO_MINIGRID, REPOSITORY, SCRIPTS, call, on, scalars_of
+from command import parse_args
+from helpers import PRTRPO_MINIGRID, REPOSITORY, SCRIPTS, on, scalars_of
 
 for folder in ("docs", "benchmark", "benchmark/baselines"):
     sys.path.insert(0, str(REPOSITORY / folder))
@@ -65,74 +66,85 @@ PAST = {
 }
 
 
-def help_of(script):
-    """What --help says of each flag: {flag: [its line of flags and aliases, all that is said]}."""
-    shown = call(f"{script}.py", "--help", cwd=REPOSITORY, COLUMNS="1000").stdout
-    lines = [line.strip("│╭╰─╮╯ ") for line in shown.splitlines()]
-    parts = re.split(r"^(?=-)", "\n".join(lines), flags=re.M)[1:]
-    found = {}
-    for part in parts:
-        signature = re.split(r"  |\n", part)[0]
-        own = re.findall(r"(?:^|[ ,])(--[a-z][a-z0-9-]*)", signature)
-        found |= {flag: " ".join(part.split()) for flag in own}
-    return found
+@pytest.fixture
+def read_help(monkeypatch, capsys):
+    """read_help(script): what its --help says of each flag, {flag: its text}, on one line each.
+
+    The text begins with the flag and its aliases. The arguments are parsed in this process, because
+    to load torch takes seconds; that --help works from a shell is tested with the scripts.
+    """
+
+    def read(script):
+        monkeypatch.setenv("COLUMNS", "1000")
+        with pytest.raises(SystemExit) as end:
+            parse_args(importlib.import_module(script), ["--help"])
+        assert end.value.code == 0
+        lines = [line.strip("│╭╰─╮╯ ") for line in capsys.readouterr().out.splitlines()]
+        texts = {}
+        for entry in re.split(r"^(?=-)", "\n".join(lines), flags=re.M)[1:]:
+            signature = re.split(r"  |\n", entry)[0]
+            for flag in re.findall(r"(?:^|[ ,])(--[a-z][a-z0-9-]*)", signature):
+                texts[flag] = " ".join(entry.split())
+        return texts
+
+    return read
 
 
-def rows_of(text):
-    """The rows of a page's tables of flags: [flag, default, meaning]."""
+def read_rows(page):
+    """The rows of a page's tables of flags: {flag: (default, meaning)}."""
+    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
     rows = re.findall(r"^\| `(--[a-z0-9-]+)` \|(.*?)\| (.*) \|$", text, re.M)
-    return [
-        (flag, default.strip(), html.unescape(meaning).replace("\\|", "|"))
+    return {
+        flag: (default.strip(), html.unescape(meaning).replace("\\|", "|"))
         for flag, default, meaning in rows
-    ]
+    }
 
 
 @pytest.mark.parametrize("script", SCRIPT_NAMES)
-def test_flags_are_those_of_help(script):
-    """Every flag of --help stands in the page or in runs.md, and no other; texts, defaults and choices agree."""
-    shown, common = help_of(script), rows_of((REPOSITORY / "docs" / "runs.md").read_text())
-    page = rows_of((REPOSITORY / "docs" / f"{script}.md").read_text())
-    rows = {flag: row for flag, *row in [*common, *page]}
+def test_flags_are_those_of_help(script, read_help):
+    """Every flag of --help stands in the page or in runs.md, and no other; texts, defaults and
+    choices agree.
+    """
+    shown = read_help(script)
+    rows = read_rows("runs") | read_rows(script)
     aliases = {"--help", "--communication-coef", "--update-every", "--reward-model"}
-    negations = {
-        flag for flag in set(shown) if flag.replace("--no-", "--", 1) in rows and flag not in rows
-    }
-    assert set(shown) - aliases - negations == set(rows)
+    negations = {flag for flag in shown.keys() - rows if flag.replace("--no-", "--", 1) in rows}
+    assert shown.keys() - aliases - negations == rows.keys()
     for flag, (default, meaning) in rows.items():
-        assert meaning in shown[flag], (flag, meaning, shown[flag])
+        text = shown[flag]
+        assert meaning in text, flag
         for value in re.findall(r"^`([^`]*)`", default):
-            assert re.search(rf"\(default: '?{re.escape(value)}'?\)", shown[flag]), (
-                flag,
-                default,
-                shown[flag],
-            )
+            assert re.search(rf"\(default: '?{re.escape(value)}'?\)", text), (flag, default)
         for choice in re.findall(r"[(,] ?`([^`]+)`", default):
-            assert re.search(rf"[{{,|]{re.escape(choice)}[,|}}]", shown[flag].replace(" ", "")), (
-                flag,
-                choice,
-            )
+            listed = rf"[{{,|]{re.escape(choice)}[,|}}]"
+            assert re.search(listed, text.replace(" ", "")), (flag, choice)
+
+
+def list_flags(module):
+    """The flags of a script or tool, with the negations of its switches."""
+    flags = set()
+    for field in dataclasses.fields(importlib.import_module(module).Args):
+        name = field.name.replace("_", "-")
+        flags.add(f"--{name}")
+        if field.type in (bool, "bool"):
+            flags.add(f"--no-{name}")
+    return flags
 
 
 def test_no_page_names_an_unknown_flag():
     """Whatever looks like a flag in code, anywhere, is one."""
-    known = set()
-    for name in (*SCRIPT_NAMES, *BENCHMARKS):
-        for field in dataclasses.fields(importlib.import_module(name).Args):
-            flag = field.name.replace("_", "-")
-            known |= (
-                {f"--{flag}", f"--no-{flag}"} if field.type in (bool, "bool") else {f"--{flag}"}
-            )
+    flags = OTHERS.union(*map(list_flags, (*SCRIPT_NAMES, *BENCHMARKS)))
     for page in PAGES:
         text = page.read_text()
-        code = re.findall(r"```bash\n(.*?)```", text, re.S) + re.findall(r"`([^`\n]+)`", text)
-        named = {flag for part in code for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", part)}
-        assert named <= known | OTHERS | (PAST if page.stem == "CHANGELOG" else set()), (
-            page.name,
-            named - known,
-        )
+        blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+        code = blocks + re.findall(r"`([^`\n]+)`", text)
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", "\n".join(code)))
+        if page.stem == "CHANGELOG":
+            named -= PAST
+        assert named <= flags, (page.name, named - flags)
 
 
-def anchors(page):
+def list_anchors(page):
     """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -143,9 +155,9 @@ def test_links_lead_somewhere(page):
     """Every local link, with its anchor."""
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
         name, _, anchor = target.partition("#")
-        file = (page.parent / name) if name else page
+        file = page.parent / name if name else page
         assert file.exists(), target
-        assert not anchor or anchor in anchors(file), target
+        assert not anchor or anchor in list_anchors(file), target
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
@@ -158,11 +170,20 @@ def test_every_script_has_its_page():
     """The README's table leads to a page per script, and every page is reached from the README."""
     readme = (REPOSITORY / "README.md").read_text()
     for script in (*SCRIPT_NAMES, "communicators"):
-        assert re.search(
-            rf"^\| \[`{script}\.py`\]\({script}\.py\) .*\(docs/{script}\.md\) \|$", readme, re.M
-        ), script
+        row = rf"^\| \[`{script}\.py`\]\({script}\.py\) .*\(docs/{script}\.md\) \|$"
+        assert re.search(row, readme, re.M), script
     assert all(f"(docs/{page.name})" in readme for page in (REPOSITORY / "docs").glob("*.md"))
     assert len(readme.splitlines()) <= 110
+
+
+def name_in_page(tag):
+    """What the pages call a metric whose TensorBoard tag names agents and tasks."""
+    if tag.startswith("eval/"):
+        return "eval/TASK/agent_i"
+    if tag.startswith("distances/"):
+        return re.sub(r"agent_\d+_agent_\d+", "agent_i_agent_j", tag)
+    tag = re.sub(r"/agent_\d+$", "", tag)
+    return re.sub(r"communicator/c_\d+_\d+$", "communicator/c_i_j", tag)
 
 
 @on([*SCRIPTS, PRTRPO_MINIGRID])
@@ -171,31 +192,33 @@ def test_metrics_are_those_of_a_run(script, whole_run):
     folder = whole_run(script)
     kind = tables.TRPO if script is PRTRPO_MINIGRID else tables.CONTROL
     explained = set(kind) | set(tables.COMMUNICATION)
-    general = {
-        re.sub(r"/agent_\d+$|(?<=c)_\d+_\d+$", "", re.sub(r"^eval/.*/", "eval/TASK/", tag))
-        for tag in scalars_of(folder)
-    }
-    general = {re.sub(r"agent_\d+_agent_\d+", "agent_i_agent_j", tag) for tag in general}
-    general = {
-        {"communicator/c": "communicator/c_i_j", "eval/TASK": "eval/TASK/agent_i"}.get(tag, tag)
-        for tag in general
-    }
-    assert general == explained
-    columns = set(pd.read_csv(folder / "metrics.csv").columns) - {
-        "iteration",
-        "agent",
-        "env_id",
-        "timesteps",
-        "seed",
-        "exp_name",
-    }
-    assert columns == {
-        key.rpartition("/")[2]
-        for key in explained
-        if not key.startswith(("communicator/", "distances/", "eval/"))
-    } - {"bytes", "SPS", "non_expansion"} | {"communication_bytes", "agent_steps_per_second"}
+    tags = scalars_of(folder)
+    assert {name_in_page(tag) for tag in tags} == explained
+    evaluations = [tag for tag in tags if tag.startswith("eval/")]
+    assert evaluations and all(re.fullmatch(r"eval/.+/agent_\d+", tag) for tag in evaluations)
+
+    columns = set(pd.read_csv(folder / "metrics.csv").columns)
+    assert columns >= {"iteration", "agent", "env_id", "timesteps", "seed", "exp_name"}
+    columns -= {"iteration", "agent", "env_id", "timesteps", "seed", "exp_name"}
+    elsewhere = ("communicator/", "distances/", "eval/")
+    in_rows = {key.rpartition("/")[2] for key in explained if not key.startswith(elsewhere)}
+    in_rows -= {"bytes", "SPS", "non_expansion"}
+    assert columns == in_rows | {"communication_bytes", "agent_steps_per_second"}
     page = (REPOSITORY / "docs" / f"{script.module.__name__}.md").read_text()
     assert all(f"| `{key}` |" in page for key in explained)
+
+
+def list_imports(file):
+    """The top-level names of the modules that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    return {name.partition(".")[0] for name in names}
 
 
 def test_packages_are_pinned_and_used():
@@ -205,32 +228,17 @@ def test_packages_are_pinned_and_used():
     assert all(re.match(r"[a-z0-9-]+==[\d.]+(; |$)", line) for line in pinned)
     assert all(group.startswith("# ") for group in "\n".join(lines).split("\n\n"))
     named = {re.match(r"[a-z0-9-]+", line)[0] for line in pinned}
-    files = [
-        file
-        for folder in (".", "tests", "benchmark", "docs")
-        for file in (REPOSITORY / folder).glob("*.py")
-    ]
-    files += [*REPOSITORY.glob("tests/tools/*.py"), *REPOSITORY.glob("benchmark/baselines/*.py")]
-    imported = set()
-    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
-        imported |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
-        imported |= {node.module} if isinstance(node, ast.ImportFrom) else set()
-        called = isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module"
-        imported |= (
-            {arg.value for arg in node.args if isinstance(arg, ast.Constant)} if called else set()
-        )
-    others = (
-        sys.stdlib_module_names | {file.stem for file in files} | {"benchmark", "tokenizers"}
-    )  # of transformers
-    imported = {name.partition(".")[0] for name in imported} - others
-    docstrings = set(runpy.run_path(str(REPOSITORY / "benchmark" / "docstrings.py"))["TOPICS"]) - {
-        "stdlib"
-    }  # the data
-    imported = {
-        {"cv2": "opencv-python-headless"}.get(name, name).replace("_", "-") for name in imported
-    }
+    folders = (".", "tests", "tests/tools", "benchmark", "benchmark/baselines", "docs")
+    files = [file for folder in folders for file in (REPOSITORY / folder).glob("*.py")]
+    # transformers brings tokenizers
+    others = sys.stdlib_module_names | {file.stem for file in files} | {"benchmark", "tokenizers"}
+    imported = set().union(*map(list_imports, files)) - others
+    packages = {"cv2": "opencv-python-headless"}
+    imported = {packages.get(name, name).replace("_", "-") for name in imported}
+    # Their docstrings are the data
+    topics = set(runpy.run_path(str(REPOSITORY / "benchmark" / "docstrings.py"))["TOPICS"])
     tools = {"pytest-xdist", "ruff", "gguf", "accelerate"}  # transformers and TRL need the last two
-    assert named == imported | docstrings | tools
+    assert named == imported | (topics - {"stdlib"}) | tools
 
 
 def test_the_analysis_in_the_pages_runs(tmp_path, monkeypatch):
@@ -247,12 +255,12 @@ def test_the_analysis_in_the_pages_runs(tmp_path, monkeypatch):
         "iteration,agent,task,timesteps,episodes,mean_return,ci95\n122,0,x,249856,2,7,1\n"
     )
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "runs.md").read_text(), re.S)
-    exec("".join(blocks), {})
-    expected = pd.read_csv(
-        REPOSITORY / "benchmark" / "results" / "atari_precision.csv", comment="#"
-    )
+    page = (REPOSITORY / "docs" / "runs.md").read_text()
+    exec("".join(re.findall(r"```python\n(.*?)```", page, re.S)), {})
+    committed = REPOSITORY / "benchmark" / "results" / "atari_precision.csv"
+    expected = pd.read_csv(committed, comment="#")
     written = pd.read_csv(tmp_path / "atari_precision.csv")
-    assert list(written.iloc[0]) == ["bfloat16", 1, 0, 249856, 5, 7, 1] and len(written) == 1
+    assert list(written.iloc[0]) == ["bfloat16", 1, 0, 249856, 5, 7, 1]
+    assert len(written) == 1
     assert len(written.columns) == len(expected.columns)
     assert Path("atari_precision.csv").exists()
