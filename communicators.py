@@ -58,7 +58,7 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -1035,61 +1035,82 @@ class Peers:
 # --- 3. arguments: every flag declares its bounds in its type, and bad input ends in one line ---
 
 
-class Must(NamedTuple):
-    """A bound of a flag: what the message says, and the test."""
+class Bound(NamedTuple):
+    """A bound of a flag: what its value must be or do, as the message has it, and the test."""
 
-    be: str
+    requirement: str
     holds: Callable[[float], bool]
 
 
-Count = Annotated[int, Must("be at least 1", lambda v: v >= 1)]
-Natural = Annotated[int, Must("not be negative", lambda v: v >= 0)]
-NonNegative = Annotated[float, Must("not be negative", lambda v: v >= 0)]
-Positive = Annotated[float, Must("be positive", lambda v: v > 0)]
-Fraction = Annotated[float, Must("lie in [0, 1]", lambda v: 0 <= v <= 1)]
-PositiveFraction = Annotated[float, Must("lie in (0, 1]", lambda v: 0 < v <= 1)]
+Count = Annotated[int, Bound("be at least 1", lambda value: value >= 1)]
+Natural = Annotated[int, Bound("not be negative", lambda value: value >= 0)]
+NonNegative = Annotated[float, Bound("not be negative", lambda value: value >= 0)]
+Positive = Annotated[float, Bound("be positive", lambda value: value > 0)]
+Fraction = Annotated[float, Bound("lie in [0, 1]", lambda value: 0 <= value <= 1)]
+PositiveFraction = Annotated[float, Bound("lie in (0, 1]", lambda value: 0 < value <= 1)]
+
+CommunicatorName = Literal[
+    "identity",
+    "uniform",
+    "self-preferred",
+    "similarity",
+    "reward",
+    "softmax-reward",
+    "rank-reward",
+    "relative-gain",
+    "surrogate",
+]
 
 
 @dataclass
 class RunArgs:
-    """The flags that every script has: how a run is named, kept, resumed and tracked, and who may hear whom in it."""
+    """The flags of every script: how a run is named, stored, resumed and tracked, and C."""
 
-    exp_name: str = ""  # the name of this experiment, part of the run's folder name (default: the script's)
+    # the name of this experiment, part of the run's folder name (default: the script's)
+    exp_name: str = ""
     seed: Natural = 1  # seed of everything random, keyed with the agent's number
     device: str = "auto"  # cpu, cuda, cuda:N, or auto: cuda where there is one
     run_dir: str = "runs"  # folder that holds one folder per run
     resume: str = ""  # folder of a run that was cut off: go on in it, with its settings
+    # iterations between checkpoints; the environments start anew at each, so that a resumed run is
+    # the same run
     save_every: Count = 32
-    """iterations between checkpoints; the environments start anew at each, so that a resumed run is the same run"""
     eval_every: Natural = 0  # iterations between evaluations during training (0: only at the end)
+    # torchrun: seconds without a peer (after evaluations: without a sign of life) until the run
+    # ends and names it
     timeout: Positive = 600.0
-    """torchrun: seconds without a peer (after evaluations: without a sign of life) until the run ends and names it"""
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "prpo"  # the W&B project
     wandb_entity: str | None = None  # the W&B team or user
     num_agents: Count = 3  # number of agents
-    communicator: Literal["identity", "uniform", "self-preferred", "similarity", "reward", "softmax-reward",
-                          "rank-reward", "relative-gain", "surrogate"] | str = "uniform"  # fmt: skip
-    """who listens to whom, see `make_communicator`; identity is isolated training; or FILE.csv, a matrix of your own"""
+    # who listens to whom, see `make_communicator`; identity is isolated training; or FILE.csv, a
+    # matrix of your own
+    communicator: CommunicatorName | str = "uniform"
+    # no flag: the content of FILE.csv when the run began, which belongs to the run's settings
     communicator_matrix: tyro.conf.Suppress[str] = ""
-    """no flag: what FILE.csv held when the run began, which belongs to the run's settings as they do"""
     self_preference: Fraction = 0.6  # c_ii of the self-preferred communicator
+    # softmax-reward: in spreads of returns; relative-gain: in gains; surrogate: in tenths of the
+    # advantages' spread
     communicator_temperature: Positive = 1.0
-    """softmax-reward: in spreads of returns; relative-gain: in gains; surrogate: in tenths of the advantages' spread"""
-    topology: Literal["full", "ring"] = "full"  # who may hear whom: everybody, or the two neighbours on a ring
+    # who may listen to whom: every agent to all, or to its two neighbours on a ring
+    topology: Literal["full", "ring"] = "full"
     top_k: Natural = 0  # keep only the k heaviest peers of each agent (0: all)
 
     def __post_init__(self):
         self.exp_name = self.exp_name or script_of(self).stem
-        if self.communicator not in named_communicators(type(self)) and not self.communicator_matrix:
-            with contextlib.suppress(OSError, ValueError):  # `parse_args` refuses what cannot be read
-                self.communicator_matrix = write_matrix(from_csv(self.communicator, self.num_agents))
+        is_file = self.communicator not in named_communicators(type(self))
+        if is_file and not self.communicator_matrix:
+            # `parse_args` refuses what cannot be read
+            with contextlib.suppress(OSError, ValueError):
+                matrix = from_csv(self.communicator, self.num_agents)
+                self.communicator_matrix = write_matrix(matrix)
 
 
 @functools.cache
 def named_communicators(Args: type) -> tuple[str, ...]:
     """The values of --communicator that are no file."""
-    return typing.get_args(typing.get_args(typing.get_type_hints(Args)["communicator"])[0])
+    names, _ = typing.get_args(typing.get_type_hints(Args)["communicator"])
+    return typing.get_args(names)
 
 
 def local_rank() -> int:
@@ -1102,11 +1123,17 @@ def script_of(args: RunArgs) -> Path:
     return Path(sys.modules[type(args).__module__].__file__)
 
 
-WRONG_VALUE = 2  # exit code of a wrong value, as argparse and tyro have it; a run that cannot go on ends with 1
+# Ends in one line
+
+# Exit code of a wrong value, as argparse and tyro have it; a run that cannot go on ends with 1
+WRONG_VALUE = 2
 
 
 def stop(message: str, code: int = 1, any_rank: bool = False) -> NoReturn:
-    """End with one line on stderr. Rank 0 reports for all ranks, unless any rank may be the only one that knows."""
+    """End with one line on stderr.
+
+    Rank 0 reports for all ranks, unless any rank may be the only one with this problem (any_rank).
+    """
     if any_rank or os.environ.get("RANK", "0") == "0":
         print(message.strip(), file=sys.stderr, flush=True)
     end = SystemExit(message.strip())
@@ -1117,119 +1144,184 @@ def stop(message: str, code: int = 1, any_rank: bool = False) -> NoReturn:
 def refuse(args: RunArgs, flag: str, valid: str) -> NoReturn:
     """End with one line that names the flag, its value and what would be valid."""
     value = getattr(args, flag)
-    value = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        value = " ".join(map(str, value))
     stop(f"--{flag.replace('_', '-')} {value}: {valid}", WRONG_VALUE)
 
 
+# The command line
+
+
 def read_flags(Args: type, argv: list[str] | None = None, **options):
-    """tyro's arguments, within the bounds of their types; where it would draw a box around what is wrong, one line."""
+    """tyro's arguments, within the bounds of their types; an error ends in one line, not a box."""
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            args = tyro.cli(Args, args=argv, description=sys.modules[Args.__module__].__doc__, **options)
+            description = sys.modules[Args.__module__].__doc__
+            args = tyro.cli(Args, args=argv, description=description, **options)
     except SystemExit as end:
         if end.code in (None, 0):
             raise
-        _tell(errors.getvalue())
+        _stop_with_error_of_tyro(errors.getvalue())
     for name, hint in typing.get_type_hints(Args, include_extras=True).items():
-        value = getattr(args, name)
-        if isinstance(value, float) and not math.isfinite(value):
-            refuse(args, name, f"must be finite{''.join(f' and {must.be}' for must in _bounds(hint))}")
-        for must in _bounds(hint) if value is not None else ():
-            if not must.holds(value):
-                refuse(args, name, f"must {must.be}")
+        _check_bounds(args, name, _find_bounds(hint))
     return args
 
 
-def _tell(errors: str) -> NoReturn:
-    """End with one line that says what tyro says in a box."""
-    text = re.sub(r"\x1b\[[\d;]*m", "", errors)
-    lines = [line.strip(" │─") for line in text.splitlines() if line.startswith("│")]  # without the frame and its title
-    said = " ".join(line for line in lines if line).split(" For full helptext")[0]
-    said = re.sub(
-        r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)\.", r"\2 \1: choose from \3", said
-    )
-    stop(said.split(" Argument helptext")[0], WRONG_VALUE)
+def _stop_with_error_of_tyro(box: str) -> NoReturn:
+    """End with one line that has the message of a box drawn by tyro."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", box)
+    # Without the frame and its title
+    lines = [line.strip(" │─") for line in text.splitlines() if line.startswith("│")]
+    message = " ".join(line for line in lines if line).split(" For full helptext")[0]
+    invalid_choice = r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)\."
+    message = re.sub(invalid_choice, r"\2 \1: choose from \3", message)
+    stop(message.split(" Argument helptext")[0], WRONG_VALUE)
+
+
+def _find_bounds(hint) -> list[Bound]:
+    """The bounds that a type declares, also inside `... | None`."""
+    bounds = []
+    for inner in (hint, *typing.get_args(hint)):
+        metadata = getattr(inner, "__metadata__", ())
+        bounds += [entry for entry in metadata if isinstance(entry, Bound)]
+    return bounds
+
+
+def _check_bounds(args: RunArgs, flag: str, bounds: list[Bound]) -> None:
+    """Refuse a value outside its bounds; None is an optional flag that was left out."""
+    value = getattr(args, flag)
+    if value is None:
+        return
+    if isinstance(value, float) and not math.isfinite(value):
+        requirements = ["be finite", *(bound.requirement for bound in bounds)]
+        refuse(args, flag, f"must {' and '.join(requirements)}")
+    for bound in bounds:
+        if not bound.holds(value):
+            refuse(args, flag, f"must {bound.requirement}")
 
 
 def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_change=(), again=()):
     """The arguments of the command line, checked before anything expensive starts.
 
-    First the bounds in the types, then what is common to all scripts (device, folder, disk, packages, ranks), then
-    `check(args)`, which calls `refuse`. --resume takes the settings of the run's folder; of these only where the run
-    stands, how often it is saved and evaluated, the device, tracking and `may_change` may be given anew. Flags in
-    `again` may name code: whoever resumes a run, maybe somebody else's, has to say that it shall be executed.
-    --eval-only takes the settings of the run's folder too, see `read_played_settings`.
+    First the bounds in the types, then what is common to all scripts (device, folder, disk,
+    packages, ranks), then `check(args)`, which calls `refuse`. --resume takes the settings of the
+    run's folder, see `_read_resumed_settings` for `may_change` and `again`; so does --eval-only,
+    see `read_played_settings`.
     """
     args = read_flags(Args, argv)
     if getattr(args, "eval_only", ""):
         args = read_played_settings(args, argv)
     elif args.resume:
-        stored, given = Args(**read_settings(args, "resume") | {"resume": args.resume}), args
-        for name in again:
-            if ".py" in str(getattr(stored, name)) and getattr(given, name) != getattr(stored, name):
-                refuse(stored, name, f"is code that {args.resume} names; give the flag again to have it executed")
-        args = read_flags(Args, argv, default=stored)
-        free = {"resume", "run_dir", "device", "timeout", "save_every", "eval_every", "track"}
-        free |= {"wandb_project_name", "wandb_entity", *may_change}
-        for name, value in vars(args).items():
-            if name not in free and value != getattr(stored, name):
-                refuse(args, name, f"must be {getattr(stored, name)} as in {args.resume}, or left out")
+        args = _read_resumed_settings(args, argv, may_change, again)
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     if args.num_agents % world_size:
         refuse(args, "num_agents", f"must be a multiple of the {world_size} processes")
-    named = named_communicators(Args)
-    if args.communicator not in named:
-        try:
-            own_matrix(args)
-        except (OSError, ValueError) as error:
-            own = args.communicator.endswith(".csv")
-            refuse(args, "communicator", str(error) if own else f"choose from {', '.join(named)}, or the CSV file of C")
-    if args.top_k >= args.num_agents:
-        refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
-    devices = ["auto", "cpu"]
-    if torch.cuda.is_available():
-        devices += ["cuda", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
-    if args.device not in devices:
-        stop(f"--device {args.device}: choose {', '.join(devices)}", WRONG_VALUE, any_rank=local_rank() == 0)
+    _check_communicator(args)
+    _check_device(args)
     if args.track and not importlib.util.find_spec("wandb"):
         refuse(args, "track", "wandb is not installed")
-    run_dir = Path(args.run_dir).absolute()
-    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        refuse(args, "run_dir", "must be a folder that can be written to")
-    if shutil.disk_usage(folder).free < (needed := 64 + 64 * args.num_agents) * 2**20:
-        refuse(args, "run_dir", f"needs {needed} MB of free disk space")
+    _check_run_dir(args)
     check(args)
     return args
 
 
+def _check_communicator(args: RunArgs) -> None:
+    """Refuse a communicator that is neither a name nor the file of a matrix, and a large top_k."""
+    names = named_communicators(type(args))
+    if args.communicator not in names:
+        try:
+            own_matrix(args)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+            if not args.communicator.endswith(".csv"):
+                problem = f"choose from {', '.join(names)}, or the CSV file of C"
+            refuse(args, "communicator", problem)
+    if args.top_k >= args.num_agents:
+        refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
+
+
+def _check_device(args: RunArgs) -> None:
+    """Refuse a device that this machine does not have."""
+    devices = ["auto", "cpu"]
+    if torch.cuda.is_available():
+        devices += ["cuda", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
+    if args.device not in devices:
+        message = f"--device {args.device}: choose {', '.join(devices)}"
+        stop(message, WRONG_VALUE, any_rank=local_rank() == 0)
+
+
+def _check_run_dir(args: RunArgs) -> None:
+    """Refuse a folder of runs that cannot be written to, or has too little disk space."""
+    run_dir = Path(args.run_dir).absolute()
+    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        refuse(args, "run_dir", "must be a folder that can be written to")
+    megabytes = 64 + 64 * args.num_agents
+    if shutil.disk_usage(folder).free < megabytes * 2**20:
+        refuse(args, "run_dir", f"needs {megabytes} MB of free disk space")
+
+
+# The settings of an existing run: --resume and --eval-only
+
+
 def read_settings(args: RunArgs, flag: str) -> dict:
     """The settings of the run whose folder `flag` names, as its config.json has them."""
+    path = Path(getattr(args, flag), "config.json")
     try:
-        stored = dict(json.loads(Path(getattr(args, flag), "config.json").read_text()))
+        stored = dict(json.loads(path.read_text()))
     except (TypeError, ValueError, OSError) as error:
         refuse(args, flag, f"must be the folder of a run, with its config.json ({error})")
     stored.pop("elastic_run", None)
-    if stored.pop("script", None) != script_of(args).stem or stored.keys() != vars(args).keys():
+    script = stored.pop("script", None)
+    if script != script_of(args).stem or stored.keys() != vars(args).keys():
         refuse(args, flag, f"must be a run of this version of {script_of(args).name}")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
+    # JSON has no tuples
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
+    }
+
+
+def _read_resumed_settings(
+    given: RunArgs, argv: list[str] | None, may_change: Iterable[str], again: Iterable[str]
+) -> RunArgs:
+    """The arguments of --resume: the run's settings, of which only some may be given anew.
+
+    These are where the run stands, how often it is saved and evaluated, the device, tracking and
+    `may_change`. Flags in `again` may name code: it is executed only if the flag is given again,
+    because the run may be someone else's.
+    """
+    Args = type(given)
+    stored = Args(**read_settings(given, "resume") | {"resume": given.resume})
+    for name in again:
+        value = getattr(stored, name)
+        if ".py" in str(value) and getattr(given, name) != value:
+            problem = f"is code that {given.resume} names; give the flag again to have it executed"
+            refuse(stored, name, problem)
+    args = read_flags(Args, argv, default=stored)
+    free = {"resume", "run_dir", "device", "timeout", "save_every", "eval_every", "track"}
+    free |= {"wandb_project_name", "wandb_entity", *may_change}
+    _refuse_changes(args, stored, free, given.resume)
+    return args
 
 
 def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
-    """The arguments of --eval-only: the run's settings, of which only those of the evaluation may be given anew.
+    """The arguments of --eval-only: the run's settings, of which the evaluation's may change.
 
-    A task given anew takes the place of the run's tasks, and with them of missions and private levels.
+    A task given anew replaces the run's tasks, and with them missions and private levels.
     """
     if given.resume:
         refuse(given, "resume", "does not go with --eval-only")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         refuse(given, "eval_only", "plays in one process, without torchrun")
-    stored = type(given)(**read_settings(given, "eval_only") | {"eval_only": given.eval_only})
+    Args = type(given)
+    stored = Args(**read_settings(given, "eval_only") | {"eval_only": given.eval_only})
     defaults = copy.copy(stored)
-    defaults.env_id = ""  # so that a task which equals the run's is known to be given
-    args = read_flags(type(given), argv, default=defaults)
-    free = {"eval_only", "greedy", "eval_episodes", "capture_video", "device", "seed", "run_dir", "env_id", "env_ids"}
+    # A task that is given is known to be given, even if it equals the run's
+    defaults.env_id = ""
+    args = read_flags(Args, argv, default=defaults)
+    free = {"eval_only", "greedy", "eval_episodes", "capture_video", "device", "seed", "run_dir"}
+    free |= {"env_id", "env_ids"}
     new_task = bool(args.env_id) or args.env_ids != stored.env_ids
     if new_task:
         free |= {"missions", "levels_per_agent", "env_backend"}
@@ -1240,15 +1332,23 @@ def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
             args.levels_per_agent = given.levels_per_agent
             args.env_backend = "auto"
     args.env_id = args.env_id or stored.env_id
-    for name, value in vars(args).items():
-        if name not in free and value != getattr(stored, name):
-            refuse(args, name, f"must be {getattr(stored, name)} as in {args.eval_only}, or left out")
+    _refuse_changes(args, stored, free, args.eval_only)
     if getattr(args, "levels_per_agent", 0) and args.seed != stored.seed and not new_task:
-        refuse(args, "seed", f"must be {stored.seed} as in {args.eval_only}: private levels are derived from it")
+        folder = args.eval_only
+        problem = f"must be {stored.seed} as in {folder}: private levels are derived from it"
+        refuse(args, "seed", problem)
     if not args.eval_episodes:
         refuse(args, "eval_episodes", "must be positive with --eval-only")
-    args.communicator = "identity"  # nobody communicates, and a matrix of one's own may be gone
+    # Agents do not communicate here, and the CSV file of a matrix may be gone
+    args.communicator = "identity"
     return args
+
+
+def _refuse_changes(args: RunArgs, stored: RunArgs, free: set[str], folder: str) -> None:
+    """Refuse a flag, other than those in `free`, whose value is not the stored one of the run."""
+    for name, value in vars(args).items():
+        if name not in free and value != getattr(stored, name):
+            refuse(args, name, f"must be {getattr(stored, name)} as in {folder}, or left out")
 
 
 def load_agents(args: RunArgs, agents: list[nn.Module]) -> None:
@@ -1257,50 +1357,53 @@ def load_agents(args: RunArgs, agents: list[nn.Module]) -> None:
         path = Path(args.eval_only, f"agent_{i}.safetensors")
         try:
             agent.load_state_dict(load_file(path))
-        except (OSError, RuntimeError, SafetensorError) as error:  # missing, damaged, or of another number of actions
+        # Missing, damaged, or of another number of actions
+        except (OSError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[-1].strip()
             refuse(args, "eval_only", f"{path.name} cannot be loaded for these tasks: {reason}")
 
 
 def print_returns(args: RunArgs, results: list[dict[str, np.ndarray]]) -> None:
-    """The table of --eval-only: of each agent task -> a return for each episode."""
+    """The table of --eval-only. results: of each agent, task -> a return for each episode."""
     actions = "greedy" if args.greedy else "sampled"
     print(f"{args.eval_only}: mean return of {args.eval_episodes} episodes, {actions} actions")
-    print("agent" + "".join(f"  {name:>17}" for name in results[0]))
+    print("agent" + "".join(f"  {task:>17}" for task in results[0]))
     for i, tasks in enumerate(results):
         cells = []
-        for name, returns in tasks.items():
-            value, half = mean_and_half_interval(returns)
-            cells.append(f"  {f'{value:.3f} ± {half:.3f}':>{max(17, len(name))}}")
+        for task, returns in tasks.items():
+            mean_return, half = mean_and_half_interval(returns)
+            cell = f"{mean_return:.3f} ± {half:.3f}"
+            cells.append(f"  {cell:>{max(17, len(task))}}")
         print(f"{i:>5}" + "".join(cells))
 
 
-def _bounds(hint) -> list[Must]:
-    """The bounds that a type declares, also inside `... | None`."""
-    hints = (hint, *typing.get_args(hint))
-    return [must for own in hints for must in getattr(own, "__metadata__", ()) if isinstance(must, Must)]
+# Seeds and statistics
 
 
 def derive_seed(*key: int) -> int:
-    """A 31-bit seed for a key such as (seed, agent, environment, checkpoint): never of a rank, never global."""
+    """A 31-bit seed for a key such as (seed, agent, environment, checkpoint).
+
+    A key never holds a rank, and no seed is global.
+    """
     return int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
 
 
 @functools.cache
 def student_t(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t with a natural number of degrees of freedom, with an error below 1e-6.
+    """The 97.5 % quantile of Student's t with a natural number of degrees of freedom.
 
-    The probability within +-t is a finite sum in the angle arctan(t / sqrt(degrees)): Abramowitz and Stegun, 26.7.3 and
-    26.7.4. It is solved by bisection.
+    Its error is below 1e-6. The probability within +-t is a finite sum in the angle
+    arctan(t / sqrt(degrees)): Abramowitz and Stegun, 26.7.3 and 26.7.4. It is solved by bisection.
     """
-    odd = degrees % 2
+    is_odd = degrees % 2 == 1
 
     def probability_within(angle: float) -> float:
         cosine = math.cos(angle)
-        factors = [(k - 1) / k * cosine**2 for k in range(2 + odd, degrees, 2)]
-        first = cosine if odd else 1.0
-        terms = itertools.accumulate([first, *factors], operator.mul)
-        if not odd:
+        first_term = cosine if is_odd else 1.0
+        first_k = 3 if is_odd else 2
+        factors = [(k - 1) / k * cosine**2 for k in range(first_k, degrees, 2)]
+        terms = itertools.accumulate([first_term, *factors], operator.mul)
+        if not is_odd:
             return math.sin(angle) * sum(terms)
         if degrees == 1:
             return 2 / math.pi * angle
@@ -1318,18 +1421,21 @@ def student_t(degrees: int) -> float:
 
 
 def mean(values) -> float:
-    """The mean, NaN where there is nothing: an agent without a finished episode has no return."""
+    """The mean, NaN of no values: an agent without a finished episode has no return."""
     return float(np.mean(values)) if len(values) else math.nan
 
 
 def mean_and_half_interval(values) -> tuple[float, float]:
-    """The mean of an evaluation's samples, and half its 95 % interval by Student's t; NaN is left out."""
-    known = np.asarray(values, dtype=float)
-    known = known[~np.isnan(known)]
+    """The mean of an evaluation's samples, and half its 95 % interval by Student's t.
+
+    NaN is left out; of fewer than two samples the interval is NaN.
+    """
+    samples = np.asarray(values, dtype=float)
+    samples = samples[~np.isnan(samples)]
     half = math.nan
-    if len(known) > 1:
-        half = student_t(len(known) - 1) * known.std(ddof=1) / math.sqrt(len(known))
-    return mean(known), half
+    if len(samples) > 1:
+        half = student_t(len(samples) - 1) * samples.std(ddof=1) / math.sqrt(len(samples))
+    return mean(samples), half
 
 
 # --- 4. cores: agents take turns, networks side by side ---
