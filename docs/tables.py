@@ -29,7 +29,7 @@ from stats import SOLVED, is_all_or_nothing, success_rate, wilson_interval  # no
 PAGES = [ROOT / "README.md", *sorted(Path(__file__).parent.glob("*.md"))]
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
+def format_table(header: list[str], rows: list[list[str]]) -> str:
     """A table."""
     return "\n".join(
         f"| {' | '.join(map(str, cells))} |".replace("|  |", "| |").replace("|  |", "| |")
@@ -71,21 +71,21 @@ def flags(script: str) -> str:
     common = {}  # name -> help text and default in RunArgs, where they are left out
     if Args is not RunArgs:
         texts = read_help_texts(RunArgs)
-        common = {field.name: (texts[field.name], field.default) for field in fields_of(RunArgs)}
+        common = {field.name: (texts[field.name], field.default) for field in list_fields(RunArgs)}
     texts = read_help_texts(Args)
     hints = typing.get_type_hints(Args)
     rows = []
-    for field in fields_of(Args):
+    for field in list_fields(Args):
         text = texts[field.name]
         if (text, field.default) == common.get(field.name):
             continue
         flag = f"`--{field.name.replace('_', '-')}`"
         default = format_default(field.default, list_choices(hints[field.name]))
         rows.append([flag, default, text.replace("|", "\\|").replace("<", "&lt;")])
-    return markdown(["flag", "default (or)", "meaning"], rows)
+    return format_table(["flag", "default (or)", "meaning"], rows)
 
 
-def fields_of(Args: type) -> list[dataclasses.Field]:
+def list_fields(Args: type) -> list[dataclasses.Field]:
     """The fields that are flags; `communicator_matrix`, what a file held, is for config.json."""
     return [field for field in dataclasses.fields(Args) if field.name != "communicator_matrix"]
 
@@ -202,29 +202,29 @@ def metrics(kind: str) -> str:
     of_kind = {"control": CONTROL, "trpo": TRPO, "language": LANGUAGE}[kind]
     meanings = of_kind | COMMUNICATION
     rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
-    return markdown(["metric", "meaning"], rows)
+    return format_table(["metric", "meaning"], rows)
 
 
 # Results
 
 
-def read(name: str) -> pd.DataFrame:
+def read_result(name: str) -> pd.DataFrame:
     """A file of benchmark/results/."""
     return pd.read_csv(RESULTS / f"{name}.csv", comment="#")
 
 
-def comments(name: str) -> list[str]:
+def read_comments(name: str) -> list[str]:
     """Its comments: commands, versions, date and cores."""
     return [line.removeprefix("# ") for line in comments_of(RESULTS / f"{name}.csv").splitlines()]
 
 
-def setting(name: str, experiment: str, flag: str) -> str:
+def read_setting(name: str, experiment: str, flag: str) -> str:
     """The value of a flag in the runs of an --exp-name, from the comments of a file."""
-    (command,) = (line for line in comments(name) if f" --exp-name {experiment} " in line)
+    (command,) = (line for line in read_comments(name) if f" --exp-name {experiment} " in line)
     return re.search(rf" --{flag} (\S+)", command)[1]
 
 
-def cell(
+def format_mean(
     row: pd.Series,
     name: str,
     digits: int = 2,
@@ -247,7 +247,7 @@ def read_runs(name: str) -> pd.DataFrame:
     """The rows per run behind a table, empty where they are not kept."""
     if not (RESULTS / f"{name}_runs.csv").is_file():
         return pd.DataFrame({"env": [], "method": [], "evaluation": []})
-    return read(f"{name}_runs")
+    return read_result(f"{name}_runs")
 
 
 def format_share(successes: int, trials: int) -> str:
@@ -265,7 +265,7 @@ def format_result(row: pd.Series, name: str, runs: pd.DataFrame, **form) -> str:
     """
     seeds = runs[(runs.method == row["method"]) & (runs.env == row.env)].evaluation
     if not is_all_or_nothing(seeds):
-        return cell(row, name, **form)
+        return format_mean(row, name, **form)
     share, *_ = success_rate(seeds, SOLVED)
     mean = f"{float(row[name]):.{form.get('digits', 2)}f}"
     return f"{mean}; {format_share(round(share * len(seeds)), len(seeds))}"
@@ -273,54 +273,56 @@ def format_result(row: pd.Series, name: str, runs: pd.DataFrame, **form) -> str:
 
 def sb3() -> str:
     """One isolated agent here and there; in how many seeds the training return reaches 0.8."""
-    table = read("sb3_table").set_index("method")
+    table = read_result("sb3_table").set_index("method")
     rows = []
     for method in ("isolated", "sb3"):
         row = table.loc[method]
-        cells = [cell(row, name, low=0, high=1) for name in ("evaluation", "mean_training_return")]
+        cells = [
+            format_mean(row, name, low=0, high=1) for name in ("evaluation", "mean_training_return")
+        ]
         steps = row.steps_per_seed.split()
         reached = len(steps) - steps.count("-")
         rows.append([METHODS[method].label, *cells, format_share(reached, len(steps))])
     header = ["", "evaluation", "training return, mean over the run", "seeds that reach 0.8"]
-    return markdown(header, rows)
+    return format_table(header, rows)
 
 
 def atari() -> str:
     """Methods on BeamRider."""
-    table = read("atari_table").set_index("method")
+    table = read_result("atari_table").set_index("method")
     rows = []
     for method in ("isolated", "pr-reward"):
         row = table.loc[method]
         steps = " and ".join(f"{int(steps):,}" for steps in row.steps_per_seed.split())
-        cells = [cell(row, name, 0) for name in ("evaluation", "mean_training_return")]
+        cells = [format_mean(row, name, 0) for name in ("evaluation", "mean_training_return")]
         rows.append([METHODS[method].label, *cells, steps])
     header = ["", "evaluation, whole games", "training return, mean over the run"]
-    return markdown([*header, "steps to 500, each seed"], rows)
+    return format_table([*header, "steps to 500, each seed"], rows)
 
 
 def precision() -> str:
     """bfloat16 against float32."""
     rows = []
-    for name, runs in read("atari_precision").groupby("precision"):
+    for name, runs in read_result("atari_precision").groupby("precision"):
         row = [name, len(runs)]
         for column in ("training_return", "evaluation"):
             row.append(f"{runs[column].mean():.0f} ± {runs[column].sem():.0f}")
         rows.append(row)
     header = ["", "agents", "training return ± standard error", "evaluation ± standard error"]
-    return markdown(header, rows)
+    return format_table(header, rows)
 
 
 def llm() -> str:
     """Methods on documentation."""
-    table = read("llm_table").set_index("method")
+    table = read_result("llm_table").set_index("method")
     rows = []
     for algorithm in ("grpo", "ppo"):
         for method in ("pr", "fedavg", "isolated"):
             name = f"{method}-{algorithm}"
             columns = ("evaluation", "own_topic", "mean_training_return")
-            cells = [cell(table.loc[name], column) for column in columns]
+            cells = [format_mean(table.loc[name], column) for column in columns]
             rows.append([METHODS[name].label, *cells])
-    return markdown(
+    return format_table(
         ["", "common held-out prompts", "of the own library", "training, mean of all steps"], rows
     )
 
@@ -328,7 +330,7 @@ def llm() -> str:
 def tasks(name: str, column: str = "mean_training_return") -> str:
     """When does sharing pay: methods x tasks."""
     runs = read_runs(name)
-    table = read(f"{name}_table")
+    table = read_result(f"{name}_table")
     envs = list(dict.fromkeys(table.env))
     form = {"digits": 0}  # scores
     if table[column].max() <= 1:  # returns of MiniGrid
@@ -339,55 +341,57 @@ def tasks(name: str, column: str = "mean_training_return") -> str:
         if (method, envs[0]) in results:
             cells = [format_result(results[method, env], column, runs, **form) for env in envs]
             rows.append([style.label, *cells])
-    return markdown(["", *map(name_task, envs)], rows)
+    return format_table(["", *map(name_task, envs)], rows)
 
 
 def ends(name: str) -> str:
     """Training return at the end and over the run, and how far policies have moved: methods of one
     task.
     """
-    curves = read(name).rename(columns={"ci_low": "mean_ci_low", "ci_high": "mean_ci_high"})
+    curves = read_result(name).rename(columns={"ci_low": "mean_ci_low", "ci_high": "mean_ci_high"})
     last = curves.groupby("method").last()
-    runs = read(f"{name}_runs").groupby("method")
+    runs = read_result(f"{name}_runs").groupby("method")
     digits_of = {"mean_training_return": 0, "reference_entropy": 3, "tv_update": 4}
     rows = []
     for method in METHODS:
         if method in last.index:
             of_method = runs.get_group(method)
-            cells = [cell(last.loc[method], "mean", 0)]
+            cells = [format_mean(last.loc[method], "mean", 0)]
             for column, digits in digits_of.items():
-                cells.append(mean_of(of_method[column], digits))
+                cells.append(summarise(of_method[column], digits))
             rows.append([METHODS[method].label, *cells])
     header = ["", "return at the end", "over the run", "entropy of the reference", "tv_update"]
-    return markdown(header, rows)
+    return format_table(header, rows)
 
 
 def methods(name: str, success: str = "all agents at 0.8 or more") -> str:
     """Over all agents: share of seeds with success, probability of a run to beat one of isolated
     agents.
     """
-    table = read(f"{name}_methods").set_index("method")
+    table = read_result(f"{name}_methods").set_index("method")
     rows = []
     for method, style in METHODS.items():
         if method in table.index:
             row = table.loc[method]
             better = ""
             if not pd.isna(row["better than isolated"]):
-                better = cell(row, "better than isolated", low=0, high=1)
-            share = cell(row, "success", low=0, high=1)
+                better = format_mean(row, "better than isolated", low=0, high=1)
+            share = format_mean(row, "success", low=0, high=1)
             rows.append([style.label, share, better, len(row.seeds.split())])
-    return markdown(["", success, "better than isolated", "seeds"], rows)
+    return format_table(["", success, "better than isolated", "seeds"], rows)
 
 
 def levels(column: str = "evaluation", numbers: tuple = (4, 16, 64)) -> str:
     """Limited data: methods x levels of each agent."""
-    table = read("levels_table").set_index("method")
+    table = read_result("levels_table").set_index("method")
     rows = []
     for method, style in METHODS.items():
         if f"{method}-{numbers[0]}" in table.index:
             results = [table.loc[f"{method}-{number}"] for number in numbers]
-            rows.append([style.label, *(cell(row, column, low=0, high=1) for row in results)])
-    return markdown(["levels of each agent", *map(str, numbers)], rows)
+            rows.append(
+                [style.label, *(format_mean(row, column, low=0, high=1) for row in results)]
+            )
+    return format_table(["levels of each agent", *map(str, numbers)], rows)
 
 
 def reward_accuracy() -> str:
@@ -395,13 +399,13 @@ def reward_accuracy() -> str:
     rejected one.
     """
     rows = []
-    for kind, table in read("reward_accuracy").groupby("rejected", sort=False):
+    for kind, table in read_result("reward_accuracy").groupby("rejected", sort=False):
         table = table.set_index("reward_model")
         row = [kind, table.pairs.iloc[0]]
         for name in ("reward", "judge"):
-            row.append(cell(table.loc[f"runs/docstrings/{name}"], "accuracy", low=0, high=1))
+            row.append(format_mean(table.loc[f"runs/docstrings/{name}"], "accuracy", low=0, high=1))
         rows.append(row)
-    return markdown(["rejected", "pairs", "reward model", "judge"], rows)
+    return format_table(["rejected", "pairs", "reward model", "judge"], rows)
 
 
 # Names in files of table.py -> names in the text
@@ -418,8 +422,8 @@ def docstrings() -> str:
     """Table 1's runs on docstrings: rewards, and win rates of all agents against references and
     isolated agents.
     """
-    table = read("docstrings_table1").set_index("method")
-    rates = read("docstrings_win_rates").query("agent == 'all'")
+    table = read_result("docstrings_table1").set_index("method")
+    rates = read_result("docstrings_win_rates").query("agent == 'all'")
     alone = rates.run[rates.step == 0].iloc[0]
     rows = []
     for name, run in (("before training", alone), *table["best setting"].items()):
@@ -429,18 +433,20 @@ def docstrings() -> str:
             scores = [f"{table[column][name]:.1f}" for column in columns]
         of_run = rates[rates.run.str.contains(run, regex=False)]
         of_run = of_run[(of_run.step == 0) == (run == alone)]
-        wins = {row.against: cell(row, "win_rate", low=0, high=1) for _, row in of_run.iterrows()}
+        wins = {
+            row.against: format_mean(row, "win_rate", low=0, high=1) for _, row in of_run.iterrows()
+        }
         wins_alone = wins.get(alone, "")
         rows.append([SEARCHES.get(name, name), *scores, wins["references"], wins_alone])
     header = ["", "reward, common prompts", "own topic", "others' topics"]
-    return markdown([*header, "wins against references", "against isolated"], rows)
+    return format_table([*header, "wins against references", "against isolated"], rows)
 
 
 def table1(name: str) -> str:
     """The paper's table 1, from a file of table.py: language models by algorithm, data and
     method.
     """
-    table = read(name)
+    table = read_result(name)
     evp = next(column for column in table if column.startswith("EVP"))
     rows = []
     for _, row in table.iterrows():
@@ -449,12 +455,12 @@ def table1(name: str) -> str:
             SEARCHES.get(row["method"], row["method"]),
         ]
         for column in ("held-out", "own topic", "others' topics", evp):
-            cells.append("" if pd.isna(row[column]) else cell(row, column, low=0, high=1))
+            cells.append("" if pd.isna(row[column]) else format_mean(row, column, low=0, high=1))
         for gain in ("gain over isolated", "gain over FedAvg"):
             cells.append("" if pd.isna(row[gain]) else row[gain])
         rows.append(cells)
     header = ["", "", "common prompts", "own topic", "others' topics", evp]
-    return markdown([*header, "over isolated", "over FedAvg"], rows)
+    return format_table([*header, "over isolated", "over FedAvg"], rows)
 
 
 def table1_gains(name: str) -> str:
@@ -462,7 +468,7 @@ def table1_gains(name: str) -> str:
     by seed.
     """
     scores = {}  # method -> [algorithms and data, seeds]
-    for method, searches in read(name).groupby("method", sort=False):
+    for method, searches in read_result(name).groupby("method", sort=False):
         words = [text.split() for text in searches["EVP per seed"]]
         scores[method] = np.array(words, dtype=float)
     rows = []
@@ -470,21 +476,23 @@ def table1_gains(name: str) -> str:
         if method != "isolated":
             gains = of_method - scores["isolated"]
             positive = f"{(gains > 0).sum()} of {gains.size}"
-            rows.append([SEARCHES.get(method, method), mean_of(gains.mean(0), 3), positive])
-    return markdown(["", "above isolated agents", "in how many pairs"], rows)
+            rows.append([SEARCHES.get(method, method), summarise(gains.mean(0), 3), positive])
+    return format_table(["", "above isolated agents", "in how many pairs"], rows)
 
 
-def mean_of(values, digits: int = 2) -> str:
+def summarise(values, digits: int = 2) -> str:
     """A mean over seeds with its interval by Student's t."""
     mean, low, high = with_interval(pd.DataFrame([[*values]])).iloc[0]
-    return cell(pd.Series({"x": mean, "x_ci_low": low, "x_ci_high": high}), "x", digits)
+    return format_mean(pd.Series({"x": mean, "x_ci_low": low, "x_ci_high": high}), "x", digits)
 
 
 def skills(skill: str = "mirror_after") -> str:
     """A rare skill: methods x agents, the agents' mean, and how far it is above that of isolated
     ones, seed by seed.
     """
-    table = read("skills_rare").pivot(index="seed", columns=["method", "agent"], values=skill)
+    table = read_result("skills_rare").pivot(
+        index="seed", columns=["method", "agent"], values=skill
+    )
     alone = table["isolated"].mean(axis=1)
     agents = sorted({agent for _, agent in table})
     methods = {method for method, _ in table}
@@ -492,18 +500,18 @@ def skills(skill: str = "mirror_after") -> str:
     for method, style in METHODS.items():
         if method not in methods:
             continue
-        rate = float(setting("skills_rare", method, "learning-rate"))
-        coef = float(setting("skills_rare", method, "kl-coef"))
+        rate = float(read_setting("skills_rare", method, "learning-rate"))
+        coef = float(read_setting("skills_rare", method, "kl-coef"))
         of_agents = table[method]  # [seeds, agents]
         mean = of_agents.mean(axis=1)
-        cells = [mean_of(of_agents[agent]) for agent in agents]
-        cells.append(mean_of(mean))
-        cells.append(mean_of(mean - alone) if method != "isolated" else "")
+        cells = [summarise(of_agents[agent]) for agent in agents]
+        cells.append(summarise(mean))
+        cells.append(summarise(mean - alone) if method != "isolated" else "")
         rows.append([style.label, f"{rate:.0e}, {coef:g}".replace("e-0", "e-"), *cells])
     header = ["", "rate, coefficient"]
     for agent, share in zip(agents, (5, 20, 80), strict=True):
         header.append(f"agent {agent}, {share} %")
-    return markdown([*header, "mean of the agents", "its gain over isolated, paired"], rows)
+    return format_table([*header, "mean of the agents", "its gain over isolated, paired"], rows)
 
 
 def format_all_learn(row: pd.Series) -> str:
@@ -518,36 +526,40 @@ def crowd(column: str = "share", sizes: tuple = (1, 2, 4, 8)) -> str:
     """More agents: methods x agents. The share of them that learn; `all`: of crowds in which all
     do, and the steps.
     """
-    table = read("crowd_table")
+    table = read_result("crowd_table")
     rows = []
     for method, style in METHODS.items():
         cells = {}
         for _, row in table[table.method == method].iterrows():
-            shown = format_all_learn(row) if column == "all" else cell(row, "share", low=0, high=1)
+            shown = (
+                format_all_learn(row)
+                if column == "all"
+                else format_mean(row, "share", low=0, high=1)
+            )
             cells[row.agents] = shown
         if cells:
             rows.append([style.label, *(cells.get(size, "") for size in sizes)])
-    return markdown(["agents", *map(str, sizes)], rows)
+    return format_table(["agents", *map(str, sizes)], rows)
 
 
 def crowd_tuned() -> str:
     """Eight agents, each method with the coefficient that was chosen for it, beside that of all
     others' section 1.
     """
-    before = read("crowd_table").set_index(["method", "agents"])
-    table = read("crowd_tuned_table").set_index(["method", "agents"])
+    before = read_result("crowd_table").set_index(["method", "agents"])
+    table = read_result("crowd_tuned_table").set_index(["method", "agents"])
     rows = []
     for method, style in METHODS.items():
         if (method, 8) not in table.index:
             continue
         row = table.loc[method, 8]
-        cells = [setting("crowd_tuned", f"{method}-8", "kl-coef")]
+        cells = [read_setting("crowd_tuned", f"{method}-8", "kl-coef")]
         for name in ("evaluation", "share"):
             for result in (before.loc[method, 8], row):
-                cells.append(cell(result, name, low=0, high=1))
+                cells.append(format_mean(result, name, low=0, high=1))
         rows.append([style.label, *cells, format_all_learn(row)])
     header = ["eight agents", "coefficient", "return with 0.5", "return", "share with 0.5", "share"]
-    return markdown([*header, "all learn"], rows)
+    return format_table([*header, "all learn"], rows)
 
 
 # Speed
@@ -555,7 +567,7 @@ def crowd_tuned() -> str:
 
 def speed(name: str, table: str = "comparison") -> str:
     """Medians over repeats; speed as a multiple of the yardstick's in the same repeat."""
-    runs = read(name).query("table == @table")
+    runs = read_result(name).query("table == @table")
     ratio = next(column for column in runs if column.startswith("ratio"))
     yardstick = runs.contender.iloc[0]
     header = ["", "speed", "peak memory"]
@@ -572,25 +584,25 @@ def speed(name: str, table: str = "comparison") -> str:
         if "communication_rounds" in runs:
             row.append(f"{repeats.communication_rounds.iloc[0]:.0f}".replace("nan", ""))
         rows.append([*row, f"{repeats.peak_memory_mb.median():,.0f} MB"])
-    command, versions, machine = comments(name)[:3]  # machine: date and cores
+    command, versions, machine = read_comments(name)[:3]  # machine: date and cores
     repeats = runs.seed.nunique()
     times = "once" if repeats == 1 else f"{repeats} repeats"
     note = f"`{command.split(' --csv')[0]}`, {machine}, {times}; {versions}."
-    return f"{markdown(header, rows)}\n\n{note}"
+    return f"{format_table(header, rows)}\n\n{note}"
 
 
 def phases(name: str, contender: str) -> str:
     """Where the time of a contender goes."""
-    runs = read(name).query("contender == @contender").filter(regex="_us$").median().dropna()
+    runs = read_result(name).query("contender == @contender").filter(regex="_us$").median().dropna()
     shares = (runs / runs.sum()).sort_values(ascending=False)
     header = ["phase", *(phase.removesuffix("_us") for phase in shares.index)]
-    return markdown(header, [["share", *(f"{share:.1%}" for share in shares)]])
+    return format_table(header, [["share", *(f"{share:.1%}" for share in shares)]])
 
 
 def rounds() -> str:
     """What a communication round costs each agent, as agents are added."""
     rows = []
-    for run in read("rounds").itertuples():
+    for run in read_result("rounds").itertuples():
         rows.append(
             [
                 run.agents,
@@ -605,12 +617,12 @@ def rounds() -> str:
         )
     header = ["agents", "participation", "round", "whole iteration", "peak memory, all"]
     of_files = ["checkpoint", "TensorBoard, an iteration", "CSV files, an iteration"]
-    return markdown(header + of_files, rows)
+    return format_table(header + of_files, rows)
 
 
 def scaling() -> str:
     """Microseconds per agent-step, and memory, as agents are added."""
-    runs = read("scaling").assign(us=lambda runs: 1e6 / runs.agent_steps_per_second)
+    runs = read_result("scaling").assign(us=lambda runs: 1e6 / runs.agent_steps_per_second)
     runs["topology"] = runs.contender.str.split().str[1]
     cost = runs.pivot(index="topology", columns="agents", values="us")
     memory = runs.pivot(index="topology", columns="agents", values="peak_memory_mb")
@@ -619,13 +631,13 @@ def scaling() -> str:
         row = [f"`--topology {flag}`", *(f"{us:.0f}" for us in cost.loc[topology])]
         rows.append(row)
     rows.append(["peak memory, full", *(f"{mb:,.0f} MB" for mb in memory.loc["dense"])])
-    return markdown(["agents", *cost.columns], rows)
+    return format_table(["agents", *cost.columns], rows)
 
 
 def memory() -> str:
     """What a process of prpo_llm.py takes of a GPU's memory: what for x models, in GB."""
     table = pd.read_csv(RESULTS / "llm_memory.csv", comment="#", dtype=str)
-    return markdown([*table.columns], table.to_numpy().tolist())
+    return format_table([*table.columns], table.to_numpy().tolist())
 
 
 def render(text: str) -> str:

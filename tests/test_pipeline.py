@@ -1,4 +1,6 @@
-"""benchmark/pipeline.sh and pipeline.py: pairs that are worse by construction, merged adapters, TRL's command lines."""
+"""benchmark/pipeline.sh and pipeline.py: pairs that are worse by construction, merged adapters,
+TRL's command lines.
+"""
 
 import importlib
 import json
@@ -15,7 +17,7 @@ import pytest
 import scipy.stats
 import torch
 from command import parse_args
-from helpers import REPOSITORY, call
+from helpers import REPOSITORY, call, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import (
@@ -41,12 +43,11 @@ pipeline = importlib.import_module("pipeline")
 TEXTS = st.lists(st.sampled_from("abcdefgh"), min_size=4, max_size=9).map(" ".join)
 
 
-def lines_of(*words):
+def print_commands(*words):
     """The commands that the shell script prints."""
     command = ["bash", "benchmark/pipeline.sh", *words]
-    return subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    pipes = {"capture_output": True, "text": True}
+    return subprocess.run(command, cwd=REPOSITORY, check=True, **pipes).stdout.splitlines()
 
 
 # --- data ---
@@ -54,57 +55,52 @@ def lines_of(*words):
 
 @settings(deadline=None)
 @given(TEXTS, TEXTS, st.lists(TEXTS, min_size=1, max_size=3), st.randoms())
-def test_rejected_texts_are_worse_by_construction(own, body, others, rng):
+def test_rejected_texts_are_worse_by_construction(line, body, others, rng):
     """Each is what its name says, and none is the text that it is compared with."""
-    example = {"completion": own, "request": f"Summarise.\n\n{body}"}
-    texts = pipeline.worse(example, [*others, own, pipeline.CONSTANT], rng)
-    words = own.split()
-    assert (
-        own not in texts.values() and "" not in texts.values() and set(texts) <= set(pipeline.KINDS)
-    )
+    example = {"completion": line, "request": f"Summarise.\n\n{body}"}
+    texts = pipeline.make_worse_texts(example, [*others, line, pipeline.CONSTANT], rng)
+    words = line.split()
+    assert line not in texts.values()
+    assert "" not in texts.values()
+    assert set(texts) <= set(pipeline.KINDS)
     assert texts["truncated"].split() == words[: len(words) // 2]
-    assert (
-        texts["other"] in [*others, pipeline.CONSTANT]
-        and texts["padded"] == f"{own} {texts['other']}"
-    )
+    assert texts["other"] in [*others, pipeline.CONSTANT]
+    assert texts["padded"] == f"{line} {texts['other']}"
     assert texts["constant"] == "Return a of the."
-    assert body.startswith(texts.get("lead", "")) and len(texts.get("lead", "").split()) <= len(
-        words
-    )
-    assert sorted(texts.get("shuffled", own).split()) == sorted(words)
+    assert body.startswith(texts.get("lead", ""))
+    assert len(texts.get("lead", "").split()) <= len(words)
+    assert sorted(texts.get("shuffled", line).split()) == sorted(words)
 
 
 def test_training_pairs_take_the_kinds_in_turn():
-    """Every docstring once in training, with each kind in all test pairs; the other text is of the same library."""
-    examples = [
-        {
-            "prompt": f"<chat>{k}",
-            "request": f"x\n\nbody {k} of it",
-            "completion": f"{topic} number {k}",
-            "topic": topic,
-        }
-        for k in range(60)
-        for topic in ("torch", "numpy")
-    ]
-    train, test = (pipeline.pairs(examples, examples, every) for every in (False, True))
-    assert len(train) == 120 and len({pair["chosen"] for pair in train}) == 120
+    """Every docstring once in training, with each kind in all test pairs; the other text is of the
+    same library.
+    """
+    examples = []
+    for k in range(60):
+        for topic in ("torch", "numpy"):
+            example = {"prompt": f"<chat>{k}", "request": f"x\n\nbody {k} of it"}
+            examples.append(example | {"completion": f"{topic} number {k}", "topic": topic})
+    train, test = (pipeline.make_pairs(examples, examples, every) for every in (False, True))
+    assert len(train) == 120
+    assert len({pair["chosen"] for pair in train}) == 120
     counts = Counter(pair["kind"] for pair in train)
-    assert set(counts) == set(pipeline.KINDS) and max(counts.values()) - min(counts.values()) <= 6
-    assert (
-        Counter(pair["kind"] for pair in test).keys() == set(pipeline.KINDS) and len(test) > 5 * 120
-    )
+    assert set(counts) == set(pipeline.KINDS)
+    assert max(counts.values()) - min(counts.values()) <= 6
+    assert Counter(pair["kind"] for pair in test).keys() == set(pipeline.KINDS)
+    assert len(test) > 5 * 120
     for pair in test:
         if pair["kind"] == "other" and pair["rejected"] != pipeline.CONSTANT:
             assert pair["rejected"].split()[0] == pair["chosen"].split()[0]
-    assert train == pipeline.pairs(examples, examples, every=False)
+    assert train == pipeline.make_pairs(examples, examples, every=False)
 
 
 def test_parts_depend_on_the_text_alone():
-    """A docstring is for one use only, whatever else there is; the shares are those asked for."""
-    parts = Counter(pipeline.part_of(f"docstring {k}") for k in range(4000))
+    """A docstring is for one use only, whatever else there is; the shares are those of PARTS."""
+    parts = Counter(pipeline.choose_part(f"docstring {k}") for k in range(4000))
     shares = dict(zip(pipeline.PARTS, np.diff([0, *pipeline.PARTS.values()]), strict=True))
     assert all(abs(parts[name] / 4000 - share) < 0.03 for name, share in shares.items())
-    assert pipeline.part_of("docstring 1") == pipeline.part_of("docstring 1")
+    assert pipeline.choose_part("docstring 1") == pipeline.choose_part("docstring 1")
 
 
 # --- adapters ---
@@ -115,21 +111,17 @@ def base(tmp_path_factory):
     """The folder of a tiny random Llama that knows single letters, in bfloat16."""
     folder = tmp_path_factory.mktemp("base")
     words = ["<eos>", *"abcdefghijklmnopqrstuvwxyz"]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: k for k, word in enumerate(words)}, unk_token="<eos>")
-    )
+    vocabulary = {word: k for k, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<eos>"
-    ).save_pretrained(folder)
+    options = {"eos_token": "<eos>", "unk_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(folder)
     torch.manual_seed(0)
     shape = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "max_position_embeddings": 64,
-    }
-    shape |= {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "eos_token_id": 0,
@@ -152,47 +144,48 @@ def make_adapter(base, folder, kind, **options):
         shutil.copy(file, folder)
 
 
+def merge(adapter, out):
+    """Merge an adapter into its base."""
+    pipeline.main(pipeline.Args("merge", model=str(adapter), out=str(out)))
+
+
 def test_a_merged_adapter_is_the_same_model(base, tmp_path):
     """Small updates survive, although the base is in bfloat16."""
     make_adapter(base, tmp_path / "adapter", AutoModelForCausalLM, task_type="CAUSAL_LM")
-    pipeline.main(
-        pipeline.Args("merge", model=str(tmp_path / "adapter"), out=str(tmp_path / "merged"))
-    )
-    ids = torch.tensor([[3, 7, 1, 9, 4]])
-    with torch.no_grad():
-        plain, expected, found = (
-            kind.from_pretrained(folder, dtype=torch.float32)(ids).logits
-            for kind, folder in (
-                (AutoModelForCausalLM, base),
-                (AutoPeftModelForCausalLM, tmp_path / "adapter"),
-                (AutoModelForCausalLM, tmp_path / "merged"),
-            )
-        )
-    assert (found - expected).abs().max() < 1e-6 < 1e-5 < (expected - plain).abs().max()
+    merge(tmp_path / "adapter", tmp_path / "merged")
+
+    @torch.no_grad()
+    def compute_logits(kind, folder):
+        ids = torch.tensor([[3, 7, 1, 9, 4]])
+        return kind.from_pretrained(folder, dtype=torch.float32)(ids).logits
+
+    plain = compute_logits(AutoModelForCausalLM, base)
+    expected = compute_logits(AutoPeftModelForCausalLM, tmp_path / "adapter")
+    merged = compute_logits(AutoModelForCausalLM, tmp_path / "merged")
+    assert (merged - expected).abs().max() < 1e-6 < 1e-5 < (expected - plain).abs().max()
 
 
 def test_a_merged_reward_model_scores_as_its_adapter_does(base, tmp_path):
-    """Its head is the trained one, and prpo_llm.py reads the score at the end of each text of a batch."""
+    """Its head is the trained one, and prpo_llm.py reads the score at the end of each text of a
+    batch.
+    """
     options = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
     kind = AutoModelForSequenceClassification
     make_adapter(base, tmp_path / "adapter", _one_label(kind), **options)
-    pipeline.main(
-        pipeline.Args("merge", model=str(tmp_path / "adapter"), out=str(tmp_path / "reward"))
-    )
+    merge(tmp_path / "adapter", tmp_path / "reward")
     score = pipeline.load_scorer(str(tmp_path / "reward"))
-    found = score(["c d e f ", "a b "], ["g h i", "c"])
+    texts = {"prompts": ["c d e f ", "a b "], "completions": ["g h i", "c"]}
+    scores = score(**texts)
     options = {"num_labels": 1, "dtype": torch.float32}
     model = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter", **options)
     with torch.no_grad():
-        alone = [
-            model(torch.tensor([ids])).logits.item() for ids in ([3, 4, 5, 6, 7, 8, 9], [1, 2, 3])
-        ]
-    assert found == pytest.approx(alone, abs=1e-5) and abs(alone[0] - alone[1]) > 1e-3
-    rewards = prpo_llm.make_reward(
-        prpo_llm.Args(reward=(str(tmp_path / "reward"),), precision="float32"), torch.device("cpu")
-    )
-    said = {"prompts": ["c d e f ", "a b "], "completions": ["g h i", "c"]}
-    assert rewards["reward"](**said) == pytest.approx(alone, abs=1e-5)
+        long = model(torch.tensor([[3, 4, 5, 6, 7, 8, 9]])).logits.item()
+        short = model(torch.tensor([[1, 2, 3]])).logits.item()
+    assert scores == pytest.approx([long, short], abs=1e-5)
+    assert abs(long - short) > 1e-3
+    args = prpo_llm.Args(reward=(str(tmp_path / "reward"),), precision="float32")
+    rewards = prpo_llm.make_reward(args, torch.device("cpu"))
+    assert rewards["reward"](**texts) == pytest.approx([long, short], abs=1e-5)
 
 
 def _one_label(kind):
@@ -209,41 +202,38 @@ def _one_label(kind):
 
 
 def test_pairs_of_a_prompt_are_no_more_prompts():
-    """Copies of a prompt's verdict leave Wilson's interval as it is; with correlated verdicts it covers the truth."""
+    """Copies of a prompt's verdict leave Wilson's interval as it is; with correlated verdicts it
+    covers the truth.
+    """
     for right, total in ((9, 10), (96, 96), (0, 7), (50, 95)):
         limits = scipy.stats.binomtest(right, total).proportion_ci(method="wilson")
         for copies in (1, 6):
-            found = pipeline.interval_of_share(right / total, np.full(total, copies))
-            assert found == pytest.approx((limits.low, limits.high), abs=1e-9)
+            interval = pipeline.compute_interval(right / total, np.full(total, copies))
+            assert interval == pytest.approx((limits.low, limits.high), abs=1e-9)
     # A prompt with many pairs counts more in the share, so that the others count less in the number
-    wide = np.subtract(*pipeline.interval_of_share(0.5, np.array([20, 1, 1, 1])))
-    assert wide < np.subtract(
-        *pipeline.interval_of_share(0.5, np.array([6, 6, 6, 5]))
-    )  # widths, negated
+    unequal = np.ptp(pipeline.compute_interval(0.5, np.array([20, 1, 1, 1])))
+    equal = np.ptp(pipeline.compute_interval(0.5, np.array([6, 6, 6, 5])))
+    assert unequal > equal
     rng = np.random.default_rng(0)
     covered = {"prompts": 0, "pairs": 0}
     for _ in range(1000):
         of_prompt = rng.random(40) < 0.8
-        verdicts = np.where(
-            rng.random((40, 6)) < 0.9, of_prompt[:, None], rng.random((40, 6)) < 0.8
-        )
+        shared = rng.random((40, 6)) < 0.9
+        verdicts = np.where(shared, of_prompt[:, None], rng.random((40, 6)) < 0.8)
         for name, sizes in (("prompts", np.full(40, 6)), ("pairs", np.ones(240))):
-            low, high = pipeline.interval_of_share(verdicts.mean(), sizes)
+            low, high = pipeline.compute_interval(verdicts.mean(), sizes)
             covered[name] += low <= 0.8 <= high
-    assert covered["prompts"] > 940 and covered["pairs"] < 700
+    assert covered["prompts"] > 940
+    assert covered["pairs"] < 700
 
 
 def test_a_reward_model_scores_messages_in_its_own_template(base, tmp_path):
-    """Prompt and completion together, without special tokens that the template has itself; texts end with EOS."""
-    make_adapter(
-        base,
-        tmp_path / "adapter",
-        _one_label(AutoModelForSequenceClassification),
-        task_type="SEQ_CLS",
-    )
-    pipeline.main(
-        pipeline.Args("merge", model=str(tmp_path / "adapter"), out=str(tmp_path / "reward"))
-    )
+    """Prompt and completion together, without special tokens that the template has itself; texts
+    end with EOS.
+    """
+    kind = _one_label(AutoModelForSequenceClassification)
+    make_adapter(base, tmp_path / "adapter", kind, task_type="SEQ_CLS")
+    merge(tmp_path / "adapter", tmp_path / "reward")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
     tokenizer.chat_template = (
         "{% for message in messages %}{{ 'x ' + message['content'] + ' y ' }}{% endfor %}"
@@ -263,140 +253,137 @@ def test_a_reward_model_scores_messages_in_its_own_template(base, tmp_path):
     for prompt, completion, ids in cases:
         with torch.no_grad():
             expected = model(torch.tensor([ids])).logits.item()
-        assert score([prompt], [completion]) == pytest.approx([expected], abs=1e-4)
+        expected = pytest.approx([expected], abs=1e-4)
+        assert score([prompt], [completion]) == expected
         if isinstance(prompt, list):
             completion = [{"role": "assistant", "content": completion}]
-        assert function(prompts=[prompt], completions=[completion]) == pytest.approx(
-            [expected], abs=1e-4
-        )
+        assert function(prompts=[prompt], completions=[completion]) == expected
 
 
 def test_accuracy_by_kind(tmp_path, monkeypatch, capsys):
-    """The share of pairs whose chosen text has the higher score; a file keeps the rows of other models."""
+    """The share of pairs whose chosen text has the higher score; a file keeps the rows of other
+    models.
+    """
+    kinds = {"four words": "truncated", "four": "truncated", "four words are here and": "padded"}
     rows = [
         {"prompt": "p", "chosen": "four words are here", "rejected": rejected, "kind": kind}
-        for kind, rejected in (
-            ("truncated", "four words"),
-            ("truncated", "four"),
-            ("padded", "four words are here and"),
-        )
+        for rejected, kind in kinds.items()
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    length = lambda prompts, texts: [float(len(text)) for text in texts]  # noqa: E731
-    monkeypatch.setattr(pipeline, "load_scorer", lambda name: length)
+
+    def measure_length(prompts, texts):
+        return [float(len(text)) for text in texts]
+
+    monkeypatch.setattr(pipeline, "load_scorer", lambda name: measure_length)
+    files = {"pairs": str(tmp_path / "pairs.jsonl"), "out": str(tmp_path / "accuracy.csv")}
     for model in ("first", "second", "first"):
-        out = tmp_path / "accuracy.csv"
-        pipeline.main(
-            pipeline.Args(
-                "accuracy", model=model, pairs=str(tmp_path / "pairs.jsonl"), out=str(out)
-            )
-        )
-    table = pd.read_csv(out, comment="#")
+        pipeline.main(pipeline.Args("accuracy", model=model, **files))
+    table = pd.read_csv(files["out"], comment="#")
     assert list(table.reward_model) == ["second"] * 3 + ["first"] * 3
     first = table.iloc[3:].set_index("rejected")
-    assert first.accuracy.to_dict() == pytest.approx(
-        {"truncated": 1, "padded": 0, "all": 2 / 3}, abs=1e-5
-    )
+    expected = {"truncated": 1, "padded": 0, "all": 2 / 3}
+    assert first.accuracy.to_dict() == pytest.approx(expected, abs=1e-5)
     assert first.pairs.to_dict() == {"truncated": 2, "padded": 1, "all": 3}
     assert first.prompts.to_dict() == {"truncated": 1, "padded": 1, "all": 1}  # they share theirs
     limits = scipy.stats.binomtest(1, 1).proportion_ci(method="wilson")
     assert first.accuracy_ci_low["truncated"] == pytest.approx(limits.low, abs=1e-5)
-    assert first.mean_rejected_score["truncated"] == 7 and first.mean_chosen_score["all"] == 19
-    assert first.mean_rejected_rouge["truncated"] == pytest.approx(
-        (2 / 3 + 0.4) / 2, abs=1e-5
-    )  # F of half and a quarter
+    assert first.mean_rejected_score["truncated"] == 7
+    assert first.mean_chosen_score["all"] == 19
+    rouge = (2 / 3 + 0.4) / 2  # F of half and a quarter of the words
+    assert first.mean_rejected_rouge["truncated"] == pytest.approx(rouge, abs=1e-5)
     assert 0 < first.accuracy_ci_low["all"] < 2 / 3 < first.accuracy_ci_high["all"] < 1
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
-        (("data",), "data needs --out"),
-        (("merge",), "merge needs --model and --out"),
-        (("accuracy",), "accuracy needs --model and --pairs"),
+        ({"step": "data"}, "data needs --out"),
+        ({"step": "merge"}, "merge needs --model and --out"),
+        ({"step": "accuracy"}, "accuracy needs --model and --pairs"),
+        (
+            {"step": "merge", "model": "nowhere", "out": "x"},
+            "--model nowhere: must be a folder with adapter_config.json",
+        ),
     ],
 )
-def test_bad_arguments(args, said):
+def test_bad_arguments(args, message):
     """One line that names the flags."""
-    with pytest.raises(SystemExit, match=said):
-        pipeline.main(pipeline.Args(*args))
-    with pytest.raises(SystemExit, match="must be a folder with adapter_config.json"):
-        pipeline.main(pipeline.Args("merge", model="nowhere", out="x"))
+    assert refusal(pipeline.main, pipeline.Args(**args)) == message
 
 
 # --- TRL's command lines ---
 
 
 def test_the_printed_commands_are_understood():
-    """Every option is one of TRL's; the paper's values are tables 3 and 4, the adapter fits prpo_llm.py."""
-    trl = {
+    """Every option is one of TRL's; the paper's values are tables 3 and 4, the adapter fits
+    prpo_llm.py.
+    """
+    parsers = {
         name: importlib.import_module(f"trl.scripts.{name}").make_parser()
         for name in ("sft", "reward")
     }
-    parsed = {}
+    parsed = {}  # (command, mode) -> its options
     for mode in ((), ("--quick",)):
-        lines = lines_of("all", *mode)
-        steps = [
-            line for step in ("data", "sft", "reward", "judge") for line in lines_of(step, *mode)
-        ]
-        assert lines == steps and len(set(lines)) == len(lines)
+        lines = print_commands("all", *mode)
+        in_steps = []
+        for step in ("data", "sft", "reward", "judge"):
+            in_steps += print_commands(step, *mode)
+        assert lines == in_steps
+        assert len(set(lines)) == len(lines)
         for line in lines:
             program, name, *argv = shlex.split(line)
             if program == "trl":
-                *found, rest = trl[name].parse_args_and_config(
+                *groups, rest = parsers[name].parse_args_and_config(
                     [*argv, "--use_cpu"], return_remaining_strings=True
                 )
                 assert not rest
-                parsed.setdefault(
-                    (name, *mode), {key: value for own in found for key, value in vars(own).items()}
-                )
-    policy, quick = prpo_llm.Args(), parsed["sft", "--quick"]
-    assert (quick["lora_r"], quick["lora_alpha"], quick["lora_dropout"]) == (
-        policy.lora_rank,
-        policy.lora_alpha,
-        0,
-    )
-    assert (
-        tuple(quick["lora_target_modules"]) == policy.lora_targets
-        and not quick["lora_modules_to_save"]
-    )
-    for name, batch, accumulated in (("sft", 4, 4), ("reward", 2, 8)):
+                options = {}
+                for group in groups:
+                    options |= vars(group)
+                parsed.setdefault((name, *mode), options)
+    policy = prpo_llm.Args()
+    quick = parsed["sft", "--quick"]
+    assert quick["lora_r"] == policy.lora_rank
+    assert quick["lora_alpha"] == policy.lora_alpha
+    assert quick["lora_dropout"] == 0
+    assert tuple(quick["lora_target_modules"]) == policy.lora_targets
+    assert not quick["lora_modules_to_save"]
+    for name, batch_size, accumulated in (("sft", 4, 4), ("reward", 2, 8)):
         paper = parsed[name,]
-        assert (paper["lora_r"], paper["lora_alpha"], paper["lora_dropout"], paper["dtype"]) == (
-            16,
-            32,
-            0,
-            "bfloat16",
-        )
+        assert paper["lora_r"] == 16
+        assert paper["lora_alpha"] == 32
+        assert paper["lora_dropout"] == 0
+        assert paper["dtype"] == "bfloat16"
         assert paper["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
-        assert (paper["per_device_train_batch_size"], paper["gradient_accumulation_steps"]) == (
-            batch,
-            accumulated,
-        )
-        assert paper["learning_rate"] == 1e-5 and paper["max_length"] == 1024
-    assert (
-        parsed["sft",]["max_steps"] == 2 * 16_722 // 16
-        and parsed["reward",]["num_train_epochs"] == 1
-    )
+        assert paper["per_device_train_batch_size"] == batch_size
+        assert paper["gradient_accumulation_steps"] == accumulated
+        assert paper["learning_rate"] == 1e-5
+        assert paper["max_length"] == 1024
+    assert parsed["sft",]["max_steps"] == 2 * 16_722 // 16
+    assert parsed["reward",]["num_train_epochs"] == 1
     assert parsed["reward",]["gradient_checkpointing"] is False
     for key in (("reward",), ("reward", "--quick")):
-        assert parsed[key]["lora_task_type"] == "SEQ_CLS" and parsed[key][
-            "lora_modules_to_save"
-        ] == ["score"]
+        assert parsed[key]["lora_task_type"] == "SEQ_CLS"
+        assert parsed[key]["lora_modules_to_save"] == ["score"]
 
 
 @pytest.mark.parametrize("words", [["every"], [], ["sft", "--results"]])
 def test_unknown_steps_are_refused(words):
-    """One line, and a non-zero exit code."""
-    process = subprocess.run(
-        ["bash", "benchmark/pipeline.sh", *words], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert process.returncode == 2 and "try --help" in process.stderr and not process.stdout
+    """One line that names them, and exit code 2."""
+    command = ["bash", "benchmark/pipeline.sh", *words]
+    process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    step, option = [*words, "", ""][:2]
+    problem = f"pipeline.sh: unknown step '{step}' or option '{option}'; try --help\n"
+    assert process.returncode == 2
+    assert process.stderr == problem
+    assert not process.stdout
 
 
 @pytest.mark.slow
 def test_the_pipeline_runs(tmp_path):
-    """Adapter, reward models, a run from them, the judge and the table, as the page has it, on a tiny budget."""
+    """Adapter, reward models, a run from them, the judge and the table, as the page has it, on a
+    tiny budget.
+    """
     page = (REPOSITORY / "docs" / "pipeline.md").read_text()
     laptop = re.findall(r"```bash\n(.*?)```", page, re.S)[0].splitlines()
     assert [line.split(" | ")[-1].split()[:2] for line in laptop] == [
@@ -405,55 +392,39 @@ def test_the_pipeline_runs(tmp_path):
         ["python", "benchmark/judge.py"],
         ["python", "benchmark/table.py"],
     ]
-    for line in lines_of("all", "--quick"):
-        line = line.replace("runs/", f"{tmp_path}/")
-        words = shlex.split(line)
-        if words[0] == "trl":
-            words[:1] = ["-m", "trl.cli.main"]
-            words += ["--max_steps", "2", "--per_device_train_batch_size", "2"]
-        else:
-            words = words[1:] + (["--limit", "80"] if words[2] == "data" else [])
+    for line in print_commands("all", "--quick"):
+        program, *words = shlex.split(line.replace("runs/", f"{tmp_path}/"))
+        if program == "trl":
+            words = ["-m", "trl.cli.main", *words, "--max_steps", "2"]
+            words += ["--per_device_train_batch_size", "2"]
+        elif words[1] == "data":
+            words += ["--limit", "80"]
         process = call(*words, cwd=REPOSITORY, timeout=600)
         assert process.returncode == 0, process.stderr[-3000:]
     accuracy = pd.read_csv(tmp_path / "docstrings" / "reward_accuracy.csv", comment="#")
-    assert accuracy.reward_model.nunique() == 2 and set(accuracy.rejected) == {
-        *pipeline.KINDS,
-        "all",
-    }
+    assert accuracy.reward_model.nunique() == 2
+    assert set(accuracy.rejected) == {*pipeline.KINDS, "all"}
     sweep = ["bash", "benchmark/sweep.sh", "table1", "--quick"]
-    lines = subprocess.run(
-        sweep, cwd=REPOSITORY, capture_output=True, text=True
-    ).stdout.splitlines()
-    tiny = [
-        "--total-steps",
-        "1",
-        "--batch-size",
-        "1",
-        "--micro-batch-size",
-        "1",
-        "--group-size",
-        "2",
-    ]
-    tiny += ["--prompts-per-agent", "4", "--response-length", "4", "--eval-prompts", "2"]
-    chosen = [line for line in lines if re.search(" grpo_iid_(isolated|pr0.6)_", line)]
-    (alone,) = re.findall(r"^python prpo_llm.py.*runs/docstrings.*$", page, re.M)
-    for line in [*chosen, f"{alone} --run-dir runs/alone"]:
-        prpo_llm.main(
-            parse_args(prpo_llm, [*shlex.split(line.replace("runs/", f"{tmp_path}/"))[2:], *tiny])
-        )
-    folders = [str(path.parent) for path in (tmp_path / "table1-quick").glob("*/summary.json")]
-    judge, table = (importlib.import_module(name) for name in ("judge", "table"))
-    rates = judge.main(
-        judge.Args(runs=tuple(folders), reward_model=str(tmp_path / "docstrings" / "judge"))
-    )
-    assert len(rates[rates.agent == "all"]) == 2 and rates.win_rate.between(0, 1).all()
-    table.main(
-        table.Args(
-            runs=(str(tmp_path / "table1-quick"),), measure="win_rate", csv=str(tmp_path / "t.csv")
-        )
-    )
-    found = pd.read_csv(tmp_path / "t.csv", comment="#")
-    assert list(found.method) == ["isolated", "PR, p = 0.6"]
-    assert found["held-out"].tolist() == pytest.approx(
-        rates[rates.agent == "all"].win_rate.tolist(), abs=1e-5
-    )
+    printed = subprocess.run(sweep, cwd=REPOSITORY, capture_output=True, text=True).stdout
+    tiny = "--total-steps 1 --batch-size 1 --micro-batch-size 1 --group-size 2"
+    tiny += " --prompts-per-agent 4 --response-length 4 --eval-prompts 2"
+    isolated_and_pr = re.compile(" grpo_iid_(isolated|pr0.6)_")
+    lines = [line for line in printed.splitlines() if isolated_and_pr.search(line)]
+    (from_page,) = re.findall(r"^python prpo_llm.py.*runs/docstrings.*$", page, re.M)
+    for line in [*lines, f"{from_page} --run-dir runs/alone"]:
+        words = shlex.split(line.replace("runs/", f"{tmp_path}/"))[2:]
+        prpo_llm.main(parse_args(prpo_llm, [*words, *tiny.split()]))
+    runs = tmp_path / "table1-quick"
+    folders = tuple(str(path.parent) for path in runs.glob("*/summary.json"))
+    judge = importlib.import_module("judge")
+    model = str(tmp_path / "docstrings" / "judge")
+    rates = judge.main(judge.Args(runs=folders, reward_model=model))
+    of_all = rates[rates.agent == "all"].win_rate
+    assert len(of_all) == 2
+    assert rates.win_rate.between(0, 1).all()
+    table = importlib.import_module("table")
+    out = str(tmp_path / "t.csv")
+    table.main(table.Args(runs=(str(runs),), measure="win_rate", csv=out))
+    written = pd.read_csv(out, comment="#")
+    assert list(written.method) == ["isolated", "PR, p = 0.6"]
+    assert written["held-out"].tolist() == pytest.approx(of_all.tolist(), abs=1e-5)
