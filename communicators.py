@@ -1539,7 +1539,10 @@ class Stacked:
 
 
 def write_atomically(path: Path, write: Callable) -> None:
-    """`write(file)` to a temporary file beside `path`, which then takes its place: a crash leaves the old one whole."""
+    """`write(file)` to a temporary file beside `path`, which it then replaces.
+
+    A crash leaves the old file whole.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "wb") as file:
         write(file)
@@ -1548,8 +1551,16 @@ def write_atomically(path: Path, write: Callable) -> None:
     os.replace(temporary, path)
 
 
+def _write_text(path: Path, text: str) -> None:
+    """As `write_atomically`, a text."""
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+# The cache
+
+
 def cache_folder(name: str, key: object, write: Callable[[Path], None]) -> Path | None:
-    """The cache's folder that `write(folder)` has filled for this key; None if it cannot be written.
+    """The cache's folder that `write(folder)` has filled for this key; None if it is not writable.
 
     key: what the content depends on, as JSON, for example versions of packages. The cache is in
     $XDG_CACHE_HOME or ~/.cache. Processes that start together wait for the one that writes.
@@ -1564,7 +1575,8 @@ def cache_folder(name: str, key: object, write: Callable[[Path], None]) -> Path 
         cache.mkdir(parents=True, exist_ok=True)
         with open(cache / f"{folder.name}.lock", "w") as lock:
             if _wait_for(lock):
-                for abandoned in cache.glob(f"{folder.name}.*/"):  # by a process that was killed
+                # Left by a process that was killed
+                for abandoned in cache.glob(f"{folder.name}.*/"):
                     shutil.rmtree(abandoned, ignore_errors=True)
             if not _is_intact(folder):  # another process may have written it in the meantime
                 _fill(folder, write)
@@ -1576,7 +1588,10 @@ def cache_folder(name: str, key: object, write: Callable[[Path], None]) -> Path 
 
 
 def _wait_for(lock: typing.IO) -> bool:
-    """Wait until no other process has the lock; False where there are no locks, and several write."""
+    """Wait until no other process has the lock.
+
+    False where there are no locks, so that several processes may write.
+    """
     if fcntl is None:
         return False
     try:
@@ -1619,8 +1634,60 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-def _or_one_line(method: Callable) -> Callable:
-    """A method of `Run` that ends with one line where a file cannot be read or written, as on a full disk."""
+# Divergence
+
+# The terms of a loss. Other metrics may be infinite or NaN without harm, as the explained variance
+# of equal returns is
+LOSS_TERMS = (
+    "losses/policy_loss",
+    "losses/value_loss",
+    "losses/entropy",
+    "losses/kl_reference",
+    "losses/kl_anchor",
+)
+
+
+def diverged_agents(metrics: dict[str, list[float]]) -> set[int]:
+    """The agents one of whose losses is not finite. metrics: {key: [agents]}."""
+    columns = [metrics[term] for term in LOSS_TERMS if term in metrics]
+    return {i for column in columns for i, loss in enumerate(column) if not math.isfinite(loss)}
+
+
+# What a checkpoint holds
+
+
+def _to_stored(source: object) -> object:
+    """What a checkpoint holds of an object of the state."""
+    match source:
+        case torch.Generator():
+            return source.get_state()
+        case Tensor():
+            return source.clone()  # a view would take all of its storage along
+        case list() | deque():
+            return list(source)
+        case _:
+            return source.state_dict()
+
+
+def _restore_in_place(target: object, stored: object) -> None:
+    """The inverse of `_to_stored`: the object of the state takes what a checkpoint holds of it."""
+    match target:
+        case torch.Generator():
+            target.set_state(stored.cpu())
+        case Tensor():
+            target.copy_(stored)
+        case list() | deque():
+            target.clear()
+            target.extend(stored)
+        case _:
+            target.load_state_dict(stored)
+
+
+def _end_in_one_line(method: Callable) -> Callable:
+    """A method of `Run` that ends with one line where a file cannot be read or written.
+
+    As on a full disk.
+    """
 
     @functools.wraps(method)
     def guarded(self, *args, **kwargs):
@@ -1632,198 +1699,287 @@ def _or_one_line(method: Callable) -> Callable:
     return guarded
 
 
-# The terms of a loss; other metrics may be infinite or NaN without harm, as the explained variance of equal returns
-LOSS_TERMS = "losses/policy_loss", "losses/value_loss", "losses/entropy", "losses/kl_reference", "losses/kl_anchor"
-
-
-def diverged_agents(metrics: dict[str, list[float]]) -> set[int]:
-    """The agents one of whose losses is not finite. metrics: {key: [agents]}."""
-    columns = [metrics[term] for term in LOSS_TERMS if term in metrics]
-    return {i for column in columns for i, loss in enumerate(column) if not math.isfinite(loss)}
-
-
 class Run:
-    """What surrounds training, the same for every algorithm; `main` of every script shows how it is used.
+    """What surrounds training, the same for every algorithm; every script's `main` shows its use.
 
-    state: {agent: {name: object}} of the agents held, all that a resumed run needs and the settings do not say. Modules
-    and optimizers, generators, tensors, lists and deques are saved as they are and restored *in place*, so that one
-    dict serves both ways. Every agent has its own folder; a checkpoint counts once all agents have completed it.
+    state: {agent: {name: object}} of the agents held, all that a resumed run needs and the settings
+    do not determine. Modules and optimizers, generators, tensors, lists and deques are saved as
+    they are and restored *in place*, so that one dict is used for both. Every agent has its own
+    folder; a checkpoint counts once all agents have completed it.
 
-    total: iterations of the whole run; work: what all agents together do in one, counted in `unit`; speed: the metric
-    for that per second. env_ids, stride: of control, each agent's task and the steps that an iteration adds to the
-    horizontal axis. headline: the metric of the progress line and of the final table, where it is called `recent`;
-    measure: what it and an evaluation measure, over `samples`. counter: what an iteration is called. columns: names in
-    metrics.csv of metrics that are not called there by the last part of their key. about: more to say at the start.
+    total: iterations of the whole run. work: what all agents together do in one, counted in `unit`;
+    speed: the metric for that per second. env_ids, stride: in control, each agent's task and the
+    steps that an iteration adds to the horizontal axis. headline: the metric of the progress line
+    and of the final table, where it is called `recent`. measure: what it and an evaluation measure,
+    over `samples`. counter: what an iteration is called. columns: names in metrics.csv of metrics
+    that are not called there by the last part of their key. about: more to print at the start.
     """
 
-    def __init__(self, args: RunArgs, exchange: Exchange, name: str, *, total: int, work: int, headline: str,
-                 env_ids: list[str] = (), stride: int = 1, unit: str = "agent-steps", speed: str = "charts/SPS",
-                 measure: str = "return", samples: str = "episodes", recent: str = "last 100 episodes",
-                 counter: str = "iteration", columns: dict[str, str] | None = None, about: str = ""):  # fmt: skip
-        self.args, self.exchange, self.total, self.work, self.headline = args, exchange, total, work, headline
-        self.env_ids, self.stride, self.unit, self.speed = env_ids, stride, unit, speed
-        self.measure, self.samples, self.recent, self.counter, self.about = measure, samples, recent, counter, about
+    def __init__(
+        self,
+        args: RunArgs,
+        exchange: Exchange,
+        name: str,
+        *,
+        total: int,
+        work: int,
+        headline: str,
+        env_ids: list[str] = (),
+        stride: int = 1,
+        unit: str = "agent-steps",
+        speed: str = "charts/SPS",
+        measure: str = "return",
+        samples: str = "episodes",
+        recent: str = "last 100 episodes",
+        counter: str = "iteration",
+        columns: dict[str, str] | None = None,
+        about: str = "",
+    ):
+        self.args = args
+        self.exchange = exchange
+        self.total = total
+        self.work = work
+        self.headline = headline
+        self.env_ids = env_ids
+        self.stride = stride
+        self.unit = unit
+        self.speed = speed
+        self.measure = measure
+        self.samples = samples
+        self.recent = recent
+        self.counter = counter
         self.columns = columns or {}
-        self.chief = exchange.rank == 0  # who writes the common logs
+        self.about = about
+        self.chief = exchange.rank == 0  # writes the common logs
         self._compare_ranks()
         # Long names are cut, and none leaves the folder of runs
-        parts = (re.sub(r"[^\w.+-]", "-", part)[:80] for part in (name, args.exp_name))
-        self.folder = self._open(f"{'__'.join(parts)}__{args.seed}__")
-        self.iteration, self.interrupted, self.clock, self.train_seconds = 0, False, Counter(), 0.0
-        self._wall_seconds, self._started, self._line, self._shown = 0.0, time.time(), 0.0, None
-        self.cores = torch.get_num_threads()
-        self.latest, self.results = {}, {}  # the last metrics {key: [agents]}, evaluation {task: [agents, measures]}
+        names = [re.sub(r"[^\w.+-]", "-", text)[:80] for text in (name, args.exp_name)]
+        self.folder = self._open(f"{'__'.join(names)}__{args.seed}__")
+        self.iteration = 0
+        self.interrupted = False
+        self.latest = {}  # the last metrics {key: [agents]}
+        self.results = {}  # the last evaluation {task: [agents, measures]}
         self.measures = ()  # names of the columns of an evaluation
-        # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends it at once
+        self.clock = Counter()  # phase -> seconds
+        self.train_seconds = 0.0
+        self.cores = torch.get_num_threads()
+        self._wall_seconds = 0.0  # before this process
+        self._started = time.time()
+        self._last_progress = 0.0  # when the last line of progress was printed
+        self._matrix_digest = None  # of C and distances as logged last
+        # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends
+        # it at once
         self._trained = False
-        self._stop, numbers = [], (signal.SIGINT, signal.SIGTERM)
-        self._handlers = {number: signal.signal(number, self._request_stop) for number in numbers}
+        self._signals = []
+        self._handlers = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._request_stop)
 
     def _request_stop(self, number: int, frame) -> None:
-        if self.chief and not self._stop:
-            work = "the evaluation" if self._trained else f"this {self.counter}, then a checkpoint"
-            with contextlib.suppress(OSError):  # print is no good here: it may be what the signal has interrupted
+        """The handler of signals."""
+        if self.chief and not self._signals:
+            work = f"this {self.counter}, then a checkpoint"
+            if self._trained:
+                work = "the evaluation"
+            # Not by print, which may be what the signal has interrupted
+            with contextlib.suppress(OSError):
                 os.write(2, f"\nfinishing {work}; again to end at once\n".encode())
-        self._stop.append(number)
+        self._signals.append(number)
         signal.signal(number, signal.SIG_DFL)
 
     def _compare_ranks(self) -> None:
-        """End where ranks have other settings, code or torch than rank 0, whose config.json speaks for all."""
-        own = {name: value for name, value in vars(self.args).items() if name not in ("device", "run_dir", "resume")}
+        """End where ranks differ from rank 0 in settings, code or torch: it writes config.json."""
+        may_differ = ("device", "run_dir", "resume")
+        settings = {
+            name: value for name, value in vars(self.args).items() if name not in may_differ
+        }
         code = [path.read_bytes() for path in (script_of(self.args), Path(__file__))]
-        digest = hashlib.sha256(repr((own, code, torch.__version__)).encode()).digest()
-        if others := self.exchange.agree(int.from_bytes(digest[:7], "big")):
-            ranks = ", ".join(map(str, others))
-            stop(f"ranks {ranks} differ from rank 0 in settings, code or version of torch; start all alike")
+        digest = hashlib.sha256(repr((settings, code, torch.__version__)).encode()).digest()
+        different_ranks = self.exchange.agree(int.from_bytes(digest[:7], "big"))
+        if different_ranks:
+            ranks = ", ".join(map(str, different_ranks))
+            what = "settings, code or version of torch"
+            stop(f"ranks {ranks} differ from rank 0 in {what}; start all alike")
 
-    @_or_one_line
+    # The folder
+
+    @_end_in_one_line
     def _open(self, prefix: str) -> Path:
-        """The folder of --resume, of this torchrun's last attempt, or a new one named as CleanRL does."""
-        self.folder = Path(self.args.resume or self.args.run_dir)
-        settings = {"script": script_of(self.args).stem, "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID")}
-        config = json.dumps(settings | vars(self.args) | {"resume": ""}, indent=2)
+        """The folder of --resume, of this torchrun's last attempt, or a new one (as CleanRL)."""
+        self.folder = Path(self.args.resume or self.args.run_dir)  # for the line of an error here
+        origin = {
+            "script": script_of(self.args).stem,
+            "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID"),
+        }
+        config = json.dumps(origin | vars(self.args) | {"resume": ""}, indent=2)
         if self.args.resume:
-            if self.chief:  # what is extended now is extended for the next time too
-                write_atomically(self.folder / "config.json", lambda file: file.write(config.encode()))
+            if self.chief:  # settings changed now are kept when the run is resumed again
+                _write_text(self.folder / "config.json", config)
             return self.folder
-        runs, stamp = self.folder, torch.zeros(1, dtype=torch.long)
+        runs = Path(self.args.run_dir)
+        stamp = torch.zeros(1, dtype=torch.long)
         if self.chief:
-            if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:  # torchrun --max-restarts goes on unattended
-                same = [path.parent.name for path in runs.glob(f"{prefix}*/config.json") if path.read_text() == config]
-                stamp += max((int(folder.removeprefix(prefix)) for folder in same), default=0)
-            now = int(time.time())
-            while not stamp:
-                try:
-                    Path(runs, f"{prefix}{now}").mkdir(parents=True)
-                    stamp += now
-                except FileExistsError:  # a run of the same second
-                    now += 1
-            write_atomically(Path(runs, f"{prefix}{stamp.item()}", "config.json"), lambda f: f.write(config.encode()))
-        folder = Path(runs, f"{prefix}{self.exchange.broadcast(stamp).item()}")
+            last_attempt = self._find_last_attempt(runs, prefix, config)
+            stamp += last_attempt or self._make_folder(runs, prefix)
+            _write_text(runs / f"{prefix}{stamp.item()}" / "config.json", config)
+        stamp = self.exchange.broadcast(stamp)
+        folder = runs / f"{prefix}{stamp.item()}"
         if local_rank() == 0 and not folder.exists():  # a machine with a disk of its own
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "config.json", lambda file: file.write(config.encode()))
+            _write_text(folder / "config.json", config)
         return folder
+
+    @staticmethod
+    def _find_last_attempt(runs: Path, prefix: str, config: str) -> int:
+        """The time in the name of the run that this torchrun began; 0 if this is no restart.
+
+        torchrun --max-restarts starts its processes again after a crash, unattended.
+        """
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+            return 0
+        paths = runs.glob(f"{prefix}*/config.json")
+        attempts = [path.parent.name for path in paths if path.read_text() == config]
+        return max((int(attempt.removeprefix(prefix)) for attempt in attempts), default=0)
+
+    @staticmethod
+    def _make_folder(runs: Path, prefix: str) -> int:
+        """Make the folder of a new run. Returns the time in its name."""
+        stamp = int(time.time())
+        while True:
+            try:
+                Path(runs, f"{prefix}{stamp}").mkdir(parents=True)
+                return stamp
+            except FileExistsError:  # a run of the same second
+                stamp += 1
 
     # Checkpoints
 
     def _checkpoints(self, agent: int) -> Path:
+        """The folder of an agent's checkpoints."""
         return self.folder / "checkpoints" / f"agent_{agent}"
 
     def _candidates(self, agent: int) -> list[int]:
-        """The iterations that an agent can go on from, newest first; 0 where it has never completed two."""
-        files = sorted(self._checkpoints(agent).glob("*.pt"), key=lambda path: -int(path.stem))
-        for path in files:
-            if not zipfile.is_zipfile(path):
-                print(f"{path} is truncated, looking for one before it", flush=True)
-        return [int(path.stem) for path in files if zipfile.is_zipfile(path)] + [0] * (len(files) < 2)
+        """The iterations that an agent can go on from, newest first.
 
-    @_or_one_line
-    def restore(self, state: dict[int, dict]) -> None:
-        """Go on from the newest checkpoint that all agents completed, if there is one, and open the logs there.
-
-        One that cannot be read is passed over for the one before it. An agent without any, while others are past their
-        first, is an error: it would start anew beside them.
+        0, the start, is among them where the agent has not written two checkpoints.
         """
-        own = [[*self._candidates(i), *[-1] * 3][:3] for i in state]
-        everyones = self.exchange.all_gather(torch.tensor(own)).tolist()
-        common = set.intersection(*map(set, everyones)) - {-1}
-        if not common:
-            what = "; ".join(f"agent {i}: {sorted({*row} - {-1, 0}) or 'none'}" for i, row in enumerate(everyones))
-            stop(f"{self.folder}: no checkpoint is there for all agents ({what}); bring back what is missing")
-        self.iteration = max(common)
+        files = sorted(self._checkpoints(agent).glob("*.pt"), key=lambda path: -int(path.stem))
+        iterations = []
+        for path in files:
+            if zipfile.is_zipfile(path):
+                iterations.append(int(path.stem))
+            else:
+                print(f"{path} is truncated, looking for one before it", flush=True)
+        if len(files) < 2:
+            iterations.append(0)
+        return iterations
+
+    @_end_in_one_line
+    def restore(self, state: dict[int, dict]) -> None:
+        """Go on from the newest checkpoint that all agents completed, if any, and open the logs.
+
+        A checkpoint that cannot be read is passed over for the one before it. An agent without any,
+        while others are past their first, is an error: it would start anew beside them.
+        """
+        self.iteration = self._find_common_iteration(list(state))
         if self.iteration > self.total:
             done = f"has {self.iteration} {self.counter}s already"
-            stop(f"{self.folder}: {done}, more than the {self.total} asked for", WRONG_VALUE)
-        latest = []  # the last metrics of each agent held
-        for i in state if self.iteration else ():
-            path = self._checkpoints(i) / f"{self.iteration}.pt"
-            stored = torch.load(path, map_location=self.exchange.device, weights_only=True)
-            # An agent that was ahead steps back, or its next save would delete what the others may need again
-            for path in self._checkpoints(i).glob("*.pt"):
-                if int(path.stem) > self.iteration:
-                    path.unlink()
-            if missing := ", ".join(sorted(state[i].keys() - stored.keys())):
-                stop(f"{self.folder}: is of another version, its checkpoints have no {missing}")
-            for name, target in state[i].items():
-                match target:
-                    case torch.Generator():
-                        target.set_state(stored[name].cpu())
-                    case Tensor():
-                        target.copy_(stored[name])
-                    case list() | deque():
-                        target.clear()
-                        target.extend(stored[name])
-                    case _:
-                        target.load_state_dict(stored[name])
-            run = stored["run"]
-            self.train_seconds, self._wall_seconds = run["train"], run["wall"]
-            latest.append(list(run["latest"].values()))
-            keys = list(run["latest"])
-            self.clock, self.exchange.bytes_sent, self._shown = Counter(run["clock"]), run["bytes"], run["shown"]
-        if latest:
-            columns = self.exchange.all_gather(torch.tensor(latest, dtype=torch.float64)).T.tolist()
-            self.latest = dict(zip(keys, columns, strict=True))
+            message = f"{self.folder}: {done}, more than the {self.total} asked for"
+            stop(message, WRONG_VALUE)
+        if self.iteration:
+            self._restore_from_checkpoints(state)
         self._open_logs()
 
+    def _find_common_iteration(self, agents: list[int]) -> int:
+        """The newest iteration that all agents of all ranks can go on from."""
+        local = []
+        for i in agents:
+            padded = self._candidates(i) + [-1, -1, -1]
+            local.append(padded[:3])
+        candidates = self.exchange.all_gather(torch.tensor(local)).tolist()  # [agents, 3]
+        common = set.intersection(*map(set, candidates)) - {-1}
+        if not common:
+            descriptions = []
+            for i, row in enumerate(candidates):
+                checkpoints = sorted(set(row) - {-1, 0})
+                descriptions.append(f"agent {i}: {checkpoints or 'none'}")
+            problem = f"no checkpoint is there for all agents ({'; '.join(descriptions)})"
+            stop(f"{self.folder}: {problem}; bring back what is missing")
+        return max(common)
+
+    def _restore_from_checkpoints(self, state: dict[int, dict]) -> None:
+        """Restore the agents held, the totals of the run, and the last metrics of all agents."""
+        latest = []  # of each agent held
+        for i, objects in state.items():
+            stored = self._read_checkpoint(i)
+            missing = ", ".join(sorted(objects.keys() - stored.keys()))
+            if missing:
+                problem = f"is of another version, its checkpoints have no {missing}"
+                stop(f"{self.folder}: {problem}")
+            for name, target in objects.items():
+                _restore_in_place(target, stored[name])
+            totals = stored["run"]
+            latest.append(list(totals["latest"].values()))
+        self.train_seconds = totals["train"]
+        self._wall_seconds = totals["wall"]
+        self.clock = Counter(totals["clock"])
+        self.exchange.bytes_sent = totals["bytes"]
+        self._matrix_digest = totals["shown"]
+        gathered = self.exchange.all_gather(torch.tensor(latest, dtype=torch.float64))
+        self.latest = dict(zip(totals["latest"], gathered.T.tolist(), strict=True))
+
+    def _read_checkpoint(self, agent: int) -> dict:
+        """An agent's checkpoint of this iteration; its newer ones are deleted.
+
+        An agent that was ahead steps back, or its next save would delete what the others may need
+        again.
+        """
+        folder = self._checkpoints(agent)
+        path = folder / f"{self.iteration}.pt"
+        stored = torch.load(path, map_location=self.exchange.device, weights_only=True)
+        for other in folder.glob("*.pt"):
+            if int(other.stem) > self.iteration:
+                other.unlink()
+        return stored
+
     def saves(self) -> bool:
-        """Whether a checkpoint is due: a scheduled one, the last one, or that of an interrupted run."""
+        """Whether a checkpoint is due: a scheduled one, the last, or that of an interrupted run."""
         return self.due(self.args.save_every) or self.iteration == self.total or self.interrupted
 
-    @_or_one_line
+    @_end_in_one_line
     def save(self, state: dict[int, dict]) -> None:
         """Write each agent's checkpoint; the one before it is kept. Returns when all ranks have."""
-        run = {"train": self.train_seconds, "wall": self._wall(), "shown": self._shown}
-        run |= {"clock": dict(self.clock), "bytes": self.exchange.bytes_sent}
+        totals = {
+            "train": self.train_seconds,
+            "wall": self._wall(),
+            "shown": self._matrix_digest,
+            "clock": dict(self.clock),
+            "bytes": self.exchange.bytes_sent,
+        }
         if self.chief:
             for log in self._logs:
                 log.flush()
-        for i, own in state.items():
-            values = {"run": run | {"latest": {key: column[i] for key, column in self.latest.items()}}}
-            for name, source in own.items():
-                match source:
-                    case torch.Generator():
-                        values[name] = source.get_state()
-                    case Tensor():
-                        values[name] = source.clone()  # a view would take all of its storage along
-                    case list() | deque():
-                        values[name] = list(source)
-                    case _:
-                        values[name] = source.state_dict()
+        for i, objects in state.items():
+            latest = {key: column[i] for key, column in self.latest.items()}
+            values = {"run": totals | {"latest": latest}}
+            values |= {name: _to_stored(source) for name, source in objects.items()}
             folder = self._checkpoints(i)
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / f"{self.iteration}.pt", lambda file, values=values: torch.save(values, file))
-            for old in sorted(folder.glob("*.pt"), key=lambda path: int(path.stem))[:-2]:
-                old.unlink()
+            write = functools.partial(torch.save, values)
+            write_atomically(folder / f"{self.iteration}.pt", write)
+            checkpoints = sorted(folder.glob("*.pt"), key=lambda path: int(path.stem))
+            for path in checkpoints[:-2]:
+                path.unlink()
         self.exchange.barrier()
 
     # The loop
 
     def iterations(self) -> Iterator[int]:
-        """The iterations that are left, from 1; after an interruption the current one is the last."""
+        """The iterations that are left, from 1; an interruption makes the current one the last."""
         while self.iteration < self.total and not self.interrupted:
             self.iteration += 1
-            self._began = self._tock = time.perf_counter()
+            self._began = time.perf_counter()
+            self._tock = self._began
             yield self.iteration
         self._trained = True
 
@@ -1832,202 +1988,361 @@ class Run:
         return every > 0 and self.iteration % every == 0
 
     def tick(self, phase: str) -> None:
-        """The time since the last tick was spent on `phase`."""
+        """Count the time since the last tick for `phase`."""
         if self.exchange.device.type == "cuda":
-            torch.cuda.synchronize(self.exchange.device)  # what was only launched belongs to this phase
+            # Kernels that were only launched belong to this phase
+            torch.cuda.synchronize(self.exchange.device)
         now = time.perf_counter()
         self.clock[phase] += now - self._tock
         self._tock = now
 
     def _wall(self) -> float:
+        """Seconds since the start of the run, without the time between an end and a resume."""
         return self._wall_seconds + time.time() - self._started
 
     # Logs
 
     def _open_logs(self) -> None:
-        """TensorBoard, W&B and the CSV files, without what lies behind the iteration we go on from."""
+        """Open TensorBoard, W&B and the CSV files, without rows after the current iteration."""
         if not self.chief:
             return
-        args, start = self.args, self.iteration
-        about = ", ".join(filter(None, (f"{args.num_agents} agents on {self.exchange.device}", self.about)))
+        start = self.iteration
+        about = f"{self.args.num_agents} agents on {self.exchange.device}"
+        if self.about:
+            about = f"{about}, {self.about}"
         print(f"{self.folder}: {about}", flush=True)
-        # What is resumed, perhaps extended, is not completed, even if it is killed before its end
+        # A run that is resumed, perhaps extended, is not completed, even if it is killed before its
+        # end
         (self.folder / "summary.json").unlink(missing_ok=True)
         if start:
             print(f"resuming after {self.counter} {start} of {self.total}", flush=True)
-        if args.track:
-            import wandb
-
-            settings = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": vars(args)}
-            settings |= {"name": self.folder.name, "id": self.folder.name}
-            wandb.init(**settings, resume="allow", sync_tensorboard=True)
+        if self.args.track:
+            self._open_wandb()
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(self.folder, purge_step=start * self.stride + 1)
-        table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
+        table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
         self._metrics = self._open_csv("metrics.csv", start)
         self._communicators = self._open_csv("communicator.csv", start)
-        self._evaluations = self._open_csv("evaluations.csv", min(start, self.total - 1))  # the last is done again
-        self._logs = self.writer, self._metrics, self._communicators, self._evaluations
+        # The last evaluation is done again
+        self._evaluations = self._open_csv("evaluations.csv", min(start, self.total - 1))
+        self._logs = (self.writer, self._metrics, self._communicators, self._evaluations)
+
+    def _open_wandb(self) -> None:
+        """Begin or go on with the run on Weights & Biases, which reads TensorBoard's logs."""
+        import wandb
+
+        wandb.init(
+            project=self.args.wandb_project_name,
+            entity=self.args.wandb_entity,
+            config=vars(self.args),
+            name=self.folder.name,
+            id=self.folder.name,
+            resume="allow",
+            sync_tensorboard=True,
+        )
 
     def _open_csv(self, name: str, last: int):
-        """Open a log whose rows begin with the iteration, with what it held up to iteration `last`."""
-        path, text = self.folder / name, io.StringIO(newline="")
+        """Open a log whose rows begin with the iteration, with its rows up to iteration `last`."""
+        path = self.folder / name
+        text = io.StringIO(newline="")
         if last and path.exists():
             with open(path, newline="", errors="replace") as file:
-                rows = [row for row in csv.reader(line.replace("\0", "") for line in file) if row]
-            kept = [row for row in rows[1:] if row[0].isdigit() and int(row[0]) <= last and len(row) == len(rows[0])]
-            csv.writer(text).writerows([*rows[:1], *kept])
-        write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+                lines = (line.replace("\0", "") for line in file)
+                rows = [row for row in csv.reader(lines) if row]
+            kept = rows[:1]
+            for row in rows[1:]:
+                is_whole = row[0].isdigit() and len(row) == len(rows[0])
+                if is_whole and int(row[0]) <= last:
+                    kept.append(row)
+            csv.writer(text).writerows(kept)
+        _write_text(path, text.getvalue())
         return open(path, "a", newline="")
 
     @staticmethod
-    def _write(file, row: dict) -> None:
+    def _write_row(file, row: dict) -> None:
+        """Add a row to a CSV file, after the header if it is the first."""
+        writer = csv.writer(file)
         if file.tell() == 0:
-            csv.writer(file).writerow(row)
-        csv.writer(file).writerow(f"{value:.6g}" if isinstance(value, float) else value for value in row.values())
+            writer.writerow(row)
+        writer.writerow(
+            f"{value:.6g}" if isinstance(value, float) else value for value in row.values()
+        )
 
-    @_or_one_line
-    def log(self, rows: list[dict[str, float]], communicator: Tensor, distances: Tensor, scalars: dict) -> None:
-        """Write this iteration to TensorBoard and W&B, per agent and as the group's mean, metrics.csv and the screen.
+    @_end_in_one_line
+    def log(
+        self,
+        rows: list[dict[str, float]],
+        communicator: Tensor,
+        distances: Tensor,
+        scalars: dict[str, float],
+    ) -> None:
+        """Write this iteration to TensorBoard and W&B, both CSV files and the screen.
 
-        rows: metrics of each agent held, under TensorBoard's keys, in the same order everywhere; NaN is left out.
-        communicator, distances: [agents, agents]. scalars: of all together. Training time stops here. Ranks agree here
-        on an interruption.
+        rows: metrics of each agent held, under TensorBoard's keys, in the same order everywhere.
+        TensorBoard has them per agent and as the group's mean, in which NaN is left out.
+        communicator, distances: [agents, agents]. scalars: of all agents together. Training time
+        stops here. Ranks agree here on an interruption.
         """
-        n, local = self.args.num_agents, [[*row.values(), len(self._stop)] for row in rows]
-        gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64)).numpy()  # [agents, metrics + 1]
-        self.interrupted = bool(gathered[:, -1].any())
-        self.train_seconds += time.perf_counter() - self._began
-        before, self.latest = self.latest, dict(zip(rows[0], gathered.T[:-1].tolist(), strict=True))
-        shown_before = self._shown
-        values = torch.stack((communicator, distances)).double().nan_to_num(nan=-1.0)  # NaN shall be equal to NaN
-        self._shown = hashlib.sha256(values.numpy().tobytes()).hexdigest()
-        changed = self._shown != shown_before
+        diverged_before = diverged_agents(self.latest)
+        self._gather_metrics(rows)
+        matrix_changed = self._note_matrices(communicator, distances)
         if not self.chief:
             return
-        for i in sorted(diverged_agents(self.latest) - diverged_agents(before)):
-            print(f"\n{self.counter} {self.iteration}: agent {i} has diverged, it learns no more", flush=True)
-        x, rate = self.iteration * self.stride, self.iteration * self.work / self.train_seconds
-        common = {key.rpartition("/")[2]: value for key, value in scalars.items()}
-        common |= {"communication_bytes": self.exchange.bytes_sent, f"{self.unit.replace('-', '_')}_per_second": rate}
-        scalars = scalars | {self.speed: rate, "communication/bytes": self.exchange.bytes_sent}
-        scalars["communication/non_expansion"] = non_expansion(communicator)
+        for i in sorted(diverged_agents(self.latest) - diverged_before):
+            place = f"{self.counter} {self.iteration}"
+            print(f"\n{place}: agent {i} has diverged, it learns no more", flush=True)
+        rate = self.iteration * self.work / self.train_seconds
+        self._log_to_tensorboard(scalars, rate, communicator, distances, matrix_changed)
+        self._log_metrics(scalars, rate)
+        if matrix_changed:
+            self._log_communicator(communicator, distances)
+        is_terminal = sys.stdout.isatty()
+        is_last = self.iteration == self.total
+        if is_terminal or time.time() - self._last_progress > 10 or is_last:
+            self._print_progress(rate, is_terminal)
+
+    def _gather_metrics(self, rows: list[dict[str, float]]) -> None:
+        """The last metrics of all agents, and whether any rank was interrupted; stop the clock."""
+        local = [[*row.values(), len(self._signals)] for row in rows]
+        gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64))
+        *columns, signals = gathered.T.tolist()  # [metrics + 1, agents]
+        self.interrupted = any(signals)
+        self.train_seconds += time.perf_counter() - self._began
+        self.latest = dict(zip(rows[0], columns, strict=True))
+
+    def _note_matrices(self, communicator: Tensor, distances: Tensor) -> bool:
+        """Whether C or the distances are others than in the last iteration."""
+        # NaN is replaced, so that it is equal to NaN
+        values = torch.stack((communicator, distances)).double().nan_to_num(nan=-1.0)
+        digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+        changed = digest != self._matrix_digest
+        self._matrix_digest = digest
+        return changed
+
+    def _log_to_tensorboard(
+        self,
+        scalars: dict[str, float],
+        rate: float,
+        communicator: Tensor,
+        distances: Tensor,
+        matrix_changed: bool,
+    ) -> None:
+        """Write this iteration's scalars to TensorBoard."""
+        n = self.args.num_agents
+        scalars = scalars | {
+            self.speed: rate,
+            "communication/bytes": self.exchange.bytes_sent,
+            "communication/non_expansion": non_expansion(communicator),
+        }
         if n <= FEW_AGENTS:
             for i in range(n):
-                scalars |= {f"communicator/c_{i}_{j}": communicator[i, j].item() for j in range(n)}
-                scalars |= {f"distances/agent_{i}_agent_{j}": distances[i, j].item() for j in range(i + 1, n)}
-        elif changed:
+                for j in range(n):
+                    scalars[f"communicator/c_{i}_{j}"] = communicator[i, j].item()
+                for j in range(i + 1, n):
+                    scalars[f"distances/agent_{i}_agent_{j}"] = distances[i, j].item()
+        elif matrix_changed:
             scalars |= summarize_communicator(communicator, distances)
         for key, column in self.latest.items():
-            scalars |= {f"{key}/agent_{i}": value for i, value in enumerate(column)}
-            scalars[key] = mean([value for value in column if value == value])
+            for i, value in enumerate(column):
+                scalars[f"{key}/agent_{i}"] = value
+            scalars[key] = mean([value for value in column if not math.isnan(value)])
+        step = self.iteration * self.stride
         for key, value in scalars.items():
-            if value == value:
-                self.writer.add_scalar(key, value, x)
-        for i in range(n):
+            if not math.isnan(value):
+                self.writer.add_scalar(key, value, step)
+
+    def _log_metrics(self, scalars: dict[str, float], rate: float) -> None:
+        """Write a row of metrics.csv for each agent."""
+        common = {key.rpartition("/")[2]: value for key, value in scalars.items()}
+        common["communication_bytes"] = self.exchange.bytes_sent
+        common[f"{self.unit.replace('-', '_')}_per_second"] = rate
+        for i in range(self.args.num_agents):
             row = {self.counter: self.iteration, "agent": i}
-            row |= {"env_id": self.env_ids[i], "timesteps": x} if self.env_ids else {}
-            row |= {"seed": self.args.seed, "exp_name": self.args.exp_name}
-            row |= {self.columns.get(key, key.rpartition("/")[2]): column[i] for key, column in self.latest.items()}
-            self._write(self._metrics, row | common)
+            if self.env_ids:
+                row["env_id"] = self.env_ids[i]
+                row["timesteps"] = self.iteration * self.stride
+            row["seed"] = self.args.seed
+            row["exp_name"] = self.args.exp_name
+            for key, column in self.latest.items():
+                name = self.columns.get(key, key.rpartition("/")[2])
+                row[name] = column[i]
+            self._write_row(self._metrics, row | common)
         self._metrics.flush()
-        if changed:
-            pairs = torch.ones(n, n) if n <= FEW_AGENTS else communicator
-            for i, j in pairs.nonzero().tolist():
-                row = {self.counter: self.iteration, "listener": i, "peer": j}
-                row |= {"weight": communicator[i, j].item(), "distance": distances[i, j].item()}
-                self._write(self._communicators, row)
-        live = sys.stdout.isatty()
-        if live or time.time() - self._line > 10 or self.iteration == self.total:
-            seconds = round((self.total - self.iteration) * self.train_seconds / self.iteration)
-            left = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-            text = f"{self.counter} {self.iteration}/{self.total}  {rate:,.{0 if rate > 20 else 2}f} {self.unit}/s  "
-            text += f"{left} left  {self.measure} " + " ".join(f"{value:.2f}" for value in self.latest[self.headline])
-            print(f"\r\033[K{text}" if live else text, end="" if live else "\n", flush=True)
-            self._line = time.time()
 
-    @_or_one_line
+    def _log_communicator(self, communicator: Tensor, distances: Tensor) -> None:
+        """Write C and the distances to communicator.csv: all pairs of few agents, else of C's."""
+        n = self.args.num_agents
+        pairs = torch.ones(n, n) if n <= FEW_AGENTS else communicator
+        for i, j in pairs.nonzero().tolist():
+            row = {
+                self.counter: self.iteration,
+                "listener": i,
+                "peer": j,
+                "weight": communicator[i, j].item(),
+                "distance": distances[i, j].item(),
+            }
+            self._write_row(self._communicators, row)
+
+    def _print_progress(self, rate: float, is_terminal: bool) -> None:
+        """Print the line of progress, in a terminal in place of the one before."""
+        seconds = round((self.total - self.iteration) * self.train_seconds / self.iteration)
+        time_left = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        decimals = 0 if rate > 20 else 2
+        values = " ".join(f"{value:.2f}" for value in self.latest[self.headline])
+        text = (
+            f"{self.counter} {self.iteration}/{self.total}  {rate:,.{decimals}f} {self.unit}/s  "
+            f"{time_left} left  {self.measure} {values}"
+        )
+        if is_terminal:
+            print(f"\r\033[K{text}", end="", flush=True)
+        else:
+            print(text, flush=True)
+        self._last_progress = time.time()
+
+    # Evaluation and end
+
+    @_end_in_one_line
     def log_evaluation(self, results: list[dict[str, dict[str, np.ndarray]]]) -> None:
-        """Write an evaluation. results: of each agent held, task -> column -> a value per sample, the measure first.
+        """Write an evaluation.
 
-        Means, and half the 95 % interval of the measure (Student's t; NaN for fewer than two values), go to
-        TensorBoard, evaluations.csv and the summary. Evaluations may take one rank much longer than another.
+        results: of each agent held, task -> column -> a value per sample, the measure first.
+        Means, and half the 95 % interval of the measure (Student's t; NaN for fewer than two
+        values), go to TensorBoard, evaluations.csv and the summary. An evaluation may take one rank
+        much longer than another.
         """
         self.exchange.wait_for_all()
-        local = []
-        for tasks in results:
-            local.append([])
-            for columns in tasks.values():
-                others = (np.mean(values) for name, values in columns.items() if name != self.measure)
-                local[-1] += [*mean_and_half_interval(columns[self.measure]), *others]
-        own = results[0]
-        width = 1 + len(next(iter(own.values())))
-        gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64)).unflatten(1, (len(own), width))
-        self.results = {task: gathered[:, k].tolist() for k, task in enumerate(own)}
-        columns = next(iter(own.values()))
-        self.measures = "mean", "ci95", *(name for name in columns if name != self.measure)
-        for i, (task, columns) in itertools.product(range(self.args.num_agents), own.items()) if self.chief else ():
-            value, half, *others = self.results[task][i]
-            self.writer.add_scalar(f"eval/{task}/agent_{i}", value, self.iteration * self.stride)
-            row = {self.counter: self.iteration, "agent": i, "task": task}
-            row |= {"timesteps": self.iteration * self.stride} if self.env_ids else {}
-            row |= {self.samples: len(columns[self.measure]), f"mean_{self.measure}": value, "ci95": half}
-            names = [name for name in columns if name != self.measure]
-            self._write(self._evaluations, row | dict(zip(names, others, strict=True)))
+        tasks = results[0]
+        names = [name for name in next(iter(tasks.values())) if name != self.measure]
+        self.measures = ("mean", "ci95", *names)
+        local = []  # [agents held, tasks * measures]
+        for columns_of_tasks in results:
+            row = []
+            for columns in columns_of_tasks.values():
+                row += mean_and_half_interval(columns[self.measure])
+                row += [np.mean(columns[name]) for name in names]
+            local.append(row)
+        gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64))
+        gathered = gathered.unflatten(1, (len(tasks), len(self.measures)))
+        self.results = {task: gathered[:, k].tolist() for k, task in enumerate(tasks)}
+        if not self.chief:
+            return
+        step = self.iteration * self.stride
+        for i in range(self.args.num_agents):
+            for task, columns in tasks.items():
+                value, half, *others = self.results[task][i]
+                self.writer.add_scalar(f"eval/{task}/agent_{i}", value, step)
+                row = {self.counter: self.iteration, "agent": i, "task": task}
+                if self.env_ids:
+                    row["timesteps"] = step
+                row[self.samples] = len(columns[self.measure])
+                row[f"mean_{self.measure}"] = value
+                row["ci95"] = half
+                row |= dict(zip(names, others, strict=True))
+                self._write_row(self._evaluations, row)
 
-    @_or_one_line
+    @_end_in_one_line
     def finish(self, **more) -> dict:
-        """Close everything, write and return summary.json (with `more`), print the table of the last evaluation.
+        """Close everything, write and return summary.json (with `more`), print the final table.
 
         An interrupted run ends here, with the signal's exit code and how to go on.
         """
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         torch.set_num_threads(self.cores)
-        agents, unit = range(self.args.num_agents), self.unit.replace("-", "_")
-        recent = self.latest.get(self.headline, [math.nan] * len(agents))
-        results = self.results.items()
-        matrix = [{task: dict(zip(self.measures, rows[i], strict=True)) for task, rows in results} for i in agents]
-        tasks = self.env_ids or [*self.results][:1] * len(agents)  # by which each agent is judged
-        own = [row[task]["mean"] for row, task in zip(matrix, tasks, strict=False) if task in row]
-        used = [name for name in PACKAGES if name.replace("-", "_") in sys.modules]
-        versions = {name: importlib.metadata.version(name) for name in used}
-        summary = {
-            "script": script_of(self.args).stem, "run": self.folder.name, "completed": not self.interrupted,
-            "diverged": sorted(diverged_agents(self.latest)),
-            "settings": vars(self.args), "seed": self.args.seed,
-            "versions": {"python": sys.version.split()[0]} | versions,
-            "device": str(self.exchange.device), "world_size": self.exchange.world_size,
-            f"{self.counter}s": self.iteration,
-            **({"timesteps_per_agent": self.iteration * self.stride} if self.env_ids else {}),
-            f"{unit}_per_second": self.iteration * self.work / max(self.train_seconds, 1e-9),
-            "train_seconds": self.train_seconds, "wall_seconds": self._wall(), "seconds": dict(self.clock),
-            "communication_bytes": self.exchange.bytes_sent,
-            f"training_{self.measure}": {"over": self.recent, "group": mean(recent), "agents": recent},
-            "evaluation": {self.samples: getattr(self.args, f"eval_{self.samples}", None)}
-            | {"group": mean(own), "agents": matrix},
-        }  # fmt: skip
-        summary = json.loads(json.dumps(summary | more), parse_constant=lambda _: None)  # JSON knows no NaN
+        summary = json.dumps(self._summarize() | more)
+        summary = json.loads(summary, parse_constant=lambda _: None)  # JSON has no NaN
         if self.chief:
-            text = json.dumps(summary, indent=2).encode()
-            write_atomically(self.folder / "summary.json", lambda file: file.write(text))
+            _write_text(self.folder / "summary.json", json.dumps(summary, indent=2))
             for log in self._logs:
                 log.close()
             if self.args.track:
                 sys.modules["wandb"].finish()
-            print(f"\nagent  {self.recent}" + "".join(f"  {name:>17}" for name in self.results))
-            for i, row in enumerate(matrix):
-                cells = {name: f"{cell['mean']:.3f} ± {cell['ci95']:.3f}" for name, cell in row.items()}
-                cells = "".join(f"  {cell:>{max(17, len(name))}}" for name, cell in cells.items())
-                print(f"{i:>5}  {recent[i]:>{len(self.recent)}.3f}{cells}")
-            rate = f"{summary[f'{unit}_per_second']:,.{0 if self.stride > 1 else 2}f} {self.unit}/s"
-            print(f"{rate}, {self.exchange.bytes_sent:,} bytes sent, everything in {self.folder}")
-            if self.interrupted:
-                last = f"{self.iteration} of {self.total}"
-                print(f"interrupted after {self.counter} {last}; go on with --resume {self.folder}")
+            self._print_end()
         self.exchange.close()
         if self.interrupted:
-            sys.exit(128 + (self._stop or [signal.SIGTERM])[0])
+            first_signal = self._signals[0] if self._signals else signal.SIGTERM
+            sys.exit(128 + first_signal)
         return summary
+
+    def _recent(self) -> list[float]:
+        """The headline metric of each agent."""
+        return self.latest.get(self.headline, [math.nan] * self.args.num_agents)
+
+    def _rate(self) -> float:
+        """Units of work per second of training."""
+        return self.iteration * self.work / max(self.train_seconds, 1e-9)
+
+    def _evaluation_of(self, agent: int) -> dict[str, dict[str, float]]:
+        """An agent's last evaluation: task -> measure -> value."""
+        tasks = {}
+        for task, rows in self.results.items():
+            tasks[task] = dict(zip(self.measures, rows[agent], strict=True))
+        return tasks
+
+    def _summarize(self) -> dict:
+        """What summary.json holds of every run."""
+        agents = range(self.args.num_agents)
+        recent = self._recent()
+        evaluations = [self._evaluation_of(i) for i in agents]
+        judged_by = self.env_ids  # the task by which each agent is judged
+        if not judged_by:
+            first_task = list(self.results)[:1]
+            judged_by = first_task * len(agents)
+        group = [
+            evaluation[task]["mean"]
+            for evaluation, task in zip(evaluations, judged_by, strict=False)
+            if task in evaluation
+        ]
+        versions = {"python": sys.version.split()[0]}
+        for package in PACKAGES:
+            if package.replace("-", "_") in sys.modules:
+                versions[package] = importlib.metadata.version(package)
+        summary = {
+            "script": script_of(self.args).stem,
+            "run": self.folder.name,
+            "completed": not self.interrupted,
+            "diverged": sorted(diverged_agents(self.latest)),
+            "settings": vars(self.args),
+            "seed": self.args.seed,
+            "versions": versions,
+            "device": str(self.exchange.device),
+            "world_size": self.exchange.world_size,
+            f"{self.counter}s": self.iteration,
+        }
+        if self.env_ids:
+            summary["timesteps_per_agent"] = self.iteration * self.stride
+        return summary | {
+            f"{self.unit.replace('-', '_')}_per_second": self._rate(),
+            "train_seconds": self.train_seconds,
+            "wall_seconds": self._wall(),
+            "seconds": dict(self.clock),
+            "communication_bytes": self.exchange.bytes_sent,
+            f"training_{self.measure}": {
+                "over": self.recent,
+                "group": mean(recent),
+                "agents": recent,
+            },
+            "evaluation": {
+                self.samples: getattr(self.args, f"eval_{self.samples}", None),
+                "group": mean(group),
+                "agents": evaluations,
+            },
+        }
+
+    def _print_end(self) -> None:
+        """Print the last evaluation, the speed, and how to go on with an interrupted run."""
+        print(f"\nagent  {self.recent}" + "".join(f"  {task:>17}" for task in self.results))
+        for i, recent in enumerate(self._recent()):
+            line = f"{i:>5}  {recent:>{len(self.recent)}.3f}"
+            for task, measures in self._evaluation_of(i).items():
+                cell = f"{measures['mean']:.3f} ± {measures['ci95']:.3f}"
+                line += f"  {cell:>{max(17, len(task))}}"
+            print(line)
+        decimals = 0 if self.stride > 1 else 2
+        rate = f"{self._rate():,.{decimals}f} {self.unit}/s"
+        print(f"{rate}, {self.exchange.bytes_sent:,} bytes sent, everything in {self.folder}")
+        if self.interrupted:
+            last = f"{self.iteration} of {self.total}"
+            print(f"interrupted after {self.counter} {last}; go on with --resume {self.folder}")
