@@ -1,21 +1,28 @@
-"""A laptop-size task for language models: a tiny Llama, pretrained here on string skills of which one is rare.
+"""A laptop-size task for language models: a tiny Llama, pretrained here on string skills of which
+one is rare.
 
-    python benchmark/skills.py  # half a minute, once: runs/skills/model and runs/skills/train.jsonl
-    python prpo_llm.py --base-model runs/skills/model --dataset runs/skills/train.jsonl --partition topic \\
-        --reward benchmark/skills.py:exact --precision float32 --missing-eos-penalty 0
-    python benchmark/skills.py --runs runs/skills-results  # what each agent can do before and after, skill by skill
+    python benchmark/skills.py --demo  # two minutes: all of the following, with its result
+    python benchmark/skills.py  # half a minute, once: runs/skills/model, runs/skills/train.jsonl
+    python prpo_llm.py --base-model runs/skills/model --dataset runs/skills/train.jsonl \\
+        --reward benchmark/skills.py:exact --partition topic --precision float32 \\
+        --missing-eos-penalty 0
+    python benchmark/skills.py --runs runs/skills-results  # each agent before and after, by skill
 
-A prompt is a skill and a word, "reverse abcd:"; the completion is "dcba". The model has learned all skills but the rare
-one, of which it has seen little, and does it right now and then: enough for a reward of 1 for exactly the right word,
-and 0 for anything else, to teach it. A prompt's topic is the agent whose it is: agents differ in how many of their
-prompts ask for the rare skill (--prompt-shares), or all have the same mix with --partition iid. No prompt occurred in
-the pretraining. The same settings give the same files; what is there already is not made again.
+A prompt is a skill and a word, "reverse abcd:"; the completion is "dcba". The model has learned all
+skills but the rare one, of which it has seen little, and completes it correctly now and then:
+enough for a reward of 1 for exactly the right word, and 0 for anything else, to teach it. A
+prompt's topic is the agent it belongs to: agents differ in how many of their prompts are for the
+rare skill (--prompt-shares), or all have the same mix with --partition iid. No prompt occurred in
+the pretraining. The same settings give the same files; files that are there are not made again.
 """
 
 import json
 import os
 import random
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +34,12 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).parent))  # for `--reward benchmark/skills.py:exact`
+from arguments import read_flags, refuse  # noqa: E402
 
 SKILLS: dict[str, Callable[[str], str]] = {
     "copy": lambda word: word,
@@ -46,8 +56,12 @@ EOS = "<eos>"
 class Args:
     out: str = "runs/skills"
     """folder to write: model/, train.jsonl, and settings.json, which comes last"""
+    demo: bool = False
+    """then train three agents on it with prpo_llm.py, and print what they have learned"""
     runs: str = ""
-    """write no task but a table of the finished runs in this folder: the rare skill and the others, before and after"""
+    """write no task but a table of the finished runs in this folder: the rare skill and the others,
+    before and after
+    """
     csv: str = ""
     """file for this table, a row per run and agent, with its command (empty: standard output)"""
     seed: int = 1
@@ -65,7 +79,9 @@ class Args:
     steps: int = 1200
     """optimizer steps of the pretraining, at most"""
     rare_success: float = 0.25
-    """the pretraining ends when the rare skill, sampled, is right this often: it comes suddenly (1: after all steps)"""
+    """the pretraining ends when the rare skill, sampled, is right this often: it comes suddenly (1:
+    after all steps)
+    """
     batch_size: int = 64
     """examples of an optimizer step"""
     learning_rate: float = 4e-3
@@ -78,27 +94,37 @@ class Args:
 
 def check_args(args: Args) -> None:
     """Ends with one line that names the flag, its value and what would be valid."""
-    (shortest, longest), shares = args.word_lengths, (args.rare_share, *args.prompt_shares)
-    for flag, wrong, valid in (
-        ("rare", args.rare not in SKILLS, f"must be one of {', '.join(SKILLS)}"),
-        ("rare_share", not 0 <= shares[0] < 1, "must lie in [0, 1)"),
-        ("prompt_shares", not all(0 <= share <= 1 for share in shares[1:]), "must lie in [0, 1]"),
-        ("word_lengths", not 1 <= shortest <= longest, "must be positive, first the shortest"),
-        ("prompts", not 1 <= args.prompts <= 26**shortest // 2, f"must lie in [1, {26**shortest // 2}]"),
-        ("hidden_size", args.hidden_size < 8 or args.hidden_size % 8, "must be a multiple of 8"),
-        *((name, getattr(args, name) < 1, "must be at least 1") for name in ("steps", "batch_size", "layers")),
-        ("rare_success", not 0 < args.rare_success <= 1, "must lie in (0, 1]"),
-        ("learning_rate", not args.learning_rate > 0, "must be positive"),
-    ):
-        if wrong:
-            value = getattr(args, flag)
-            value = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            sys.exit(f"--{flag.replace('_', '-')} {value}: {valid}")
+    shortest, longest = args.word_lengths
+    most = 26 ** max(shortest, 1) // 2  # prompts that half of the shortest words give
+    shares = args.prompt_shares
+    limits = {
+        "rare": (args.rare in SKILLS, f"must be one of {', '.join(SKILLS)}"),
+        "rare_share": (0 <= args.rare_share < 1, "must lie in [0, 1)"),
+        "prompt_shares": (all(0 <= share <= 1 for share in shares), "must lie in [0, 1]"),
+        "word_lengths": (1 <= shortest <= longest, "must be positive, first the shortest"),
+        "prompts": (1 <= args.prompts <= most, f"must lie in [1, {most}]"),
+        "hidden_size": (
+            args.hidden_size >= 8 and args.hidden_size % 8 == 0,
+            "must be a multiple of 8",
+        ),
+        "steps": (args.steps >= 1, "must be at least 1"),
+        "batch_size": (args.batch_size >= 1, "must be at least 1"),
+        "layers": (args.layers >= 1, "must be at least 1"),
+        "rare_success": (0 < args.rare_success <= 1, "must lie in (0, 1]"),
+        "learning_rate": (args.learning_rate > 0, "must be positive"),
+    }
+    for name, (holds, valid) in limits.items():
+        if not holds:
+            value = getattr(args, name)
+            if isinstance(value, tuple):
+                value = " ".join(map(str, value))
+            refuse(f"--{name.replace('_', '-')} {value}: {valid}")
 
 
 def exact(completions: list[str], references: list[str], **_) -> list[float]:
     """The reward: 1 for the reference and nothing else, not even a space; 0 for anything else."""
-    return [float(said == wanted) for said, wanted in zip(completions, references, strict=True)]
+    pairs = zip(completions, references, strict=True)
+    return [float(completion == reference) for completion, reference in pairs]
 
 
 def make_example(skill: str, word: str) -> dict[str, str]:
@@ -106,28 +132,40 @@ def make_example(skill: str, word: str) -> dict[str, str]:
     return {"prompt": f"{skill} {word}:", "completion": SKILLS[skill](word), "skill": skill}
 
 
-def examples(rng: random.Random, args: Args, rare_share: float, without=frozenset()) -> Iterator[dict[str, str]]:
-    """Random examples without end, the rare skill with probability `rare_share`, none with a prompt of `without`."""
+def generate_examples(
+    rng: random.Random,
+    args: Args,
+    rare_share: float,
+    without=frozenset(),
+) -> Iterator[dict[str, str]]:
+    """Random examples without end, the rare skill with probability `rare_share`, none with a prompt
+    of `without`.
+    """
     common = [skill for skill in SKILLS if skill != args.rare]
     while True:
         skill = args.rare if rng.random() < rare_share else rng.choice(common)
         word = "".join(rng.choices(ascii_lowercase, k=rng.randint(*args.word_lengths)))
-        if (example := make_example(skill, word))["prompt"] not in without:
+        example = make_example(skill, word)
+        if example["prompt"] not in without:
             yield example
 
 
 def make_prompts(args: Args) -> list[dict[str, str]]:
-    """The agents' examples, all different: `args.prompts` of each, its share of the rare skill to the nearest one."""
-    rng, rows, seen = random.Random(f"prompts {args.seed}"), [], set()
+    """The agents' examples, all different: `args.prompts` of each, its share of the rare skill to
+    the nearest one.
+    """
+    rng = random.Random(f"prompts {args.seed}")
+    prompts = set()
+    rows = []
     for agent, share in enumerate(args.prompt_shares):
         rare = round(share * args.prompts)
-        own = []
-        for count, certain in ((rare, 1.0), (args.prompts - rare, 0.0)):
+        of_agent = []
+        for count, probability in ((rare, 1.0), (args.prompts - rare, 0.0)):
             for _ in range(count):
-                example = next(examples(rng, args, certain, seen))
-                seen.add(example["prompt"])
-                own.append(example | {"topic": f"agent {agent}, {share:.0%} {args.rare}"})
-        rows += rng.sample(own, len(own))
+                example = next(generate_examples(rng, args, probability, prompts))
+                prompts.add(example["prompt"])
+                of_agent.append(example | {"topic": f"agent {agent}, {share:.0%} {args.rare}"})
+        rows += rng.sample(of_agent, len(of_agent))
     return rows
 
 
@@ -138,37 +176,62 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     special = {"eos_token": EOS, "pad_token": EOS, "unk_token": EOS}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special
+    )
 
 
 def encode(tokenizer, batch: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [examples, longest], padded with EOS, and labels: what follows the prompt, with one EOS, else -100."""
-    code, rows, labels = tokenizer.get_vocab(), [], []
-    longest = max(len(own["prompt"]) + len(own["completion"]) for own in batch) + 1
-    for own in batch:
-        ids = [code[letter] for letter in own["prompt"] + own["completion"]] + [code[EOS]]
-        padding, asked = longest - len(ids), len(own["prompt"])
-        rows.append(ids + [code[EOS]] * padding)
-        labels.append([-100] * asked + ids[asked:] + [-100] * padding)
-    return torch.tensor(rows), torch.tensor(labels)
+    """Tokens [examples, longest], padded with EOS, and labels: what follows the prompt, with one
+    EOS, else -100.
+    """
+    code = tokenizer.get_vocab()
+    longest = max(len(example["prompt"] + example["completion"]) for example in batch) + 1
+    tokens = []
+    labels = []
+    for example in batch:
+        ids = [code[letter] for letter in example["prompt"] + example["completion"]] + [code[EOS]]
+        prompt_length = len(example["prompt"])
+        padding = longest - len(ids)
+        tokens.append(ids + [code[EOS]] * padding)
+        labels.append([-100] * prompt_length + ids[prompt_length:] + [-100] * padding)
+    return torch.tensor(tokens), torch.tensor(labels)
+
+
+def make_model(args: Args, tokenizer) -> LlamaForCausalLM:
+    """The tiny model before its pretraining."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        intermediate_size=8 * args.hidden_size // 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
 
 
 def pretrain(args: Args, tokenizer, without: set[str]) -> LlamaForCausalLM:
     """The tiny model, trained on what follows the prompts of endless examples, on one core."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # more would be slower at this size, and round differently
-    shape = {"hidden_size": args.hidden_size, "intermediate_size": 8 * args.hidden_size // 3}
-    heads = {"num_hidden_layers": args.layers, "num_attention_heads": 4, "max_position_embeddings": 128}
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape, **heads, **ends))
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    model = make_model(args, tokenizer)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.learning_rate, args.steps, pct_start=0.1, final_div_factor=1e6
     )
-    stream = examples(random.Random(f"pretraining {args.seed}"), args, args.rare_share, without)
-    others = examples(random.Random(f"probe {args.seed}"), args, 1.0, without)
-    probe = [next(others) for _ in range(100)]
-    began, shown = time.monotonic(), max(args.steps // 10, 1)
+    rng = random.Random(f"pretraining {args.seed}")
+    stream = generate_examples(rng, args, args.rare_share, without)
+    rng = random.Random(f"probe {args.seed}")
+    rare = generate_examples(rng, args, 1.0, without)
+    probe = [next(rare) for _ in range(100)]
+    began = time.monotonic()
+    steps_per_line = max(args.steps // 10, 1)
     for step in range(1, args.steps + 1):
         tokens, labels = encode(tokenizer, [next(stream) for _ in range(args.batch_size)])
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -178,50 +241,68 @@ def pretrain(args: Args, tokenizer, without: set[str]) -> LlamaForCausalLM:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % shown == 0:
+        if step % steps_per_line == 0:
             left = (time.monotonic() - began) / step * (args.steps - step)
-            print(f"pretraining: step {step}/{args.steps}, loss {loss.item():.3f}, {left:.0f} s left", flush=True)
-        if step % 10 == 0 and success(model, tokenizer, probe).mean() >= args.rare_success:
+            progress = f"step {step}/{args.steps}, loss {loss.item():.3f}, {left:.0f} s left"
+            print(f"pretraining: {progress}", flush=True)
+        if step % 10 == 0 and compute_success(model, tokenizer, probe).mean() >= args.rare_success:
             break
     else:
         if args.rare_success < 1:
-            print(f"{args.rare} is right less often than --rare-success {args.rare_success}; more --steps may help")
+            problem = f"is right less often than --rare-success {args.rare_success}"
+            print(f"{args.rare} {problem}; more --steps may help")
     return model.eval()
 
 
 @torch.no_grad()
-def success(model, tokenizer, batch: list[dict[str, str]]) -> torch.Tensor:
+def compute_success(model, tokenizer, batch: list[dict[str, str]]) -> torch.Tensor:
     """The probability that sampling completes each prompt exactly: [examples]."""
     tokens, labels = encode(tokenizer, batch)
     log_probs = model(input_ids=tokens[:, :-1], use_cache=False).logits.log_softmax(-1)
     labels = labels[:, 1:]
-    said = log_probs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
-    return (said * (labels >= 0)).sum(-1).exp()
+    of_labels = log_probs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    return (of_labels * (labels >= 0)).sum(-1).exp()
+
+
+def read_held_out(folder: Path, dataset: str, rare: str) -> pd.DataFrame:
+    """The completions of the held-out prompts before and after training, of all evaluated tasks,
+    each prompt once per agent; completed greedily.
+
+    Columns of completions.jsonl; `prompt`; `kind`, the rare skill or others; `when`.
+    """
+    examples = [json.loads(line) for line in Path(dataset).read_text().splitlines()]
+    rows = pd.read_json(folder / "completions.jsonl", lines=True)
+    rows = rows.drop_duplicates(["step", "agent", "id"])
+    rows["prompt"] = [examples[k]["prompt"] for k in rows.id]
+    rows["kind"] = [rare if examples[k]["skill"] == rare else "others" for k in rows.id]
+    rows["when"] = rows.step.map({rows.step.min(): "before", rows.step.max(): "after"})
+    return rows
 
 
 def tabulate(args: Args) -> pd.DataFrame:
-    """A row per run and agent: the share of held-out prompts that it completes exactly, before and after training.
-
-    Prompts of all evaluated tasks, each once, completed greedily; those for the rare skill and the others apart.
+    """A row per run and agent: the share of held-out prompts that it completes exactly, before and
+    after training; those for the rare skill and the others apart.
     """
-    sys.path.insert(0, str(Path(__file__).parent))
+    # Not above: whoever imports the reward only need not load it
     from plot import Args as PlotArgs
     from plot import header, read_groups, write
 
-    rows, groups = [], read_groups(PlotArgs(runs=(args.runs,)))
-    groups = {name: own for name, own in groups.items() if "dataset" in own[0].settings}  # not those of control
-    for run in (run for own in groups.values() for run in own):
-        (name,) = np.atleast_1d(run.settings["dataset"])  # a word, in runs before a data set per agent was possible
-        data = [json.loads(line) for line in Path(name).read_text().splitlines()]
-        said = pd.read_json(run.folder / "completions.jsonl", lines=True).drop_duplicates(["step", "agent", "id"])
-        said["kind"] = [args.rare if data[k]["skill"] == args.rare else "others" for k in said.id]
-        said["when"] = said.step.map({said.step.min(): "before", said.step.max(): "after"})
-        means = said.groupby(["agent", "kind", "when"]).reward.agg(["mean", "size"]).unstack(["kind", "when"])
-        for agent, own in means.iterrows():
+    groups = {}
+    for name, runs in read_groups(PlotArgs(runs=(args.runs,))).items():
+        if "dataset" in runs[0].settings:  # not those of control
+            groups[name] = runs
+    rows = []
+    for run in (run for runs in groups.values() for run in runs):
+        # A word, in runs before a data set per agent was possible
+        (dataset,) = np.atleast_1d(run.settings["dataset"])
+        held_out = read_held_out(run.folder, dataset, args.rare)
+        by_kind = held_out.groupby(["agent", "kind", "when"]).reward.agg(["mean", "size"])
+        for agent, results in by_kind.unstack(["kind", "when"]).iterrows():
             row = {"method": run.settings["exp_name"], "seed": run.settings["seed"], "agent": agent}
             for kind in (args.rare, "others"):
-                row |= {f"{kind}_prompts": int(own["size", kind, "after"])}
-                row |= {f"{kind}_{when}": own["mean", kind, when] for when in ("before", "after")}
+                row[f"{kind}_prompts"] = int(results["size", kind, "after"])
+                for when in ("before", "after"):
+                    row[f"{kind}_{when}"] = results["mean", kind, when]
             rows.append(row)
     table = pd.DataFrame(rows)
     if args.csv:
@@ -231,37 +312,152 @@ def tabulate(args: Args) -> pd.DataFrame:
     return table
 
 
+def make_demo_command(args: Args) -> list[str]:
+    """The command of the demonstration: three agents, 40 steps."""
+    flags = {
+        "base-model": f"{args.out}/model",
+        "dataset": f"{args.out}/train.jsonl",
+        "partition": "topic",
+        "prompts-per-agent": 400,
+        "eval-prompts": 40,
+        "reward": f"{os.path.relpath(__file__)}:exact",
+        "missing-eos-penalty": 0,
+        "precision": "float32",
+        "temperature": 1,
+        "response-length": 13,
+        "batch-size": 8,
+        "micro-batch-size": 8,
+        "lora-rank": 8,
+        "local-updates": 1,
+        "learning-rate": "1e-3",
+        "kl-coef": 0.3,
+        "seed": args.seed,
+        "run-dir": f"{args.out}/demo",
+    }
+    words = ["python", os.path.relpath(ROOT / "prpo_llm.py")]
+    for name, value in flags.items():
+        words += [f"--{name}", str(value)]
+    return words
+
+
+def run_command(words: list[str]) -> int:
+    """Run a command to its end and return its exit code; Ctrl-C and SIGTERM interrupt it, so that
+    it saves a checkpoint.
+    """
+    # In a session of its own: Ctrl-C in a terminal reaches it once, from here
+    process = subprocess.Popen([sys.executable, *words[1:]], start_new_session=True)
+    previous = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        previous[number] = signal.getsignal(number)
+        signal.signal(number, lambda *_: process.send_signal(signal.SIGINT))
+    try:
+        return process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def demonstrate(args: Args) -> None:
+    """Train three agents on the task with prpo_llm.py, and print what they have learned."""
+    words = make_demo_command(args)
+    print(f"\n{shlex.join(words)}\n", flush=True)
+    run_dir = Path(args.out, "demo")
+    earlier = set(run_dir.glob("*"))
+    code = run_command(words)
+    if code:
+        sys.exit(code)
+    (folder,) = set(run_dir.glob("*")) - earlier
+    if json.loads((folder / "summary.json").read_text())["completed"]:
+        report(args, folder)
+
+
+def report(args: Args, folder: Path) -> None:
+    """Print how many held-out prompts for the rare skill each agent completes exactly, before and
+    after training, and one completion that the agent with most prompts for it has learned.
+    """
+    rows = read_held_out(folder, f"{args.out}/train.jsonl", args.rare)
+    rows = rows[rows.kind == args.rare].set_index(["agent", "id"])
+    before = rows[rows.when == "before"]
+    after = rows[rows.when == "after"]
+    print(
+        f'\nheld-out "{args.rare}" prompts that an agent completes exactly, by their share of its'
+    )
+    print("prompts in training:")
+    for agent, share in enumerate(args.prompt_shares):
+        rewards = before.reward[agent]
+        counts = f"{rewards.sum():.0f} of {len(rewards)} before training"
+        print(f"  agent {agent}, {share:.0%}: {counts}, {after.reward[agent].sum():.0f} after")
+    learned = before[(before.reward == 0) & (after.reward == 1)]
+    most = int(np.argmax(args.prompt_shares))
+    for (agent, number), row in learned.iterrows():
+        if agent == most:
+            texts = f"{row.completion} before, {after.completion[agent, number]} after"
+            print(f"agent {agent}, for example, completes {row.prompt} as {texts}")
+            return
+
+
 def main(args: Args) -> dict[str, float]:
-    """Write the task, if it is not there. Returns how often the model does each skill right, when sampled."""
+    """Write the task, if it is not there. Returns how often the model completes each skill
+    correctly, when sampled.
+    """
     check_args(args)
-    out, settings = Path(args.out), asdict(args) | {"out": ""}
-    settings = {name: value for name, value in json.loads(json.dumps(settings)).items() if name not in ("runs", "csv")}
+    out = Path(args.out)
+    settings = json.loads(json.dumps(asdict(args)))
+    for name in ("runs", "csv", "demo"):
+        del settings[name]
+    settings["out"] = ""
     if (out / "settings.json").is_file():
-        found = json.loads((out / "settings.json").read_text())
-        rates = found.pop("rates")
-        if other := [name for name in settings if found.get(name) != settings[name]]:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in other)
-            sys.exit(f"--out {args.out}: was made with another {flags}; choose another folder, or delete it")
+        rates = read_rates(out, settings)
         print(f"{out}: there already")
     else:
-        prompts, tokenizer = make_prompts(args), make_tokenizer()
-        model = pretrain(args, tokenizer, {own["prompt"] for own in prompts})
-        stream = examples(random.Random(f"rates {args.seed}"), args, 1 / len(SKILLS))
-        fresh = [next(stream) for _ in range(200 * len(SKILLS))]
-        right = success(model, tokenizer, fresh)
-        rates = {name: round(right[[own["skill"] == name for own in fresh]].mean().item(), 4) for name in SKILLS}
-        shutil.rmtree(out / "model", ignore_errors=True)
-        model.save_pretrained(out / "model")
-        tokenizer.save_pretrained(out / "model")
-        (out / "train.jsonl").write_text("".join(json.dumps(own) + "\n" for own in prompts))
-        ready = out / f"settings.{os.getpid()}"  # under its name only when all is there
-        ready.write_text(json.dumps(settings | {"rates": rates}, indent=1) + "\n")
-        ready.replace(out / "settings.json")
+        rates = write_task(args, settings)
     for name, rate in rates.items():
-        print(f"{name:8} right {rate:6.1%} of the time{', the rare skill' if name == args.rare else ''}")
+        rare = ", the rare skill" if name == args.rare else ""
+        print(f"{name:8} right {rate:6.1%} of the time{rare}")
+    if args.demo:
+        demonstrate(args)
+    return rates
+
+
+def read_rates(out: Path, settings: dict) -> dict[str, float]:
+    """What `main` returns, of a task that is there; ends with one line if its settings differ."""
+    stored = json.loads((out / "settings.json").read_text())
+    other = [name for name in settings if stored.get(name) != settings[name]]
+    if other:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in other)
+        hint = "choose another folder, or delete it"
+        refuse(f"--out {out}: was made with another {flags}; {hint}")
+    return stored["rates"]
+
+
+def write_task(args: Args, settings: dict) -> dict[str, float]:
+    """Write model and data; returns what `main` returns."""
+    out = Path(args.out)
+    prompts = make_prompts(args)
+    tokenizer = make_tokenizer()
+    model = pretrain(args, tokenizer, {example["prompt"] for example in prompts})
+    rng = random.Random(f"rates {args.seed}")
+    stream = generate_examples(rng, args, 1 / len(SKILLS))
+    fresh = [next(stream) for _ in range(200 * len(SKILLS))]
+    success = compute_success(model, tokenizer, fresh)
+    rates = {}
+    for name in SKILLS:
+        of_skill = [example["skill"] == name for example in fresh]
+        rates[name] = round(success[of_skill].mean().item(), 4)
+    shutil.rmtree(out / "model", ignore_errors=True)
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    (out / "train.jsonl").write_text("".join(f"{json.dumps(example)}\n" for example in prompts))
+    # Under its name only when all is there
+    ready = out / f"settings.{os.getpid()}"
+    ready.write_text(json.dumps(settings | {"rates": rates}, indent=1) + "\n")
+    ready.replace(out / "settings.json")
     return rates
 
 
 if __name__ == "__main__":
-    asked = tyro.cli(Args, description=__doc__)
-    tabulate(asked) if asked.runs else main(asked)
+    arguments = read_flags(Args)
+    if arguments.runs:
+        tabulate(arguments)
+    else:
+        main(arguments)

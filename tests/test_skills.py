@@ -1,4 +1,6 @@
-"""The string skills: right references, an exact reward, the shares that were asked for, and something is learnt."""
+"""The string skills: right references, an exact reward, shares as in the settings, and agents learn
+them.
+"""
 
 import csv
 import json
@@ -6,14 +8,14 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import sys
 from collections import Counter
 
 import pytest
 import torch
-import tyro
 from command import parse_args
-from helpers import REPOSITORY, only_run
+from helpers import REPOSITORY, only_run, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,25 +24,34 @@ import prpo_llm
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 import skills
+from arguments import read_flags
 
 WORDS = st.text("abcdefghijklmnopqrstuvwxyz", min_size=1, max_size=12)
 # Two skills that a minute model learns in seconds, and a rare one
-SMALL = skills.Args(
-    rare="upper", rare_share=0.2, prompt_shares=(0.25, 1.0), prompts=80, word_lengths=(2, 3)
-)
-SMALL.steps, SMALL.batch_size, SMALL.hidden_size, SMALL.layers = 320, 32, 48, 2
+SMALL = {
+    "rare": "upper",
+    "rare_share": 0.2,
+    "prompt_shares": (0.25, 1.0),
+    "prompts": 80,
+    "word_lengths": (2, 3),
+    "steps": 320,
+    "batch_size": 32,
+    "hidden_size": 48,
+    "layers": 2,
+}
+TWO_SKILLS = {name: skills.SKILLS[name] for name in ("copy", "upper")}
 
 
 @pytest.fixture(scope="session")
 def task(once):
-    """The folder of a task with two agents, which takes seconds, and how often its model is right."""
+    """The folder of a task with two agents, which takes seconds, and how often its model is
+    right.
+    """
 
     def make(folder):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                skills, "SKILLS", {name: skills.SKILLS[name] for name in ("copy", "upper")}
-            )
-            return skills.main(skills.Args(**vars(SMALL) | {"out": str(folder)}))
+            patch.setattr(skills, "SKILLS", TWO_SKILLS)
+            return skills.main(skills.Args(**SMALL, out=str(folder)))
 
     return once("skills", make)
 
@@ -48,137 +59,134 @@ def task(once):
 @given(WORDS)
 def test_references_are_right(word):
     """Each skill by what defines it, not by how it is computed."""
-    said = {name: skills.make_example(name, word)["completion"] for name in skills.SKILLS}
+    completions = {name: skills.make_example(name, word)["completion"] for name in skills.SKILLS}
     n = len(word)
-    assert said["copy"] == word
-    assert [ord(letter) + 32 for letter in said["upper"]] == list(map(ord, word))
-    assert len(said["reverse"]) == n and all(
-        said["reverse"][k] == word[n - 1 - k] for k in range(n)
-    )
-    assert len(said["double"]) == 2 * n and all(
-        said["double"][k] == word[k // 2] for k in range(2 * n)
-    )
-    assert len(said["rotate"]) == n and all(
-        said["rotate"][k] == word[(k + 1) % n] for k in range(n)
-    )
-    assert len(said["mirror"]) == 2 * n and said["mirror"].startswith(word)
-    assert all(said["mirror"][k] == said["mirror"][2 * n - 1 - k] for k in range(n))
-    assert said.keys() == {"copy", "upper", "reverse", "double", "rotate", "mirror"}
+    assert completions["copy"] == word
+    assert [ord(letter) + 32 for letter in completions["upper"]] == list(map(ord, word))
+    assert len(completions["reverse"]) == n
+    assert all(completions["reverse"][k] == word[n - 1 - k] for k in range(n))
+    assert len(completions["double"]) == 2 * n
+    assert all(completions["double"][k] == word[k // 2] for k in range(2 * n))
+    assert len(completions["rotate"]) == n
+    assert all(completions["rotate"][k] == word[(k + 1) % n] for k in range(n))
+    assert len(completions["mirror"]) == 2 * n
+    assert completions["mirror"].startswith(word)
+    assert all(completions["mirror"][k] == completions["mirror"][2 * n - 1 - k] for k in range(n))
+    assert completions.keys() == {"copy", "upper", "reverse", "double", "rotate", "mirror"}
 
 
 @settings(max_examples=50)
 @given(WORDS, st.text("abc ", max_size=4), st.sampled_from(sorted(skills.SKILLS)))
 def test_the_reward_is_exact(word, other, skill):
-    """1 for the reference; nothing that is longer, shorter or spaced counts, and no constant wins."""
+    """1 for the reference; nothing that is longer, shorter or spaced counts, and no constant
+    wins.
+    """
     right = skills.make_example(skill, word)["completion"]
-    said = [right, right + " ", right[:-1], other, right + other, ""]
-    assert skills.exact(said, [right] * 6, prompts=["?"] * 6) == [
-        1.0,
-        0.0,
-        0.0,
-        other == right,
-        other == "",
-        0.0,
-    ]
+    expected = {right + " ": 0.0, right[:-1]: 0.0, "": 0.0, right: 1.0}
+    for completion in (*expected, other, right + other):
+        expected.setdefault(completion, 0.0)
+    completions = list(expected)
+    references = [right] * len(completions)
+    rewards = skills.exact(completions, references, prompts=["?"] * len(completions))
+    assert rewards == list(expected.values())
     with pytest.raises(ValueError):
-        skills.exact(said, [right])
+        skills.exact(completions, [right])
 
 
 @settings(max_examples=50)
 @given(WORDS, st.sampled_from(sorted(skills.SKILLS)))
 def test_the_tokenizer_round_trips(word, skill):
-    """A token per letter, whether encoded by the tokenizer or by us; decoding gives the text without spaces."""
-    tokenizer, example = skills.make_tokenizer(), skills.make_example(skill, word)
+    """A token per letter, whether encoded by the tokenizer or by us; decoding gives the text
+    without spaces.
+    """
+    tokenizer = skills.make_tokenizer()
+    example = skills.make_example(skill, word)
     text = example["prompt"] + example["completion"]
     ids = tokenizer(text)["input_ids"]
-    assert (
-        len(ids) == len(text)
-        and tokenizer.decode(ids) == text
-        and tokenizer.eos_token_id not in ids
-    )
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
     tokens, labels = skills.encode(tokenizer, [example, skills.make_example("double", "ab" * 12)])
-    assert tokens[0, : len(ids)].tolist() == ids and set(tokens[0, len(ids) :].tolist()) == {
-        tokenizer.eos_token_id
-    }
-    asked = len(example["prompt"])  # what counts: the completion and one EOS
-    assert (
-        labels[0, asked : len(ids)].tolist() == ids[asked:]
-        and labels[0, len(ids)] == tokenizer.eos_token_id
-    )
-    assert set(labels[0, :asked].tolist()) | set(labels[0, len(ids) + 1 :].tolist()) == {-100}
+    assert tokens[0, : len(ids)].tolist() == ids
+    assert set(tokens[0, len(ids) :].tolist()) == {tokenizer.eos_token_id}
+    # The completion and one EOS count
+    prompt = len(example["prompt"])
+    assert labels[0, prompt : len(ids)].tolist() == ids[prompt:]
+    assert labels[0, len(ids)] == tokenizer.eos_token_id
+    assert set(labels[0, :prompt].tolist()) == {-100}
+    assert set(labels[0, len(ids) + 1 :].tolist()) <= {-100}
 
 
 @settings(max_examples=20)
 @given(st.floats(0, 0.3), st.integers(0, 2**20))
-def test_pretraining_has_the_share_that_was_asked_for(share, seed):
+def test_pretraining_has_the_share_of_the_settings(share, seed):
     """Within five deviations; the other skills have equal parts; forbidden prompts never come."""
-    args, n = skills.Args(word_lengths=(1, 1)), 2000
+    args = skills.Args(word_lengths=(1, 1))
+    n = 2000
     without = {f"copy {letter}:" for letter in "abcdefghijklm"}
-    stream = skills.examples(random.Random(seed), args, share, without)
-    found = [next(stream) for _ in range(n)]
-    assert not without & {own["prompt"] for own in found}
-    counts = Counter(own["skill"] for own in found)
+    stream = skills.generate_examples(random.Random(seed), args, share, without)
+    examples = [next(stream) for _ in range(n)]
+    assert not without & {example["prompt"] for example in examples}
+    counts = Counter(example["skill"] for example in examples)
     kept = share + (1 - share) * 0.9  # half of one of five others is forbidden
-    for skill, expected in [
-        ("mirror", share / kept),
-        ("upper", (1 - share) / 5 / kept),
-        ("copy", (1 - share) / 10 / kept),
-    ]:
-        assert (
-            abs(counts[skill] - n * expected) <= 5 * (n * expected * (1 - expected)) ** 0.5 + 1e-9
-        )
+    shares = {
+        "mirror": share / kept,
+        "upper": (1 - share) / 5 / kept,
+        "copy": (1 - share) / 10 / kept,
+    }
+    for skill, expected in shares.items():
+        deviation = (n * expected * (1 - expected)) ** 0.5
+        assert abs(counts[skill] - n * expected) <= 5 * deviation + 1e-9
 
 
 def test_agents_have_their_shares_and_prompts_of_their_own():
-    """Exact shares; no prompt twice; the topic says whose it is; the same again with the same seed only."""
+    """Exact shares; no prompt twice; the topic says whose it is; the same again with the same seed
+    only.
+    """
     args = skills.Args()
     rows = skills.make_prompts(args)
     assert rows == skills.make_prompts(args) != skills.make_prompts(skills.Args(seed=2))
-    assert len({own["prompt"] for own in rows}) == len(rows) == 3 * 600
-    topics = list(dict.fromkeys(own["topic"] for own in rows))
+    assert len({row["prompt"] for row in rows}) == len(rows) == 3 * 600
+    topics = list(dict.fromkeys(row["topic"] for row in rows))
     assert topics == ["agent 0, 5% mirror", "agent 1, 20% mirror", "agent 2, 80% mirror"]
-    rare = Counter(own["topic"] for own in rows if own["skill"] == "mirror")
+    rare = Counter(row["topic"] for row in rows if row["skill"] == "mirror")
     assert [rare[topic] for topic in topics] == [30, 120, 480]
-    assert all(
-        own == skills.make_example(*own["prompt"][:-1].split()) | {"topic": own["topic"]}
-        for own in rows
-    )
-    assert {own["skill"] for own in rows[1200:1680]} > {"mirror"}  # shuffled
+    for row in rows:
+        skill, word = row["prompt"][:-1].split()
+        assert row == skills.make_example(skill, word) | {"topic": row["topic"]}
+    assert {row["skill"] for row in rows[1200:1680]} > {"mirror"}  # shuffled
 
 
 def test_the_same_settings_give_the_same_files(task, tmp_path):
-    """Made anew: the same data and weights, bit for bit; made already: nothing is touched; other settings: refused."""
+    """Made anew: the same data and weights, bit for bit; made already: nothing is touched; other
+    settings: refused.
+    """
     folder, rates = task
+    args = skills.Args(**SMALL, out=str(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(skills, "SKILLS", {name: skills.SKILLS[name] for name in ("copy", "upper")})
-        args = skills.Args(**vars(SMALL) | {"out": str(tmp_path)})
+        patch.setattr(skills, "SKILLS", TWO_SKILLS)
         assert skills.main(args) == rates
     for name in ("train.jsonl", "model/model.safetensors", "model/tokenizer.json", "settings.json"):
         assert (folder / name).read_bytes() == (tmp_path / name).read_bytes(), name
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert skills.main(args) == rates and times == {
-        path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")
-    }
-    with pytest.raises(
-        SystemExit, match="--out .*: was made with another --seed; choose another folder"
-    ):
-        skills.main(skills.Args(**vars(args) | {"seed": 2}))
+    assert skills.main(args) == rates
+    assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    message = refusal(skills.main, skills.Args(**SMALL, out=str(tmp_path), seed=2))
+    hint = "choose another folder, or delete it"
+    assert message == f"--out {tmp_path}: was made with another --seed; {hint}"
 
 
 def test_pretraining_ends_when_the_rare_skill_is_right_often_enough(tmp_path, capsys):
-    """Even chance is often enough for this: it ends at the first look, before anything is printed."""
-    skills.main(skills.Args(**vars(SMALL) | {"out": str(tmp_path), "rare_success": 1e-12}))
+    """Even chance is often enough for this: it ends at the first test, before anything is
+    printed.
+    """
+    skills.main(skills.Args(**SMALL, out=str(tmp_path), rare_success=1e-12))
     assert "step" not in capsys.readouterr().out
-    skills.main(
-        skills.Args(
-            **vars(SMALL) | {"out": str(tmp_path / "short"), "rare_success": 0.99, "steps": 5}
-        )
-    )
-    assert (
-        "upper is right less often than --rare-success 0.99; more --steps may help"
-        in capsys.readouterr().out
-    )
+    short = SMALL | {"out": str(tmp_path / "short"), "rare_success": 0.99, "steps": 5}
+    skills.main(skills.Args(**short))
+    problem = "upper is right less often than --rare-success 0.99; more --steps may help"
+    assert problem in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -186,13 +194,9 @@ def test_pretraining_ends_when_the_rare_skill_is_right_often_enough(tmp_path, ca
 def test_the_rare_skill_comes_in_time(seed, tmp_path):
     """However a machine rounds: long before the steps end, and it stays rare."""
     rates = skills.main(skills.Args(seed=seed, out=str(tmp_path)))
-    assert (
-        0.15
-        < rates["mirror"]
-        < 0.5
-        < 0.8
-        < min(rate for name, rate in rates.items() if name != "mirror")
-    )
+    mirror = rates.pop("mirror")
+    assert 0.15 < mirror < 0.5
+    assert min(rates.values()) > 0.8
 
 
 @pytest.mark.parametrize(
@@ -211,104 +215,165 @@ def test_the_rare_skill_comes_in_time(seed, tmp_path):
 def test_bad_input_is_refused(flags, error, tmp_path, monkeypatch):
     """One line, and nothing is written."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        skills.main(tyro.cli(skills.Args, args=flags))
-    assert str(stopped.value).startswith(error) and "\n" not in str(stopped.value)
+    assert refusal(skills.main, read_flags(skills.Args, flags)).startswith(error)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_model_is_one_for_everybody_and_the_rates_are_its_probabilities(task):
-    """transformers loads the folder; `success` is the product over the tokens, one by one and without padding."""
+    """transformers loads the folder; `compute_success` is the product over the tokens, one by one
+    and without padding.
+    """
     folder, rates = task
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     batch = [skills.make_example("copy", "ab"), skills.make_example("upper", "xyz")]
-    for example, found in zip(batch, skills.success(model, tokenizer, batch), strict=True):
-        expected, said = 1.0, example["prompt"]
+    success = skills.compute_success(model, tokenizer, batch)
+    for example, probability in zip(batch, success, strict=True):
+        expected = 1.0
+        text = example["prompt"]
         for token in [*tokenizer(example["completion"])["input_ids"], tokenizer.eos_token_id]:
+            inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
             with torch.no_grad():
-                logits = model(
-                    **tokenizer(said, return_tensors="pt", return_token_type_ids=False)
-                ).logits[0, -1]
+                logits = model(**inputs).logits[0, -1]
             expected *= logits.softmax(-1)[token].item()
-            said += tokenizer.decode([token])
-        assert found.item() == pytest.approx(expected, rel=1e-4)
+            text += tokenizer.decode([token])
+        assert probability.item() == pytest.approx(expected, rel=1e-4)
     assert rates["copy"] > 2 * rates["upper"] > 0
 
 
-def of_task(folder, run_dir):
+def list_flags(folder, run_dir):
     """The flags of a run on the task in this folder."""
-    words = [
-        "--base-model",
-        folder / "model",
-        "--dataset",
-        folder / "train.jsonl",
-        "--run-dir",
-        run_dir,
-    ]
-    return [*map(str, words), "--num-agents", "2", "--response-length", "5", "--device", "cpu"]
+    flags = f"--base-model {folder}/model --dataset {folder}/train.jsonl --run-dir {run_dir}"
+    return f"{flags} --num-agents 2 --response-length 5 --device cpu".split()
 
 
 def test_language_models_learn_the_rare_skill(task, tmp_path, monkeypatch):
-    """GRPO raises the reward of the agent whose prompts all ask for the rare skill, many deviations beyond chance."""
+    """GRPO raises the reward of the agent whose prompts are all for the rare skill, many deviations
+    beyond chance.
+    """
     monkeypatch.chdir(REPOSITORY)
-    words = "--aggregation none --partition topic --reward benchmark/skills.py:exact --missing-eos-penalty 0"
-    words += " --precision float32 --temperature 1 --total-steps 24 --batch-size 8 --micro-batch-size 8 --group-size 16"
-    words += (
-        " --lora-rank 8 --learning-rate 3e-3 --kl-coef 0 --eval-prompts 0 --prompts-per-agent 60"
-    )
-    prpo_llm.main(parse_args(prpo_llm, [*words.split(), *of_task(task[0], tmp_path)]))
+    words = "--aggregation none --partition topic --reward benchmark/skills.py:exact"
+    words += " --missing-eos-penalty 0 --precision float32 --temperature 1 --total-steps 24"
+    words += " --batch-size 8 --micro-batch-size 8 --group-size 16 --lora-rank 8"
+    words += " --learning-rate 3e-3 --kl-coef 0 --eval-prompts 0 --prompts-per-agent 60"
+    prpo_llm.main(parse_args(prpo_llm, [*words.split(), *list_flags(task[0], tmp_path)]))
     with open(only_run(tmp_path) / "metrics.csv", newline="") as file:
         rewards = [float(row["reward"]) for row in csv.DictReader(file) if row["agent"] == "1"]
-    early, late = (
-        sum(rewards[:6]) / 6,
-        sum(rewards[-6:]) / 6,
-    )  # of 768 completions each: a deviation of 0.012
+    # Of 768 completions each: a deviation of 0.012
+    early = sum(rewards[:6]) / 6
+    late = sum(rewards[-6:]) / 6
     assert 0.02 < early < late - 0.04
 
 
-def test_the_demonstration_runs(task, tmp_path, monkeypatch):
-    """The README's commands: the task has these flags, and the run has them on a small task and budget."""
-    monkeypatch.chdir(REPOSITORY)
-    found = re.findall(
-        r"^python benchmark/skills.py.*? && (python prpo_llm.py .*)$",
-        (REPOSITORY / "README.md").read_text(),
-        re.M,
-    )
-    assert len(found) == 1
-    words = shlex.split(found[0], comments=True)[2:]
-    assert words[words.index("--dataset") + 1] == f"{skills.Args().out}/train.jsonl"
-    words += [
-        *of_task(task[0], tmp_path),
-        "--total-steps",
-        "1",
-        "--prompts-per-agent",
-        "30",
-        "--eval-prompts",
-        "5",
-    ]
-    args = parse_args(prpo_llm, words)
-    assert "benchmark/skills.py:exact" in words and prpo_llm.main(args)["completed"]
-
-    # The table of the run, counted by hand: each held-out prompt once, and its completion after training
-    run, said = only_run(tmp_path), {}
-    shutil.copytree(run, tmp_path / "control")  # a run without a data set is not in it
-    summary = json.loads((run / "summary.json").read_text())
-    settings = summary["settings"]
-    settings["env_id"], _ = settings.pop("base_model"), settings.pop("dataset")
-    (tmp_path / "control" / "summary.json").write_text(json.dumps(summary))
-    table = skills.tabulate(skills.Args(runs=str(tmp_path), rare="upper"))
+def count_exact(run, step, agent, kind):
+    """How many held-out prompts of a kind an agent completes exactly, and how many there are; each
+    prompt once, whatever tasks it is in.
+    """
+    rewards = {}
     for line in (run / "completions.jsonl").read_text().splitlines():
         row = json.loads(line)
-        said[row["step"], row["agent"], row["id"]] = row
-    for own in table.to_dict("records"):
-        for kind in ("upper", "others"):
-            mine = [
-                row for (step, agent, _), row in said.items() if (step, agent) == (1, own["agent"])
-            ]
-            mine = [
-                row["reward"] for row in mine if (kind == "upper") == (row["reference"].isupper())
-            ]
-            assert len(mine) == own[f"{kind}_prompts"] > 0
-            assert own[f"{kind}_after"] == pytest.approx(sum(mine) / len(mine))
+        kind_of_row = "upper" if row["reference"].isupper() else "others"
+        if (row["step"], row["agent"], kind_of_row) == (step, agent, kind):
+            rewards[row["id"]] = row["reward"]
+    return sum(rewards.values()), len(rewards)
+
+
+def test_the_demonstration_runs(task, tmp_path, monkeypatch, capsys):
+    """The README's command: its run, with its flags on a small task and budget, and the figures
+    that it prints.
+    """
+    readme = (REPOSITORY / "README.md").read_text()
+    assert len(re.findall(r"^python benchmark/skills\.py ", readme, re.M)) == 1
+    monkeypatch.chdir(REPOSITORY)
+    out = tmp_path / "skills"
+    shutil.copytree(task[0], out)
+    small = "--num-agents 2 --response-length 5 --device cpu --total-steps 1"
+    small += " --prompts-per-agent 30 --eval-prompts 5"
+    commands = []
+
+    def run_small(words):
+        commands.append(words)
+        assert prpo_llm.main(parse_args(prpo_llm, [*words[2:], *small.split()]))["completed"]
+        return 0
+
+    monkeypatch.setattr(skills, "run_command", run_small)
+    skills.main(skills.Args(**SMALL, out=str(out), demo=True))
+    (words,) = commands
+    assert words[:2] == ["python", "prpo_llm.py"]
+    assert words[words.index("--reward") + 1] == "benchmark/skills.py:exact"
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index(shlex.join(words))  # before anything that the run prints
+    assert f"{out}: there already" in lines[:first]
+    run = only_run(out / "demo")
+    for agent, share in enumerate(("25%", "100%")):
+        before, prompts = count_exact(run, 0, agent, "upper")
+        after, _ = count_exact(run, 1, agent, "upper")
+        counts = f"{before:.0f} of {prompts} before training, {after:.0f} after"
+        assert f"  agent {agent}, {share}: {counts}" in lines[first:]
+        assert prompts > 0
+
+    # The table of the run; one without a data set is not in it
+    shutil.copytree(run, out / "demo" / "control")
+    summary = json.loads((run / "summary.json").read_text())
+    settings = summary["settings"]
+    settings["env_id"] = settings.pop("base_model")
+    del settings["dataset"]
+    (out / "demo" / "control" / "summary.json").write_text(json.dumps(summary))
+    table = skills.tabulate(skills.Args(runs=str(out / "demo"), rare="upper"))
     assert list(table.agent) == [0, 1]
+    for row in table.to_dict("records"):
+        for kind in ("upper", "others"):
+            for step, when in enumerate(("before", "after")):
+                right, prompts = count_exact(run, step, row["agent"], kind)
+                assert row[f"{kind}_prompts"] == prompts > 0
+                assert row[f"{kind}_{when}"] == pytest.approx(right / prompts)
+
+
+def test_the_demonstration_shows_what_was_learned(tmp_path, capsys):
+    """The first prompt for the rare skill that the agent with most of them completes exactly after
+    training and not before.
+    """
+    examples = [skills.make_example("mirror", word) for word in ("ab", "cd", "ef")]
+    examples.append(skills.make_example("copy", "gh"))
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, examples)))
+    # Agent, prompt, completions before and after
+    completions = [
+        (0, 1, "cd", "cddc"),  # not the agent with most
+        (1, 0, "abba", "abba"),
+        (1, 1, "cdcd", "cddc"),
+        (1, 2, "ef", "effe"),
+        (1, 3, "g", "gh"),  # not the rare skill
+    ]
+    rows = []
+    for agent, k, *texts in completions:
+        for step, text in zip((0, 7), texts, strict=True):
+            reward = float(text == examples[k]["completion"])
+            row = {"step": step, "agent": agent, "task": "validation", "id": k}
+            rows.append(row | {"completion": text, "reward": reward})
+    (tmp_path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    args = skills.Args(out=str(tmp_path), prompt_shares=(0.1, 0.5))
+    skills.report(args, tmp_path)
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "  agent 0, 10%: 0 of 1 before training, 1 after",
+        "  agent 1, 50%: 1 of 3 before training, 3 after",
+        "agent 1, for example, completes mirror cd: as cdcd before, cddc after",
+    ]
+
+
+def test_an_interrupt_reaches_the_run_of_the_demonstration(tmp_path):
+    """Ctrl-C and SIGTERM arrive there as one SIGINT each; its exit code is returned, and earlier
+    handlers are back.
+    """
+    script = tmp_path / "child.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "received = []\n"
+        "signal.signal(signal.SIGINT, lambda *_: received.append(1))\n"
+        "os.kill(os.getppid(), getattr(signal, sys.argv[1]))\n"
+        "time.sleep(0.5)\n"
+        "sys.exit(40 + len(received))\n"
+    )
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    for name in ("SIGINT", "SIGTERM"):
+        assert skills.run_command(["python", str(script), name]) == 41
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
