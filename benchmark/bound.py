@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-import tyro
+from arguments import read_flags
 from methods import BLACK, METHODS
 from plot import finished_runs, write
 
@@ -96,4 +96,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(read_flags(Args))

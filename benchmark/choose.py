@@ -25,7 +25,7 @@ from typing import Literal
 
 import pandas as pd
 import plot
-import tyro
+from arguments import read_flags, refuse
 
 
 @dataclass
@@ -56,7 +56,7 @@ def score_run(run: plot.Run, criterion: str) -> float:
     return run.curve.iloc[-1]
 
 
-def read_flags(line: str) -> dict[str, list[str]]:
+def parse_line(line: str) -> dict[str, list[str]]:
     """--flag-name value ... -> {flag_name: [value, ...]}, under the present names of flags."""
     flags = {}
     for text in re.split(r"\s--", line)[1:]:
@@ -77,7 +77,7 @@ def equals(value, words: list[str]) -> bool:
 
 def comes_from(run: plot.Run, line: str) -> bool:
     """Whether `run` has this command's name and settings, apart from the seed and the like."""
-    flags = read_flags(line)
+    flags = parse_line(line)
     common = flags.keys() & run.settings.keys()
     compared = {name for name in common if flags[name]} - plot.UNCOMPARED
     if "exp_name" not in compared:
@@ -146,14 +146,14 @@ def main(args: Args) -> None:
     lines = [line for line in named if "--seed" in line]
     planned = Counter()
     for line in lines:
-        flags = read_flags(line)
+        flags = parse_line(line)
         planned[flags["exp_name"][0], int(flags["seed"][0])] += 1
     tuned = {seed for _, seed in planned}
     for folder in plot.run_folders(args.runs):  # unfinished runs too
         tuned.add(plot.read_settings(folder)[1].get("seed"))
     if seen := sorted(tuned & set(args.seeds)):
         seeds = " ".join(map(str, seen))
-        sys.exit(f"--seeds {seeds}: tuned on; never tune on the seeds you report")
+        refuse(f"--seeds {seeds}: tuned on; never tune on the seeds you report")
     groups = plot.read_groups(plot.Args(runs=args.runs))
     finished = Counter()
     for (_, name), runs in groups.items():
@@ -179,4 +179,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(read_flags(Args))

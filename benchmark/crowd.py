@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import tyro
+from arguments import read_flags
 from methods import style_methods
 from plot import comments_of, finished_runs, with_interval, write
 from stats import mean_share
@@ -168,4 +168,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(read_flags(Args))

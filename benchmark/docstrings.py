@@ -119,17 +119,19 @@ def write_temporary() -> Path:
 
 
 def main(args: Args) -> None:
+    # Not above: prpo_llm.py runs this file from its own folder
+    refuse = importlib.import_module("arguments").refuse
     topics = " ".join(args.topics)
     for topic in args.topics:
         if not find_source(topic):
-            sys.exit(f"--topics {topics}: the package {topic} is not installed")
+            refuse(f"--topics {topics}: the package {topic} is not installed")
     rows = collect(args.topics)
     if not rows:
-        sys.exit(f"--topics {topics}: no docstring there is long enough")
+        refuse(f"--topics {topics}: no docstring there is long enough")
     try:
         write_rows(Path(args.out), rows)
     except OSError as error:
-        sys.exit(f"--out {args.out}: cannot be written: {error}")
+        refuse(f"--out {args.out}: cannot be written: {error}")
     counts = []
     for topic in args.topics:
         count = sum(row["topic"] == topic for row in rows)
@@ -138,5 +140,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    main(importlib.import_module("communicators").read_flags(Args))
+    main(importlib.import_module("arguments").read_flags(Args))

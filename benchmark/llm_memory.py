@@ -1,12 +1,14 @@
-"""What a run of prpo_llm.py needs of a GPU's memory, counted from the shapes: no tensor has any data.
+"""What a run of prpo_llm.py needs of a GPU's memory, counted from the shapes: no tensor has any
+data.
 
-    python benchmark/llm_memory.py --csv benchmark/results/llm_memory.csv    # the table of docs/prpo_llm.md
+    python benchmark/llm_memory.py --csv benchmark/results/llm_memory.csv  # of docs/prpo_llm.md
     python benchmark/llm_memory.py --sizes 1.5B --held 7 --micro-batch-size 1 --batch-size 4
 
-The defaults are the settings of `bash benchmark/sweep.sh llm`, GRPO, with one of seven agents on a GPU. The model is
-built, and a micro-batch is passed through it, under PyTorch's FakeTensorMode; what autograd would keep is counted
-there. The cache of sampling and the states of references are products of sizes. Not counted: CUDA's own context, and
-memory that the allocator holds in pieces too small to be used.
+The defaults are the settings of `bash benchmark/sweep.sh llm`, GRPO, with one of seven agents on a
+GPU. The model is built, and a micro-batch is passed through it, under PyTorch's FakeTensorMode;
+what autograd would keep is counted there. The cache of sampling and the states of references are
+products of sizes. Not counted: CUDA's own context, and memory that the allocator holds in pieces
+too small to be used.
 """
 
 import csv
@@ -16,21 +18,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
+from arguments import read_flags
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import prpo_llm
 
-MODELS = {  # hidden, intermediate, layers, heads, heads of keys, vocabulary, tied
+# Size -> what NAMES are
+MODELS = {
     "0.5B": (896, 4864, 24, 14, 2, 151_936, True),  # Qwen 2.5
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),  # Qwen 2.5
     "7B": (4096, 14_336, 32, 32, 8, 32_000, False),  # Mistral v0.2
     "8B": (4096, 14_336, 32, 32, 8, 128_256, False),  # Llama 3.1
 }
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-NAMES += ("vocab_size", "tie_word_embeddings")
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 
 
 @dataclass
@@ -38,7 +48,7 @@ class Args:
     sizes: tuple[str, ...] = ("1.5B", "7B", "8B")
     """models, by their number of parameters"""
     agents: int = 7
-    """agents, who all hear each other"""
+    """agents, each of which receives from all others"""
     held: int = 1
     """agents of one process"""
     prompt_tokens: int = 512
@@ -60,7 +70,9 @@ class Args:
 
 
 class Lengths:
-    """As many tokens in each completion: `predict` takes their maximum, which has to be a number."""
+    """As many tokens in each completion: `predict` takes their maximum, which has to be a
+    number.
+    """
 
     def __init__(self, shape, tokens):
         self.shape = shape
@@ -68,7 +80,9 @@ class Lengths:
 
 
 def count_kept(model, args: Args) -> int:
-    """Bytes that autograd keeps of a pass of a micro-batch of each agent held, without the parameters."""
+    """Bytes that autograd keeps of a pass of a micro-batch of each agent held, without the
+    parameters.
+    """
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     storages = {}
 
@@ -80,8 +94,9 @@ def count_kept(model, args: Args) -> int:
     prompts = [[0] * args.prompt_tokens] * (args.held * args.micro_batch_size)
     tokens = torch.zeros(*shape, args.response_length, dtype=torch.long)
     prpo_llm.Adapters.selected = "policy", None
+    batch = {"prompts": prompts, "tokens": tokens, "lengths": Lengths(shape, tokens)}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = prpo_llm.predict(model, {"prompts": prompts, "tokens": tokens, "lengths": Lengths(shape, tokens)})
+        hidden = prpo_llm.predict(model, batch)
     kept = sum(storage.nbytes() for key, storage in storages.items() if key not in parameters)
     del hidden
     return kept
@@ -89,11 +104,13 @@ def count_kept(model, args: Args) -> int:
 
 def attend_on_gpu(query, key, value, **options):
     """Attention as it is there, where heads that share keys get copies."""
-    copies = (side.repeat_interleave(query.shape[1] // side.shape[1], dim=1) for side in (key, value))
-    return torch.nn.functional.scaled_dot_product_attention(query, *copies, **options)
+    copies = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(copies, dim=1)
+    value = value.repeat_interleave(copies, dim=1)
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
 
-def build(shape: tuple) -> torch.nn.Module:
+def build_model(shape: tuple) -> torch.nn.Module:
     """A model of these sizes in bfloat16, with our attention."""
     config = LlamaConfig(**dict(zip(NAMES, shape, strict=True)), max_position_embeddings=8192)
     options = {"dtype": torch.bfloat16, "attn_implementation": "shared_prefix"}
@@ -104,7 +121,7 @@ def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str,
     """Bytes of each part of a process."""
     hidden, intermediate, layers, heads, key_heads, vocabulary, tied = shape
     settings = prpo_llm.Args(num_agents=args.agents)
-    model = build(shape)
+    model = build_model(shape)
     decoder = sum(parameter.nbytes for parameter in model.get_decoder().parameters())
     trained, snapshots = prpo_llm.add_adapters(settings, model, args.held)
     whole = count_kept(model, args)
@@ -119,7 +136,7 @@ def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str,
         "base model, head in float32": decoder + 4 * vocabulary * hidden,
         "adapters, gradients, AdamW": 4 * trained.nbytes,
         "snapshots of all agents": snapshots.nbytes,
-        "reward model": decoder * args.reward_model,
+        "reward model": decoder if args.reward_model else 0,
     }
     rollout = {
         "rollout: keys and values": 2 * cached * keys,
@@ -160,4 +177,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(read_flags(Args))

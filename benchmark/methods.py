@@ -88,7 +88,7 @@ def find_method(name: str) -> Method | None:
     """
     if name in METHODS:
         return METHODS[name]
-    beginnings = [known for known in METHODS if name.startswith((f"{known}-", f"{known}_"))]
+    beginnings = [listed for listed in METHODS if name.startswith((f"{listed}-", f"{listed}_"))]
     if not beginnings:
         return None
     beginning = max(beginnings, key=len)
@@ -97,7 +97,7 @@ def find_method(name: str) -> Method | None:
 
 
 def style_methods(names: Iterable[str]) -> dict[str, Method]:
-    """Names and styles of the methods of one figure; those that are not listed get what is left."""
+    """Names and styles of the methods of one figure; those that are not listed get unused ones."""
     styles = {name: METHODS[name] for name in names if name in METHODS}
     unused_colours = list(OTHER_COLOURS)
     for name in names:

@@ -31,10 +31,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import tyro
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `from benchmark.plot import load_runs`
+from arguments import read_flags, refuse
 from methods import name_task, style_methods
 
 # What may differ between the runs of a group, and does not belong into its command
@@ -163,14 +163,14 @@ class Run:
     """training return, or reward, averaged over agents, by environment steps per agent, or steps"""
     diagnostics: dict[str, float]
     """their means over the run and its agents"""
-    part: str = ""
+    only_task: str = ""
     """the task of the agents that this is about, if not of all"""
 
     @property
     def task(self) -> str:
         """What was trained on."""
-        if self.part:
-            return self.part
+        if self.only_task:
+            return self.only_task
         if "base_model" in self.settings:
             data = self.settings["dataset"]
             if not isinstance(data, str):
@@ -190,14 +190,14 @@ def make_run(
     summary: dict,
     settings: dict,
     table: pd.DataFrame,
-    part: str = "",
+    only_task: str = "",
 ) -> Run:
-    """A run, or the part of it that is in `table`."""
+    """A run, or only the agents with one task, which are in `table`."""
     x, y = ("timesteps", "return_last_100") if "timesteps" in table else ("step", "reward")
     curve = table.groupby(x)[y].agg(lambda agents: agents.mean(skipna=False))
     curve = curve.dropna()  # there is no return before the first episode ends
     diagnostics = {name: table[name].mean() for name in DIAGNOSTICS if name in table}
-    return Run(folder, summary, settings, curve, diagnostics, part)
+    return Run(folder, summary, settings, curve, diagnostics, only_task)
 
 
 def read_run(folder: Path) -> Run:
@@ -209,30 +209,30 @@ def split_run(run: Run) -> list[Run]:
     """The same run once for each of its agents' tasks: curve and evaluation of the agents that have
     it.
     """
-    parts = []
+    runs = []
     for task, rows in load_run(run.folder).groupby("env_id", sort=False):
         last = rows[rows.timesteps == rows.timesteps.max()]
         value = last.evaluation.mean() if "evaluation" in last else np.nan
         summary = run.summary | {"evaluation": {"group": value}}
-        parts.append(make_run(run.folder, summary, run.settings, rows, task))
-    return parts
+        runs.append(make_run(run.folder, summary, run.settings, rows, task))
+    return runs
 
 
 Groups = dict[tuple[str, str], list[Run]]  # (task, method) -> its runs
 
 
 def split_groups(groups: Groups) -> Groups:
-    """(task of an agent, method) -> the parts of its runs."""
-    parts = []
+    """(task of an agent, method) -> its runs, with the agents that have the task."""
+    split_runs = []
     for (_, name), runs in groups.items():
         for run in runs:
-            parts += [(name, part) for part in split_run(run)]
+            split_runs += [(name, of_task) for of_task in split_run(run)]
     split = {}
-    for task in dict.fromkeys(part.task for _, part in parts):
+    for task in dict.fromkeys(of_task.task for _, of_task in split_runs):
         for _, name in groups:
             split[task, name] = []
-    for name, part in parts:
-        split[part.task, name].append(part)
+    for name, of_task in split_runs:
+        split[of_task.task, name].append(of_task)
     return split
 
 
@@ -483,11 +483,11 @@ def make_table(rows: pd.DataFrame) -> pd.DataFrame:
         for name in results:
             form = ".0f" if name.startswith("steps") else ".6g"
             interval = with_interval(runs[[name]].T).iloc[0]
-            mean, low, high = (format(value, form) for value in interval)
-            # A mean over the lucky seeds would flatter
+            texts = [format(value, form) for value in interval]
+            # A mean over the seeds that get there would flatter
             if name.startswith("steps") and runs[name].isna().any():
-                mean, low, high = "not reached", "", ""
-            row |= {name: mean, f"{name}_ci_low": low, f"{name}_ci_high": high}
+                texts = ["not reached", "", ""]
+            row |= dict(zip((name, f"{name}_ci_low", f"{name}_ci_high"), texts, strict=True))
         per_seed = ["-" if np.isnan(value) else f"{value:.0f}" for value in runs[steps]]
         row["steps_per_seed"] = " ".join(per_seed)
         row["seeds"] = " ".join(map(str, runs.seed))
@@ -611,7 +611,7 @@ def main(args: Args) -> None:
         if args.matrix:
             write(matrix, header(whole), make_matrix(whole))
     elif not curves.is_file():
-        sys.exit(f"--from-csv: there is no {curves}")
+        refuse(f"--from-csv: there is no {curves}")
     if rows.is_file():
         comments = comments_of(rows)
         comments += "# intervals: 95 %, Student's t over seeds;"
@@ -627,4 +627,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(read_flags(Args))

@@ -41,10 +41,10 @@ class Envs(prpo_minigrid.Envs):
         scales = os.environ.get("REWARD_SCALES", "1 " * args.num_agents)
         self.scales = np.array(scales.split(), dtype=float)[agents]
 
-    def receive(self, part: int) -> tuple:
+    def receive(self, number: int) -> tuple:
         """As there, in the agents' units."""
-        rewards, *signals, episodes = super().receive(part)
-        scaled_rewards = rewards * self.scales[self.parts[part], None]
+        rewards, *signals, episodes = super().receive(number)
+        scaled_rewards = rewards * self.scales[self.parts[number], None]
         scaled_episodes = [(k, total * self.scales[k], length) for k, total, length in episodes]
         return scaled_rewards, *signals, scaled_episodes
 

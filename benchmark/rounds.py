@@ -1,8 +1,9 @@
 """What a communication round costs as agents are added: seconds, memory and disk for each agent.
 
-Agents with a tiny network and tiny rollouts on a ring, in one process, a round after every iteration.
+Agents with a tiny network and tiny rollouts on a ring, in one process, a round after every
+iteration. `python docs/tables.py` writes the table of the file's data.
 
-    python benchmark/rounds.py --csv benchmark/results/rounds.csv  # `python docs/tables.py` then writes the table
+    python benchmark/rounds.py --csv benchmark/results/rounds.csv
 """
 
 import csv
@@ -16,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
+from arguments import read_flags
 from throughput import ROOT, num_cores
 
 NUM_STEPS = 64
@@ -38,7 +39,7 @@ class Args:
     """file for the data"""
 
 
-def command_of(args: Args, num_agents: int, participation: float, folder: str) -> list[str]:
+def make_command(args: Args, num_agents: int, participation: float, folder: str) -> list[str]:
     """The run to be measured."""
     settings = {
         "env-id": "MiniGrid-Empty-5x5-v0",
@@ -47,6 +48,9 @@ def command_of(args: Args, num_agents: int, participation: float, folder: str) -
         "topology": args.topology,
         "participation": participation,
         "local-updates": 1,
+        "learning-rate": 2.5e-4,
+        "kl-coef": 1.0,
+        "kl-direction": "forward",
         "num-envs": 1,
         "num-steps": NUM_STEPS,
         "total-timesteps": args.iterations * NUM_STEPS,
@@ -57,20 +61,21 @@ def command_of(args: Args, num_agents: int, participation: float, folder: str) -
         "device": "cpu",
         "run-dir": folder,
     }
-    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    sizes = ["--hidden-sizes", *[str(args.hidden_size)] * num_agents]
-    return ["prpo_minigrid.py", *flags, *sizes]
+    words = ["prpo_minigrid.py"]
+    for name, value in settings.items():
+        words += [f"--{name}", str(value)]
+    return [*words, "--hidden-sizes", *[str(args.hidden_size)] * num_agents]
 
 
-def size_of(folder: Path, pattern: str) -> int:
-    """Bytes of all files that match."""
-    return sum(path.stat().st_size for path in folder.glob(pattern))
+def measure_size(folder: Path, pattern: str) -> float:
+    """Kilobytes of all files that match."""
+    return sum(path.stat().st_size for path in folder.glob(pattern)) / 1024
 
 
 def measure(args: Args, num_agents: int, participation: float) -> dict[str, float]:
     """One run. Returns its row."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *command_of(args, num_agents, participation, folder)]
+        command = [sys.executable, *make_command(args, num_agents, participation, folder)]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -78,29 +83,34 @@ def measure(args: Args, num_agents: int, participation: float) -> dict[str, floa
             sys.exit(f"{shlex.join(command)} failed")
         (run,) = Path(folder).iterdir()
         summary = json.loads((run / "summary.json").read_text())
-        work = num_agents * args.iterations
+        iterations = num_agents * args.iterations  # of all agents
         unit = 1024 if sys.platform != "darwin" else 1
         return {
             "topology": args.topology,
             "participation": participation,
             "agents": num_agents,
-            "round_ms": 1000 * summary["seconds"]["exchange"] / work,
-            "iteration_ms": 1000 * summary["train_seconds"] / work,
+            "round_ms": 1000 * summary["seconds"]["exchange"] / iterations,
+            "iteration_ms": 1000 * summary["train_seconds"] / iterations,
             "peak_memory_mb": usage.ru_maxrss * unit / 2**20,
-            "checkpoint_kb": size_of(run, f"checkpoints/*/{args.iterations}.pt") / 1024 / num_agents,
-            "tensorboard_kb": size_of(run, "events*") / 1024 / work,
-            "csv_kb": size_of(run, "*.csv") / 1024 / work,
+            "checkpoint_kb": measure_size(run, f"checkpoints/*/{args.iterations}.pt") / num_agents,
+            "tensorboard_kb": measure_size(run, "events*") / iterations,
+            "csv_kb": measure_size(run, "*.csv") / iterations,
         }
+
+
+def format_value(value) -> str:
+    """A value for the CSV file."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def main(args: Args) -> None:
     rows = []
     for participation in args.participations:
         for num_agents in args.agents:
-            rows.append(measure(args, num_agents, participation))
-            print(
-                "  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items() if name != "topology"), flush=True
-            )
+            row = measure(args, num_agents, participation)
+            rows.append(row)
+            shown = [f"{name} {value:.4g}" for name, value in row.items() if name != "topology"]
+            print("  ".join(shown), flush=True)
     if args.csv:
         this = Path(__file__).resolve().relative_to(ROOT)
         with open(args.csv, "w", newline="") as file:
@@ -109,10 +119,8 @@ def main(args: Args) -> None:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             for row in rows:
-                writer.writerow(
-                    {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
-                )
+                writer.writerow({name: format_value(value) for name, value in row.items()})
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(read_flags(Args))

@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from arguments import read_flags, refuse
 
 TEMPLATE = """\
 #!/bin/sh
@@ -118,7 +119,7 @@ class Job:
         try:
             self.words = shlex.split(line)
         except ValueError as error:
-            sys.exit(f"{line}: {error}")
+            refuse(f"{line}: {error}")
         run_dirs = re.findall(r"\0--run[-_]dir[=\0]([^\0]+)", "\0".join(self.words))
         run_dir = run_dirs[-1] if run_dirs else "runs"
         name = hashlib.sha256(line.encode()).hexdigest()[:16]
@@ -242,7 +243,7 @@ def make_slots(args: Args) -> list[list[int]]:
     can_pin = hasattr(os, "sched_getaffinity")
     cores = sorted(os.sched_getaffinity(0)) if can_pin else list(range(os.cpu_count() or 1))
     if args.cores > len(cores):
-        sys.exit(f"--cores {args.cores}: there are {len(cores)}")
+        refuse(f"--cores {args.cores}: there are {len(cores)}")
     jobs = args.jobs or len(cores) // args.cores
     if not can_pin or args.line:
         return [[] for _ in range(jobs)]
@@ -315,7 +316,7 @@ def submit(args: Args, lines: list[str]) -> None:
     """Submit the list as job arrays, or print their scripts."""
     template = read(args.template) if args.template else TEMPLATE
     if "@ARRAY@" not in template or "@COMMAND@" not in template:
-        sys.exit(f"--template {args.template}: has to contain @ARRAY@ and @COMMAND@")
+        refuse(f"--template {args.template}: has to contain @ARRAY@ and @COMMAND@")
     if not args.dry_run and not shutil.which("sbatch"):
         sys.exit("--slurm: there is no sbatch in PATH")
     text = "".join(f"{line}\n" for line in lines)
@@ -349,7 +350,7 @@ def read(path: str) -> str:
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text()
     except (OSError, ValueError) as error:
-        sys.exit(f"{path}: cannot be read ({error})")
+        refuse(f"{path}: cannot be read ({error})")
 
 
 def check_args(args: Args) -> None:
@@ -360,7 +361,7 @@ def check_args(args: Args) -> None:
         ("--array-limit", args.array_limit, 1),
     ):
         if value < least:
-            sys.exit(f"{flag} {value}: must be at least {least}")
+            refuse(f"{flag} {value}: must be at least {least}")
 
 
 def main(args: Args) -> None:
@@ -368,10 +369,10 @@ def main(args: Args) -> None:
     lines = dict.fromkeys(line.strip() for line in read(args.commands).splitlines())
     jobs = [Job(line) for line in lines if line and not line.startswith("#")]
     if not jobs:
-        sys.exit(f"{args.commands}: there is no command in it")
+        refuse(f"{args.commands}: there is no command in it")
     if args.line:
         if not 0 < args.line <= len(jobs):
-            sys.exit(f"--line {args.line}: there are {len(jobs)} commands")
+            refuse(f"--line {args.line}: there are {len(jobs)} commands")
         jobs = [jobs[args.line - 1]]
     unfinished = [job for job in jobs if job.next_step() is not None]
     finished = len(jobs) - len(unfinished)
@@ -387,4 +388,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(read_flags(Args))

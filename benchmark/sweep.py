@@ -13,40 +13,46 @@ from dataclasses import dataclass, replace
 USAGE = """\
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh table1 [--quick | --skills]
-       bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills [--tune | --results]
+       bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills
+           [--tune | --results]
        bash benchmark/sweep.sh anchor|trpo [--results]
 
-Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as Slurm arrays, and goes
-on where it was cut off. The lines assume the root of the repository as working directory; but for those of llm and
-table1 they use one core each (on a GPU machine several share a GPU):
+Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as
+Slurm arrays, and goes on where it was cut off. The lines assume the root of the repository as
+working directory; but for those of llm and table1 they use one core each (on a GPU machine several
+share a GPU):
 
     bash benchmark/sweep.sh minigrid --quick | python benchmark/run.py
     python benchmark/plot.py --runs runs/minigrid-quick --out minigrid-quick
 
-(default)  the paper's grid. minigrid, atari: table 2, three tasks or two games, ten seeds, five methods. llm: table 5,
-           seven agents on TL;DR, a GPU of 80 GB each (benchmark/llm_memory.py counts), with the reward model that
-           benchmark/pipeline.sh trains
---quick    a night on two cores. minigrid: two tasks, three seeds, two learning rates, 1 M steps; atari: BeamRider, two
-           seeds, 1 M steps; llm: three agents and the small model on documentation
+(default)  the paper's grid. minigrid, atari: table 2, three tasks or two games, ten seeds, five
+           methods. llm: table 5, seven agents on TL;DR, a GPU of 80 GB each
+           (benchmark/llm_memory.py counts), with the reward model that benchmark/pipeline.sh trains
+--quick    a night on two cores. minigrid: two tasks, three seeds, two learning rates, 1 M steps;
+           atari: BeamRider, two seeds, 1 M steps; llm: three agents and the small model on
+           documentation
 --results  the runs behind benchmark/results/: 3, 3 and 1.5 hours on two cores
 
-table1, the paper's table 1 at small scale (docs/pipeline.md): SmolLM2 on documentation, three agents, from the adapter
-and with the reward model of `benchmark/pipeline.sh all --quick`.
-(default)  PPO and GRPO, iid and by topic, five methods, three KL coefficients, three seeds: more than a day on two cores,
-           estimated from those of llm
---quick    one KL coefficient, one seed: two and a quarter hours, from 13 minutes for a run on one core
+table1, the paper's table 1 at small scale (docs/pipeline.md): SmolLM2 on documentation, three
+agents, from the adapter and with the reward model of `benchmark/pipeline.sh all --quick`.
+(default)  PPO and GRPO, iid and by topic, five methods, three KL coefficients, three seeds: more
+           than a day on two cores, estimated from those of llm
+--quick    one KL coefficient, one seed: two and a quarter hours, from 13 minutes for a run on one
+           core
 --skills   the same on string skills, as skills below: a tiny model and three seeds, 40 minutes
 
-When does sharing pay (docs/results.md): doorkey and keycorridor, agents with an easy, a middling and a hard task;
-missions, with conflicting goals; levels, with few levels each; networks, of different sizes; crowd, 1 to 8 agents on one
-hard task; skills, language models that differ in how often their prompts ask for a rare skill (first run
-benchmark/skills.py).
+When does sharing pay (docs/results.md): doorkey and keycorridor, agents with an easy, a middling
+and a hard task; missions, with conflicting goals; levels, with few levels each; networks, of
+different sizes; crowd, 1 to 8 agents on one hard task; skills, language models that differ in how
+many of their prompts are for a rare skill (first run benchmark/skills.py).
 anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
-PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound of --delta.
+PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound
+of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
 --results  the chosen settings on five fresh seeds (also the default)
 
---exp-name tells the method and what is searched over. An estimate of the time goes to stderr.
+--exp-name names the method and the settings that are searched over. An estimate of the time goes to
+stderr.
 """
 CONTROL = ("minigrid", "atari")
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd")
@@ -78,9 +84,9 @@ SPEEDS = {"missions": 3000, "levels": 2000, "trpo": 2500}
 DEFAULT_SPEED = 6000
 
 
-def join(*parts: str) -> str:
-    """The parts of a command, without those that are empty."""
-    return " ".join(part for part in parts if part)
+def join(*texts: str) -> str:
+    """A command from its texts, without those that are empty."""
+    return " ".join(text for text in texts if text)
 
 
 def name_folder(family: str, mode: str) -> str:
@@ -96,6 +102,7 @@ class Grid:
     tasks: tuple[str, ...]
     methods: tuple[str, ...]
     steps: int
+    local_updates: int
     seeds: tuple[int, ...] = tuple(range(1, 11))
     rates: tuple[str, ...] = ("5e-5", "1e-4", "2.5e-4", "5e-4", "1e-3")
     kl_coefs: tuple[str, ...] = ("0.5", "1", "2", "5", "10", "20", "50")
@@ -110,11 +117,13 @@ MINIGRID = Grid(
     tasks=("MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-6x6-v0", "MiniGrid-DistShift2-v0"),
     methods=("isolated", "fedavg-uniform", "fedavg-similarity", "pr-uniform", "pr-similarity"),
     steps=5000000,
+    local_updates=32,
 )
 ATARI = Grid(
     tasks=(BEAM_RIDER, "AsterixNoFrameskip-v4"),
     methods=("isolated", "fedavg-uniform", "fedavg-reward", "pr-uniform", "pr-reward"),
     steps=10000000,
+    local_updates=16,
 )
 GRIDS = {
     ("minigrid", ""): MINIGRID,
@@ -143,7 +152,7 @@ GRIDS = {
         rates=("1e-3",),
         kl_coefs=("0.5",),
         peer_coefs=("0.5",),
-        common="--local-updates 4",
+        local_updates=4,
     ),
     ("atari", ""): ATARI,
     ("atari", "--quick"): replace(
@@ -185,7 +194,9 @@ def list_control(family: str, mode: str) -> Iterator[str]:
 
 
 def list_minigrid_results(grid: Grid) -> Iterator[str]:
-    """Five seeds of FourRooms with 1 M steps; three of the other tasks, which are learned sooner."""
+    """Five seeds of FourRooms with 1 M steps; three of the other tasks, which are learned
+    sooner.
+    """
     for seed in grid.seeds:
         for task in grid.tasks:
             four_rooms = "FourRooms" in task
@@ -194,7 +205,7 @@ def list_minigrid_results(grid: Grid) -> Iterator[str]:
             for method in grid.methods:
                 if four_rooms and method == "isolated-no-penalty":
                     continue
-                direction = "" if method.endswith("-forward") else "--kl-direction reverse"
+                direction = "forward" if method.endswith("-forward") else "reverse"
                 settings = {"task": task, "seed": seed, "direction": direction}
                 settings["steps"] = 1000000 if four_rooms else grid.steps
                 folder = "runs/fourrooms-results" if four_rooms else "runs/minigrid-results"
@@ -212,9 +223,12 @@ def list_method(
     seed: int,
     steps: int,
     folder: str,
-    direction: str = "",
+    direction: str = "forward",
 ) -> Iterator[str]:
-    """A command for each learning rate and coefficient of a method."""
+    """A command for each learning rate and coefficient of a method.
+
+    Table 2's settings are flags, because the scripts have other defaults.
+    """
     script = f"prpo_{family}.py"
     coefs = grid.kl_coefs
     kind, _, communicator = method.partition("-")
@@ -233,7 +247,7 @@ def list_method(
             yield join(
                 f"{ONE_THREAD} {script} --communicator {communicator} --env-id {task}",
                 f"--seed {seed} --total-timesteps {steps} --learning-rate {rate} --kl-coef {coef}",
-                direction,
+                f"--kl-direction {direction} --local-updates {grid.local_updates}",
                 grid.common,
                 f"--run-dir {folder} --exp-name {name}",
             )
@@ -246,6 +260,7 @@ def list_yardstick(grid: Grid) -> Iterator[str]:
         task += " --no-clip-vloss --eval-episodes 20 --run-dir runs/sb3"
         yield f"{ONE_THREAD} benchmark/baselines/sb3_ppo.py {task} --exp-name sb3"
         isolated = "prpo_minigrid.py --communicator identity --num-agents 1 --kl-coef 0"
+        isolated += " --kl-direction forward --local-updates 32"
         yield f"{ONE_THREAD} {isolated} {task} --exp-name isolated"
 
 
@@ -313,12 +328,14 @@ def is_left_out(family: str, mode: str, method: str, variant: str) -> bool:
 def list_sharing(family: str, mode: str) -> Iterator[str]:
     """Agents that differ in a task, a mission, levels or networks, or in how many they are."""
     tuned = mode == "--tune"
-    for seed in TUNING_SEEDS if tuned else FIVE_SEEDS:
+    seeds = TUNING_SEEDS if tuned else FIVE_SEEDS
+    coefs = ("0.1", "0.2", "0.5", "2") if tuned else ("0.5",)
+    for seed in seeds:
         for variant, task in VARIANTS[family].items():
             for method in METHODS[family]:
                 if is_left_out(family, mode, method, variant):
                     continue
-                for coef in ("0.1", "0.2", "0.5", "2") if tuned else ("0.5",):
+                for coef in coefs:
                     name = f"{method}-{variant}" if variant else method
                     if tuned:
                         name += f"_coef{coef}"
@@ -387,13 +404,13 @@ CHOSEN_PPO = "prpo_minigrid.py --learning-rate 1e-3 --kl-coef 0.5 --kl-direction
 TRPO_METHODS = {
     "isolated-trpo": "prtrpo_minigrid.py --communicator identity --local-updates 4",
     "pr-trpo": "prtrpo_minigrid.py --local-updates 4",
-    "pr-trpo-every1": "prtrpo_minigrid.py",  # as Observation 1 has it
+    "pr-trpo-every1": "prtrpo_minigrid.py --local-updates 1",  # as Observation 1 has it
     "pr-uniform": f"{CHOSEN_PPO} --local-updates 4",  # as chosen for doorkey
 }
 BOUNDS = {
-    "fixed": "prtrpo_minigrid.py",
-    "bounded": "prtrpo_minigrid.py --delta 0.2",
-    "tight": "prtrpo_minigrid.py --delta 0.1",
+    "fixed": "prtrpo_minigrid.py --local-updates 1",
+    "bounded": "prtrpo_minigrid.py --local-updates 1 --delta 0.2",
+    "tight": "prtrpo_minigrid.py --local-updates 1 --delta 0.1",
 }
 # Experiment -> task, methods, steps
 TRPO = {
@@ -549,11 +566,12 @@ SKILL_METHODS = {
 
 
 def list_skills(family: str, mode: str) -> Iterator[str]:
-    """Tiny agents that differ in how often their prompts ask for the rare skill."""
+    """Tiny agents that differ in how many of their prompts are for the rare skill."""
     task = f"{STRING_SKILLS} --partition topic --batch-size 8 --micro-batch-size 8"
     task += " --local-updates 1"
     tuned = mode == "--tune"
-    for seed in (101, 102) if tuned else FIVE_SEEDS:
+    seeds = (101, 102) if tuned else FIVE_SEEDS
+    for seed in seeds:
         for method, aggregation in SKILL_METHODS.items():
             rates = ["3e-3" if method.startswith("fedavg") else "1e-3"]  # as choose.py has chosen
             coefs = ["0.03"]

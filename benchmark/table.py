@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
-import tyro
+from arguments import read_flags, refuse
 from plot import Args as PlotArgs
 from plot import Run, header, load_run, read_groups, with_interval, write
 from stats import expected_maximum, interquartile_mean, probability_of_improvement, success_rate
@@ -227,7 +227,7 @@ def main(args: Args) -> None:
     if languages == {True}:
         rows = make_search_table(groups, args)
     elif args.measure == "win_rate":
-        sys.exit("--measure win_rate: is for language models")
+        refuse("--measure win_rate: is for language models")
     else:
         rows = make_control_table(groups, args)
     table = pd.DataFrame(rows)
@@ -239,4 +239,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(read_flags(Args))

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-import tyro  # and nothing heavy: on Linux a child's peak memory starts at what its parent held
+from arguments import read_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 SB3 = "stable-baselines3"
@@ -111,6 +111,14 @@ def choose_script(env_id: str) -> str:
     return "prpo_atari.py" if is_atari(env_id) else "prpo_minigrid.py"
 
 
+def choose_program(env_id: str) -> list[str]:
+    """The script that trains on a task, with table 2's settings, as the yardstick has them."""
+    script = choose_script(env_id)
+    if is_atari(env_id):
+        return [script]
+    return [script, "--learning-rate", "2.5e-4", "--kl-coef", "1", "--kl-direction", "forward"]
+
+
 def task_folder(prompt_tokens: int) -> str:
     """Where `trl_grpo.py --prepare` writes the task of language models, once."""
     return f"runs/llm-task-{prompt_tokens}"
@@ -142,14 +150,14 @@ def trpo_contenders(args: Args) -> dict[str, list[str]]:
     common = ["--env-id", args.env_id, "--total-timesteps", timesteps, "--eval-episodes", "0"]
     prtrpo = ["prtrpo_minigrid.py", *common]
     contrib = ["benchmark/baselines/sb3_trpo.py", *common]
-    # Its default, so that all updates but the first have a reference of others
-    rounds = ["--local-updates", "1"]
+    # All updates but the first have a reference of others
+    prtrpo += ["--local-updates", "1"]
     return {
         CONTRIB: [*contrib, "--threads", str(args.sb3_threads)],
         CONTRIB + ", 1 thread": [*contrib, "--threads", "1"],
         "1 agent": [*prtrpo, "--num-agents", "1", "--communicator", "identity"],
         "3 agents isolated": [*prtrpo, "--num-agents", "3", "--communicator", "identity"],
-        "3 agents dense": [*prtrpo, "--num-agents", "3", "--communicator", "uniform", *rounds],
+        "3 agents dense": [*prtrpo, "--num-agents", "3", "--communicator", "uniform"],
     }
 
 
@@ -171,7 +179,7 @@ def contenders(args: Args) -> dict[str, list[str]]:
         return trpo_contenders(args)
     timesteps = args.timesteps or (32_768 if is_atari(args.env_id) else 65_536)
     common = ["--env-id", args.env_id, "--total-timesteps", str(timesteps), "--eval-episodes", "0"]
-    prpo = [choose_script(args.env_id), *common]
+    prpo = [*choose_program(args.env_id), *common]
     sb3 = ["benchmark/baselines/sb3_ppo.py", *common]
     rounds = ["--local-updates", str(args.local_updates)]
     dense = [*prpo, "--num-agents", "3", "--communicator", "uniform", *rounds]
@@ -193,7 +201,7 @@ def contenders(args: Args) -> dict[str, list[str]]:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3"]
     float32 = ["--precision", "float32"]
     return baselines | {
-        "1 agent, float32": [*alone, *float32],
+        "1 agent, float32": [*alone, *float32, "--local-updates", "32"],
         "3 agents dense, float32, gymnasium": [*dense, *float32, "--env-backend", "gymnasium"],
         "3 agents dense, float32": [*dense, *float32],
         "3 agents dense, float32, 3 processes": [*torchrun, *dense, *float32],
@@ -203,9 +211,9 @@ def contenders(args: Args) -> dict[str, list[str]]:
 
 def scaling_contenders(args: Args) -> dict[str, list[str]]:
     """One agent, then dense and ring communicators of more and more agents: name -> command."""
-    common = [choose_script(args.env_id), "--env-id", args.env_id, "--communicator", "uniform"]
+    common = [*choose_program(args.env_id), "--env-id", args.env_id, "--communicator", "uniform"]
     common += ["--total-timesteps", str(args.scaling_timesteps), "--eval-episodes", "0"]
-    # A round after every iteration, 32 times as often as by default, so that its cost is visible
+    # A round after every iteration, so that its cost is visible
     common += ["--local-updates", "1"]
     commands = {}
     for num_agents in args.scaling_agents:
@@ -434,4 +442,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(read_flags(Args))

@@ -21,9 +21,11 @@ RESULTS = REPOSITORY / "benchmark" / "results"
 
 
 def fake_run(root, seed, curve, evaluation=0.5, stamp=1, old=False, completed=True, **settings):
-    """A run folder as the scripts leave it, of two agents whose training returns are `curve` and a little more.
+    """A run folder as the scripts leave it, of two agents whose training returns are `curve` and a
+    little more.
 
-    old: as earlier versions left it, without the columns seed and exp_name, and with other names of flags.
+    old: as earlier versions left it, without the columns seed and exp_name, and with other names of
+    flags.
     """
     settings = {
         "exp_name": "pr",
@@ -79,7 +81,9 @@ def fake_run(root, seed, curve, evaluation=0.5, stamp=1, old=False, completed=Tr
 
 @pytest.fixture
 def plotted(tmp_path, capsys):
-    """plotted(**options): the three CSV files that plot.py makes of tmp_path/runs, and what it says."""
+    """plotted(**options): the three CSV files that plot.py makes of tmp_path/runs, and what it
+    says.
+    """
 
     def run(**options):
         plot.main(plot.Args(runs=(str(tmp_path / "runs"),), out=str(tmp_path / "x"), **options))
@@ -93,7 +97,9 @@ def plotted(tmp_path, capsys):
 
 
 def test_mean_and_interval_are_those_of_student(tmp_path, plotted):
-    """By hand: t of two degrees of freedom is 4.30265, the deviation is a sample's. A single seed has no limits."""
+    """By hand: t of two degrees of freedom is 4.30265, the deviation is a sample's. A single seed
+    has no limits.
+    """
     curves = {1: [0.0, 0.2], 2: [0.1, 0.6], 3: [0.5, 0.7]}
     for (seed, curve), evaluation in zip(curves.items(), (0.2, 0.4, 0.9), strict=True):
         fake_run(tmp_path / "runs", seed, curve, evaluation)
@@ -105,27 +111,23 @@ def test_mean_and_interval_are_those_of_student(tmp_path, plotted):
     assert [row.evaluation, row.evaluation_ci_low, row.evaluation_ci_high] == pytest.approx(
         [0.5, 0.5 - half, 0.5 + half], 1e-5
     )
-    assert (
-        alone.evaluation == 0.5
-        and np.isnan([alone.evaluation_ci_low, alone.evaluation_ci_high]).all()
-    )
+    assert alone.evaluation == 0.5
+    assert np.isnan([alone.evaluation_ci_low, alone.evaluation_ci_high]).all()
     assert row.mean_training_return == pytest.approx(np.mean(list(curves.values())) + 0.01)
     points = drawn[
         drawn.method == "pr"
     ]  # the curve is the mean over agents, 0.01 above the first agent's
-    assert list(points.timesteps) == [100, 200] and list(points["mean"]) == pytest.approx(
-        [0.21, 0.51], 1e-5
-    )
+    assert list(points.timesteps) == [100, 200]
+    assert list(points["mean"]) == pytest.approx([0.21, 0.51], 1e-5)
     half = 4.302652729911275 * np.std([0.0, 0.1, 0.5], ddof=1) / np.sqrt(3)
     assert list(points.ci_low)[0] == pytest.approx(0.21 - half, 1e-5)
     assert list(points.ci_high)[0] == pytest.approx(0.21 + half, 1e-5)
-    # Steps to 0.61: what reaches it exactly counts, and a mean over the lucky seeds alone would flatter
+    # Steps to 0.61: what reaches it exactly counts, and a mean over the lucky seeds alone would
+    # flatter
     assert list(runs[runs.method == "pr"]["steps_to_0.61"].fillna(-1)) == [-1, 200, 200]
-    assert (
-        row["steps_to_0.61"] == "not reached"
-        and row.steps_per_seed == "- 200 200"
-        and row.seeds == "1 2 3"
-    )
+    assert row["steps_to_0.61"] == "not reached"
+    assert row.steps_per_seed == "- 200 200"
+    assert row.seeds == "1 2 3"
 
 
 def test_steps_to_the_threshold_have_an_interval_once_all_seeds_are_there(tmp_path, plotted):
@@ -133,13 +135,16 @@ def test_steps_to_the_threshold_have_an_interval_once_all_seeds_are_there(tmp_pa
     fake_run(tmp_path / "runs", 1, [0.9, 0.1, 0.9])
     fake_run(tmp_path / "runs", 2, [0.1, 0.1, 0.9])
     *_, results, _ = plotted()
-    assert float(results["steps_to_0.8"][0]) == 200 and results.steps_per_seed[0] == "100 300"
+    assert float(results["steps_to_0.8"][0]) == 200
+    assert results.steps_per_seed[0] == "100 300"
     half = 12.706204736432095 * np.std([100, 300], ddof=1) / np.sqrt(2)
     assert float(results["steps_to_0.8_ci_low"][0]) == pytest.approx(200 - half, abs=1)
 
 
 def test_a_search_is_drawn_by_the_settings_that_are_tried(tmp_path, plotted):
-    """Of three settings, two seeds each: by hand, the mean of one, of the better of each pair, and the best."""
+    """Of three settings, two seeds each: by hand, the mean of one, of the better of each pair, and
+    the best.
+    """
     for seed, scores in {1: (0.1, 0.4, 0.7), 2: (0.3, 0.3, 0.6)}.items():
         for setting, score in zip("abc", scores, strict=True):
             fake_run(
@@ -157,9 +162,8 @@ def test_a_search_is_drawn_by_the_settings_that_are_tried(tmp_path, plotted):
     )
     deviation = np.sqrt(np.mean([np.var([0.1, 0.4, 0.7]), np.var([0.3, 0.3, 0.6])]))
     assert drawn.ci_low["pr", 1] == pytest.approx(0.4 - deviation)
-    assert drawn.ci_high["pr", 1] == pytest.approx(0.4 + deviation) and drawn.ci_low[
-        "pr", 3
-    ] == pytest.approx(0.65)
+    assert drawn.ci_high["pr", 1] == pytest.approx(0.4 + deviation)
+    assert drawn.ci_low["pr", 3] == pytest.approx(0.65)
     fake_run(tmp_path / "runs", 2, [0.2, 0.3], 0.5, exp_name="pr_d", kl_coef=7)
     with pytest.raises(SystemExit, match="not every seed has tried the same settings"):
         plotted(search=True)
@@ -173,17 +177,17 @@ def test_a_search_is_drawn_by_the_settings_that_are_tried(tmp_path, plotted):
 
 
 def test_of_repeated_runs_the_newest_counts(tmp_path, plotted):
-    """With a warning; other settings under the same name end with one line; unfinished runs are left out."""
+    """With a warning; other settings under the same name end with one line; unfinished runs are
+    left out.
+    """
     newest = fake_run(
         tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.7, stamp=10
     )  # ten is newer than nine
     older = fake_run(tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.2, stamp=9, kl_coef=5.0)
     fake_run(tmp_path / "runs", 2, [0.1, 0.2], evaluation=0.9, stamp=11, completed=False)
     _, runs, _, said = plotted()
-    assert (
-        list(runs.evaluation) == [0.7]
-        and f"{older}: left out, {newest} has the same name and seed" in said
-    )
+    assert list(runs.evaluation) == [0.7]
+    assert f"{older}: left out, {newest} has the same name and seed" in said
     assert "cut off" in said
     fake_run(tmp_path / "runs", 3, [0.1, 0.2], kl_coef=3.0)
     with pytest.raises(SystemExit, match="the same name as .*, but other settings"):
@@ -191,7 +195,8 @@ def test_of_repeated_runs_the_newest_counts(tmp_path, plotted):
 
 
 def test_a_curve_reaches_as_far_as_every_run(tmp_path, plotted):
-    """It begins where all agents of all seeds have a return, and ends with the shortest run; seeds are in order.
+    """It begins where all agents of all seeds have a return, and ends with the shortest run; seeds
+    are in order.
 
     A run that did not end and one without an episode are left out, with a line each.
     """
@@ -210,7 +215,8 @@ def test_a_curve_reaches_as_far_as_every_run(tmp_path, plotted):
     late_value, early_value = 0.2 + 0.1 * 0.62 + 0.01, 0.6 + 0.1 * 0.62 + 0.01
     assert points["mean"].tolist() == pytest.approx([(late_value + early_value) / 2])
     own = runs[runs.method == "pr"].set_index("seed")
-    assert own.index.tolist() == [1, 2] and results.set_index("method").seeds["pr"] == "1 2"
+    assert own.index.tolist() == [1, 2]
+    assert results.set_index("method").seeds["pr"] == "1 2"
     assert own.mean_training_return[2] == pytest.approx(
         0.26
     )  # of the iterations in which both have one
@@ -219,7 +225,9 @@ def test_a_curve_reaches_as_far_as_every_run(tmp_path, plotted):
 
 
 def test_commands_in_files_have_every_setting(tmp_path):
-    """Switches with their negation, lists, and nothing for what is empty; seeds stand behind, versions below."""
+    """Switches with their negation, lists, and nothing for what is empty; seeds stand behind,
+    versions below.
+    """
     settings = {
         "anneal_lr": False,
         "norm_adv": True,
@@ -244,18 +252,19 @@ def test_all_runs_are_one_table(tmp_path):
     fake_run(tmp_path / "b", 2, [0.3, 0.4], evaluation=0.5, old=True, env_ids=["Task", "Task"])
     (fake_run(tmp_path / "b", 3, [0.6], old=True) / "summary.json").unlink()  # it has not ended
     runs = plot.load_runs(tmp_path / "a", tmp_path / "b").set_index(["seed", "iteration", "agent"])
-    assert len(runs) == 4 + 4 + 2 and runs.index.is_unique and set(runs.exp_name) == {"pr"}
-    assert runs.evaluation[1, 2, 1] == pytest.approx(0.8) and runs.evaluation[
-        2, 2, 0
-    ] == pytest.approx(0.5)
+    assert len(runs) == 4 + 4 + 2
+    assert runs.index.is_unique
+    assert set(runs.exp_name) == {"pr"}
+    assert runs.evaluation[1, 2, 1] == pytest.approx(0.8)
+    assert runs.evaluation[2, 2, 0] == pytest.approx(0.5)
     assert runs.evaluation[:, 1, :].isna().sum() == 4  # of the iterations before the last ones
-    assert set(runs.kl_coef) == {2.0} and set(runs.learning_rate_setting) == {0.5}
+    assert set(runs.kl_coef) == {2.0}
+    assert set(runs.learning_rate_setting) == {0.5}
     assert (
         runs.learning_rate.groupby("seed").max()[1] == 0.1
     )  # the metric is another thing than the setting
-    assert runs.env_ids[2, 1, 0] == "Task Task" and runs.completed.groupby(
-        "seed"
-    ).all().tolist() == [
+    assert runs.env_ids[2, 1, 0] == "Task Task"
+    assert runs.completed.groupby("seed").all().tolist() == [
         True,
         True,
         False,
@@ -264,20 +273,26 @@ def test_all_runs_are_one_table(tmp_path):
 
 
 def test_one_line_for_notebooks_reads_all_runs(tmp_path, monkeypatch):
-    """The line in plot.py's docstring, as it stands there: whose row it is needs no reading of folder names."""
+    """The line in plot.py's docstring, as it stands there: whose row it is needs no reading of
+    folder names.
+    """
     for seed in (1, 2):
         fake_run(tmp_path / "runs" / "deeper", seed, [0.1, 0.2])
     monkeypatch.chdir(tmp_path)
     lines, found = re.findall(r"^    (import pandas.*|runs = .*)$", plot.__doc__, re.M), {}
     exec("\n".join(lines), found)
     runs = found["runs"].set_index(["exp_name", "seed", "agent", "timesteps"])
-    assert len(lines) == 2 and len(runs) == 8 and runs.index.is_unique
+    assert len(lines) == 2
+    assert len(runs) == 8
+    assert runs.index.is_unique
     assert runs.return_last_100["pr", 2, 1, 200] == pytest.approx(0.22)
 
 
 @pytest.fixture
 def tabled(tmp_path, capsys):
-    """tabled(**options): the table of tmp_path/runs, as Markdown's cells by row and as CSV, by method."""
+    """tabled(**options): the table of tmp_path/runs, as Markdown's cells by row and as CSV, by
+    method.
+    """
 
     def run(**options):
         table.main(
@@ -296,7 +311,9 @@ def tabled(tmp_path, capsys):
 
 
 def test_table_of_methods_takes_a_seed_as_one_sample(tmp_path, tabled):
-    """Two agents of a run, on one task or two, are no two samples: all figures by hand from a number per seed."""
+    """Two agents of a run, on one task or two, are no two samples: all figures by hand from a
+    number per seed.
+    """
     for seed, value in enumerate((0.2, 0.5, 0.6, 0.75), start=1):
         fake_run(tmp_path / "runs", seed, [0.1], evaluation=value)
         fake_run(tmp_path / "runs", seed, [0.1], evaluation=0.5, exp_name="isolated")
@@ -308,23 +325,28 @@ def test_table_of_methods_takes_a_seed_as_one_sample(tmp_path, tabled):
     assert list(exact[["Task_ci_low", "Task_ci_high"]].loc["pr"]) == pytest.approx(limits)
     assert exact.Task["isolated"] == exact.Task_ci_low["isolated"] == 0.55
     assert exact["better than isolated"]["pr"] == pytest.approx((0 + 0.5 + 1 + 1) / 4)
-    assert shown["isolated"]["better than isolated"] == "" and "all tasks" not in shown["pr"]
+    assert shown["isolated"]["better than isolated"] == ""
+    assert "all tasks" not in shown["pr"]
     assert exact.success["pr"] == 0.25  # every agent has to reach it
     assert tabled(threshold=0.7, success="max")[1].success["pr"] == 0.5  # 0.6 + 0.1 does exactly
     assert exact.success_ci_low["pr"] == pytest.approx(
         0.0456, abs=1e-4
     )  # of one in four, not of two in eight
-    assert shown["pr"]["success"] == "0.25 [0.05, 0.70]" and shown["pr"]["seeds"] == "1 2 3 4"
+    assert shown["pr"]["success"] == "0.25 [0.05, 0.70]"
+    assert shown["pr"]["seeds"] == "1 2 3 4"
     assert "# python prpo_minigrid.py --exp-name pr" in (tmp_path / "t.csv").read_text()
     shown, exact = tabled(measure="final", methods=("pr",))
-    assert exact.Task["pr"] == pytest.approx(0.11) and list(shown) == ["pr"]
+    assert exact.Task["pr"] == pytest.approx(0.11)
+    assert list(shown) == ["pr"]
     fake_run(tmp_path / "runs", 1, [0.1, 0.2, 0.6], exp_name="longer")
     assert tabled(measure="auc", methods=("longer",))[1].Task["longer"] == pytest.approx(0.31)
     assert tabled(measure="final", methods=("longer",))[1].Task["longer"] == pytest.approx(0.61)
 
 
 def test_table_has_a_column_per_task(tmp_path, tabled):
-    """Agents with different tasks: each on its own; and all tasks together, whose seeds are resampled together."""
+    """Agents with different tasks: each on its own; and all tasks together, whose seeds are
+    resampled together.
+    """
     for seed, value in enumerate((0.1, 0.3, 0.5, 0.9), start=1):
         for name in ("isolated", "pr"):
             fake_run(
@@ -336,17 +358,19 @@ def test_table_has_a_column_per_task(tmp_path, tabled):
                 env_ids=["Easy", "Hard"],
             )
     _, exact = tabled()
-    assert exact.Easy["pr"] == pytest.approx(0.4) and exact.Hard["pr"] == pytest.approx(0.5)
+    assert exact.Easy["pr"] == pytest.approx(0.4)
+    assert exact.Hard["pr"] == pytest.approx(0.5)
     assert exact["all tasks"]["pr"] == pytest.approx((0.3 + 0.4 + 0.5 + 0.6) / 4)
     whole, apart = (
         table.interquartile_mean(np.array([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6], [0.9, 1]]), p)
         for p in (1, 0)
     )
     limits = exact[["all tasks_ci_low", "all tasks_ci_high"]].loc["pr"]
-    assert list(limits) == pytest.approx(whole[1:]) and list(limits) != pytest.approx(apart[1:])
-    assert exact.success["pr"] == 0.25 and exact.success_ci_low["pr"] == pytest.approx(
-        0.0456, abs=1e-4
-    )  # one of four
+    assert list(limits) == pytest.approx(whole[1:])
+    assert list(limits) != pytest.approx(apart[1:])
+    # one of four
+    assert exact.success["pr"] == 0.25
+    assert exact.success_ci_low["pr"] == pytest.approx(0.0456, abs=1e-4)
     fake_run(tmp_path / "runs", 1, [0.1], env_ids=["Easy", "Easy"], exp_name="pr", stamp=2)
     with pytest.raises(SystemExit, match="one task in runs of several kinds"):
         tabled()
@@ -367,14 +391,12 @@ def test_tasks_of_separate_runs_are_strata(tmp_path, tabled):
         table.interquartile_mean(scores),
         table.interquartile_mean(scores, paired=True),
     )
-    assert (
-        list(exact.filter(like="all tasks").loc["pr"]) == pytest.approx(expected)
-        and expected != limits
-    )
-    assert exact.Easy["pr"] == pytest.approx((0.35 + 0.55 + 0.75) / 3) and exact.Hard[
-        "pr"
-    ] == pytest.approx(0.45)
-    assert exact["success in Easy"]["pr"] == 0.2 and exact["success in Hard"]["pr"] == 0.25
+    assert list(exact.filter(like="all tasks").loc["pr"]) == pytest.approx(expected)
+    assert expected != limits
+    assert exact.Easy["pr"] == pytest.approx((0.35 + 0.55 + 0.75) / 3)
+    assert exact.Hard["pr"] == pytest.approx(0.45)
+    assert exact["success in Easy"]["pr"] == 0.2
+    assert exact["success in Hard"]["pr"] == 0.25
 
 
 def fake_language_run(root, seed, name, training, held_out, agents=(), **settings):
@@ -413,7 +435,9 @@ def fake_language_run(root, seed, name, training, held_out, agents=(), **setting
 
 
 def test_table_of_searches_is_the_papers(tmp_path, tabled):
-    """The setting chosen in training with its held-out score, not the best of these; EVP for each seed."""
+    """The setting chosen in training with its held-out score, not the best of these; EVP for each
+    seed.
+    """
     best = (
         0.5 + 0.5 + 0.4
     ) / 3  # of two of the three, without replacement; 0.1 more with the second seed
@@ -433,9 +457,8 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
                 fake_language_run(tmp_path / "runs", seed, f"{name}_{k}", training, value, **own)
     shown, exact = tabled(evp=2)
     assert list(shown) == ["isolated", "FedAvg", "PR, p = 0.6", "PR, p = 0.2"]
-    assert exact["best setting"]["isolated"] == "isolated_0" and exact["held-out"][
-        "isolated"
-    ] == pytest.approx(0.35)
+    assert exact["best setting"]["isolated"] == "isolated_0"
+    assert exact["held-out"]["isolated"] == pytest.approx(0.35)
     assert exact["EVP of 2"]["isolated"] == pytest.approx(best + 0.05, abs=1e-5)
     assert exact["EVP per seed"]["isolated"] == f"{best:.4f} {best + 0.1:.4f}"
     half = 12.706204736432095 * np.std([best, best + 0.1], ddof=1) / np.sqrt(2)
@@ -446,10 +469,8 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
     )  # of the second seed, whose settings are all alike, it is 0
     assert exact.deviation["PR, p = 0.6"] == pytest.approx(np.sqrt(variance), abs=1e-3)
     assert shown["PR, p = 0.2"]["gain over isolated"] == f"{0.3 / (best + 0.05):+.1%}"
-    assert (
-        shown["PR, p = 0.6"]["gain over FedAvg"] == "+0.0%"
-        and shown["isolated"]["gain over FedAvg"] == ""
-    )
+    assert shown["PR, p = 0.6"]["gain over FedAvg"] == "+0.0%"
+    assert shown["isolated"]["gain over FedAvg"] == ""
     with_replacement = (5 * 0.5 + 3 * 0.4 + 0.3) / 9
     assert tabled(evp=2, replacement=True)[1]["EVP of 2"]["isolated"] == pytest.approx(
         with_replacement + 0.05, abs=1e-5
@@ -460,7 +481,9 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
 
 
 def test_language_models_are_judged_by_common_prompts_and_their_own_topics(tmp_path, plotted):
-    """evaluations.csv has a row per agent and task, the common prompts first; own topics follow in order."""
+    """evaluations.csv has a row per agent and task, the common prompts first; own topics follow in
+    order.
+    """
     rewards = {0: {"common": 0.5, "a": 0.1, "b": 0.2}, 1: {"common": 0.7, "a": 0.3, "b": 0.6}}
     agents = [{task: {"mean": value} for task, value in row.items()} for row in rewards.values()]
     rows = [
@@ -474,19 +497,18 @@ def test_language_models_are_judged_by_common_prompts_and_their_own_topics(tmp_p
         )
         pd.DataFrame(rows).to_csv(folder / "evaluations.csv", index=False)
     _, runs, results, _ = plotted()
-    assert runs.own_topic.tolist() == pytest.approx([0.35, 0.35]) and results.evaluation[
-        0
-    ] == pytest.approx(0.6)
+    assert runs.own_topic.tolist() == pytest.approx([0.35, 0.35])
+    assert results.evaluation[0] == pytest.approx(0.6)
     loaded = plot.load_run(folder)
     assert loaded[["step", "agent"]].values.tolist() == [[1, 0], [1, 1], [2, 0], [2, 1]]
-    assert (
-        loaded.evaluation.tolist()[2:] == [0.5, 0.7]
-        and loaded.evaluation.isna().tolist() == [True] * 2 + [False] * 2
-    )
+    assert loaded.evaluation.tolist()[2:] == [0.5, 0.7]
+    assert loaded.evaluation.isna().tolist() == [True] * 2 + [False] * 2
 
 
 def test_table_of_win_rates_and_topics(tmp_path, tabled):
-    """What a judge found, of all agents on the common prompts; rewards on own and others' topics; both averages."""
+    """What a judge found, of all agents on the common prompts; rewards on own and others' topics;
+    both averages.
+    """
     kinds = {
         "isolated": {"aggregation": "none"},
         "fedavg": {"aggregation": "weights", "lora_average": "exact"},
@@ -520,7 +542,9 @@ def test_table_of_win_rates_and_topics(tmp_path, tabled):
 
 @pytest.fixture
 def selected(tmp_path, capsys):
-    """selected(**options): the commands that choose.py prints, and what it tells, of the grid below tmp_path/runs."""
+    """selected(**options): the commands that choose.py prints, and what it tells, of the grid below
+    tmp_path/runs.
+    """
 
     def run(**options):
         options = {"seeds": (1, 2), "commands": str(tmp_path / "tuning.txt")} | options
@@ -566,7 +590,9 @@ def fake_grid(root, left_out=()):
 
 
 def test_settings_are_chosen_on_tuning_seeds(tmp_path, selected):
-    """The best mean of each method; its command with a fresh seed, the method's name and a folder, else as it was."""
+    """The best mean of each method; its command with a fresh seed, the method's name and a folder,
+    else as it was.
+    """
     fake_grid(tmp_path)
     commands, told = selected(seeds=(3, 1), out_dir="runs/final")
     expected = [
@@ -593,7 +619,9 @@ def test_settings_are_chosen_on_tuning_seeds(tmp_path, selected):
 
 
 def test_tuning_seeds_are_not_reported_and_effort_is_equal(tmp_path, selected):
-    """Refused, in one line: a seed of any tuning run or command, missing runs, a method that was tuned less."""
+    """Refused, in one line: a seed of any tuning run or command, missing runs, a method that was
+    tuned less.
+    """
     fake_grid(tmp_path, left_out=[("pr_coef2", 102)])
     with pytest.raises(SystemExit, match="--seeds 102: tuned on"):
         selected(seeds=(1, 102))
@@ -632,7 +660,9 @@ def test_tuning_seeds_are_not_reported_and_effort_is_equal(tmp_path, selected):
 
 
 def test_grids_of_different_sizes_are_allowed_by_name_only(tmp_path, selected):
-    """As in the paper's: --unequal-grids allows more settings for a method, but no seed less, and no missing run."""
+    """As in the paper's: --unequal-grids allows more settings for a method, but no seed less, and
+    no missing run.
+    """
     fake_grid(tmp_path)
     line = (tmp_path / "tuning.txt").read_text().splitlines()[1]
     extra = []
@@ -660,7 +690,9 @@ def test_grids_of_different_sizes_are_allowed_by_name_only(tmp_path, selected):
 
 
 def test_a_setting_of_which_a_seed_failed_is_not_chosen(tmp_path, selected):
-    """Its mean over the other seeds would compare luck: the best of the complete settings is chosen."""
+    """Its mean over the other seeds would compare luck: the best of the complete settings is
+    chosen.
+    """
     fake_grid(tmp_path)
     path = next((tmp_path / "runs").glob("Task__pr_coef0.5__102__*")) / "summary.json"
     summary = json.loads(path.read_text())
@@ -679,7 +711,9 @@ def test_a_setting_of_which_a_seed_failed_is_not_chosen(tmp_path, selected):
 
 
 def test_a_method_of_which_a_seed_failed_has_no_mean(tmp_path, plotted, tabled):
-    """In plot.py's table it is empty; table.py ends in one line, of control and of language models."""
+    """In plot.py's table it is empty; table.py ends in one line, of control and of language
+    models.
+    """
     fake_run(tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.9)
     folder = fake_run(tmp_path / "runs", 2, [0.1, 0.2])
     summary = json.loads((folder / "summary.json").read_text())
@@ -689,7 +723,8 @@ def test_a_method_of_which_a_seed_failed_has_no_mean(tmp_path, plotted, tabled):
     (folder / "evaluations.csv").unlink()
     _, _, results, _ = plotted()
     row = results.iloc[0]
-    assert np.isnan([row.evaluation, row.evaluation_ci_low]).all() and row.seeds == "1 2"
+    assert np.isnan([row.evaluation, row.evaluation_ci_low]).all()
+    assert row.seeds == "1 2"
     assert row.mean_training_return == pytest.approx(0.16)
     with pytest.raises(SystemExit, match=f"{folder}: not every agent has --measure evaluation"):
         tabled()
@@ -705,7 +740,9 @@ def test_a_method_of_which_a_seed_failed_has_no_mean(tmp_path, plotted, tabled):
 
 
 def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
-    """--per-task: curves and evaluations of the agents that have a task; --matrix: every agent on every task."""
+    """--per-task: curves and evaluations of the agents that have a task; --matrix: every agent on
+    every task.
+    """
     for seed, curve in ((1, [0.1, 0.2]), (2, [0.3, 0.8])):
         fake_run(tmp_path / "runs", seed, curve, evaluation=0.1 * seed, env_ids=["Easy", "Hard"])
     fake_run(
@@ -713,19 +750,22 @@ def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
     )  # with fewer seeds
     drawn, runs, results, _ = plotted(points=2, per_task=True, matrix=True, threshold=0.82)
     drawn, runs, results = (own[own.method == "pr"] for own in (drawn, runs, results))
-    assert list(results.env) == ["Easy", "Hard"] and list(drawn.env.unique()) == ["Easy", "Hard"]
+    assert list(results.env) == ["Easy", "Hard"]
+    assert list(drawn.env.unique()) == ["Easy", "Hard"]
     easy, hard = (drawn[drawn.env == env]["mean"].tolist() for env in ("Easy", "Hard"))
-    assert easy == pytest.approx([0.2, 0.5]) and hard == pytest.approx([0.22, 0.52])
+    assert easy == pytest.approx([0.2, 0.5])
+    assert hard == pytest.approx([0.22, 0.52])
     assert results.evaluation.tolist() == pytest.approx([0.15, 0.25])
-    assert results.steps_per_seed.tolist() == ["- -", "- 200"] and len(runs) == 4
-    assert (
-        runs.tv_update.tolist() == pytest.approx([0.015, 0.055] * 2) and "tv_update" not in results
-    )
+    assert results.steps_per_seed.tolist() == ["- -", "- 200"]
+    assert len(runs) == 4
+    assert runs.tv_update.tolist() == pytest.approx([0.015, 0.055] * 2)
+    assert "tv_update" not in results
     matrix = pd.read_csv(tmp_path / "x_matrix.csv", comment="#").set_index("method")
     assert matrix.loc["zzz", "mean"].tolist() == pytest.approx([1.2, 0.7, 0.7, 1.3, 0.8, 0.8])
     matrix = matrix.loc["pr"].set_index(["agent", "task"])
     assert matrix.loc[(1, "Other"), "mean"] == pytest.approx(0.15 + 0.1 + 0.5)  # off the diagonal
-    assert matrix.loc[(0, "Hard"), "mean"] == pytest.approx(0.15) and len(matrix) == 6
+    assert matrix.loc[(0, "Hard"), "mean"] == pytest.approx(0.15)
+    assert len(matrix) == 6
     path = next((tmp_path / "runs").glob("Task__zzz__1__*")) / "evaluations.csv"
     earlier = pd.read_csv(path).assign(
         iteration=1, timesteps=100, mean_return=0.0
@@ -751,9 +791,11 @@ FIGURES = sorted({path.stem.removesuffix("_matrix") for path in RESULTS.glob("*.
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch):
-    """Every figure is drawn again from the curves beside it, and a table from the rows per run where these are kept.
+    """Every figure is drawn again from the curves beside it, and a table from the rows per run
+    where these are kept.
 
-    A method has the name and the colour of methods.py in all of them, and curves lie in front of all intervals.
+    A method has the name and the colour of methods.py in all of them, and curves lie in front of
+    all intervals.
     """
     import matplotlib.pyplot as plt
 
@@ -767,7 +809,8 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
     tool.main(tool.Args(out=str(tmp_path / name), from_csv=True))
     for path in (RESULTS / f"{name}.png", *RESULTS.glob(f"{name}_matrix.png")):
         drawn, committed = plt.imread(tmp_path / path.name), plt.imread(path)
-        assert drawn.shape == committed.shape and np.abs(drawn - committed).mean() < 0.01
+        assert drawn.shape == committed.shape
+        assert np.abs(drawn - committed).mean() < 0.01
     assert {path: path.read_text() for path in tmp_path.glob("*_table.csv")} == before
     (figure,) = figures
     for axis in figure.axes:
@@ -791,7 +834,9 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
 
 
 def test_a_method_has_one_name_and_one_colour():
-    """In figures, tables and pages; variants have the colour of their method, and names that nobody knows another."""
+    """In figures, tables and pages; variants have the colour of their method, and names that nobody
+    knows another.
+    """
     styles = methods.style_methods(
         ["pr-uniform-4", "mine", "isolated", "pr-uniform", "yours", "pr-uniform-16"]
     )
@@ -803,13 +848,13 @@ def test_a_method_has_one_name_and_one_colour():
         "yours",
         "pr-uniform-16",
     ]
-    assert styles["pr-uniform-16"].label == "PR-PPO, uniform, 16" and styles["mine"].label == "mine"
-    assert (
-        styles["pr-uniform"] == methods.METHODS["pr-uniform"]
-        and styles["isolated"].colour == methods.GREY
-    )
+    assert styles["pr-uniform-16"].label == "PR-PPO, uniform, 16"
+    assert styles["mine"].label == "mine"
+    assert styles["pr-uniform"] == methods.METHODS["pr-uniform"]
+    assert styles["isolated"].colour == methods.GREY
     dashes = [styles[name].dashes for name in ("pr-uniform", "pr-uniform-4", "pr-uniform-16")]
-    assert dashes == ["-", "--", ":"] and len({own.colour for own in styles.values()}) == 4
+    assert dashes == ["-", "--", ":"]
+    assert len({own.colour for own in styles.values()}) == 4
     assert methods.find_method("pr-uniform-every1-8").label.endswith(
         "after every iteration, 8"
     )  # the longest
@@ -834,7 +879,9 @@ def test_tasks_have_the_names_of_the_text():
 
 
 def test_movements_are_the_largest_of_an_iterations_agents(tmp_path):
-    """bound.py keeps, per run and iteration, who moved most, and the share of agents that kept the bound."""
+    """bound.py keeps, per run and iteration, who moved most, and the share of agents that kept the
+    bound.
+    """
     agents = {
         "exp_name": "bounded",
         "seed": 3,
@@ -854,7 +901,9 @@ def test_movements_are_the_largest_of_an_iterations_agents(tmp_path):
 
 
 def test_isolated_agents_are_crowds_of_every_size():
-    """crowd.py: who learned, and when four fifths had, in every crowd; agents that never learn come last."""
+    """crowd.py: who learned, and when four fifths had, in every crowd; agents that never learn come
+    last.
+    """
 
     def agents(name: str, seed: int, reached: list[int]) -> list[dict]:
         common = {"exp_name": name, "seed": seed}
@@ -877,7 +926,8 @@ def test_isolated_agents_are_crowds_of_every_size():
     }
     for size, (share, steps) in expected.items():
         own = rows.loc["isolated", size]
-        assert own.index.tolist() == list(range(0, 4, size)) and own.share.tolist() == share
+        assert own.index.tolist() == list(range(0, 4, size))
+        assert own.share.tolist() == share
         assert own.steps.fillna(-1).tolist() == [-1 if x != x else x for x in steps]
     assert rows.loc["pr-uniform", 5][["share", "steps"]].values.tolist() == [[0.8, 300]]
     assert rows.loc["isolated", 2].evaluation.tolist() == pytest.approx([0.45, 0.9])
@@ -906,7 +956,9 @@ def test_the_whole_isolated_run_is_a_crowd_too(agents, sizes):
 
 
 def test_shares_of_crowds_have_wilsons_interval_with_the_seed_as_trial():
-    """Of five runs whose eight agents all learn: 1 [0.57, 1], and not 1 [1, 1] or that of forty agents."""
+    """Of five runs whose eight agents all learn: 1 [0.57, 1], and not 1 [1, 1] or that of forty
+    agents.
+    """
     rows = [
         {
             "method": "pr",
@@ -944,13 +996,16 @@ def test_speed_is_measured_with_communication_rounds(env_id):
 
 
 def test_sb3_contrib_is_run_at_the_settings_of_pr_trpo():
-    """What both have is the same by default; three agents that communicate have several rounds."""
+    """What both have is the same by default, or a flag of every command; three agents that
+    communicate have several rounds.
+    """
     sys.path.insert(0, str(REPOSITORY / "benchmark" / "baselines"))
-    ours, theirs = (importlib.import_module(name).Args for name in ("prtrpo_minigrid", "sb3_trpo"))
-    common = (vars(theirs()).keys() & vars(ours()).keys()) - {"exp_name", "device"}
-    assert {name: vars(theirs())[name] for name in common} == {
-        name: vars(ours())[name] for name in common
-    }
+    ours = importlib.import_module("prtrpo_minigrid").Args
+    theirs = importlib.import_module("sb3_trpo").Args
+    given = {"env_id", "total_timesteps"}
+    common = vars(theirs()).keys() & vars(ours()).keys() - {"exp_name", "device"} - given
+    for name in common:
+        assert getattr(theirs(), name) == getattr(ours(), name), name
     assert common >= {
         "epsilon",
         "cg_iters",
@@ -961,13 +1016,34 @@ def test_sb3_contrib_is_run_at_the_settings_of_pr_trpo():
     }
     commands = throughput.contenders(throughput.Args(trpo=True)).values()
     assert "sb3_trpo" in next(iter(commands))[0]
+    assert all({"--env-id", "--total-timesteps"} <= set(words) for words in commands)
     runs = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prtrpo_minigrid.py"]
-    (talking,) = [run for run in runs if run.communicator != "identity"]
-    assert talking.num_agents == 3 and talking.total_timesteps // 2048 >= 3 * talking.local_updates
+    assert {run.local_updates for run in runs} == {1}
+    (sharing,) = [run for run in runs if run.communicator != "identity"]
+    assert sharing.num_agents == 3
+    assert sharing.total_timesteps // 2048 >= 3 * sharing.local_updates
+
+
+def test_stable_baselines3_is_run_at_the_settings_of_pr_ppo():
+    """What both have is the same, whatever the defaults of prpo_minigrid.py are."""
+    sys.path.insert(0, str(REPOSITORY / "benchmark" / "baselines"))
+    ours = importlib.import_module("prpo_minigrid").Args
+    theirs = importlib.import_module("sb3_ppo").Args
+    commands = throughput.contenders(throughput.Args()).values()
+    sb3, *_ = (tyro.cli(theirs, args=argv) for name, *argv in commands if "sb3_ppo" in name)
+    runs = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prpo_minigrid.py"]
+    common = vars(sb3).keys() & vars(runs[0]).keys() - {"exp_name", "device"}
+    assert common >= {"env_id", "learning_rate", "total_timesteps", "num_steps", "ent_coef"}
+    for run in runs:
+        for name in common:
+            assert getattr(run, name) == getattr(sb3, name), name
+        assert (run.kl_coef, run.kl_direction) == (1, "forward")
 
 
 def test_trl_is_run_at_the_settings_of_language_models():
-    """Each size is a table of its own, in which everybody has the same prompts, rows and optimizer steps."""
+    """Each size is a table of its own, in which everybody has the same prompts, rows and optimizer
+    steps.
+    """
     sys.path.insert(0, str(REPOSITORY / "benchmark" / "baselines"))
     ours, theirs = (importlib.import_module(name).Args for name in ("prpo_llm", "trl_grpo"))
     sizes = ((300, 58, 8), (64, 128, 4))
@@ -977,9 +1053,8 @@ def test_trl_is_run_at_the_settings_of_language_models():
         commands = list(throughput.contenders(own).values())
         trl = [tyro.cli(theirs, args=argv) for name, *argv in commands if "trl_grpo" in name]
         prpo = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prpo_llm.py"]
-        assert [run.completions_only for run in trl] == [True, False] and [
-            run.num_agents for run in prpo
-        ] == [1, 3, 3]
+        assert [run.completions_only for run in trl] == [True, False]
+        assert [run.num_agents for run in prpo] == [1, 3, 3]
         for run in (*trl, *prpo):
             task = run.task if run in trl else run.base_model
             assert (task, run.response_length, run.group_size) == (
@@ -995,7 +1070,9 @@ def test_trl_is_run_at_the_settings_of_language_models():
 
 
 def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):
-    """What an agent learns from and what it tells is multiplied, nothing else; the printed commands are understood."""
+    """What an agent learns from and what it tells is multiplied, nothing else; the printed commands
+    are understood.
+    """
     tool, script = importlib.import_module("reward_scale"), importlib.import_module("prpo_minigrid")
     monkeypatch.setenv("REWARD_SCALES", "1 10 0.5")
     args, scales = script.Args(env_id="MiniGrid-Empty-5x5-v0", num_envs=2), np.array([1, 10, 0.5])
@@ -1009,9 +1086,8 @@ def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):
             (rewards, *signals, episodes), (ours, *same, told) = (
                 envs.receive(number) for envs in (plain, scaled)
             )
-            assert np.array_equal(ours, rewards * scales[part, None]) and np.array_equal(
-                signals, same
-            )
+            assert np.array_equal(ours, rewards * scales[part, None])
+            assert np.array_equal(signals, same)
             assert told == [(k, total * scales[k], length) for k, total, length in episodes]
             for k, total, _ in told:
                 returns[k].append(total)
@@ -1022,4 +1098,5 @@ def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):
     assert len(set(lines)) == 30
     for line in lines:
         own = tyro.cli(script.Args, args=line.partition("reward_scale.py ")[2].split())
-        assert f"--seed {own.seed} " in line and own.exp_name.startswith(f"{own.communicator}-")
+        assert f"--seed {own.seed} " in line
+        assert own.exp_name.startswith(f"{own.communicator}-")

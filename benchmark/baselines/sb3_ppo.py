@@ -1,17 +1,23 @@
-"""stable-baselines3 PPO on MiniGrid and Atari at our scripts' settings: the yardstick for speed and sample efficiency.
+"""stable-baselines3 PPO on MiniGrid and Atari at our scripts' settings: the yardstick for speed and
+sample efficiency.
 
     python benchmark/baselines/sb3_ppo.py --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
-    python prpo_minigrid.py --num-agents 1 --kl-coef 0 --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
+    python prpo_minigrid.py --num-agents 1 --kl-coef 0 --env-id MiniGrid-DoorKey-6x6-v0 --seed 1 \\
+        --learning-rate 2.5e-4 --total-timesteps 5000000
     python benchmark/baselines/sb3_ppo.py --env-id BeamRiderNoFrameskip-v4 --eval-episodes 10
 
-The second command is what the first is compared with: one agent alone, without the KL penalty, which this PPO lacks.
-Network, initialisation, optimizer, minibatches, advantages, losses' coefficients and annealing are the same. What
-stable-baselines3 does its own way and cannot be told otherwise:
-- its clipped value loss is the error of the clipped value; ours is the larger of the clipped and the unclipped error,
-  which keeps its gradient (--no-clip-vloss on both sides makes the value losses equal);
-- it resets an environment in the step that ends the episode; ours spends one step on the reset (on Atari up to three
-  on the buttons that start play) and masks them out, so the same number of timesteps holds slightly fewer transitions;
-- its environments are Python ones, one after another, where ours are envpool's if that is installed, or ale-py's.
+The second command is what the first is compared with: one agent alone, without the KL penalty,
+which this PPO lacks. Network, initialisation, optimizer, minibatches, advantages, losses'
+coefficients and annealing are the same. What stable-baselines3 does its own way and has no setting
+for:
+- its clipped value loss is the error of the clipped value; ours is the larger of the clipped and
+  the unclipped error, which keeps its gradient (--no-clip-vloss on both sides makes the value
+  losses equal);
+- it resets an environment in the step that ends the episode; ours spends one step on the reset (on
+  Atari up to three on the buttons that start play) and masks them out, so the same number of
+  timesteps holds slightly fewer transitions;
+- its environments are Python ones, one after another, where ours are envpool's if that is
+  installed, or ale-py's.
 """
 
 import csv
@@ -32,7 +38,6 @@ import minigrid.wrappers
 import numpy as np
 import torch
 import torch.nn as nn
-import tyro
 from scipy import stats
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
@@ -43,13 +48,16 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from arguments import read_flags, refuse
+
 # Their versions go into summary.json
 PACKAGES = ("stable-baselines3", "torch", "numpy", "gymnasium", "minigrid", "ale-py")
 
 
 @dataclass
 class Settings:
-    """What every algorithm of the yardstick is told."""
+    """The settings of every algorithm of the yardstick."""
 
     seed: int = 1
     """seed of everything random"""
@@ -104,17 +112,24 @@ class Args(Settings):
 
 
 def check_args(args: Args, atari: bool = True) -> None:
-    """End with one line that names the flag, its value and what would be valid, before anything expensive starts."""
+    """End with one line that names the flag, its value and what would be valid, before anything
+    expensive starts.
+    """
     batch_size = args.num_envs * args.num_steps
-    if min(args.num_envs, args.num_steps, args.num_minibatches) < 1 or batch_size % args.num_minibatches:
-        sys.exit(f"--num-minibatches {args.num_minibatches}: must divide num_envs * num_steps = {batch_size}")
+    smallest = min(args.num_envs, args.num_steps, args.num_minibatches)
+    if smallest < 1 or batch_size % args.num_minibatches:
+        valid = f"must divide num_envs * num_steps = {batch_size}"
+        refuse(f"--num-minibatches {args.num_minibatches}: {valid}")
     if args.total_timesteps < batch_size:
-        sys.exit(f"--total-timesteps {args.total_timesteps}: must be at least one rollout, {batch_size} steps")
-    if args.env_id not in gym.registry or not (
-        atari and is_atari(args.env_id) or args.env_id.startswith(("MiniGrid-", "BabyAI-"))
-    ):
-        fine = "MiniGrid-FourRooms-v0" + " and BeamRiderNoFrameskip-v4" * atari
-        sys.exit(f"--env-id {args.env_id}: unknown; {fine} will do")
+        valid = f"must be at least one rollout, {batch_size} steps"
+        refuse(f"--total-timesteps {args.total_timesteps}: {valid}")
+    usable = args.env_id.startswith(("MiniGrid-", "BabyAI-"))
+    examples = "MiniGrid-FourRooms-v0"
+    if atari:
+        usable = usable or is_atari(args.env_id)
+        examples += " and BeamRiderNoFrameskip-v4"
+    if args.env_id not in gym.registry or not usable:
+        refuse(f"--env-id {args.env_id}: unknown; {examples} will do")
 
 
 def is_atari(env_id: str) -> bool:
@@ -123,19 +138,25 @@ def is_atari(env_id: str) -> bool:
 
 
 class MiniGridTrunk(BaseFeaturesExtractor):
-    """The trunk of prpo_minigrid.py's Agent; stable-baselines3 itself makes it orthogonal with gain sqrt(2)."""
+    """The trunk of prpo_minigrid.py's Agent; stable-baselines3 itself makes it orthogonal with gain
+    sqrt(2).
+    """
 
     def __init__(self, observation_space: gym.spaces.Box):
         super().__init__(observation_space, features_dim=128)
         if observation_space.shape != (3, 7, 7):
             raise ValueError(f"expected channels x 7 x 7, got {observation_space.shape}")
         self.network = nn.Sequential(
-            nn.Conv2d(3, 16, 2), nn.Tanh(),
-            nn.Conv2d(16, 32, 2), nn.Tanh(),
-            nn.Conv2d(32, 64, 2), nn.Tanh(),
+            nn.Conv2d(3, 16, 2),
+            nn.Tanh(),
+            nn.Conv2d(16, 32, 2),
+            nn.Tanh(),
+            nn.Conv2d(32, 64, 2),
+            nn.Tanh(),
             nn.Flatten(),
-            nn.Linear(64 * 4 * 4, 128), nn.Tanh(),
-        )  # fmt: skip
+            nn.Linear(64 * 4 * 4, 128),
+            nn.Tanh(),
+        )
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         """obs: [batch, 3, 7, 7], the codes as float32. Returns [batch, 128]."""
@@ -143,16 +164,24 @@ class MiniGridTrunk(BaseFeaturesExtractor):
 
 
 class Recorder(BaseCallback):
-    """Times the training without its start-up and writes one row per iteration, as prpo_minigrid.py does."""
+    """Times the training without its start-up and writes one row per iteration, as prpo_minigrid.py
+    does.
+    """
 
     def __init__(self, args: Args, metrics_file):
         super().__init__()
-        self.args, self.file, self.writer = args, metrics_file, None
-        self.clock, self.iteration = Counter(), 0
-        self.episodes, self.last_returns = [], deque(maxlen=100)
-        self.last_tick = self.last_line = 0.0
+        self.args = args
+        self.file = metrics_file
+        self.writer = None
+        self.clock = Counter()  # phase -> seconds
+        self.iteration = 0
+        self.episodes = []  # (return, length) of those that ended in this iteration
+        self.last_returns = deque(maxlen=100)
+        self.last_tick = 0.0
+        self.last_line = 0.0
 
     def tick(self, phase: str) -> None:
+        """Add the time since the last call to a phase."""
         now = time.perf_counter()
         self.clock[phase] += now - self.last_tick
         self.last_tick = now
@@ -178,9 +207,11 @@ class Recorder(BaseCallback):
         self.end_iteration()
 
     def end_iteration(self) -> None:
+        """Write the iteration's row, and now and then a line."""
         self.tick("update")
         self.iteration += 1
-        episodic_return, episodic_length = np.mean(self.episodes, axis=0) if self.episodes else (np.nan, np.nan)
+        episodes = self.episodes or [(np.nan, np.nan)]
+        episodic_return, episodic_length = np.mean(episodes, axis=0)
         steps_per_second = self.num_timesteps / self.clock.total()
         row = {
             "iteration": self.iteration,
@@ -203,7 +234,8 @@ class Recorder(BaseCallback):
         self.episodes = []
         if time.time() - self.last_line > 10:
             progress = f"{self.num_timesteps:,} of {self.args.total_timesteps:,} timesteps"
-            print(f"{progress}  {steps_per_second:,.0f} agent-steps/s  return {self.training_return():.2f}", flush=True)
+            speed = f"{steps_per_second:,.0f} agent-steps/s"
+            print(f"{progress}  {speed}  return {self.training_return():.2f}", flush=True)
             self.last_line = time.time()
 
     def training_return(self) -> float:
@@ -217,29 +249,37 @@ def make_env(env_id: str) -> gym.Env:
 
 
 def make_envs(args: Args) -> VecEnv:
-    """The training environments; Atari with the library's own wrappers, which are the usual ones."""
+    """The training environments; Atari with the library's own wrappers, which are the usual
+    ones.
+    """
     if is_atari(args.env_id):
         return VecFrameStack(make_atari_env(args.env_id, args.num_envs, args.seed), 4)
     return DummyVecEnv([lambda: make_env(args.env_id)] * args.num_envs)
 
 
-def annealed(args: Args) -> Callable:
+def make_schedule(args: Args) -> Callable:
     """The learning rate as a function of the progress that remains."""
     num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
 
-    def learning_rate(progress_remaining: float) -> float:
-        # it asks after the rollout, when 1/num_iterations of the progress is gone; we anneal from the full rate
-        return args.learning_rate * (progress_remaining + 1 / num_iterations if args.anneal_lr else 1.0)
+    def compute_learning_rate(progress_remaining: float) -> float:
+        if not args.anneal_lr:
+            return args.learning_rate
+        # The library computes it after the rollout, when 1/num_iterations of the progress is gone;
+        # our scripts anneal from the full rate
+        return args.learning_rate * (progress_remaining + 1 / num_iterations)
 
-    return learning_rate
+    return compute_learning_rate
 
 
 def make_model(args: Args) -> PPO:
     """PPO at our settings. It wraps the environments itself so that channels come first."""
+    policy = {"net_arch": [], "ortho_init": True, "optimizer_kwargs": {"eps": 1e-5}}
+    if not is_atari(args.env_id):
+        policy |= {"features_extractor_class": MiniGridTrunk, "normalize_images": False}
     return PPO(
         "CnnPolicy",
         make_envs(args),
-        learning_rate=annealed(args),
+        learning_rate=make_schedule(args),
         n_steps=args.num_steps,
         batch_size=args.num_envs * args.num_steps // args.num_minibatches,
         n_epochs=args.update_epochs,
@@ -253,8 +293,7 @@ def make_model(args: Args) -> PPO:
         max_grad_norm=args.max_grad_norm,
         seed=args.seed,
         device=args.device,
-        policy_kwargs={"net_arch": [], "ortho_init": True, "optimizer_kwargs": {"eps": 1e-5}}
-        | ({} if is_atari(args.env_id) else {"features_extractor_class": MiniGridTrunk, "normalize_images": False}),
+        policy_kwargs=policy,
     )
 
 
@@ -262,7 +301,8 @@ def evaluate(model: PPO, env_id: str, seeds: list[int]) -> np.ndarray:
     """One episode with sampled actions on each level of `seeds`. Returns their returns [levels]."""
     envs = [make_env(env_id) for _ in seeds]
     obs = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
-    returns, running = np.zeros(len(envs)), list(range(len(envs)))
+    returns = np.zeros(len(envs))
+    running = list(range(len(envs)))
     while running:
         actions, _ = model.predict(np.stack([obs[k] for k in running]), deterministic=False)
         for k, action in zip(list(running), actions, strict=True):
@@ -286,6 +326,25 @@ def make_run_folder(args: Args) -> Path:
             stamp += 1
 
 
+def evaluate_model(args: Args, model: PPO) -> np.ndarray:
+    """The returns of --eval-episodes episodes; on MiniGrid on the same levels as prpo_minigrid.py's
+    evaluation.
+    """
+    if not args.eval_episodes:
+        return np.full(1, np.nan)
+    if is_atari(args.env_id):
+        # Whole games, unclipped: the library counts them below its wrappers
+        games = VecFrameStack(make_atari_env(args.env_id, 1, args.seed + 1000), 4)
+        options = {"deterministic": False, "return_episode_rewards": True}
+        returns, _ = evaluate_policy(model, games, args.eval_episodes, **options)
+        return np.array(returns)
+    levels = []
+    for k in range(args.eval_episodes):
+        state = np.random.SeedSequence((args.seed, k, 3)).generate_state(1)[0]
+        levels.append(int(state >> 1))
+    return evaluate(model, args.env_id, levels)
+
+
 def main(args: Args, make_model: Callable = make_model) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     started = time.time()
@@ -293,35 +352,30 @@ def main(args: Args, make_model: Callable = make_model) -> dict:
         torch.set_num_threads(args.threads)
     run_folder = make_run_folder(args)
     model = make_model(args)
-    model.set_logger(Logger(folder=None, output_formats=[]))  # its default leaves an empty temporary folder behind
+    # Its default leaves an empty temporary folder behind
+    model.set_logger(Logger(folder=None, output_formats=[]))
     batch_size = args.num_envs * args.num_steps
     with open(run_folder / "metrics.csv", "w", newline="") as metrics_file:
         recorder = Recorder(args, metrics_file)
         model.learn(args.total_timesteps // batch_size * batch_size, callback=recorder)
-
-    # The same levels as prpo_minigrid.py's evaluation
-    levels = [
-        int(np.random.SeedSequence((args.seed, k, 3)).generate_state(1)[0] >> 1) for k in range(args.eval_episodes)
-    ]
-    if levels and is_atari(args.env_id):  # whole games, unclipped: the library counts them below its wrappers
-        games = VecFrameStack(make_atari_env(args.env_id, 1, args.seed + 1000), 4)
-        returns, _ = evaluate_policy(model, games, len(levels), deterministic=False, return_episode_rewards=True)
-        returns = np.array(returns)
-    else:
-        returns = evaluate(model, args.env_id, levels) if levels else np.full(1, np.nan)
+    returns = evaluate_model(args, model)
     mean = returns.mean()
     half = math.nan
     if len(returns) > 1:
         half = stats.t.ppf(0.975, len(returns) - 1) * returns.std(ddof=1) / math.sqrt(len(returns))
     train_seconds = recorder.clock.total()
-    packages = (*PACKAGES, *(["sb3-contrib"] if "sb3_contrib" in sys.modules else []))
+    packages = [*PACKAGES]
+    if "sb3_contrib" in sys.modules:
+        packages.append("sb3-contrib")
+    versions = {"python": sys.version.split()[0]}
+    versions |= {name: importlib.metadata.version(name) for name in packages}
     summary = {
         "script": Path(sys.modules[type(args).__module__].__file__).stem,
         "run": run_folder.name,
         "completed": True,
         "settings": dataclasses.asdict(args),
         "seed": args.seed,
-        "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in packages},
+        "versions": versions,
         "env_backend": "gymnasium",
         "device": str(model.device),
         "threads": torch.get_num_threads(),
@@ -349,6 +403,6 @@ def main(args: Args, make_model: Callable = make_model) -> dict:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args, description=__doc__)
+    arguments = read_flags(Args)
     check_args(arguments)
     main(arguments)

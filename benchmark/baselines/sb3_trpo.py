@@ -1,21 +1,30 @@
 """sb3-contrib's TRPO on MiniGrid at our script's settings: the yardstick of prtrpo_minigrid.py.
 
     python benchmark/baselines/sb3_trpo.py --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
-    python prtrpo_minigrid.py --num-agents 1 --communicator identity --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
+    python prtrpo_minigrid.py --num-agents 1 --communicator identity --seed 1 \\
+        --env-id MiniGrid-DoorKey-6x6-v0 --total-timesteps 5000000
 
-The second command is what the first is compared with: one agent alone, whose reference is its own policy. Networks, one
-for the policy and one for the value function, initialisation, advantages, region, conjugate gradients, line search and
-epochs of the value function are the same; environments, recording and evaluation are those of sb3_ppo.py, which tells
-the differences there. Its region is KL(new || old) <= epsilon, ours KL(old || new), as in the paper; it does not clip
-the gradient of the value function.
+The second command is what the first is compared with: one agent alone, whose reference is its own
+policy. Networks, one for the policy and one for the value function, initialisation, advantages,
+region, conjugate gradients, line search and epochs of the value function are the same;
+environments, recording and evaluation are those of sb3_ppo.py, which lists the differences there.
+Its region is KL(new || old) <= epsilon, ours KL(old || new), as in the paper; it does not clip the
+gradient of the value function.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from sb3_contrib import TRPO
-from sb3_ppo import MiniGridTrunk, Settings, annealed, check_args, main, make_envs
+from sb3_ppo import (
+    MiniGridTrunk,
+    Settings,
+    check_args,
+    main,
+    make_envs,
+    make_schedule,
+    read_flags,
+)
 
 
 @dataclass
@@ -46,11 +55,18 @@ class Args(Settings):
 
 def make_model(args: Args) -> TRPO:
     """TRPO at our settings. It wraps the environments itself so that channels come first."""
-    policy = {"net_arch": [], "ortho_init": True, "optimizer_kwargs": {"eps": 1e-5}, "share_features_extractor": False}
+    policy = {
+        "net_arch": [],
+        "ortho_init": True,
+        "optimizer_kwargs": {"eps": 1e-5},
+        "share_features_extractor": False,
+        "features_extractor_class": MiniGridTrunk,
+        "normalize_images": False,
+    }
     return TRPO(
         "CnnPolicy",
         make_envs(args),
-        learning_rate=annealed(args),
+        learning_rate=make_schedule(args),
         n_steps=args.num_steps,
         batch_size=args.num_envs * args.num_steps // args.num_minibatches,
         n_critic_updates=args.update_epochs,
@@ -64,11 +80,11 @@ def make_model(args: Args) -> TRPO:
         normalize_advantage=args.norm_adv,
         seed=args.seed,
         device=args.device,
-        policy_kwargs=policy | {"features_extractor_class": MiniGridTrunk, "normalize_images": False},
+        policy_kwargs=policy,
     )
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args, description=__doc__)
+    arguments = read_flags(Args)
     check_args(arguments, atari=False)
     main(arguments, make_model)

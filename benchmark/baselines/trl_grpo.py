@@ -1,13 +1,15 @@
 """TRL's GRPOTrainer at the settings of prpo_llm.py: the yardstick for the speed of language models.
 
-    python benchmark/baselines/trl_grpo.py --prepare task                    # a model, and prompts of 300 tokens
+    python benchmark/baselines/trl_grpo.py --prepare task  # a model, and prompts of 300 tokens
     python benchmark/baselines/trl_grpo.py --task task --seed 1
-    python prpo_llm.py --num-agents 1 --base-model task --dataset task/prompts.jsonl --eval-prompts 0 --seed 1
+    python prpo_llm.py --num-agents 1 --base-model task --dataset task/prompts.jsonl \\
+        --eval-prompts 0 --seed 1
 
-The task is that of prpo_llm.py's defaults, of a fixed size: SmolLM2 with an end-of-text token that it never says, so
-that all completions have full length, and beginnings of docstrings of exactly 300 tokens. Base model, precision, LoRA,
-prompts per step, group, rewards, optimizer and optimizer steps are the same. What the library does its own way: its KL
-is estimated from the sampled token, ours is exact over the vocabulary; its reference is the base model, ours a snapshot
+The task is that of prpo_llm.py's defaults, of a fixed size: SmolLM2 with an end-of-text token that
+it never generates, so that all completions have full length, and beginnings of docstrings of
+exactly 300 tokens. Base model, precision, LoRA, prompts per step, group, rewards, optimizer and
+optimizer steps are the same. What the library does its own way: its KL is estimated from the
+sampled token, ours is exact over the vocabulary; its reference is the base model, ours a snapshot
 or a mixture of them.
 """
 
@@ -18,10 +20,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import tyro
-
 ROOT = Path(__file__).resolve().parents[2]
-NEVER_SAID = "<file_sep>"  # a special token of SmolLM2 for code files
+sys.path.append(str(ROOT / "benchmark"))
+from arguments import read_flags, refuse  # noqa: E402
+
+NEVER_GENERATED = "<file_sep>"  # a special token of SmolLM2 for code files
 
 
 @dataclass
@@ -51,7 +54,9 @@ class Args:
     lora_rank: int = 64
     """rank of the adapters"""
     completions_only: bool = False
-    """score the tokens of completions only, which TRL does on GPUs; on processors it scores every position"""
+    """score the tokens of completions only, which TRL does on GPUs; on processors it scores every
+    position
+    """
     run_dir: str = "runs"
     """folder that holds one folder per run"""
 
@@ -61,13 +66,15 @@ def prepare(args: Args) -> None:
     sys.path.insert(0, str(ROOT))
     import prpo_llm
 
-    folder, settings = Path(args.prepare), prpo_llm.Args(max_prompt_tokens=4 * args.prompt_tokens)
+    folder = Path(args.prepare)
+    settings = prpo_llm.Args(max_prompt_tokens=4 * args.prompt_tokens)
     model, tokenizer = prpo_llm.load_base(settings)
     examples = prpo_llm.load_examples(settings, tokenizer, "docstrings")
-    tokenizer.eos_token = NEVER_SAID
-    fresh = type(model)(model.config).to(model.dtype)  # what was read from GGUF refuses to be saved
+    tokenizer.eos_token = NEVER_GENERATED
+    fresh = type(model)(model.config).to(model.dtype)  # what was read from GGUF cannot be saved
     fresh.load_state_dict(model.state_dict())
-    fresh.config.eos_token_id = fresh.generation_config.eos_token_id = tokenizer.eos_token_id
+    fresh.config.eos_token_id = tokenizer.eos_token_id
+    fresh.generation_config.eos_token_id = tokenizer.eos_token_id
     fresh.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     with open(folder / "prompts.jsonl", "w") as file:
@@ -75,7 +82,8 @@ def prepare(args: Args) -> None:
             ids = tokenizer(example["prompt"])["input_ids"][: args.prompt_tokens]
             prompt = tokenizer.decode(ids)
             if len(tokenizer(prompt)["input_ids"]) == args.prompt_tokens:
-                file.write(json.dumps({"prompt": prompt, "completion": example["completion"]}) + "\n")
+                row = {"prompt": prompt, "completion": example["completion"]}
+                file.write(f"{json.dumps(row)}\n")
 
 
 def main(args: Args) -> dict:
@@ -89,14 +97,19 @@ def main(args: Args) -> dict:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = [json.loads(line) for line in Path(args.task, "prompts.jsonl").read_text().splitlines()]
-    dataset = Dataset.from_list([{"prompt": row["prompt"], "reference": row["completion"]} for row in rows])
-    scorer, lengths = RougeScorer(["rougeL"], use_stemmer=True), []
+    lines = Path(args.task, "prompts.jsonl").read_text().splitlines()
+    rows = []
+    for line in lines:
+        row = json.loads(line)
+        rows.append({"prompt": row["prompt"], "reference": row["completion"]})
+    dataset = Dataset.from_list(rows)
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    lengths = []
 
     def reward(prompts, completions, completion_ids, reference, **_):
         lengths.extend(map(len, completion_ids))
         pairs = zip(reference, completions, strict=True)
-        return [scorer.score(one, other)["rougeL"].fmeasure for one, other in pairs]
+        return [scorer.score(text, completion)["rougeL"].fmeasure for text, completion in pairs]
 
     class Clock(TrainerCallback):
         """Training time, without what comes before and after."""
@@ -108,7 +121,8 @@ def main(args: Args) -> dict:
             self.seconds = time.perf_counter() - self.begin
 
     if args.completions_only:
-        trl.trainer.utils._use_triton = lambda device: True  # there it decides this alone, not which kernel scores
+        # There it decides this alone, not which kernel scores
+        trl.trainer.utils._use_triton = lambda device: True
 
     folder = Path(args.run_dir, f"trl_grpo__{args.seed}__{int(time.time())}")
     completions = args.batch_size * args.group_size
@@ -136,19 +150,29 @@ def main(args: Args) -> dict:
         report_to="none",
     )
     targets = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
-    lora = LoraConfig(r=args.lora_rank, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=args.lora_rank, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"
+    )
     clock = Clock()
     trainer = GRPOTrainer(
-        args.task, reward_funcs=reward, args=config, train_dataset=dataset, peft_config=lora, callbacks=[clock]
+        args.task,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=dataset,
+        peft_config=lora,
+        callbacks=[clock],
     )
     trainer.train()
-    assert lengths == [args.response_length] * (args.total_steps * completions), "not all completions are full"
-    packages = ("trl", "transformers", "peft", "torch")
+    full = [args.response_length] * (args.total_steps * completions)
+    assert lengths == full, "not all completions are full"
+    versions = {"python": sys.version.split()[0]}
+    for name in ("trl", "transformers", "peft", "torch"):
+        versions[name] = importlib.metadata.version(name)
     summary = {
         "script": Path(__file__).stem,
         "settings": asdict(args),
         "seed": args.seed,
-        "versions": {"python": sys.version.split()[0]} | {name: importlib.metadata.version(name) for name in packages},
+        "versions": versions,
         "device": str(trainer.model.device),
         "steps": args.total_steps,
         "completions_per_second": len(lengths) / clock.seconds,
@@ -164,10 +188,10 @@ def main(args: Args) -> dict:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args, description=__doc__)
+    arguments = read_flags(Args)
     if arguments.prepare:
         prepare(arguments)
     elif Path(arguments.task, "prompts.jsonl").is_file():
         main(arguments)
     else:
-        sys.exit(f"--task {arguments.task}: must be a folder that --prepare wrote")
+        refuse(f"--task {arguments.task}: must be a folder that --prepare wrote")
