@@ -558,6 +558,36 @@ def total_variation(log_probs: Tensor) -> Tensor:
     return torch.stack(rows) / 2
 
 
+def diagnose(
+    before: Tensor,
+    after: Tensor,
+    snapshot: Tensor,
+    peers: list[Tensor],
+    reference: Tensor,
+    direction: str,
+) -> dict[str, float]:
+    """What an update did to a policy, on some states of its rollout.
+
+    All [states, actions], log-probabilities: of the policy before and after the update, of the
+    agent's own snapshot, of the snapshots of the peers in its reference, and of this reference.
+    direction: of the KL penalty. tv_update is |pi^k - pi^k+1| of Observation 1, as a mean over
+    states; tv_snapshot and tv_peers (NaN without peers) are the total variations from the agent's
+    own snapshot and, as a mean, from those of its peers; entropy and KL are in nats.
+    """
+
+    def distance(other: Tensor) -> float:
+        return total_variation(torch.stack((after, other)))[0, 1].item()
+
+    return {
+        "kl_reference_before": kl_to_reference(before, reference, direction).mean().item(),
+        "kl_reference_after": kl_to_reference(after, reference, direction).mean().item(),
+        "reference_entropy": -(reference.exp() * reference).nansum(-1).mean().item(),
+        "tv_update": distance(before),
+        "tv_snapshot": distance(snapshot),
+        "tv_peers": mean([distance(peer) for peer in peers]),
+    }
+
+
 # Parameters
 
 
@@ -1262,6 +1292,22 @@ def _check_run_dir(args: RunArgs) -> None:
         refuse(args, "run_dir", f"needs {megabytes} MB of free disk space")
 
 
+def check_aggregation(args: RunArgs) -> None:
+    """The flags of the communication suit --aggregation of control; "none" isolates the agents."""
+    swaps = args.communicator == "self-preferred" and args.self_preference == 0
+    if args.aggregation == "none":
+        if args.communicator not in ("uniform", "identity"):
+            refuse(args, "communicator", "has no effect with --aggregation none; leave it out")
+        args.communicator = "identity"
+    if args.aggregation == "weights":
+        if swaps and args.num_agents > 1:
+            refuse(args, "self_preference", "must be positive, or agents would swap networks")
+        if args.mixture != "arithmetic":
+            refuse(args, "mixture", "has no effect with --aggregation weights; leave it out")
+        if args.self_reference != "behaviour":
+            refuse(args, "self_reference", "has no effect with --aggregation weights; leave it out")
+
+
 # The settings of an existing run: --resume and --eval-only
 
 
@@ -1438,41 +1484,51 @@ def mean_and_half_interval(values) -> tuple[float, float]:
     return mean(samples), half
 
 
-# --- 4. cores: agents take turns, networks side by side ---
+# --- 4. speed: agents side by side, networks side by side, each distinct observation once ---
 
 
 @functools.cache
 def _threads(workers: int, threads: int) -> ThreadPoolExecutor:
+    """A pool of `workers` threads, each of which computes with `threads` cores."""
     return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
 
 
-def take_turns(tasks: list[Iterator], workers: int, threads: int = 1) -> list[list]:
-    """Run generators side by side, a step of each in turn, on `workers` threads of `threads` cores each.
+def in_parallel(tasks: list[Callable], workers: int, threads: int = 1) -> list:
+    """Call all tasks, on `workers` threads of `threads` cores each. Returns their results, in order.
 
-    So three agents keep two cores busy until all are done. A generator is only ever in one thread at a time. A single
-    worker works in the calling thread. Returns what each generator yielded.
+    A single worker computes in the calling thread.
     """
-    yielded, waiting = [[] for _ in tasks], queue.SimpleQueue()
+    if workers == 1:
+        return [task() for task in tasks]
+    futures = [_threads(workers, threads).submit(task) for task in tasks]
+    return [future.result() for future in futures]
+
+
+def take_turns(tasks: list[Iterator], workers: int, threads: int = 1) -> list[list]:
+    """Run generators side by side, a step of each in turn, on `workers` threads of `threads` cores.
+
+    So three agents keep two cores busy until all are done. A generator is only ever in one thread
+    at a time. A single worker computes in the calling thread. Returns what each generator yielded.
+    """
+    yielded = [[] for _ in tasks]
+    waiting = queue.SimpleQueue()
     for task in enumerate(tasks):
         waiting.put(task)
 
     def work() -> None:
-        with contextlib.suppress(queue.Empty):  # then the others hold all that is left
+        with contextlib.suppress(queue.Empty):  # then the other workers hold all that is left
             while True:
                 k, task = waiting.get_nowait()
                 for value in itertools.islice(task, 1):  # one step, if there is one left
                     yielded[k].append(value)
                     waiting.put((k, task))
 
-    if workers == 1:
-        work()
-    else:
-        for future in [_threads(workers, threads).submit(work) for _ in range(workers)]:
-            future.result()
+    in_parallel([work] * workers, workers, threads)
     return yielded
 
 
-POINTWISE = nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh  # layers that are functions of one number
+# Layers that are functions of one number
+POINTWISE = nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh
 
 
 def is_plain(layer: nn.Conv2d) -> bool:
@@ -1481,58 +1537,238 @@ def is_plain(layer: nn.Conv2d) -> bool:
 
 
 class Stacked:
-    """Networks with the same layers side by side, one product per layer for all: what makes small batches fast.
+    """Networks with the same layers as one product per layer, which makes small batches fast.
 
-    It reads the networks' own layers, so these may be changed freely within `known`; anything else is refused. A
-    convolution of another kind has a `kernel()`, by which its input is multiplied instead of its weight.
+    It reads the networks' own layers, so these may be changed freely within `supported`; anything
+    else is refused. A convolution of another kind has a `kernel()`, by which its input is
+    multiplied instead of its weight.
     """
 
-    known = nn.Conv2d, nn.Linear, nn.Flatten, *POINTWISE
+    supported = nn.Conv2d, nn.Linear, nn.Flatten, *POINTWISE
 
     def __init__(self, networks: list[nn.Module], dtype: torch.dtype = torch.float32):
-        self.networks = [[*own] if isinstance(own, nn.Sequential) else [own] for own in networks]
+        """networks: layers, or sequences of layers, of the same sizes. dtype: of the products."""
+        self.networks = []
+        for network in networks:
+            self.networks.append([*network] if isinstance(network, nn.Sequential) else [network])
         self.dtype = dtype
         for layer in self.networks[0]:
-            known = type(layer) in self.known or hasattr(layer, "kernel")
-            if isinstance(layer, nn.Conv2d):
-                known &= is_plain(layer)
-            if not known or getattr(layer, "bias", layer) is None:
+            if not self.supports(layer):
                 raise NotImplementedError(f"{layer} cannot be stacked")
+
+    def supports(self, layer: nn.Module) -> bool:
+        """Whether `read` and `__call__` know this kind of layer."""
+        if isinstance(layer, nn.Conv2d) and not is_plain(layer):
+            return False
+        if hasattr(layer, "bias") and layer.bias is None:
+            return False
+        return type(layer) in self.supported or hasattr(layer, "kernel")
 
     @torch.no_grad()
     def read(self) -> None:
         """Read the weights, after every update: of each layer (itself, size, weight, bias)."""
-        self.layers, channels = [], 0
+        self.layers = []
+        channels = 0  # of the last convolution, until its output is flattened
         for layers in zip(*self.networks, strict=True):
-            size = weight = bias = None
-            if hasattr(layers[0], "weight"):
-                weight = torch.stack([own.kernel() if hasattr(own, "kernel") else own.weight for own in layers])
-                weight, bias = weight.to(self.dtype), torch.stack([own.bias for own in layers]).to(self.dtype)
-            if isinstance(layers[0], nn.Conv2d):  # a product over patches: rows, columns, channels
-                (channels, _, *size), bias = weight.shape[1:], bias[:, None]
+            layer = layers[0]
+            if not hasattr(layer, "weight"):
+                self.layers.append((layer, None, None, None))
+                continue
+            kernels = [each.kernel() if hasattr(each, "kernel") else each.weight for each in layers]
+            weight = torch.stack(kernels).to(self.dtype)
+            bias = torch.stack([each.bias for each in layers]).to(self.dtype)
+            size = None
+            if isinstance(layer, nn.Conv2d):  # a product over patches: rows, columns, channels
+                channels = weight.shape[1]
+                size = weight.shape[3:]
                 weight = weight.permute(0, 3, 4, 2, 1).flatten(1, 3).contiguous()
-            elif weight is not None:
+                bias = bias[:, None]
+            else:
                 if channels:  # what was flattened had its channels last
-                    weight, channels = weight.unflatten(2, (channels, -1)).mT.flatten(2), 0
+                    weight = weight.unflatten(2, (channels, -1)).mT.flatten(2)
+                    channels = 0
                 bias = bias[..., None]
-            self.layers.append((layers[0], size, weight, bias))
+            self.layers.append((layer, size, weight, bias))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [networks, batch, features] or [networks, batch, rows, columns, channels]. What comes out likewise."""
+        """x: [networks, batch, features] or [networks, batch, rows, columns, channels].
+
+        Returns the networks' outputs in the same form.
+        """
         x = x.to(self.dtype)
         for layer, size, weight, bias in self.layers:
             if isinstance(layer, nn.Conv2d):
-                network, sample, row, column, _ = x.stride()
-                (n, batch, height, width, _), (down, right) = x.shape, layer.stride
-                shape = n, batch, (height - size[0]) // down + 1, (width - size[1]) // right + 1
-                strides = network, sample, down * row, right * column, row, 1
-                patches = x.as_strided((*shape, size[0], size[1] * column), strides)
-                x = torch.baddbmm(bias, patches.reshape(n, -1, weight.shape[1]), weight).view(*shape, -1)
+                patches = self.unfold(x, size, layer.stride)
+                rows = patches.reshape(len(x), -1, weight.shape[1])
+                x = torch.baddbmm(bias, rows, weight).view(*patches.shape[:4], -1)
             elif isinstance(layer, nn.Linear):  # few columns times many rows is fastest this way
                 x = torch.baddbmm(bias, weight, x.mT).mT
+            elif isinstance(layer, nn.Flatten):
+                x = x.flatten(2)
             else:
-                x = x.flatten(2) if isinstance(layer, nn.Flatten) else layer(x)
+                x = layer(x)
         return x
+
+    @staticmethod
+    def unfold(x: Tensor, size: torch.Size, stride: tuple[int, int]) -> Tensor:
+        """The patches of x, [networks, batch, rows, columns, patch row, patch column * channels]."""
+        n, batch, height, width, _ = x.shape
+        network, sample, row, column, _ = x.stride()
+        down, right = stride
+        rows = (height - size[0]) // down + 1
+        columns = (width - size[1]) // right + 1
+        shape = n, batch, rows, columns, size[0], size[1] * x.shape[-1]
+        return x.as_strided(shape, (network, sample, down * row, right * column, row, 1))
+
+
+class ImageNetwork(nn.Sequential):
+    """Layers that read images of small integers, [batch, rows, columns, channels] uint8.
+
+    The same as `nn.Sequential` of images as float, with the channels first; but it also takes
+    `Patches`, with which it computes each distinct patch once.
+    """
+
+    def forward(self, obs: "Tensor | Patches") -> Tensor:
+        """obs: [batch, rows, columns, channels] uint8, or their `Patches`. Returns [batch, ...]."""
+        if isinstance(obs, Patches):
+            return obs.compute(self)
+        return super().forward(obs.permute(0, 3, 1, 2).float().contiguous())
+
+
+class Patches:
+    """Observations as a stack of convolutions reads them: each distinct patch once.
+
+    A convolution's output depends only on its input patch, and few patches of MiniGrid are
+    distinct: of the 2x2, 3x3 and 4x4 patches in a minibatch's distinct observations some 1, 3 and
+    9 %.
+    """
+
+    least = 32  # for fewer observations the plain network is faster
+
+    def __init__(self, obs: Tensor, network: ImageNetwork):
+        """obs: [batch, rows, columns, channels] uint8; network: of convolutions, see `suit`."""
+        cells, index = find_distinct_rows(obs.long().flatten(0, 2))
+        self.cells = cells.float()  # [distinct cells, channels]
+        index = index.view(obs.shape[:3])
+        # Of each convolution: the rows that make up each of its distinct patches [patches, area]
+        self.tables = []
+        for layer in network:
+            if not isinstance(layer, nn.Conv2d):
+                continue
+            for dim in (0, 1):
+                index = index.unfold(1 + dim, layer.kernel_size[dim], layer.stride[dim])
+            table, rows = find_distinct_rows(index.flatten(3).flatten(0, 2))
+            index = rows.view(index.shape[:3])
+            # Padded to few sizes, see docs/speed.md
+            self.tables.append(nn.functional.pad(table, (0, 0, 0, -len(table) % 16)))
+        self.index = index  # the patch of the last convolution at each place [batch, rows, columns]
+
+    @staticmethod
+    def suit(network: nn.Module) -> bool:
+        """Whether a network is known: before Flatten plain convolutions and pointwise functions."""
+        if type(network) is not ImageNetwork:
+            return False
+        for layer in network:
+            if isinstance(layer, nn.Flatten):
+                break
+            plain = type(layer) is nn.Conv2d and is_plain(layer)
+            if not plain and type(layer) not in POINTWISE:
+                return False
+        return True
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, rows) -> "Patches":
+        chosen = copy.copy(self)
+        chosen.index = self.index[rows]
+        return chosen
+
+    @torch.compiler.disable  # --compile would compile it anew in every rollout
+    def compute(self, network: ImageNetwork) -> Tensor:
+        """The network's output for these observations, [batch, ...]."""
+        x = self.cells
+        tables = iter(self.tables)
+        for layer in network:
+            if isinstance(layer, nn.Conv2d):
+                patches = nn.functional.embedding(next(tables), x).mT.flatten(1)
+                x = nn.functional.linear(patches, layer.weight.flatten(1), layer.bias)
+            elif isinstance(layer, nn.Flatten):
+                index = nn.functional.pad(self.index.flatten(1), (0, 0, 0, -len(self) % 8))
+                x = nn.functional.embedding(index, x).mT.flatten(1)
+            else:
+                x = layer(x)
+        return x[: len(self)]
+
+
+def as_patches(obs: Tensor | Patches, network: nn.Module) -> Tensor | Patches:
+    """`obs` [batch, rows, columns, channels] uint8 in the form in which `network` is fastest."""
+    if isinstance(obs, Patches) or len(obs) < Patches.least or obs.device.type != "cpu":
+        return obs
+    if not Patches.suit(network):
+        return obs
+    return Patches(obs, network)
+
+
+def find_distinct_rows(table: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of `table` [rows, columns], natural numbers, and which of them each row is.
+
+    Every row is read as the digits of one number, which is faster to sort than rows.
+    """
+    base = int(table.max()) + 1
+    key = table[:, 0]
+    bound = base  # all keys are below it
+    for column in table.T[1:]:
+        if bound * base >= 1 << 63:  # the next digit may not fit: number the beginnings of the rows
+            key = key.unique(return_inverse=True)[1]
+            bound = len(key)
+        key = key * base + column
+        bound = bound * base
+    distinct, rows = key.unique(return_inverse=True)
+    example = torch.empty_like(distinct).scatter_(0, rows, torch.arange(len(rows)))
+    return table[example], rows
+
+
+class LogitTable(dict):
+    """The logits of an agent's policy for each distinct observation: bytes -> [actions].
+
+    A policy is a function of the observation, and few observations of MiniGrid are distinct: of
+    a rollout's 2,048 some 4-16 %, of which half were met in the last rollouts. So each is computed
+    once per policy.
+    """
+
+    def __init__(self, agent: nn.Module, shape: tuple[int, ...], device, rollouts: int = 8):
+        """shape: of an observation. rollouts: how many of the last ones are remembered."""
+        super().__init__()
+        self.agent = agent
+        self.shape = shape
+        self.device = device
+        self.met = deque(maxlen=rollouts)  # the keys of each rollout
+
+    def refresh(self) -> None:
+        """After an update: compute all that the last rollouts met at once, and forget the rest."""
+        self.clear()
+        if self.met:
+            self.compute(list(dict.fromkeys(itertools.chain(*self.met))))
+
+    @torch.inference_mode()
+    def compute(self, keys: list[bytes]) -> None:
+        """Compute the logits of these observations."""
+        logits, _ = self.agent.predict(self.decode(keys))
+        self.update(zip(keys, logits.cpu().numpy(), strict=True))
+
+    def look_up(self, obs: np.ndarray) -> tuple[list[bytes], np.ndarray]:
+        """obs: [envs, ...] uint8. Returns the keys of these observations, and the logits there."""
+        keys = [each.tobytes() for each in obs]
+        missing = [key for key in keys if key not in self]
+        if missing:
+            self.compute(list(dict.fromkeys(missing)))
+        return keys, np.array([self[key] for key in keys])
+
+    def decode(self, keys: list[bytes]) -> Tensor:
+        """The observations of these keys, [keys, ...] uint8, on the agent's device."""
+        obs = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8)
+        return obs.view(-1, *self.shape).to(self.device)
 
 
 # --- 5. a run: folder, logs, checkpoints, signals, timing, summary ---

@@ -44,7 +44,7 @@ class Envs(prpo_minigrid.Envs):
     def receive(self, number: int) -> tuple:
         """As there, in the agents' units."""
         rewards, *signals, episodes = super().receive(number)
-        scaled_rewards = rewards * self.scales[self.parts[number], None]
+        scaled_rewards = rewards * self.scales[self.groups[number], None]
         scaled_episodes = [(k, total * self.scales[k], length) for k, total, length in episodes]
         return scaled_rewards, *signals, scaled_episodes
 

@@ -58,13 +58,15 @@ TINY_OF = {
 
 
 class Variant:
-    """A script on one family of environments: what its module holds, and what that takes from the family's script.
+    """A script on one family of environments: its module, and what it takes from the family's.
 
     To replace something, use `patch`: it replaces it where it is looked up.
     """
 
     def __init__(self, module, family):
         self.module, self.family, self.tiny = module, family, TINY | TINY_OF[family]
+        self.averages = module is fedavg_ppo
+        self.Args = getattr(module, f"{family}Args" if self.averages else "Args")
         self.of_family = {"MiniGrid": prpo_minigrid, "Atari": prpo_atari}[family]
         self.label = module.__name__ if module is self.of_family else f"{module.__name__}-{family}"
         self.num_actions, self.shape, self.codes = (
@@ -87,17 +89,17 @@ class Variant:
 
     def parse_args(self, argv=None):
         """The arguments as the command line reads them."""
-        return parse_args(self.module, argv)
+        return parse_args(self, argv)
 
     def step(self, envs, actions):
         """Step all environments, [agents, envs]; they are played in parts, on MiniGrid of the agents."""
         if self.family == "MiniGrid":
-            for number, part in enumerate(envs.parts):
+            for number, part in enumerate(envs.groups):
                 envs.send(number, actions[part])
-            *signals, episodes = zip(*map(envs.receive, range(len(envs.parts))), strict=True)
+            *signals, episodes = zip(*map(envs.receive, range(len(envs.groups))), strict=True)
             return *map(np.concatenate, signals), sum(episodes, [])
         *signals, games = zip(
-            *(envs.step(part, actions[:, part]) for part in envs.parts), strict=True
+            *(envs.step(part, actions[:, part]) for part in envs.groups), strict=True
         )
         return *(np.concatenate(signal, axis=1) for signal in signals), sum(games, [])
 

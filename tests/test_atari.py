@@ -30,6 +30,8 @@ from helpers import (
 )
 from stable_baselines3.common import atari_wrappers as wrappers
 
+import communicators
+
 GAME = "BreakoutNoFrameskip-v4"
 
 
@@ -54,7 +56,7 @@ def games_of(env_id, seeds, **changes):
 
 def step(games, actions):
     """Step the games of one agent. Returns rewards, terminations, truncations, valid, each [games], and what ended."""
-    *signals, ended = games.step(games.parts[0], np.asarray(actions)[None])
+    *signals, ended = games.step(games.groups[0], np.asarray(actions)[None])
     return *(signal[0] for signal in signals), ended
 
 
@@ -376,7 +378,9 @@ def history(games, steps=150):
     """What fixed random actions lead to: frames, rewards, ends, what follows the action."""
     actions, told = np.random.default_rng(2).integers(4, size=(steps, *games.lives.shape)), []
     for action in actions:
-        *signals, _ = zip(*(games.step(part, action[:, part]) for part in games.parts), strict=True)
+        *signals, _ = zip(
+            *(games.step(part, action[:, part]) for part in games.groups), strict=True
+        )
         told.append((games.obs.copy(), *(np.concatenate(signal, axis=1) for signal in signals)))
     games.close()
     return [np.stack(column) for column in zip(*told, strict=True)]
@@ -412,12 +416,12 @@ def test_environments_are_played_in_two_parts_at_most(monkeypatch):
         for cores in (1, 2, 64):
             monkeypatch.setattr(torch, "get_num_threads", lambda cores=cores: cores)
             envs = script.Envs(args, range(3), 0)
-            assert len(envs.parts) == min(cores, 2)
-            assert [number for part in envs.parts for number in range(5)[part]] == list(range(5))
+            assert len(envs.groups) == min(cores, 2)
+            assert [number for part in envs.groups for number in range(5)[part]] == list(range(5))
             found.append(history(envs, 60))
         assert same(found[-3], found[-2]) and same(found[-2], found[-1])
     assert not same(found[0], found[-1])
-    assert len(script.Envs(tiny(script, "", num_envs=1), range(1), 0).parts) == 1
+    assert len(script.Envs(tiny(script, "", num_envs=1), range(1), 0).groups) == 1
 
 
 def test_environments_use_the_cores_that_are_this_process_s(monkeypatch):
@@ -473,7 +477,9 @@ def test_network_in_blocks_equals_the_plain_nature_network(precision):
     obs = torch.randint(0, 256, (5, 21, 21, 64), dtype=torch.uint8)
     frames = torch.from_numpy(np.stack([frames_of(own) for own in obs]))
     games = games_of(GAME, list(range(5)))
-    assert np.array_equal(games.blocks(frames.numpy(), (slice(0, 1), slice(0, 5)))[0], obs.numpy())
+    assert np.array_equal(
+        games.arrange_blocks(frames.numpy(), (slice(0, 1), slice(0, 5)))[0], obs.numpy()
+    )
     games.close()
     hidden = plain["network"](frames / 255.0)
     logits, values = agent(obs)
@@ -636,7 +642,7 @@ def test_precision_is_what_the_processor_computes_with(
 def test_compiled_networks_learn_the_same(script, tmp_path, monkeypatch):
     """--compile compiles the network, and changes rounding only."""
     found, compiled, compile_module = [], [], nn.Module.compile
-    monkeypatch.setattr(PRPO_MINIGRID.Patches, "least", 8)  # both forms of observations occur
+    monkeypatch.setattr(communicators.Patches, "least", 8)  # both forms of observations occur
     monkeypatch.setattr(
         nn.Module,
         "compile",
@@ -744,7 +750,7 @@ def test_evaluation_plays_whole_games_and_films_the_first(env_id, actions, tmp_p
 def test_public_states_are_public(scripts):
     """The same whenever, by whomever and in whatever run they are made: a function of the task alone."""
     first, second = scripts
-    states = first.public_states(tiny(first, ""))
+    states = first.collect_public_states(tiny(first, ""))
     assert (
         states.dtype == torch.uint8
         and states.shape[1:] == first.shape
@@ -753,9 +759,9 @@ def test_public_states_are_public(scripts):
     np.random.seed(3)
     torch.manual_seed(3)
     assert torch.equal(
-        states, first.public_states(tiny(first, "", seed=9, num_envs=4, num_agents=2))
+        states, first.collect_public_states(tiny(first, "", seed=9, num_envs=4, num_agents=2))
     )
-    assert torch.equal(states, second.public_states(tiny(second, "")))
+    assert torch.equal(states, second.collect_public_states(tiny(second, "")))
 
 
 @pytest.mark.parametrize("script", [PRPO_MINIGRID, PRPO_ATARI], ids=str)
@@ -767,12 +773,12 @@ def test_public_states_are_those_of_every_task(script):
     }[script.family]
     options = {"full_action_space": True} if script.family == "Atari" else {}
     first, second = (
-        script.public_states(script.Args(env_id=env_id, **options), num_steps=16)
+        script.collect_public_states(script.Args(env_id=env_id, **options), num_steps=16)
         for env_id in tasks
     )
-    states = script.public_states(script.Args(env_ids=tasks, **options), num_steps=16)
+    states = script.collect_public_states(script.Args(env_ids=tasks, **options), num_steps=16)
     mirrored = script.Args(env_ids=(tasks[1], tasks[1], tasks[0]), **options)
-    assert torch.equal(states, script.public_states(mirrored, num_steps=16))
+    assert torch.equal(states, script.collect_public_states(mirrored, num_steps=16))
     of_first, of_second = states.split([len(first), len(second)])
     assert torch.equal(of_first, first)  # then the same random policy goes on elsewhere
     distances = [
@@ -787,7 +793,7 @@ def test_only_the_first_game_of_a_level_is_its_score(monkeypatch):
 
     class Made(PRPO_ATARI.Games):
         def __init__(self, args, env_ids, seeds):
-            self.obs, self.parts = (
+            self.obs, self.groups = (
                 np.zeros((1, 3, *PRPO_ATARI.shape), dtype=np.uint8),
                 [slice(0, 3)],
             )

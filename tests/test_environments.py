@@ -55,7 +55,7 @@ def advantages_of(script, rewards, values, next_values, kinds):
     rewards, values, next_values, kinds = (
         torch.stack((x, x.flip(0))) for x in (rewards, values, next_values, kinds)
     )
-    return script.gae(
+    return script.compute_advantages(
         rewards, kinds == TERMINATED, kinds != RUNNING, values, next_values, GAMMA, LAMBDA
     )[0]
 
@@ -419,14 +419,14 @@ def test_a_time_limit_with_a_cost_per_step_keeps_its_bootstrap(script, tmp_path,
     """On gymnasium a truncation is a truncation, whatever its reward: its advantage holds the value of what follows."""
     make, steps = script.make_env, []
     script.patch(monkeypatch, "make_env", lambda *key, **more: StepCost(make(*key, **more)))
-    gae = script.gae
+    gae = script.compute_advantages
 
     def record(rewards, terminations, dones, values, next_values, *factors):
         advantages = gae(rewards, terminations, dones, values, next_values, *factors)
         steps.append((rewards, terminations, dones, values, next_values, advantages))
         return advantages
 
-    script.patch(monkeypatch, "gae", record)
+    script.patch(monkeypatch, "compute_advantages", record)
     changes = {
         "env_id": "MiniGrid-Empty-5x5-v0",
         "env_backend": "gymnasium",
@@ -554,7 +554,8 @@ def test_private_levels_are_few_and_private(script, tmp_path, monkeypatch):
             )
         assert summary["env_backend"] == "gymnasium"
         return [
-            seen[tuple(script.level_seeds(script.Args(**summary["settings"]), i))] for i in range(2)
+            seen[tuple(script.list_private_levels(script.Args(**summary["settings"]), i))]
+            for i in range(2)
         ]
 
     first, second = train("run")
@@ -602,7 +603,8 @@ def test_private_and_unseen_levels_have_different_layouts(env_ids, number, tests
     )
     PRPO_MINIGRID.check_envs(args)
     private = [
-        layouts_of(env_id, PRPO_MINIGRID.level_seeds(args, i)) for i, env_id in enumerate(env_ids)
+        layouts_of(env_id, PRPO_MINIGRID.list_private_levels(args, i))
+        for i, env_id in enumerate(env_ids)
     ]
     assert [len(set(own)) for own in private] == [number] * 3 and len(
         set(sum(private, []))
@@ -611,9 +613,11 @@ def test_private_and_unseen_levels_have_different_layouts(env_ids, number, tests
         unseen = layouts_of(*PRPO_MINIGRID.make_tests(args)[env_id])
         assert len(unseen) == len(set(unseen)) == tests
         assert set(unseen).isdisjoint(sum(private, []))
-    levels = [PRPO_MINIGRID.level_seeds(replace(args, eval_episodes=0), i) for i in range(3)]
+    levels = [
+        PRPO_MINIGRID.list_private_levels(replace(args, eval_episodes=0), i) for i in range(3)
+    ]
     assert levels == [
-        PRPO_MINIGRID.level_seeds(args, i) for i in range(3)
+        PRPO_MINIGRID.list_private_levels(args, i) for i in range(3)
     ]  # whatever the tests are
 
 

@@ -158,7 +158,7 @@ def test_products_over_distinct_observations_are_those_of_the_dense_matrix(dista
     g, b, H, *_ = dense_step(policy, obs, reference, batch, 0.01, damping=0.1)
     rows, counts = batch["states"].unique(return_counts=True)
     parameters = list(policy.parameters())
-    product = prtrpo_minigrid.fisher_product(
+    product = prtrpo_minigrid.make_fisher_product(
         policy(obs[rows])[0], counts / counts.sum(), parameters, 0.1
     )
     for v in torch.randn(5, len(g), dtype=torch.double):
@@ -213,8 +213,8 @@ def test_a_step_over_patches_is_that_over_observations():
     }
     batch["logprobs"] = behaviour[batch["states"], batch["actions"]]
     start = parameters_to_vector(policies[0].parameters()).detach()
-    shown = obs, policies[1].see(obs)
-    assert isinstance(shown[1], prpo_minigrid.Patches)
+    shown = obs, communicators.as_patches(obs, policies[1].network)
+    assert isinstance(shown[1], communicators.Patches)
     found = [
         prtrpo_minigrid.improve(policy, own, reference, batch, 0.1, prtrpo_minigrid.Args(**EXACT))
         for policy, own in zip(policies, shown, strict=True)
@@ -487,7 +487,7 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
     name = "identity" if communicator == "identity" else str(tmp_path / "C.csv")
     args = tiny(PRTRPO_MINIGRID, tmp_path / "runs", communicator=name, delta=0.2, **QUICK)
     steps, numbers = [], {}
-    improve, diagnose = prtrpo_minigrid.improve, prtrpo_minigrid.diagnose
+    improve, diagnose = prtrpo_minigrid.improve, prtrpo_minigrid.diagnose_update
 
     def note(policy, obs, reference, batch, epsilon, args):
         steps.append((policy, copy.deepcopy(policy), obs, reference, epsilon))
@@ -498,8 +498,8 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
         return diagnose(i, agent, *rest)
 
     monkeypatch.setattr(prtrpo_minigrid, "improve", note)
-    monkeypatch.setattr(prtrpo_minigrid, "diagnose", number)
-    monkeypatch.setattr(prpo_minigrid.Patches, "least", 1)  # as in longer rollouts
+    monkeypatch.setattr(prtrpo_minigrid, "diagnose_update", number)
+    monkeypatch.setattr(communicators.Patches, "least", 1)  # as in longer rollouts
     prtrpo_minigrid.main(args)
     rows = rows_of(only_run(tmp_path / "runs"))
     assert len(steps) == len(rows) == 18
@@ -626,7 +626,9 @@ def test_observation_1_holds_along_sequences(seed, n, delta):
     )
     levels = set()
     for _ in range(25):
-        epsilon, bound = prtrpo_minigrid.radius(torch.from_numpy(C), variations.double(), args)
+        epsilon, bound = prtrpo_minigrid.compute_radius(
+            torch.from_numpy(C), variations.double(), args
+        )
         reference, target = (
             np.einsum("ij,jsa->isa", C, policies),
             corners[generator.integers(3, size=(n, 2))],
@@ -670,12 +672,12 @@ def test_the_level_of_observation_1_alone_is_not_enough_if_it_changes():
     assert tv(first, second).max() == pytest.approx(1.25 * delta)
     variations = torch.from_numpy(np.stack((tv(start, first), tv(start, first)), axis=1))
     args = prtrpo_minigrid.Args(delta=delta, epsilon_min=1e-300)
-    assert prtrpo_minigrid.radius(torch.from_numpy(C), torch.zeros(2, 2), args)[0] == pytest.approx(
-        2 * (delta / 2) ** 2
-    )
-    assert prtrpo_minigrid.radius(torch.from_numpy(C), variations, args)[0] == pytest.approx(
-        0, abs=1e-12
-    )
+    assert prtrpo_minigrid.compute_radius(torch.from_numpy(C), torch.zeros(2, 2), args)[
+        0
+    ] == pytest.approx(2 * (delta / 2) ** 2)
+    assert prtrpo_minigrid.compute_radius(torch.from_numpy(C), variations, args)[
+        0
+    ] == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -701,7 +703,7 @@ def test_pr_trpo_in_small_mdps_stays_within_the_bound_and_improves(seed):
     for _ in range(40):
         with torch.no_grad():
             log_probs = torch.stack([policy(obs)[0].log_softmax(-1) for policy in policies])
-        epsilon, bound = prtrpo_minigrid.radius(C, variations, args)
+        epsilon, bound = prtrpo_minigrid.compute_radius(C, variations, args)
         steps = []
         for i, policy in enumerate(policies):
             pi = log_probs[i].exp().numpy()

@@ -126,7 +126,11 @@ def play(
         for j in invalid:
             networks[j].head.bias.data.fill_(math.nan)
         participating = communicators.participants(n, fraction, number)
-        receives = PRPO_MINIGRID.make_communicator(args, torch.ones(n), usable=participating) > 0
+        receives = peers.neighbours
+        if args.communicator != "similarity":
+            receives = (
+                PRPO_MINIGRID.make_communicator(args, torch.ones(n), usable=participating) > 0
+            )
         peers.exchange_snapshots([networks[i] for i in held], participating, receives, number)
         peers.update(
             PRPO_MINIGRID.make_communicator(
@@ -469,11 +473,11 @@ def test_an_agent_that_has_diverged_leaves_the_others_their_radius():
     C = communicators.uniform(3)
     known = torch.tensor([[0.01, 0.02], [0.03, 0.01]], dtype=torch.float64)
     lost = torch.tensor([[math.nan, math.nan]], dtype=torch.float64)
-    expected = PRTRPO_MINIGRID.radius(C, known, args)
-    assert PRTRPO_MINIGRID.radius(C, torch.cat((known, lost)), args) == expected
-    assert all(math.isfinite(value) for value in PRTRPO_MINIGRID.radius(C, lost, args))
+    expected = PRTRPO_MINIGRID.compute_radius(C, known, args)
+    assert PRTRPO_MINIGRID.compute_radius(C, torch.cat((known, lost)), args) == expected
+    assert all(math.isfinite(value) for value in PRTRPO_MINIGRID.compute_radius(C, lost, args))
     inflated = torch.tensor([[1e30, 0.0]], dtype=torch.float64)  # no total variation
-    assert PRTRPO_MINIGRID.radius(C, torch.cat((known, inflated)), args) == (
+    assert PRTRPO_MINIGRID.compute_radius(C, torch.cat((known, inflated)), args) == (
         args.epsilon_min,
         args.delta,
     )

@@ -50,7 +50,7 @@ def mission_of(env_id, level):
 def layout_of(env_id, level):
     env = PRPO_MINIGRID.make_env(env_id)
     env.reset(seed=level)
-    return PRPO_MINIGRID.layout_of(env)
+    return PRPO_MINIGRID.read_layout(env)
 
 
 # --- missions ---
@@ -84,7 +84,7 @@ def test_agents_are_judged_on_unseen_levels_of_everybodys_missions(tmp_path):
     tests = PRPO_MINIGRID.make_tests(args)
     own = [f"{args.env_id} {word}" for word in args.missions]
     assert list(tests) == own + [f"{name} levels of agent {i}" for i, name in enumerate(own)]
-    trained = {level for i in range(3) for level in PRPO_MINIGRID.level_seeds(args, i)}
+    trained = {level for i in range(3) for level in PRPO_MINIGRID.list_private_levels(args, i)}
     trained_layouts = {layout_of(args.env_id, level) for level in trained}
     assert len(trained) == len(trained_layouts) == 6
     for name, (env_id, levels) in tests.items():
@@ -241,7 +241,7 @@ def test_a_pair_talks_and_a_third_is_alone(tmp_path):
 @on([PRPO_MINIGRID, FEDAVG_MINIGRID])
 def test_row_i_of_the_surrogate_is_made_of_agent_is_gains(script, tmp_path, monkeypatch):
     gains = torch.tensor([[0.0, 0.1, -0.2], [0.05, 0.0, 0.02], [-0.3, -0.1, 0.0]])
-    script.patch(monkeypatch, "gains_of_peers", lambda i, *_: gains[i])
+    script.patch(monkeypatch, "estimate_gains", lambda i, *_: gains[i])
     settings = {
         "communicator": "surrogate",
         "communicator_temperature": 2.0,
@@ -271,7 +271,7 @@ def test_an_agent_tells_its_gain_over_its_own_history_and_nothing_else(
     def tell(envs, part):
         *signals, _ = receive(envs, part)
         clock[0] += part == 0
-        agents = range(3)[envs.parts[part]] if clock[0] % 64 == 5 else ()
+        agents = range(3)[envs.groups[part]] if clock[0] % 64 == 5 else ()
         return *signals, [
             (k, value, 9.0) for k in agents for value in returns[k][(clock[0] - 1) // 64]
         ]
@@ -353,10 +353,10 @@ def test_gains_of_peers_come_from_ones_own_rollout(script):
             batch["actions"]
         )
         expected.append(((taken - batch["logprobs"]).exp().clamp(max=10) * advantages).mean())
-    found = script.gains_of_peers(0, obs, batch, dict(enumerate(agents)), 3)
+    found = script.estimate_gains(0, obs, batch, dict(enumerate(agents)), 3)
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
     assert found[0] == 0 and found[1:].abs().min() > 1e-4
-    of_last = script.gains_of_peers(2, obs, batch, {0: agents[0]}, 3)
+    of_last = script.estimate_gains(2, obs, batch, {0: agents[0]}, 3)
     assert (
         of_last[2] == 0
         and of_last[1].isnan()
@@ -376,7 +376,7 @@ def test_diagnostics_are_what_they_say(script, direction):
     agent = second  # what the update has made of agents[0], the policy that acted
     args = script.Args(kl_direction=direction, num_agents=4)
     row = torch.tensor([0.2, 0.0, 0.3, 0.5])
-    found = script.diagnose(
+    found = script.diagnose_update(
         1, agent, obs, behaviour, batch, [first, own, first, own], row.repeat(4, 1), args, number=60
     )
 

@@ -19,11 +19,7 @@ FILES = [
 # Not yet rewritten: a file leaves this list with the change that mends it
 PENDING = {
     "communicators.py",
-    "fedavg_ppo.py",
-    "prpo_atari.py",
     "prpo_llm.py",
-    "prpo_minigrid.py",
-    "prtrpo_minigrid.py",
     "tests/conftest.py",
     "tests/helpers.py",
     "tests/test_atari.py",

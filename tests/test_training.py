@@ -35,8 +35,6 @@ from torch.distributions import Categorical, kl_divergence
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import communicators
-import fedavg_ppo
-import prpo_minigrid
 
 
 def train(script, run_dir, **changes):
@@ -166,7 +164,7 @@ def plain_training(script, args, communicator):
         for i, agent in enumerate(agents):
             batch = plain_batch(args, plain_rollout(script, args, agent, envs[i], generators[i]))
             batch["reference"] = batch["policy"]
-            if script.module is not fedavg_ppo:
+            if not script.averages:
                 batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
@@ -190,7 +188,7 @@ def plain_training(script, args, communicator):
             part = participating.nonzero().flatten().tolist()
             present = communicator * participating  # nobody listens to who sits out
             present = present / present.sum(1, keepdim=True)
-            if script.module is fedavg_ppo:
+            if script.averages:
                 theta = present @ torch.stack(
                     [parameters_to_vector(agent.parameters()) for agent in agents]
                 )
@@ -362,7 +360,7 @@ def test_what_acts_for_agents_is_every_agents_own_forward(number, envs, precisio
     obs, before = script.random_obs(number, envs), script.random_obs(number, 3)
     found = []
     for table, own, earlier in zip(script.make_actors(None, agents), obs, before, strict=True):
-        table.start()
+        table.refresh()
         table.look_up(earlier.numpy())
         found.append(
             [
@@ -386,8 +384,8 @@ def test_no_answer_of_an_old_policy_is_looked_up():
     (table,) = PRPO_MINIGRID.make_actors(None, [agent])
     screens = PRPO_MINIGRID.random_obs(10, 2).numpy()
     for rollout in range(10):
-        table.start()
-        recent = {key for keys in table.seen for key in keys}
+        table.refresh()
+        recent = {key for keys in table.met for key in keys}
         assert table.keys() == recent and len(recent) == 2 * min(rollout, 8)
         first_seen_again = 0 if rollout == 9 else rollout
         for screen in (screens[rollout], screens[max(rollout - 1, 0)], screens[first_seen_again]):
@@ -395,7 +393,7 @@ def test_no_answer_of_an_old_policy_is_looked_up():
             torch.testing.assert_close(
                 torch.from_numpy(table.look_up(screen)[1]), expected, rtol=0, atol=1e-5
             )
-        table.seen.append([screen.tobytes() for screen in screens[rollout]])
+        table.met.append([screen.tobytes() for screen in screens[rollout]])
         with torch.no_grad():
             agent.actor.weight.mul_(-1.0)  # what an update does
 
@@ -442,7 +440,7 @@ def test_references_are_rows_of_the_communicator_applied_to_policies(
         asked = []
         with torch.no_grad():
             behaviour = agent(obs)[0].log_softmax(-1)
-            *_, found = script.refer(i, obs, behaviour, snapshots, OF_THREE, args)
+            found = script.compute_reference(i, obs, behaviour, snapshots, OF_THREE, args)
             assert len(asked) == (row[0] > 0 and (i > 0 or self_reference == "snapshot"))
             policies = torch.stack([peer(obs)[0].softmax(-1) for peer in snapshots])
         if self_reference == "behaviour":
@@ -461,7 +459,7 @@ class Screens:
 
     def __init__(self, rollout):
         self.rows = iter(rollout)
-        self.obs, self.parts = next(self.rows)[None], [slice(0, 1)]
+        self.obs, self.groups = next(self.rows)[None], [slice(0, 1)]
 
     def send(self, part, actions):
         self.obs = None  # what is shown next is not known before it is received
@@ -516,11 +514,11 @@ def test_patches_are_the_same_network(name):
     if layers := CONVOLUTIONS[name]:
         layers = copy.deepcopy(layers)
         size = torch.nn.Sequential(*layers, torch.nn.Flatten())(torch.zeros(1, 3, 7, 7)).shape[1]
-        agent.network = torch.nn.Sequential(
+        agent.network = communicators.ImageNetwork(
             *layers, torch.nn.Flatten(), torch.nn.Linear(size, 128), torch.nn.Tanh()
         )
     elif layers == []:
-        agent.network = torch.nn.Sequential(
+        agent.network = communicators.ImageNetwork(
             torch.nn.Flatten(), torch.nn.Linear(147, 128), torch.nn.Tanh()
         )
     if name == "a module of one's own":
@@ -530,15 +528,17 @@ def test_patches_are_the_same_network(name):
     rows = torch.randint(0, 4, (60, 7, 7, 3), dtype=torch.uint8, generator=generator)
     rows[30:, 2:] = rows[:30, 2:]  # some patches are known, others differ in a single code
     chosen = torch.randint(0, 60, (45,), generator=generator)
-    seen = agent.see(rows)
+    seen = communicators.as_patches(rows, agent.network)
     assert isinstance(seen, torch.Tensor) == (name in PLAIN)
-    assert len(seen) == 60 and isinstance(agent.see(rows[:8]), torch.Tensor)
+    few = communicators.as_patches(rows[:8], agent.network)
+    assert len(seen) == 60 and isinstance(few, torch.Tensor)
     if not isinstance(seen, torch.Tensor):
         wasted = [len(table) - len(table.unique(dim=0)) for table in seen.tables]
         assert all(0 <= number < 16 for number in wasted)
         seen.cells = seen.cells.double()
-    plain = agent.network(rows[chosen].permute(0, 3, 1, 2).double())
-    found = seen[chosen].through(agent.network) if not isinstance(seen, torch.Tensor) else plain
+    layers = getattr(agent.network, "layers", agent.network)
+    plain = torch.nn.Sequential(*layers)(rows[chosen].permute(0, 3, 1, 2).double())
+    found = seen[chosen].compute(agent.network) if not isinstance(seen, torch.Tensor) else plain
     torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-9)
     weights = torch.randn(plain.shape, generator=generator, dtype=torch.double)
     parameters = list(agent.network.parameters())
@@ -565,7 +565,7 @@ def test_distinct_rows(seed, rows, columns, most):
     generator = np.random.default_rng(seed)
     table = torch.from_numpy(generator.integers(0, most, size=(rows, columns)))
     table = torch.cat((table, table[generator.integers(rows, size=rows)]))
-    distinct, names = prpo_minigrid.distinct_rows(table)
+    distinct, names = communicators.find_distinct_rows(table)
     assert torch.equal(distinct[names], table)
     assert len(distinct) == len(table.unique(dim=0))
     wide = torch.zeros(40, 9, dtype=torch.long).index_copy(
@@ -574,7 +574,7 @@ def test_distinct_rows(seed, rows, columns, most):
     wide[0, 8] = (
         2**20 - 1
     )  # in numbers of 64 bits that grow by 20 with every column, the first one would be lost
-    distinct, names = prpo_minigrid.distinct_rows(wide)
+    distinct, names = communicators.find_distinct_rows(wide)
     assert torch.equal(distinct[names], wide)
 
 
@@ -594,11 +594,11 @@ def test_each_observation_is_asked_once_and_remembered_for_eight_rollouts(seed, 
     screens.reshape(number, 147)[np.arange(number), np.arange(number) * 5] += 1
     actors, history = script.make_actors(args, [agent]), []
 
-    def tell(keys, ask=actors[0].ask):
+    def tell(keys, ask=actors[0].compute):
         asked[-1] += keys
         return ask(keys)
 
-    actors[0].ask = tell
+    actors[0].compute = tell
     for _ in range(11):
         rollout = screens[generator.integers(number, size=(args.num_steps + 1, envs))]
         asked.append([])
@@ -711,7 +711,7 @@ def test_a_layer_that_is_added_acts_and_learns(script, tmp_path, monkeypatch):
     script.patch(monkeypatch, "Agent", Deeper)
     script.patch(monkeypatch, "make_communicator", fixed(OF_THREE))
     monkeypatch.setattr(
-        prpo_minigrid.Patches, "least", 1
+        communicators.Patches, "least", 1
     )  # every answer comes from patches, as in longer rollouts
     assert_trains_like_the_plain_version(script, OF_THREE, tmp_path / "plain", **THREE)
     ratios, logged, _ = first_log_ratios(script, tmp_path / "ratios", monkeypatch, iterations=3)
@@ -810,12 +810,10 @@ def test_similarity_is_computed_from_what_agents_may_tell(script, tmp_path):
     sent = n * (n - 1) * script.parameters * 4
     assert summary["communication_rounds"] == 1 and summary["communication_bytes"] == sent
     logged = communicator_of(folder)
-    states = script.public_states(script.Args(**summary["settings"]))
+    states = script.collect_public_states(script.Args(**summary["settings"]))
     agents = [script.new_agent() for _ in range(n)]
     exchanged = folder
-    if (
-        script.module is fedavg_ppo
-    ):  # it has averaged since: the agents that were exchanged are those of no round
+    if script.averages:  # since the exchange: the agents that were exchanged are those of no round
         exchanged, _ = train(script, tmp_path / "parent", **changes | {"local_updates": 2})
     for i, agent in enumerate(agents):
         agent.load_state_dict(load_file(exchanged / f"agent_{i}.safetensors"))
@@ -931,7 +929,7 @@ def test_an_agent_that_diverges_is_named_and_its_peers_go_on(script, tmp_path, m
     folder, summary = train(script, tmp_path, **changes)
     output = capsys.readouterr().out
     assert output.count("agent 1 has diverged") == 1 and output.count("has diverged") == 1
-    heals = script.module is fedavg_ppo  # agent 1 leaves the round with the average of its peers
+    heals = script.averages  # agent 1 leaves the round with the average of its peers
     assert summary["completed"] and summary["diverged"] == ([] if heals else [1])
     for i in range(n):
         result = summary["evaluation"]["agents"][i][summary["settings"]["env_id"]]["mean"]
@@ -1061,7 +1059,7 @@ def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypa
             for k, value in enumerate(of_round)
             if value is not None and clock[0] % 64 == 5
         ]
-        return *signals, [game for game in games if game[0] in range(3)[envs.parts[part]]]
+        return *signals, [game for game in games if game[0] in range(3)[envs.groups[part]]]
 
     def watch(args, returns=None, *rest, **more):
         if returns is not None:
