@@ -295,7 +295,7 @@ STEPS = {
     "doorkey": 250000,
     "keycorridor": 250000,
     "missions": 143360,
-    "levels": 250000,
+    "levels": 122880,
     "networks": 250000,
     "crowd": 150000,
 }
