@@ -1,4 +1,4 @@
-"""What the tests of the scripts share: tiny runs, and how to read and compare what they leave."""
+"""What the tests of the scripts share: tiny runs, and how to read and compare their files."""
 
 import contextlib
 import csv
@@ -26,8 +26,8 @@ import prtrpo_minigrid
 REPOSITORY = Path(prpo_minigrid.__file__).parent
 HAS_ENVPOOL = sys.platform == "linux"  # as in requirements.txt
 
-# Six iterations, rounds after the third and the last one, checkpoints after every second: not at the same time.
-# Returns matter to C.
+# Six iterations, rounds after the third and the sixth, checkpoints after every second one, so that
+# rounds and checkpoints do not coincide. The communicator depends on returns.
 TINY = {
     "device": "cpu",
     "precision": "float32",
@@ -45,8 +45,9 @@ TINY = {
 TINY_OF = {
     # Rooms are small, starts are random, episodes end at the goal or after 100 steps
     "MiniGrid": {"env_id": "MiniGrid-Empty-Random-5x5-v0", "num_steps": 64},
-    # Games end after 115 to 185 steps, before the environments start anew after 192. Adam multiplies rounding errors
-    # of gradients by up to learning_rate / 1e-5, and here the gradients are large
+    # Games end after 115 to 185 steps, before the environments start anew after 192. Adam
+    # multiplies rounding errors of gradients by up to learning_rate / 1e-5, and here the gradients
+    # are large
     "Atari": {
         "env_id": "BreakoutNoFrameskip-v4",
         "num_steps": 96,
@@ -58,23 +59,30 @@ TINY_OF = {
 
 
 class Variant:
-    """A script on one family of environments: its module, and what it takes from the family's.
+    """A script on one family of environments: its module, with what it imports from the family's.
 
-    To replace something, use `patch`: it replaces it where it is looked up.
+    To replace something, use `patch`: it replaces it in the module that looks it up.
     """
 
     def __init__(self, module, family):
-        self.module, self.family, self.tiny = module, family, TINY | TINY_OF[family]
+        self.module = module
+        self.family = family
+        self.tiny = TINY | TINY_OF[family]
         self.averages = module is fedavg_ppo
         self.Args = getattr(module, f"{family}Args" if self.averages else "Args")
         self.of_family = {"MiniGrid": prpo_minigrid, "Atari": prpo_atari}[family]
         self.label = module.__name__ if module is self.of_family else f"{module.__name__}-{family}"
-        self.num_actions, self.shape, self.codes = (
-            (7, (7, 7, 3), 11) if family == "MiniGrid" else (4, (21, 21, 64), 256)
-        )
+        if family == "MiniGrid":
+            self.num_actions = 7
+            self.shape = (7, 7, 3)
+            self.codes = 11
+        else:
+            self.num_actions = 4
+            self.shape = (21, 21, 64)
+            self.codes = 256
 
     def owner(self, name):
-        """The module that has this name."""
+        """The module that defines this name."""
         return self.module if hasattr(self.module, name) else self.of_family
 
     def __getattr__(self, name):
@@ -92,14 +100,17 @@ class Variant:
         return parse_args(self, argv)
 
     def step(self, envs, actions):
-        """Step all environments, [agents, envs]; they are played in parts, on MiniGrid of the agents."""
+        """Step all environments [agents, envs], group by group.
+
+        On MiniGrid a group consists of agents, on Atari of environments.
+        """
         if self.family == "MiniGrid":
-            for number, part in enumerate(envs.groups):
-                envs.send(number, actions[part])
+            for number, group in enumerate(envs.groups):
+                envs.send(number, actions[group])
             *signals, episodes = zip(*map(envs.receive, range(len(envs.groups))), strict=True)
             return *map(np.concatenate, signals), sum(episodes, [])
         *signals, games = zip(
-            *(envs.step(part, actions[:, part]) for part in envs.groups), strict=True
+            *(envs.step(group, actions[:, group]) for group in envs.groups), strict=True
         )
         return *(np.concatenate(signal, axis=1) for signal in signals), sum(games, [])
 
@@ -113,14 +124,17 @@ class Variant:
 
     @property
     def parameters(self):
-        """How many numbers such a network consists of."""
+        """The number of parameters of such a network."""
         return sum(parameter.numel() for parameter in self.new_agent().parameters())
 
 
-PRPO_MINIGRID, FEDAVG_MINIGRID = Variant(prpo_minigrid, "MiniGrid"), Variant(fedavg_ppo, "MiniGrid")
+PRPO_MINIGRID = Variant(prpo_minigrid, "MiniGrid")
+FEDAVG_MINIGRID = Variant(fedavg_ppo, "MiniGrid")
 PRTRPO_MINIGRID = Variant(prtrpo_minigrid, "MiniGrid")
-PRPO_ATARI, FEDAVG_ATARI = Variant(prpo_atari, "Atari"), Variant(fedavg_ppo, "Atari")
-MINIGRID, ATARI = [PRPO_MINIGRID, FEDAVG_MINIGRID], [PRPO_ATARI, FEDAVG_ATARI]
+PRPO_ATARI = Variant(prpo_atari, "Atari")
+FEDAVG_ATARI = Variant(fedavg_ppo, "Atari")
+MINIGRID = [PRPO_MINIGRID, FEDAVG_MINIGRID]
+ATARI = [PRPO_ATARI, FEDAVG_ATARI]
 SCRIPTS = [PRPO_MINIGRID, PRPO_ATARI, FEDAVG_MINIGRID]
 
 
@@ -129,8 +143,10 @@ def on(variants):
     return pytest.mark.parametrize("script", variants, ids=str)
 
 
-every_variant, every_script = on(MINIGRID + ATARI), on(SCRIPTS)
-on_minigrid, on_atari = on(MINIGRID), on(ATARI)
+every_variant = on(MINIGRID + ATARI)
+every_script = on(SCRIPTS)
+on_minigrid = on(MINIGRID)
+on_atari = on(ATARI)
 
 
 def tiny_settings(script, run_dir, changes):
@@ -149,21 +165,19 @@ def flags(script, run_dir, **changes):
     """The same arguments as a command line."""
     settings = tiny_settings(script, run_dir, changes).items()
     return [
-        part for name, value in settings for part in (f"--{name.replace('_', '-')}", str(value))
+        word for name, value in settings for word in (f"--{name.replace('_', '-')}", str(value))
     ]
 
 
 def environment(**changes):
-    """The environment of a child process: one thread, and the scripts importable from any folder."""
+    """The environment of a child process: one thread; the scripts can be imported anywhere."""
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)} | changes
 
 
 def call(*command, cwd, timeout=240, **env):
-    """Run a Python command in a child process. Returns what became of it, with its output as text."""
-    command, pipes = (
-        [sys.executable, *map(str, command)],
-        {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
-    )
+    """Run a Python command in a child process. Returns its exit code and its output as text."""
+    command = [sys.executable, *map(str, command)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=cwd, env=environment(**env), text=True, **pipes) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
@@ -183,13 +197,18 @@ def torchrun(nproc, *command, cwd, options=(), **env):
 
 
 def refusal(function, *arguments, code=2, **options):
-    """The one line on stderr with which it ends; the exit code is 2 for a wrong value, otherwise 1."""
+    """The one line on stderr with which `function` ends the process.
+
+    The exit code is 2 for a wrong value, otherwise 1.
+    """
     errors = io.StringIO()
     with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(errors):
         function(*arguments, **options)
     message = str(end.value)
     assert end.value.code == code
-    assert message and message == message.strip() and "\n" not in message, message
+    assert message, message
+    assert message == message.strip(), message
+    assert "\n" not in message, message
     assert errors.getvalue().splitlines()[-1] == message
     return message
 
@@ -233,18 +252,17 @@ def scalars_of(folder):
     return {tag: [(event.step, event.value) for event in points] for tag, points in series.items()}
 
 
-def assert_weights(found, expected, args):
+def assert_weights(weights, expected, args):
     """The same parameters after a run, up to rounding.
 
-    How far a run can move a parameter is the learning rate times the number of steps. Adam makes a whole step of a
-    gradient that is all but 0, on another processor perhaps in the other direction.
+    A run can move a parameter by at most the learning rate times the number of steps. Adam turns a
+    gradient of nearly 0 into a whole step, whose direction may depend on the processor.
     """
     iterations = args.total_timesteps // (args.num_envs * args.num_steps)
     most = args.learning_rate * iterations * args.update_epochs * args.num_minibatches
-    difference = (found - expected).double()
-    assert (
-        difference.abs().max() <= 1e-2 * most and difference.square().mean().sqrt() <= 3e-5 * most
-    )
+    difference = (weights - expected).double()
+    assert difference.abs().max() <= 1e-2 * most
+    assert difference.square().mean().sqrt() <= 3e-5 * most
 
 
 WORDS = {"env_id", "exp_name"}  # columns of metrics.csv that are no numbers
@@ -256,23 +274,28 @@ def assert_same_rows(rows, expected_rows, tolerance=1e-5, apart=()):
         (r["iteration"], r["agent"]) for r in expected_rows
     ]
     for row, expected_row in zip(rows, expected_rows, strict=True):
-        assert row.keys() == expected_row.keys() and all(
-            row[word] == expected_row[word] for word in WORDS
-        )
+        assert row.keys() == expected_row.keys()
+        assert all(row[word] == expected_row[word] for word in WORDS)
         for column in row.keys() - WORDS - set(apart):
-            value, wanted = float(row[column]), float(expected_row[column])
-            assert value == pytest.approx(wanted, rel=tolerance, abs=tolerance, nan_ok=True), (
+            value = float(row[column])
+            expected_value = float(expected_row[column])
+            assert value == pytest.approx(
+                expected_value, rel=tolerance, abs=tolerance, nan_ok=True
+            ), (
                 column,
                 row,
-                wanted,
+                expected_value,
             )
 
 
 def assert_same_run(folder, other, exactly=False):
     """Equal weights and equal metrics, but for the clock: bit for bit, or up to rounding."""
-    weights, expected = weights_of(folder), weights_of(other)
-    assert weights.keys() == expected.keys() and len(weights) > 0
-    rows, expected_rows = rows_of(folder), rows_of(other)
+    weights = weights_of(folder)
+    expected = weights_of(other)
+    assert weights.keys() == expected.keys()
+    assert len(weights) > 0
+    rows = rows_of(folder)
+    expected_rows = rows_of(other)
     if exactly:
         assert all(torch.equal(weights[i], expected[i]) for i in weights)
         assert rows == expected_rows

@@ -21,7 +21,6 @@ PENDING = {
     "communicators.py",
     "prpo_llm.py",
     "tests/conftest.py",
-    "tests/helpers.py",
     "tests/test_atari.py",
     "tests/test_benchmark.py",
     "tests/test_communicators.py",
