@@ -1,4 +1,4 @@
-"""benchmark/: what is made of runs, and that what is measured is what is said."""
+"""benchmark/: tables and figures of runs, and that a measurement is of what its name says."""
 
 import importlib
 import json
@@ -13,10 +13,13 @@ import tyro
 from helpers import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
-plot, throughput = importlib.import_module("plot"), importlib.import_module("throughput")
-table, choose = importlib.import_module("table"), importlib.import_module("choose")
-bound, crowd = importlib.import_module("bound"), importlib.import_module("crowd")
+bound = importlib.import_module("bound")
+choose = importlib.import_module("choose")
+crowd = importlib.import_module("crowd")
 methods = importlib.import_module("methods")
+plot = importlib.import_module("plot")
+table = importlib.import_module("table")
+throughput = importlib.import_module("throughput")
 RESULTS = REPOSITORY / "benchmark" / "results"
 
 
@@ -27,55 +30,42 @@ def fake_run(root, seed, curve, evaluation=0.5, stamp=1, old=False, completed=Tr
     old: as earlier versions left it, without the columns seed and exp_name, and with other names of
     flags.
     """
-    settings = {
-        "exp_name": "pr",
-        "seed": seed,
-        "env_id": "Task",
-        "env_ids": [],
-        "learning_rate": 0.5,
-    } | settings
+    defaults = {"env_id": "Task", "env_ids": [], "learning_rate": 0.5}
+    settings = {"exp_name": "pr", "seed": seed} | defaults | settings
     settings |= {"communication_coef" if old else "kl_coef": settings.pop("kl_coef", 2.0)}
-    folder, tasks = (
-        root / f"Task__{settings['exp_name']}__{seed}__{stamp}",
-        settings["env_ids"] or ["Task", "Task"],
-    )
+    folder = root / f"Task__{settings['exp_name']}__{seed}__{stamp}"
     folder.mkdir(parents=True)
-    rows = [
-        {"iteration": k + 1, "agent": i, "env_id": tasks[i], "timesteps": 100 * (k + 1)}
-        | ({} if old else {"seed": seed, "exp_name": settings["exp_name"], "learning_rate": 0.1})
-        | {"return_last_100": value + 0.02 * i, "tv_update": 0.1 * value}
-        for k, value in enumerate(curve)
-        for i in range(2)
-    ]
+    tasks = settings["env_ids"] or ["Task", "Task"]
+    rows = []
+    for k, value in enumerate(curve):
+        for agent, task in enumerate(tasks):
+            row = {"iteration": k + 1, "agent": agent, "env_id": task, "timesteps": 100 * (k + 1)}
+            if not old:
+                row |= {"seed": seed, "exp_name": settings["exp_name"], "learning_rate": 0.1}
+            rows.append(row | {"return_last_100": value + 0.02 * agent, "tv_update": 0.1 * value})
     pd.DataFrame(rows).to_csv(folder / "metrics.csv", index=False)
-    tests = [
-        {
-            "iteration": len(curve),
-            "agent": i,
-            "task": task,
-            "timesteps": 100 * len(curve),
-            "episodes": 9,
-        }
-        | {"mean_return": evaluation + 0.1 * i + 0.5 * (task == "Other"), "ci95": 0.01}
-        for i in range(2)
-        for task in ("Other", *dict.fromkeys(tasks))
-    ]
-    pd.DataFrame(tests).to_csv(folder / "evaluations.csv", index=False)
+    last = {"iteration": len(curve), "timesteps": 100 * len(curve), "episodes": 9, "ci95": 0.01}
+    evaluations = []
+    cells = []  # of summary.json
+    for agent in range(2):
+        means = {task: evaluation + 0.1 * agent for task in tasks}
+        means = {"Other": evaluation + 0.1 * agent + 0.5} | means
+        for task, mean in means.items():
+            evaluations.append({"agent": agent, "task": task, "mean_return": mean} | last)
+        cells.append({task: {"mean": mean} for task, mean in means.items()})
+    columns = ["iteration", "agent", "task", "timesteps", "episodes", "mean_return", "ci95"]
+    pd.DataFrame(evaluations)[columns].to_csv(folder / "evaluations.csv", index=False)
     (folder / "config.json").write_text(json.dumps({"script": "prpo_minigrid"} | settings))
     summary = {
         "script": "prpo_minigrid",
         "completed": completed,
         "seed": seed,
         "settings": settings,
+        "versions": {"torch": "2"},
+        "timesteps_per_agent": 100 * len(curve),
+        "evaluation": {"group": evaluation, "agents": cells},
     }
-    summary |= {"versions": {"torch": "2"}, "timesteps_per_agent": 100 * len(curve)}
-    cells = [
-        {test["task"]: {"mean": test["mean_return"]} for test in tests if test["agent"] == i}
-        for i in range(2)
-    ]
-    (folder / "summary.json").write_text(
-        json.dumps(summary | {"evaluation": {"group": evaluation, "agents": cells}})
-    )
+    (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
 
@@ -180,15 +170,14 @@ def test_of_repeated_runs_the_newest_counts(tmp_path, plotted):
     """With a warning; other settings under the same name end with one line; unfinished runs are
     left out.
     """
-    newest = fake_run(
-        tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.7, stamp=10
-    )  # ten is newer than nine
+    # Ten is newer than nine
+    newest = fake_run(tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.7, stamp=10)
     older = fake_run(tmp_path / "runs", 1, [0.1, 0.2], evaluation=0.2, stamp=9, kl_coef=5.0)
     fake_run(tmp_path / "runs", 2, [0.1, 0.2], evaluation=0.9, stamp=11, completed=False)
-    _, runs, _, said = plotted()
+    _, runs, _, shown = plotted()
     assert list(runs.evaluation) == [0.7]
-    assert f"{older}: left out, {newest} has the same name and seed" in said
-    assert "cut off" in said
+    assert f"{older}: left out, {newest} has the same name and seed" in shown
+    assert "cut off" in shown
     fake_run(tmp_path / "runs", 3, [0.1, 0.2], kl_coef=3.0)
     with pytest.raises(SystemExit, match="the same name as .*, but other settings"):
         plotted()
@@ -212,14 +201,14 @@ def test_a_curve_reaches_as_far_as_every_run(tmp_path, plotted):
     drawn, runs, results, shown = plotted(points=8)
     points = drawn[drawn.method == "pr"]
     assert points.timesteps.tolist() == [262]  # of 88, 175, 262, 350, ... up to 700
-    late_value, early_value = 0.2 + 0.1 * 0.62 + 0.01, 0.6 + 0.1 * 0.62 + 0.01
+    late_value = 0.2 + 0.1 * 0.62 + 0.01
+    early_value = 0.6 + 0.1 * 0.62 + 0.01
     assert points["mean"].tolist() == pytest.approx([(late_value + early_value) / 2])
-    own = runs[runs.method == "pr"].set_index("seed")
-    assert own.index.tolist() == [1, 2]
+    runs = runs[runs.method == "pr"].set_index("seed")
+    assert runs.index.tolist() == [1, 2]
     assert results.set_index("method").seeds["pr"] == "1 2"
-    assert own.mean_training_return[2] == pytest.approx(
-        0.26
-    )  # of the iterations in which both have one
+    # Of the iterations in which both agents have a return
+    assert runs.mean_training_return[2] == pytest.approx(0.26)
     assert f"{unfinished}: not finished, left out" in shown
     assert f"{empty}: cut off or without a single episode, left out" in shown
 
@@ -238,9 +227,10 @@ def test_commands_in_files_have_every_setting(tmp_path):
     for seed in (1, 2):
         fake_run(tmp_path, seed, [0.1], **settings)
     lines = plot.header(plot.read_groups(plot.Args(runs=(str(tmp_path),)))).splitlines()
-    expected = "# python prpo_minigrid.py --exp-name pr --env-id Task --learning-rate 0.5 --no-anneal-lr --norm-adv"
+    command = "python prpo_minigrid.py --exp-name pr --env-id Task --learning-rate 0.5"
+    command += " --no-anneal-lr --norm-adv"
     assert lines == [
-        f"{expected} --hidden-sizes 64 32 --kl-coef 2.0  (--seed 1 2)",
+        f"# {command} --hidden-sizes 64 32 --kl-coef 2.0  (--seed 1 2)",
         "# torch 2",
         "# environments: none",
     ]
@@ -260,15 +250,10 @@ def test_all_runs_are_one_table(tmp_path):
     assert runs.evaluation[:, 1, :].isna().sum() == 4  # of the iterations before the last ones
     assert set(runs.kl_coef) == {2.0}
     assert set(runs.learning_rate_setting) == {0.5}
-    assert (
-        runs.learning_rate.groupby("seed").max()[1] == 0.1
-    )  # the metric is another thing than the setting
+    # The metric is another thing than the setting
+    assert runs.learning_rate.groupby("seed").max()[1] == 0.1
     assert runs.env_ids[2, 1, 0] == "Task Task"
-    assert runs.completed.groupby("seed").all().tolist() == [
-        True,
-        True,
-        False,
-    ]
+    assert runs.completed.groupby("seed").all().tolist() == [True, True, False]
     assert plot.load_runs(tmp_path / "nothing").empty
 
 
@@ -279,9 +264,10 @@ def test_one_line_for_notebooks_reads_all_runs(tmp_path, monkeypatch):
     for seed in (1, 2):
         fake_run(tmp_path / "runs" / "deeper", seed, [0.1, 0.2])
     monkeypatch.chdir(tmp_path)
-    lines, found = re.findall(r"^    (import pandas.*|runs = .*)$", plot.__doc__, re.M), {}
-    exec("\n".join(lines), found)
-    runs = found["runs"].set_index(["exp_name", "seed", "agent", "timesteps"])
+    lines = re.findall(r"^    (import pandas.*|runs = .*)$", plot.__doc__, re.M)
+    names = {}
+    exec("\n".join(lines), names)
+    runs = names["runs"].set_index(["exp_name", "seed", "agent", "timesteps"])
     assert len(lines) == 2
     assert len(runs) == 8
     assert runs.index.is_unique
@@ -387,12 +373,9 @@ def test_tasks_of_separate_runs_are_strata(tmp_path, tabled):
             )
     _, exact = tabled()
     scores = np.array([[value + 0.05] * 2 for value in (0.1, 0.3, 0.5, 0.9)])
-    expected, limits = (
-        table.interquartile_mean(scores),
-        table.interquartile_mean(scores, paired=True),
-    )
+    expected = table.interquartile_mean(scores)
     assert list(exact.filter(like="all tasks").loc["pr"]) == pytest.approx(expected)
-    assert expected != limits
+    assert expected != table.interquartile_mean(scores, paired=True)
     assert exact.Easy["pr"] == pytest.approx((0.35 + 0.55 + 0.75) / 3)
     assert exact.Hard["pr"] == pytest.approx(0.45)
     assert exact["success in Easy"]["pr"] == 0.2
@@ -438,9 +421,8 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
     """The setting chosen in training with its held-out score, not the best of these; EVP for each
     seed.
     """
-    best = (
-        0.5 + 0.5 + 0.4
-    ) / 3  # of two of the three, without replacement; 0.1 more with the second seed
+    # Of two of the three, without replacement; 0.1 more with the second seed
+    best = (0.5 + 0.5 + 0.4) / 3
     kinds = {"isolated": {"aggregation": "none"}, "fedavg": {"aggregation": "weights"}}
     kinds["pr0.2"] = {
         "aggregation": "policy",
@@ -448,13 +430,14 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
         "self_preference": 0.2,
     }
     kinds["pr0.6"] = kinds["pr0.2"] | {"self_preference": 0.6}
-    for name, own in kinds.items():
+    for name, settings in kinds.items():
         for k, (training, held_out) in enumerate([(0.9, 0.3), (0.1, 0.5), (0.2, 0.4)]):
             for seed in (1, 2):
                 value = held_out + 0.1 * (seed == 2) + 0.3 * (name == "pr0.2")
                 if name == "pr0.6" and seed == 2:
                     value = best + 0.1
-                fake_language_run(tmp_path / "runs", seed, f"{name}_{k}", training, value, **own)
+                run_name = f"{name}_{k}"
+                fake_language_run(tmp_path / "runs", seed, run_name, training, value, **settings)
     shown, exact = tabled(evp=2)
     assert list(shown) == ["isolated", "FedAvg", "PR, p = 0.6", "PR, p = 0.2"]
     assert exact["best setting"]["isolated"] == "isolated_0"
@@ -514,7 +497,7 @@ def test_table_of_win_rates_and_topics(tmp_path, tabled):
         "fedavg": {"aggregation": "weights", "lora_average": "exact"},
     }
     kinds["fedavg-naive"] = {"aggregation": "weights", "lora_average": "naive"}
-    for k, (name, own) in enumerate(kinds.items()):
+    for k, (name, settings) in enumerate(kinds.items()):
         rewards = [0.9, 0.1 * k, 0.2], [0.9, 0.4, 0.3 + k]  # common, first topic, second topic
         agents = [
             {task: {"mean": value} for task, value in zip("cxy", row, strict=True)}
@@ -522,7 +505,7 @@ def test_table_of_win_rates_and_topics(tmp_path, tabled):
         ]
         for seed in (1, 2):
             folder = fake_language_run(
-                tmp_path / "runs", seed, name, 0.5, 0.9, agents, partition="topic", **own
+                tmp_path / "runs", seed, name, 0.5, 0.9, agents, partition="topic", **settings
             )
             rates = {"agent": [0, "all", "all"], "task": ["validation", "x", "validation"]}
             pd.DataFrame(rates | {"win_rate": [0.1, 0.2, 0.4 + 0.1 * k]}).to_csv(
@@ -542,15 +525,15 @@ def test_table_of_win_rates_and_topics(tmp_path, tabled):
 
 @pytest.fixture
 def selected(tmp_path, capsys):
-    """selected(**options): the commands that choose.py prints, and what it tells, of the grid below
-    tmp_path/runs.
+    """selected(**options): the commands that choose.py prints for the grid below tmp_path/runs, and
+    its table on stderr.
     """
 
     def run(**options):
         options = {"seeds": (1, 2), "commands": str(tmp_path / "tuning.txt")} | options
         choose.main(choose.Args(runs=(str(tmp_path / "runs"),), **options))
-        said = capsys.readouterr()
-        return said.out.splitlines(), said.err
+        printed = capsys.readouterr()
+        return printed.out.splitlines(), printed.err
 
     return run
 
@@ -563,29 +546,25 @@ def fake_grid(root, left_out=()):
         "isolated_coef0.5": [0.2, 0.2],
         "isolated_coef2": [0.1, 0],
     }
-    evaluations, lines = (
-        {"pr_coef0.5": 0.6, "pr_coef2": 0.5, "isolated_coef0.5": 0.1, "isolated_coef2": 0.1},
-        [],
-    )
+    evaluations = {
+        "pr_coef0.5": 0.6,
+        "pr_coef2": 0.5,
+        "isolated_coef0.5": 0.1,
+        "isolated_coef2": 0.1,
+    }
+    lines = []
     for seed in (101, 102):
         for name, curve in curves.items():
-            coef = name.partition("coef")[2]
-            line = f"OMP_NUM_THREADS=1 python prpo_minigrid.py --seed {seed} --kl-coef {float(coef):.1e} --env-id Task"
-            lines.append(f"{line} --run-dir runs/tuning --exp-name {name} --kl-direction 'reverse'")
-            if (name, seed) not in left_out:
-                own = {
-                    "exp_name": name,
-                    "kl_coef": float(coef),
-                    "kl_direction": "reverse",
-                    "run_dir": "elsewhere",
-                }
-                fake_run(
-                    root / "runs",
-                    seed,
-                    [x + 0.2 * (seed == 102) for x in curve],
-                    evaluations[name],
-                    **own,
-                )
+            coef = float(name.partition("coef")[2])
+            line = f"OMP_NUM_THREADS=1 python prpo_minigrid.py --seed {seed} --kl-coef {coef:.1e}"
+            line += " --env-id Task --run-dir runs/tuning"
+            lines.append(f"{line} --exp-name {name} --kl-direction 'reverse'")
+            if (name, seed) in left_out:
+                continue
+            settings = {"exp_name": name, "kl_coef": coef, "kl_direction": "reverse"}
+            settings["run_dir"] = "elsewhere"
+            higher = [value + 0.2 * (seed == 102) for value in curve]
+            fake_run(root / "runs", seed, higher, evaluations[name], **settings)
     (root / "tuning.txt").write_text("\n".join(lines))
 
 
@@ -594,26 +573,20 @@ def test_settings_are_chosen_on_tuning_seeds(tmp_path, selected):
     else as it was.
     """
     fake_grid(tmp_path)
-    commands, told = selected(seeds=(3, 1), out_dir="runs/final")
-    expected = [
-        f"OMP_NUM_THREADS=1 python prpo_minigrid.py --seed {seed} --kl-coef {coef} --env-id Task --run-dir runs/final"
-        f" --exp-name {name} --kl-direction 'reverse'"
-        for seed in (3, 1)
-        for name, coef in (("pr", "2.0e+00"), ("isolated", "5.0e-01"))
-    ]
+    commands, shown = selected(seeds=(3, 1), out_dir="runs/final")
+    expected = []
+    for seed in (3, 1):
+        for name, coef in (("pr", "2.0e+00"), ("isolated", "5.0e-01")):
+            line = f"OMP_NUM_THREADS=1 python prpo_minigrid.py --seed {seed} --kl-coef {coef}"
+            line += " --env-id Task --run-dir runs/final"
+            expected.append(f"{line} --exp-name {name} --kl-direction 'reverse'")
     assert commands == expected  # by the mean over training the second of PR's
-    row = next(line for line in told.splitlines() if "pr_coef2" in line)
-    assert row.split()[-4:] == [
-        "0.7600",
-        "*",
-        "0.6600",
-        "0.8600",
-    ]  # mean, chosen, seeds; 0.01 is of the agents' mean
-    assert told.count("*") == 2
-    for criterion in (
-        "final",
-        "evaluation",
-    ):  # and by these the first, and of isolated's equal ones the first
+    row = next(line for line in shown.splitlines() if "pr_coef2" in line)
+    # Mean, chosen, seeds; 0.01 is of the agents' mean
+    assert row.split()[-4:] == ["0.7600", "*", "0.6600", "0.8600"]
+    assert shown.count("*") == 2
+    # By these the first, and of isolated's equal ones the first
+    for criterion in ("final", "evaluation"):
         commands, _ = selected(criterion=criterion)
         assert [re.search("kl-coef (.*?) ", line)[1] for line in commands] == ["5.0e-01"] * 4
 
@@ -745,11 +718,10 @@ def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
     """
     for seed, curve in ((1, [0.1, 0.2]), (2, [0.3, 0.8])):
         fake_run(tmp_path / "runs", seed, curve, evaluation=0.1 * seed, env_ids=["Easy", "Hard"])
-    fake_run(
-        tmp_path / "runs", 1, [0.1, 0.2], 0.7, exp_name="zzz", env_ids=["Easy", "Hard"]
-    )  # with fewer seeds
-    drawn, runs, results, _ = plotted(points=2, per_task=True, matrix=True, threshold=0.82)
-    drawn, runs, results = (own[own.method == "pr"] for own in (drawn, runs, results))
+    # With fewer seeds
+    fake_run(tmp_path / "runs", 1, [0.1, 0.2], 0.7, exp_name="zzz", env_ids=["Easy", "Hard"])
+    *tables, _ = plotted(points=2, per_task=True, matrix=True, threshold=0.82)
+    drawn, runs, results = (rows[rows.method == "pr"] for rows in tables)
     assert list(results.env) == ["Easy", "Hard"]
     assert list(drawn.env.unique()) == ["Easy", "Hard"]
     easy, hard = (drawn[drawn.env == env]["mean"].tolist() for env in ("Easy", "Hard"))
@@ -808,7 +780,8 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
     monkeypatch.setattr(tool, "draw", lambda *paths: figures.append(draw(*paths)))
     tool.main(tool.Args(out=str(tmp_path / name), from_csv=True))
     for path in (RESULTS / f"{name}.png", *RESULTS.glob(f"{name}_matrix.png")):
-        drawn, committed = plt.imread(tmp_path / path.name), plt.imread(path)
+        drawn = plt.imread(tmp_path / path.name)
+        committed = plt.imread(path)
         assert drawn.shape == committed.shape
         assert np.abs(drawn - committed).mean() < 0.01
     assert {path: path.read_text() for path in tmp_path.glob("*_table.csv")} == before
@@ -854,10 +827,10 @@ def test_a_method_has_one_name_and_one_colour():
     assert styles["isolated"].colour == methods.GREY
     dashes = [styles[name].dashes for name in ("pr-uniform", "pr-uniform-4", "pr-uniform-16")]
     assert dashes == ["-", "--", ":"]
-    assert len({own.colour for own in styles.values()}) == 4
-    assert methods.find_method("pr-uniform-every1-8").label.endswith(
-        "after every iteration, 8"
-    )  # the longest
+    assert len({method.colour for method in styles.values()}) == 4
+    # The longest
+    label = methods.find_method("pr-uniform-every1-8").label
+    assert label.endswith("after every iteration, 8")
     assert methods.find_method("pr-uniforms") is None
     labels = {method.label for method in methods.METHODS.values()}
     labels |= {"PR, self-preferred 0.6", "PR, self-preferred 0.2"}  # of PPO and of GRPO
@@ -905,19 +878,18 @@ def test_isolated_agents_are_crowds_of_every_size():
     last.
     """
 
-    def agents(name: str, seed: int, reached: list[int]) -> list[dict]:
-        common = {"exp_name": name, "seed": seed}
-        return [
-            common | {"agent": k, "timesteps": t, "return_last_100": 0.9 * (0 < own <= t)}
-            | {"evaluation": np.nan if t < 300 else 0.9 * (own > 0)}
-            for t in (100, 200, 300)
-            for k, own in enumerate(reached)
-        ]  # fmt: skip
+    def make_agents(name: str, seed: int, reached: list[int]) -> list[dict]:
+        rows = []
+        for steps in (100, 200, 300):
+            for agent, first in enumerate(reached):
+                row = {"exp_name": name, "seed": seed, "agent": agent, "timesteps": steps}
+                row["return_last_100"] = 0.9 * (0 < first <= steps)
+                row["evaluation"] = np.nan if steps < 300 else 0.9 * (first > 0)
+                rows.append(row)
+        return rows
 
-    runs = pd.DataFrame(
-        agents("isolated-4", 1, [100, 0, 200, 300])
-        + agents("pr-uniform-5", 2, [300, 200, 100, 0, 100])
-    )
+    runs = make_agents("isolated-4", 1, [100, 0, 200, 300])
+    runs = pd.DataFrame(runs + make_agents("pr-uniform-5", 2, [300, 200, 100, 0, 100]))
     rows = crowd.make_rows(runs, 0.8).set_index(["method", "agents", "first_agent"])
     expected = {
         1: ([1, 0, 1, 1], [100, np.nan, 200, 300]),
@@ -925,10 +897,10 @@ def test_isolated_agents_are_crowds_of_every_size():
         4: ([0.75], [np.nan]),
     }
     for size, (share, steps) in expected.items():
-        own = rows.loc["isolated", size]
-        assert own.index.tolist() == list(range(0, 4, size))
-        assert own.share.tolist() == share
-        assert own.steps.fillna(-1).tolist() == [-1 if x != x else x for x in steps]
+        crowds = rows.loc["isolated", size]
+        assert crowds.index.tolist() == list(range(0, 4, size))
+        assert crowds.share.tolist() == share
+        assert crowds.steps.tolist() == pytest.approx(steps, nan_ok=True)
     assert rows.loc["pr-uniform", 5][["share", "steps"]].values.tolist() == [[0.8, 300]]
     assert rows.loc["isolated", 2].evaluation.tolist() == pytest.approx([0.45, 0.9])
     table = crowd.make_table(rows.reset_index()).set_index(["method", "agents"])
@@ -1049,47 +1021,49 @@ def test_trl_is_run_at_the_settings_of_language_models():
     sizes = ((300, 58, 8), (64, 128, 4))
     tables = throughput.comparisons(throughput.Args(llm=True, llm_sizes=sizes))
     assert len(tables) == 2
-    for size, own in zip(sizes, tables.values(), strict=True):
-        commands = list(throughput.contenders(own).values())
+    for size, args in zip(sizes, tables.values(), strict=True):
+        commands = list(throughput.contenders(args).values())
         trl = [tyro.cli(theirs, args=argv) for name, *argv in commands if "trl_grpo" in name]
         prpo = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prpo_llm.py"]
         assert [run.completions_only for run in trl] == [True, False]
         assert [run.num_agents for run in prpo] == [1, 3, 3]
         for run in (*trl, *prpo):
             task = run.task if run in trl else run.base_model
-            assert (task, run.response_length, run.group_size) == (
-                f"runs/llm-task-{size[0]}",
-                *size[1:],
-            )
-            rows = run.micro_batch_size * (
-                1 if run in trl else run.group_size
-            )  # that pass through the model at once
+            assert task == f"runs/llm-task-{size[0]}"
+            assert (run.response_length, run.group_size) == size[1:]
+            # Rows that pass through the model at once
+            rows = run.micro_batch_size
+            if run in prpo:
+                rows *= run.group_size
             assert (rows, run.batch_size, run.update_epochs, run.lora_rank) == (size[2], 4, 2, 64)
             assert (run.kl_coef, run.total_steps) == (0.1, 3)
     assert len(throughput.comparisons(throughput.Args())) == 1
 
 
 def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):
-    """What an agent learns from and what it tells is multiplied, nothing else; the printed commands
-    are understood.
+    """What an agent learns from and what it reports is multiplied, nothing else; the printed
+    commands are understood.
     """
-    tool, script = importlib.import_module("reward_scale"), importlib.import_module("prpo_minigrid")
+    tool = importlib.import_module("reward_scale")
+    script = importlib.import_module("prpo_minigrid")
     monkeypatch.setenv("REWARD_SCALES", "1 10 0.5")
-    args, scales = script.Args(env_id="MiniGrid-Empty-5x5-v0", num_envs=2), np.array([1, 10, 0.5])
-    plain, scaled = (kind(args, range(3), 0) for kind in (script.Envs, tool.Envs))
-    generator, returns = np.random.default_rng(0), [[], [], []]
+    args = script.Args(env_id="MiniGrid-Empty-5x5-v0", num_envs=2)
+    scales = np.array([1, 10, 0.5])
+    plain = script.Envs(args, range(3), 0)
+    scaled = tool.Envs(args, range(3), 0)
+    generator = np.random.default_rng(0)
+    returns = [[], [], []]
     for _ in range(300):
-        for number, part in enumerate(plain.parts):
-            actions = generator.integers(3, size=(part.stop - part.start, 2))
-            for envs in (plain, scaled):
-                envs.send(number, actions)
-            (rewards, *signals, episodes), (ours, *same, told) = (
-                envs.receive(number) for envs in (plain, scaled)
-            )
-            assert np.array_equal(ours, rewards * scales[part, None])
-            assert np.array_equal(signals, same)
-            assert told == [(k, total * scales[k], length) for k, total, length in episodes]
-            for k, total, _ in told:
+        for number, agents in enumerate(plain.parts):
+            actions = generator.integers(3, size=(agents.stop - agents.start, 2))
+            plain.send(number, actions)
+            scaled.send(number, actions)
+            rewards, *signals, episodes = plain.receive(number)
+            scaled_rewards, *same_signals, scaled_episodes = scaled.receive(number)
+            assert np.array_equal(scaled_rewards, rewards * scales[agents, None])
+            assert np.array_equal(signals, same_signals)
+            assert scaled_episodes == [(k, total * scales[k], n) for k, total, n in episodes]
+            for k, total, _ in scaled_episodes:
                 returns[k].append(total)
     assert max(returns[1]) > 5 > 1 >= max(returns[0]) > 0.5 >= max(returns[2]) > 0
     monkeypatch.setattr(sys, "argv", ["reward_scale.py"])
@@ -1097,6 +1071,7 @@ def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(set(lines)) == 30
     for line in lines:
-        own = tyro.cli(script.Args, args=line.partition("reward_scale.py ")[2].split())
-        assert f"--seed {own.seed} " in line
-        assert own.exp_name.startswith(f"{own.communicator}-")
+        words = line.partition("reward_scale.py ")[2].split()
+        args = tyro.cli(script.Args, args=words)
+        assert f"--seed {args.seed} " in line
+        assert args.exp_name.startswith(f"{args.communicator}-")

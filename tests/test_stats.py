@@ -60,6 +60,11 @@ def test_interquartile_mean_is_of_the_middle_half():
         stats.interquartile_mean([[0.1], [np.nan]])
 
 
+def average(scores):
+    """The mean of [..., seeds, tasks] over both."""
+    return scores.mean(axis=(-2, -1))
+
+
 def test_intervals_are_those_of_all_resamples():
     """Four seeds have 256 resamples: the percentiles of their means, by enumeration; twice the
     same.
@@ -67,8 +72,8 @@ def test_intervals_are_those_of_all_resamples():
     seeds = np.array([[0.0], [0.5], [0.6], [0.9]])
     every = [np.mean(draw) for draw in product(seeds[:, 0], repeat=4)]
     low, high = np.percentile(every, [2.5, 97.5], method="inverted_cdf")
-    found = [stats.bootstrap(lambda scores: scores.mean(axis=(-2, -1)), seeds) for _ in range(2)]
-    assert found[0] == found[1] == pytest.approx((0.5, low, high))
+    estimates = [stats.bootstrap(average, seeds) for _ in range(2)]
+    assert estimates[0] == estimates[1] == pytest.approx((0.5, low, high))
     assert 0 < low < high < 0.9
 
 
@@ -77,26 +82,20 @@ def test_tasks_are_strata_unless_trained_in_the_same_runs():
     that of whole seeds.
     """
     column = np.linspace(0, 1, 8)
-    same, separate = (
-        np.diff(
-            stats.bootstrap(
-                lambda scores: scores.mean(axis=(-2, -1)), np.stack([column] * 2, 1), paired=p
-            )[1:]
-        )
-        for p in (True, False)
-    )
+    scores = np.stack([column, column], 1)
+    same = np.ptp(stats.bootstrap(average, scores, paired=True)[1:])
+    separate = np.ptp(stats.bootstrap(average, scores, paired=False)[1:])
     assert same / separate == pytest.approx(np.sqrt(2), rel=0.05)
     opposed = np.stack([column, 1 - column], 1)  # whole seeds: their mean is always a half
-    assert stats.bootstrap(
-        lambda scores: scores.mean(axis=(-2, -1)), opposed, paired=True
-    ) == pytest.approx([0.5] * 3)
+    assert stats.bootstrap(average, opposed, paired=True) == pytest.approx([0.5] * 3)
 
 
 def test_probability_of_improvement_counts_pairs():
     """Wins and half the ties over all pairs, averaged over tasks; equal methods have a half; its
     opposite is 1 - it.
     """
-    x, y = np.array([[1.0, 5.0], [2.0, 5.0]]), np.array([[0.0, 5.0], [2.0, 5.0], [3.0, 5.0]])
+    x = np.array([[1.0, 5.0], [2.0, 5.0]])
+    y = np.array([[0.0, 5.0], [2.0, 5.0], [3.0, 5.0]])
     pairs = [np.mean([(a > b) + (a == b) / 2 for a in x[:, k] for b in y[:, k]]) for k in range(2)]
     value, low, high = stats.probability_of_improvement(x, y)
     assert value == pytest.approx(np.mean(pairs))
@@ -111,8 +110,11 @@ def test_success_rate_has_wilsons_interval():
     """By hand for 3 of 4: Wilson's formula. What reaches the threshold exactly counts; agents are
     no samples.
     """
-    z, p, n = 1.959963984540054, 0.75, 4
-    centre, half = p + z**2 / (2 * n), z * np.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    z = 1.959963984540054
+    p = 0.75
+    n = 4
+    centre = p + z**2 / (2 * n)
+    half = z * np.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     limits = [(centre - half) / (1 + z**2 / n), (centre + half) / (1 + z**2 / n)]
     assert stats.success_rate([0.8, 0.79, 0.9, 1.0], 0.8) == pytest.approx((0.75, *limits))
     assert 0 < stats.success_rate([1.0] * 3, 0.5)[1] < 0.5  # three of three are no certainty
