@@ -832,6 +832,8 @@ def test_a_method_has_one_name_and_one_colour():
     label = methods.find_method("pr-uniform-every1-8").label
     assert label.endswith("after every iteration, 8")
     assert methods.find_method("pr-uniforms") is None
+    # Dashes that nothing else has are kept
+    assert methods.style_methods(["pr-self0.2-8"])["pr-self0.2-8"].dashes == "--"
     labels = {method.label for method in methods.METHODS.values()}
     labels |= {"PR, self-preferred 0.6", "PR, self-preferred 0.2"}  # of PPO and of GRPO
     for text in (path.read_text() for path in (REPOSITORY / "docs").glob("*.md")):
@@ -851,26 +853,32 @@ def test_tasks_have_the_names_of_the_text():
     assert {task: methods.name_task(task) for task in names} == names
 
 
-def test_movements_are_the_largest_of_an_iterations_agents(tmp_path):
-    """bound.py keeps, per run and iteration, who moved most, and the share of agents that kept the
-    bound.
+def test_movements_are_the_largest_of_an_iterations_agents():
+    """bound.py keeps, per run and iteration, who moved most, the smallest bound, and the share of
+    agents that kept theirs.
     """
     agents = {
         "exp_name": "bounded",
         "seed": 3,
-        "epsilon": 0.005,
+        "timesteps": [64, 64, 128, 128],
+        "tv_update": [0.1, 0.3, 0.2, 0.1],
+        "tv_reference": [0.4, 0.3, 0.2, 0.1],
+        "epsilon": [0.005, 0.01, 0.02, 0.015],
+        "bound": [0.2, 0.25, 0.2, 0.3],
         "return_last_100": [0.0, 0.5, 0.25, 1.0],
     }
-    agents |= {"timesteps": [64, 64, 128, 128], "tv_update": [0.1, 0.3, 0.2, 0.1], "bound": 0.2}
-    rows = bound.make_rows(pd.DataFrame(agents | {"tv_reference": [0.4, 0.3, 0.2, 0.1]}))
-    assert rows[["method", "seed", "timesteps"]].values.tolist() == [
-        ["bounded", 3, 64],
-        ["bounded", 3, 128],
-    ]
-    assert rows[["tv_update", "tv_reference", "within", "return_last_100"]].values.tolist() == [
-        [0.3, 0.4, 0.5, 0.25],
-        [0.2, 0.2, 1.0, 0.625],
-    ]
+    rows = bound.make_rows(pd.DataFrame(agents))
+    assert rows.to_dict("list") == {
+        "method": ["bounded", "bounded"],
+        "seed": [3, 3],
+        "timesteps": [64, 128],
+        "tv_update": [0.3, 0.2],
+        "tv_reference": [0.4, 0.2],
+        "epsilon": [0.005, 0.015],
+        "bound": [0.2, 0.2],
+        "within": [0.5, 1.0],
+        "return_last_100": [0.25, 0.625],
+    }
 
 
 def test_isolated_agents_are_crowds_of_every_size():
@@ -907,8 +915,12 @@ def test_isolated_agents_are_crowds_of_every_size():
     assert table.loc["isolated", "share"].tolist() == [0.75] * 3
     assert table.evaluation.tolist() == pytest.approx([0.675] * 3 + [0.72])
     assert table.all_learn.tolist() == [0.75, 0.5, 0, 0]  # four of the last five have learned
-    exact = crowd.make_rows(runs.assign(evaluation=runs.evaluation.replace(0.9, 0.8)), 0.8)
-    assert exact.share.tolist() == rows.share.tolist()  # what reaches it exactly counts
+    # What reaches the threshold exactly counts, and the last evaluation decides
+    exact = crowd.make_rows(runs.replace({"evaluation": 0.9, "return_last_100": 0.9}, 0.8), 0.8)
+    assert exact.share.tolist() == rows.share.tolist()
+    assert exact.steps.tolist() == pytest.approx(rows.steps.tolist(), nan_ok=True)
+    earlier = runs.assign(evaluation=runs.evaluation.fillna(1.0))
+    assert crowd.make_rows(earlier, 0.8).share.tolist() == rows.share.tolist()
     assert table.median_steps.fillna(-1).tolist() == [
         250,
         -1,
@@ -1040,10 +1052,8 @@ def test_trl_is_run_at_the_settings_of_language_models():
     assert len(throughput.comparisons(throughput.Args())) == 1
 
 
-def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):
-    """What an agent learns from and what it reports is multiplied, nothing else; the printed
-    commands are understood.
-    """
+def test_rewards_are_in_units_of_the_agents_own(monkeypatch):
+    """What an agent learns from and what it reports is multiplied, nothing else."""
     tool = importlib.import_module("reward_scale")
     script = importlib.import_module("prpo_minigrid")
     monkeypatch.setenv("REWARD_SCALES", "1 10 0.5")
@@ -1054,7 +1064,7 @@ def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):
     generator = np.random.default_rng(0)
     returns = [[], [], []]
     for _ in range(300):
-        for number, agents in enumerate(plain.parts):
+        for number, agents in enumerate(plain.groups):
             actions = generator.integers(3, size=(agents.stop - agents.start, 2))
             plain.send(number, actions)
             scaled.send(number, actions)
@@ -1066,12 +1076,33 @@ def test_rewards_are_in_units_of_the_agents_own(monkeypatch, capsys):
             for k, total, _ in scaled_episodes:
                 returns[k].append(total)
     assert max(returns[1]) > 5 > 1 >= max(returns[0]) > 0.5 >= max(returns[2]) > 0
+    # A process of torchrun holds some agents; without the variable nothing changes
+    assert tool.Envs(args, range(1, 3), 0).scales.tolist() == [10, 0.5]
+    monkeypatch.delenv("REWARD_SCALES")
+    assert tool.Envs(args, range(3), 0).scales.tolist() == [1, 1, 1]
+
+
+def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(monkeypatch, capsys):
+    """Without flags the commands of the page, with flags prpo_minigrid.py on these environments."""
+    tool = importlib.import_module("reward_scale")
+    script = importlib.import_module("prpo_minigrid")
     monkeypatch.setattr(sys, "argv", ["reward_scale.py"])
     tool.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(set(lines)) == 30
+    tasks = tuple(f"MiniGrid-DoorKey-{size}x{size}-v0" for size in (5, 6, 8))
+    scales = {"equal": "1 1 1", "easy-times-10": "10 1 1", "hard-times-10": "1 1 10"}
     for line in lines:
-        words = line.partition("reward_scale.py ")[2].split()
-        args = tyro.cli(script.Args, args=words)
+        variable, _, words = line.partition(" python benchmark/reward_scale.py ")
+        args = tyro.cli(script.Args, args=words.split())
         assert f"--seed {args.seed} " in line
-        assert args.exp_name.startswith(f"{args.communicator}-")
+        communicator, _, name = args.exp_name.partition(f"{args.communicator}-")
+        assert communicator == ""
+        assert variable == f"REWARD_SCALES='{scales[name]}'"
+        assert args.env_ids == tasks  # from easy to hard
+    runs = []
+    monkeypatch.setattr(script, "Envs", script.Envs)
+    monkeypatch.setattr(script, "main", lambda args: runs.append((args.seed, script.Envs)))
+    monkeypatch.setattr(sys, "argv", ["reward_scale.py", "--seed", "7"])
+    tool.main()
+    assert runs == [(7, tool.Envs)]
