@@ -1,6 +1,7 @@
 """benchmark/run.py: every command of a list is executed, once, and a list that was cut off goes on."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers import REPOSITORY
@@ -299,6 +301,19 @@ def test_bad_input_ends_in_one_line(tool, lines, flags, error):
     assert process.returncode == (1 if cannot else 2)
     assert process.stderr.startswith(error)
     assert process.stderr.count("\n") == 1
+
+
+def test_the_time_left_is_a_mean_of_the_commands_so_far(monkeypatch):
+    """By hand: 20 s each; three wait, one has 15 s left and another takes longer than the mean, in
+    two slots.
+    """
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmark")
+    run = importlib.import_module("run")
+    monkeypatch.setattr(run.time, "monotonic", lambda: 7400.0)
+    running = [SimpleNamespace(began=7395.0), SimpleNamespace(began=100.0)]
+    assert run.estimate_time_left([10, 30], 3, running, 2) == "00:00:37 left"
+    assert run.estimate_time_left([7400], 1, running[:1], 1) == "04:06:35 left"
+    assert run.estimate_time_left([], 3, running, 2) == "--:--:-- left"
 
 
 def test_a_list_that_is_not_there_ends_in_one_line(tmp_path):
