@@ -2479,6 +2479,29 @@ class Run:
                 self._write_row(self._evaluations, row)
 
     @_end_in_one_line
+    def write_json_lines(self, name: str, rows: list[dict]) -> None:
+        """Add rows to a log of JSON lines in the run's folder.
+
+        Each begins with this iteration, under the name in `counter`, and an "agent" of this
+        process. Rows that an interrupted run wrote behind its last checkpoint are replaced. Ranks
+        write in turn, because they may share the file.
+        """
+        path = self.folder / name
+        pattern = rf'({{"{self.counter}": (\d+), "agent": (\d+), .*}}\n)'
+        for rank in range(self.exchange.world_size):
+            if rank == self.exchange.rank:
+                text = path.read_text(errors="replace") if path.exists() else ""
+                lines = [json.dumps(row) + "\n" for row in rows]
+                kept = []
+                for line, iteration, agent in re.findall(pattern, text):
+                    if int(iteration) < self.iteration or int(agent) not in self.exchange.agents:
+                        kept.append(line)
+                content = "".join(kept + lines).encode()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, lambda file, content=content: file.write(content))
+            self.exchange.barrier()
+
+    @_end_in_one_line
     def finish(self, **more) -> dict:
         """Close everything, write and return summary.json (with `more`), print the final table.
 

@@ -93,10 +93,10 @@ def count_kept(model, args: Args) -> int:
     shape = args.held, args.micro_batch_size, args.group_size
     prompts = [[0] * args.prompt_tokens] * (args.held * args.micro_batch_size)
     tokens = torch.zeros(*shape, args.response_length, dtype=torch.long)
-    prpo_llm.Adapters.selected = "policy", None
     batch = {"prompts": prompts, "tokens": tokens, "lengths": Lengths(shape, tokens)}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = prpo_llm.predict(model, batch)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with prpo_llm.select_adapters("policy"), hooks:
+        hidden = prpo_llm.compute_hidden(model, batch)
     kept = sum(storage.nbytes() for key, storage in storages.items() if key not in parameters)
     del hidden
     return kept
@@ -144,7 +144,7 @@ def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str,
     }
     states = {"update: states of references": 2 * tokens * hidden * (args.agents + 1)}
     update = states | {
-        "update: logits of a part of the tokens": 4 * logits_at_once * (args.agents + 8),
+        "update: logits of a part of the tokens": 4 * logits_at_once * (args.agents + 5),
         "update: activations with --gradient-checkpointing": inputs + whole // layers,
     }
     without = {"update: activations without": whole}
@@ -160,11 +160,11 @@ def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str,
 
 def main(args: Args) -> None:
     """Print the table, and write it to --csv."""
-    on_processor = prpo_llm.shared_heads
-    prpo_llm.shared_heads = attend_on_gpu
+    on_processor = prpo_llm.attend_with_shared_heads
+    prpo_llm.attend_with_shared_heads = attend_on_gpu
     with FakeTensorMode(allow_non_fake_inputs=True):
         columns = [estimate(args, MODELS[size]) for size in args.sizes]
-    prpo_llm.shared_heads = on_processor
+    prpo_llm.attend_with_shared_heads = on_processor
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["GB", *args.sizes])

@@ -123,9 +123,9 @@ def read_rows(
             row["messages"] = row[prompt]
         texts = {}
         if prompt in row:
-            texts["prompt"] = prpo_llm.text_of(row[prompt])
+            texts["prompt"] = prpo_llm.get_text(row[prompt])
         if completion in row:
-            texts["completion"] = prpo_llm.text_of(row[completion])
+            texts["completion"] = prpo_llm.get_text(row[completion])
         row |= texts
     return rows
 

@@ -1,10 +1,13 @@
-"""Language models: the same numbers as plain transformers, exact masks and averages, placements and resume."""
+"""Language models: the same numbers as plain transformers, exact masks and averages, placements and
+resume.
+"""
 
 import csv
 import itertools
 import json
 import math
 import re
+import shutil
 from html import unescape
 
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command import parse_args
+from completion_server import CompletionServer
 from helpers import REPOSITORY, call, only_run, refusal, torchrun
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -53,8 +58,10 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """A folder with a tiny random Llama, a data set in two topics, and a reward that counts a letter."""
-    folder, generator = tmp_path_factory.mktemp("llm"), np.random.default_rng(0)
+    """A folder with a tiny random Llama, a data set in two topics, and a reward that counts a
+    letter."""
+    folder = tmp_path_factory.mktemp("llm")
+    generator = np.random.default_rng(0)
     tokenizer = Tokenizer(
         models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>")
     )
@@ -78,7 +85,8 @@ def files(tmp_path_factory):
     }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **shape, **heads))
     for parameter in model.parameters():  # far from uniform, so that nothing is right by chance
-        torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder / "model")
     rows = []
     for k in range(60):
@@ -88,7 +96,8 @@ def files(tmp_path_factory):
         )
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "letters.py").write_text(
-        "def count(prompts, completions, references):\n    return [float(c.split().count('a')) for c in completions]\n"
+        "def count(prompts, completions, references):\n"
+        "    return [float(c.split().count('a')) for c in completions]\n"
     )
     return folder
 
@@ -109,16 +118,17 @@ def tiny(files, run_dir, **changes):
 
 def flags(args):
     """The same arguments as a command line."""
-    return [
-        part
-        for name, value in vars(args).items()
-        if value != getattr(prpo_llm.Args(), name)
-        and name != "communicator_matrix"  # which is no flag
-        for part in (
-            f"--{name.replace('_', '-')}",
-            *(map(str, value) if isinstance(value, tuple) else [str(value)]),
-        )
-    ]
+    default = prpo_llm.Args()
+    words = []
+    for name, value in vars(args).items():
+        if value == getattr(default, name) or name == "communicator_matrix":  # which is no flag
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, tuple):
+            words += map(str, value)
+        else:
+            words.append(str(value))
+    return words
 
 
 def to_resume(folder):
@@ -144,8 +154,9 @@ def layers_of(model):
 
 def predict(model, numbers, prompts, tokens, lengths):
     """The hidden states from which tokens are predicted, with these policies."""
-    prpo_llm.Adapters.selected = "policy", numbers
-    return prpo_llm.predict(model, {"prompts": prompts, "tokens": tokens, "lengths": lengths})
+    batch = {"prompts": prompts, "tokens": tokens, "lengths": lengths}
+    with prpo_llm.select_adapters("policy", numbers):
+        return prpo_llm.compute_hidden(model, batch)
 
 
 @pytest.fixture
@@ -160,7 +171,6 @@ def stacked(files, tmp_path):
         for kind in layer.B:
             torch.nn.init.normal_(layer.B[kind], std=0.5)
             torch.nn.init.normal_(layer.A[kind], std=0.5)
-    prpo_llm.Adapters.casts.clear()
     return model, layers, tokenizer.eos_token_id
 
 
@@ -180,13 +190,12 @@ PROMPTS = [[3, 7, 1, 9, 4], [5, 2], [8, 8, 6, 1]]
 
 
 def test_predict_equals_a_plain_forward(files, stacked):
-    """Packed groups with restarted positions give, for every agent, the log-probs of separate, unpacked sequences."""
+    """Packed groups with restarted positions give, for every agent, the log-probs of separate,
+    unpacked sequences."""
     model, layers, eos = stacked
     torch.manual_seed(2)
-    tokens, lengths = (
-        torch.randint(1, 27, (3, 4, 6)),
-        torch.tensor([[6, 1, 3, 2], [1, 1, 1, 1], [5, 6, 2, 4]]),
-    )
+    tokens = torch.randint(1, 27, (3, 4, 6))
+    lengths = torch.tensor([[6, 1, 3, 2], [1, 1, 1, 1], [5, 6, 2, 4]])
     with torch.no_grad():
         logits = model.lm_head(predict(model, (0, 1, 2), PROMPTS, tokens, lengths))
     assert logits.shape[2] == 6
@@ -204,7 +213,8 @@ def test_stacked_agents_equal_separate_agents(stacked):
     """What an agent computes, forward and gradient, does not depend on who shares the batch."""
     model, layers, _ = stacked
     model.double()  # so that only mistakes make a difference
-    tokens, lengths = torch.randint(1, 27, (3, 2, 5)), torch.tensor([[5, 2], [3, 5], [4, 4]])
+    tokens = torch.randint(1, 27, (3, 2, 5))
+    lengths = torch.tensor([[5, 2], [3, 5], [4, 4]])
 
     def gradients(agents):
         for layer in layers.values():
@@ -218,22 +228,25 @@ def test_stacked_agents_equal_separate_agents(stacked):
             for k in agents
         }
 
-    together, alone = gradients([0, 1, 2]), [gradients([k])[k] for k in range(3)]
+    together = gradients([0, 1, 2])
+    alone = [gradients([k])[k] for k in range(3)]
     for k in range(3):
         torch.testing.assert_close(together[k], alone[k], rtol=1e-6, atol=1e-6)
         assert alone[k].abs().max() > 0.1
 
 
 def test_cached_generation_equals_uncached(files, stacked):
-    """Greedy completions with the shared cache are those of a model that reads everything again for each token."""
+    """Greedy completions with the shared cache are those of a model that reads everything again for
+    each token."""
     model, layers, _ = stacked
-    prpo_llm.Adapters.selected = "policy", None
-    tokens, lengths, _ = prpo_llm.generate(
-        model, PROMPTS, torch.zeros(3, 2, 8), [-1], temperature=0.0
-    )
+    with prpo_llm.select_adapters("policy"):
+        tokens, lengths, _ = prpo_llm.generate(
+            model, PROMPTS, torch.zeros(3, 2, 8), [-1], temperature=0.0
+        )
     assert (lengths == 8).all() and torch.equal(tokens[:, 0], tokens[:, 1])
     for agent, prompt in enumerate(PROMPTS):
-        plain, ids = merged(files, layers, "policy", agent), list(prompt)
+        plain = merged(files, layers, "policy", agent)
+        ids = list(prompt)
         for _ in range(8):
             with torch.no_grad():
                 ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -241,11 +254,14 @@ def test_cached_generation_equals_uncached(files, stacked):
 
 
 def test_sampled_generation_follows_its_own_tokens(stacked):
-    """Every sampled token is the inverse distribution function at its uniform, under the policy that `predict` sees."""
+    """Every sampled token is the inverse distribution function at its uniform, under the policy
+    that `predict` sees."""
     model, layers, eos = stacked
-    prpo_llm.Adapters.selected = "policy", None
     uniforms = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(3))
-    tokens, lengths, logprobs = prpo_llm.generate(model, PROMPTS, uniforms, [eos], temperature=0.7)
+    with prpo_llm.select_adapters("policy"):
+        tokens, lengths, logprobs = prpo_llm.generate(
+            model, PROMPTS, uniforms, [eos], temperature=0.7
+        )
     with torch.no_grad():
         hidden = predict(model, None, PROMPTS, tokens, lengths)
         expected = (model.lm_head(hidden) / 0.7).log_softmax(-1)
@@ -262,7 +278,8 @@ def test_sampled_generation_follows_its_own_tokens(stacked):
     ).tolist():
         if index[2] < lengths[index[0], index[1]]:
             a, g, t = index
-            token, u = int(tokens[a, g, t]), float(uniforms[a, g, t])
+            token = int(tokens[a, g, t])
+            u = float(uniforms[a, g, t])
             below = float(cumulative[a, g, t, token - 1]) if token else 0.0
             assert below - 1e-4 <= u <= float(cumulative[a, g, t, token]) + 1e-4
 
@@ -274,7 +291,8 @@ def test_sampled_generation_follows_its_own_tokens(stacked):
     spread=st.floats(0.0, 30.0),
 )
 def test_sample_inverts_the_distribution_function(seed, size, spread):
-    """Against a plain cumulative sum, for vocabularies of any size; an impossible token is never drawn."""
+    """Against a plain cumulative sum, for vocabularies of any size; an impossible token is never
+    drawn."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, size, generator=generator) * spread
     logits[:, ::3] = logits[:, ::3].masked_fill(
@@ -290,8 +308,8 @@ def test_sample_inverts_the_distribution_function(seed, size, spread):
         assert below - 1e-5 <= float(u) <= float(row[token]) + 1e-5
 
 
-def test_an_agent_that_has_diverged_says_tokens_of_the_vocabulary():
-    """Its probabilities are NaN; what it says is looked up in the embedding when its peers go on."""
+def test_an_agent_that_has_diverged_samples_tokens_of_the_vocabulary():
+    """Its probabilities are NaN; its tokens are looked up in the embedding when its peers go on."""
     tokens = prpo_llm.sample(torch.full((4, 27), math.nan), torch.tensor([0.0, 0.3, 0.6, 0.9]))
     assert (tokens >= 0).all() and (tokens < 27).all()
 
@@ -299,9 +317,8 @@ def test_an_agent_that_has_diverged_says_tokens_of_the_vocabulary():
 def test_lengths_reach_up_to_and_including_the_first_eos(files):
     """A completion that ends at the limit, one that ends at once, and one that never ends."""
     model = plain_model(files)
-    scripts = torch.tensor(
-        [[5, 6, 0], [0, 9, 9], [5, 0, 0], [5, 6, 7]]
-    )  # what is said, whatever was said before
+    # The tokens, whatever the tokens before
+    scripts = torch.tensor([[5, 6, 0], [0, 9, 9], [5, 0, 0], [5, 6, 7]])
     step = {"now": -1}
 
     class Head(torch.nn.Module):
@@ -309,7 +326,8 @@ def test_lengths_reach_up_to_and_including_the_first_eos(files):
             step["now"] += 1
             return F.one_hot(scripts[:, step["now"]], len(WORDS)).float()
 
-    model.config._attn_implementation, model.lm_head = "shared_prefix", Head()
+    model.config._attn_implementation = "shared_prefix"
+    model.lm_head = Head()
     tokens, lengths, _ = prpo_llm.generate(
         model, [[1, 2]], torch.zeros(1, 4, 3), [0], temperature=0.0
     )
@@ -335,13 +353,16 @@ def test_saved_adapters_load_in_peft(files, stacked, tmp_path):
 
 
 def test_group_advantages():
-    """Eq. 6 by hand; a NaN is out of the baseline; equal rewards give no signal; Dr. GRPO does not divide."""
+    """Eq. 6 by hand; a NaN is out of the baseline; equal rewards give no signal; Dr. GRPO does not
+    divide."""
     rewards = torch.tensor([[1.0, 3.0, 5.0], [2.0, 2.0, 2.0], [1.0, math.nan, 3.0], [math.nan] * 3])
     deviation = math.sqrt(8 / 3)
     expected = torch.tensor([[-2 / deviation, 0, 2 / deviation], [0, 0, 0], [-1, 0, 1], [0, 0, 0]])
-    torch.testing.assert_close(prpo_llm.group_advantages(rewards), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        prpo_llm.compute_group_advantages(rewards), expected, rtol=0, atol=1e-5
+    )
     expected = torch.tensor([[-2.0, 0, 2], [0, 0, 0], [-1, 0, 1], [0, 0, 0]])
-    torch.testing.assert_close(prpo_llm.group_advantages(rewards, "dr-grpo"), expected)
+    torch.testing.assert_close(prpo_llm.compute_group_advantages(rewards, "dr-grpo"), expected)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr-grpo"])
@@ -349,9 +370,9 @@ def test_equal_rewards_give_exactly_no_signal(loss_type):
     """Whatever the number of completions: a mean that is off by rounding is no reason to learn."""
     for size in range(2, 33):
         rewards = torch.linspace(0.1, 0.9, 17)[:, None].expand(-1, size)
-        assert (prpo_llm.group_advantages(rewards, loss_type) == 0).all(), size
+        assert (prpo_llm.compute_group_advantages(rewards, loss_type) == 0).all(), size
         unknown = torch.cat((rewards, torch.full((17, 1), math.nan)), dim=1)
-        assert (prpo_llm.group_advantages(unknown, loss_type) == 0).all(), size
+        assert (prpo_llm.compute_group_advantages(unknown, loss_type) == 0).all(), size
 
 
 @settings(deadline=None, max_examples=50)
@@ -362,13 +383,13 @@ def test_gae_over_tokens_equals_the_definition(seed, gamma, lam):
     rewards, values = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
     lengths = torch.randint(1, 8, (3,), generator=generator)
     mask = torch.arange(7) < lengths[:, None]
-    found = prpo_llm.gae(rewards * mask, values, mask, gamma, lam)
+    advantages = prpo_llm.gae(rewards * mask, values, mask, gamma, lam)
     for row, length in enumerate(lengths.tolist()):
         v = [*values[row, :length].tolist(), 0.0]
         deltas = [float(rewards[row, t]) + gamma * v[t + 1] - v[t] for t in range(length)]
         for t in range(7):
             expected = sum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, length))
-            assert float(found[row, t]) == pytest.approx(expected, abs=1e-9)
+            assert float(advantages[row, t]) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
@@ -377,13 +398,11 @@ def test_full_kl_is_the_sum_over_the_vocabulary(direction, mixture):
     """By hand, with a mixture of three policies as the reference."""
     generator = torch.Generator().manual_seed(4)
     policy = torch.randn(5, 11, generator=generator).log_softmax(-1)
-    peers, weights = (
-        torch.randn(3, 5, 11, generator=generator).log_softmax(-1),
-        torch.tensor([0.2, 0.5, 0.3]),
-    )
+    peers = torch.randn(3, 5, 11, generator=generator).log_softmax(-1)
+    weights = torch.tensor([0.2, 0.5, 0.3])
     reference = communicators.mix_log_probs(peers, weights, mixture)
     args = prpo_llm.Args(kl_direction=direction)
-    found = prpo_llm.reference_kl(
+    kl = prpo_llm.compute_reference_kl(
         policy, reference, torch.zeros(5, dtype=torch.long), torch.ones(5), args
     )
     if mixture == "arithmetic":
@@ -391,16 +410,17 @@ def test_full_kl_is_the_sum_over_the_vocabulary(direction, mixture):
     else:
         mixed = torch.einsum("n,nsv->sv", weights, peers).softmax(-1)
     first, second = (mixed, policy.exp()) if direction == "forward" else (policy.exp(), mixed)
-    torch.testing.assert_close(found, (first * (first / second).log()).sum(-1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(kl, (first * (first / second).log()).sum(-1), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"loss_type": "dr-grpo"}, {"loss_type": "dapo"}, {"algorithm": "ppo"}]
 )
 def test_what_tokens_count(options):
-    """GRPO: each completion the same; Dr. GRPO: each token, against the maximum; DAPO and PPO: each token."""
+    """GRPO: each completion the same; Dr. GRPO: each token, against the maximum; DAPO and PPO: each
+    token."""
     args = prpo_llm.Args(response_length=12, **options)  # no completion is as long as that
-    weights = prpo_llm.token_weights(torch.tensor([1, 4, 10]), args)
+    weights = prpo_llm.weigh_tokens(torch.tensor([1, 4, 10]), args)
     expected = {
         "grpo": [1 / 3, 1 / 12, 1 / 30],
         "dr-grpo": [1 / 36] * 3,
@@ -417,11 +437,12 @@ def test_what_tokens_count(options):
 def rows_of(folder):
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
+    # The clock, and what is no number
     without = (
         "tokens_per_second",
         "completions_per_second",
         "exp_name",
-    )  # the clock, and what is no number
+    )
     return [{name: value for name, value in row.items() if name not in without} for row in rows]
 
 
@@ -456,8 +477,9 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 @every_algorithm
 @pytest.mark.parametrize("aggregation", ["policy", "weights", "none"])
-def test_agents_learn_to_say_a_letter(files, tmp_path, algorithm, aggregation):
-    """The reward counts a letter: every agent of every method says it more often at the end."""
+def test_agents_learn_to_generate_a_letter(files, tmp_path, algorithm, aggregation):
+    """The reward counts a letter: every agent of every method generates it more
+    often at the end."""
     # PPO has one completion for each prompt
     changes = (
         {"batch_size": 4, "total_steps": 25}
@@ -478,8 +500,8 @@ def test_agents_learn_to_say_a_letter(files, tmp_path, algorithm, aggregation):
     }
     folder, summary = train(files, tmp_path, **ALGORITHMS[algorithm] | changes)
     rewards = [[float(row["reward"]) for row in rows_of(folder)[k::2]] for k in range(2)]
-    for own in rewards:
-        assert np.mean(own[-5:]) > np.mean(own[:5]) + 0.5
+    for rewards_of_agent in rewards:
+        assert np.mean(rewards_of_agent[-5:]) > np.mean(rewards_of_agent[:5]) + 0.5
     assert summary["communication_rounds"] == changes["total_steps"] // 2
     assert (summary["communication_bytes"] > 0) == (aggregation != "none")
 
@@ -505,21 +527,22 @@ def test_an_inflated_report_does_not_own_a_row(files, tmp_path, monkeypatch):
 
 def test_a_policy_that_is_not_finite_on_public_states_is_dropped(files, tmp_path, monkeypatch):
     """Parameters of 3e38 are finite."""
-    compute = prpo_llm.public_log_probs
+    compute = prpo_llm.compute_public_log_probs
 
     def spoil(*args):
         log_probs = compute(*args)
         log_probs[1, -1, -1] = torch.nan
         return log_probs
 
-    monkeypatch.setattr(prpo_llm, "public_log_probs", spoil)
+    monkeypatch.setattr(prpo_llm, "compute_public_log_probs", spoil)
     folder, _ = train(files, tmp_path, communicator="uniform", total_steps=1, local_updates=1)
     assert communicator_of(folder).tolist() == [[1, 0], [1, 0]]
 
 
 @every_algorithm
 def test_the_first_minibatch_has_ratio_one(files, tmp_path, algorithm):
-    """Old and new log-probs take the same path, so that nothing but learning moves the ratio; later it moves."""
+    """Old and new log-probs take the same path, so that nothing but learning moves the ratio; later
+    it moves."""
     folder, _ = train(files, tmp_path, **ALGORITHMS[algorithm], minibatch_size=1)
     assert all(float(row["first_log_ratio"]) < 1e-5 for row in rows_of(folder))
     assert any(float(row["approx_kl"]) > 1e-4 for row in rows_of(folder))
@@ -535,21 +558,78 @@ def test_accumulation_changes_nothing(files, tmp_path, algorithm):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
+@pytest.fixture(scope="session")
+def running_server(files):
+    """A server of the tiny model."""
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    with CompletionServer(plain_model(files), tokenizer).running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running_server):
+    """The server of all tests, without adapters, faults and requests."""
+    running_server.reset()
+    return running_server
+
+
+# What saves, logs, and ends completions
+SERVICES = {
+    "eval_every": 1,
+    "eval_samples": 3,
+    "eval_top_p": 0.9,
+    "save_adapters": 1,
+    "log_completions": 2,
+    "stop_strings": ("a", "k m"),
+    "learning_rate": 1e-3,
+}
+SPREAD = {"services": SERVICES | {"total_steps": 2}}  # settings of runs of two ranks
+for algorithm in ALGORITHMS:
+    for aggregation in ("policy", "weights"):
+        SPREAD[f"{algorithm} {aggregation}"] = ALGORITHMS[algorithm] | {
+            "aggregation": aggregation,
+            "learning_rate": 1e-3,
+            "local_updates": 1,
+            "communicator": "relative-gain",  # it depends on all rounds before
+        }
+    SPREAD[f"{algorithm} similarity"] = ALGORITHMS[algorithm] | {"communicator": "similarity"}
+
+
+@pytest.fixture(scope="session")
+def spread(files, once, running_server):
+    """All runs of two ranks, in one launch: their folder, and the output.
+
+    NAME/RUN are those of SPREAD, `services` with a server; `whole` is a run of one process, with a
+    checkpoint after every step, which `resumed` repeats from step 3; and RANK.json has what passed
+    through torch.distributed, by names.
+    """
+
+    def launch(folder):
+        runs = {}
+        for name, changes in SPREAD.items():
+            if name == "services":
+                changes = changes | {"generate_with": running_server.url}
+            runs[name] = ["prpo_llm", *flags(tiny(files, folder / name, **changes))]
+        whole, _ = train(files, folder / "whole", save_every=1, learning_rate=1e-3)
+        resumed = shutil.copytree(whole, folder / "resumed" / whole.name)
+        (resumed / "checkpoints" / "agent_1" / "4.pt").unlink()
+        runs["resumed"] = ["prpo_llm", *to_resume(resumed)]
+        wire = REPOSITORY / "tests" / "tools" / "wire.py"
+        run = torchrun(2, wire, folder / "{rank}.json", json.dumps(runs), cwd=folder)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    return once("spread_llm", launch)
+
+
 @every_algorithm
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
-def test_two_ranks_train_like_one_process(files, tmp_path, algorithm, aggregation):
+def test_two_ranks_train_like_one_process(files, spread, tmp_path, algorithm, aggregation):
     """torchrun with one agent per rank: the same weights, metrics and completions, in one file."""
-    changes = ALGORITHMS[algorithm] | {
-        "aggregation": aggregation,
-        "learning_rate": 1e-3,
-        "local_updates": 1,
-    }
-    changes["communicator"] = "relative-gain"  # which depends on all rounds before
-    together, summary = train(files, tmp_path / "one", **changes)
-    args = tiny(files, tmp_path / "two", **changes)
-    run = torchrun(2, prpo_llm.__file__, *flags(args), cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    spread = only_run(tmp_path / "two")
+    folder, _ = spread
+    name = f"{algorithm} {aggregation}"
+    spread = only_run(folder / name)
+    together, _ = train(files, tmp_path, **SPREAD[name])
     for a, b in zip(weights_of(spread), weights_of(together), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
     for row, expected in zip(rows_of(spread), rows_of(together), strict=True):
@@ -557,20 +637,21 @@ def test_two_ranks_train_like_one_process(files, tmp_path, algorithm, aggregatio
             assert float(row[column]) == pytest.approx(
                 float(expected[column]), rel=1e-2, abs=1e-3, nan_ok=True
             ), column
-    said, expected = (
+    completions, expected = (
         (folder / "completions.jsonl").read_text().splitlines() for folder in (spread, together)
     )
-    assert (
-        sorted(said) == sorted(expected) and len(said) == 2 * 2 * 2
-    )  # each agent's, before and after training
+    # Each agent's, before and after training
+    assert sorted(completions) == sorted(expected) and len(completions) == 2 * 2 * 2
 
 
 @every_algorithm
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
 def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monkeypatch):
-    """A run that dies after its checkpoint of step 2 and goes on is the uninterrupted run, bit for bit.
+    """A run that dies after its checkpoint of step 2 and goes on is the uninterrupted run, bit for
+    bit.
 
-    Its communicator depends on all rounds before, or on the rewards of all steps since the last one.
+    Its communicator depends on all rounds before, or on the rewards of all steps since the last
+    one.
     """
     changes = ALGORITHMS[algorithm] | {
         "aggregation": aggregation,
@@ -581,7 +662,8 @@ def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monk
     if aggregation == "weights":
         changes |= {"communicator": "reward", "local_updates": 3, "missing_eos_penalty": 0.0}
     whole, _ = train(files, tmp_path / "whole", **changes)
-    write, saved = communicators.write_atomically, []
+    write = communicators.write_atomically
+    saved = []
 
     def die_later(path, content):
         write(path, content)
@@ -602,24 +684,24 @@ def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monk
         assert (folder / name).read_text() == (whole / name).read_text()
 
 
-def test_ranks_go_on_from_a_run_of_one_process(files, tmp_path):
-    """Between two rounds: what an agent hears of its peers, it gets from their checkpoints."""
-    whole, _ = train(files, tmp_path, save_every=1, learning_rate=1e-3)
-    rows, weights = rows_of(whole), weights_of(whole)
-    (whole / "checkpoints" / "agent_1" / "4.pt").unlink()
-    run = torchrun(2, prpo_llm.__file__, *to_resume(whole), cwd=tmp_path)
-    assert run.returncode == 0 and "resuming after step 3 of 4" in run.stdout, run.stderr
-    for a, b in zip(weights_of(whole), weights, strict=True):
+def test_ranks_go_on_from_a_run_of_one_process(spread):
+    """Between two rounds: what an agent receives from its peers, it gets from their checkpoints."""
+    folder, output = spread
+    whole = only_run(folder / "whole")
+    resumed = only_run(folder / "resumed")
+    assert "resuming after step 3 of 4" in output
+    for a, b in zip(weights_of(resumed), weights_of(whole), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
-    assert [float(row["kl_reference"]) for row in rows_of(whole)] == pytest.approx(
-        [float(row["kl_reference"]) for row in rows], rel=1e-3, abs=1e-6
+    assert [float(row["kl_reference"]) for row in rows_of(resumed)] == pytest.approx(
+        [float(row["kl_reference"]) for row in rows_of(whole)], rel=1e-3, abs=1e-6
     )
 
 
 def test_resuming_a_finished_run_keeps_what_it_knows(files, tmp_path):
     """The last step's rewards are in the checkpoint, also for a run that has no step left."""
     folder, summary = train(files, tmp_path, total_steps=2)
-    rows, evaluations = rows_of(folder), (folder / "evaluations.csv").read_text()
+    rows = rows_of(folder)
+    evaluations = (folder / "evaluations.csv").read_text()
     again = prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
     assert again["training_reward"] == summary["training_reward"]
     assert again["training_reward"]["agents"] == pytest.approx(
@@ -630,7 +712,8 @@ def test_resuming_a_finished_run_keeps_what_it_knows(files, tmp_path):
 
 
 def test_groups_without_signal_teach_nothing(files, tmp_path):
-    """Equal rewards and no KL penalty leave every adapter as it was, also when that is saved and resumed from."""
+    """Equal rewards and no KL penalty leave every adapter as it was, also when that is saved and
+    resumed from."""
     (tmp_path / "same.py").write_text(
         "def same(prompts, completions, references):\n    return [0.1 for _ in completions]\n"
     )
@@ -644,7 +727,8 @@ def test_groups_without_signal_teach_nothing(files, tmp_path):
     assert all(
         float(row["no_signal"]) == 1 and float(row["grad_norm"]) == 0 for row in rows_of(folder)
     )
-    rows, start = rows_of(folder), load_file(folder / "agent_0" / "adapter_model.safetensors")
+    rows = rows_of(folder)
+    start = load_file(folder / "agent_0" / "adapter_model.safetensors")
     assert all((tensor == 0).all() for name, tensor in start.items() if "lora_B" in name)
     (folder / "checkpoints" / "agent_0" / "4.pt").unlink()
     prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
@@ -652,7 +736,8 @@ def test_groups_without_signal_teach_nothing(files, tmp_path):
 
 
 def test_checkpoints_hold_an_agents_own_slice_only(files, tmp_path):
-    """What is saved of an agent does not take along the storage of the others, and grows with its adapter alone."""
+    """What is saved of an agent does not take along the storage of the others, and grows with its
+    adapter alone."""
     sizes = {}
     for agents in (1, 3):
         folder, _ = train(
@@ -663,9 +748,11 @@ def test_checkpoints_hold_an_agents_own_slice_only(files, tmp_path):
 
 
 def test_completions_stand_in_tensorboard_as_they_are(files, tmp_path, monkeypatch):
-    """What a model says may look like a table, a heading, emphasis or HTML: TensorBoard shows the characters."""
-    said = "| a | b |\n# heading *bold* _too_ `code` <script>alert(1)</script> &amp; [link](http://x) ~~~ é \\| 1. 日本"
-    monkeypatch.setattr(prpo_llm, "decode", lambda args, tokenizer, example, ids: said)
+    """A completion may look like a table, a heading, emphasis or HTML: TensorBoard shows the
+    characters."""
+    completion = "| a | b |\n# heading *bold* _too_ `code` <script>alert(1)</script> &amp; "
+    completion += "[link](http://x) ~~~ é \\| 1. 日本"
+    monkeypatch.setattr(prpo_llm, "decode", lambda args, tokenizer, example, ids: completion)
     folder, _ = train(files, tmp_path, total_steps=1)
     events = EventAccumulator(str(folder)).Reload()
     (text,) = (event for event in events.Tensors("completions/text_summary") if event.step == 0)
@@ -673,30 +760,26 @@ def test_completions_stand_in_tensorboard_as_they_are(files, tmp_path, monkeypat
     cells = re.findall(r"<td>(.*?)</td>", html, re.S)
     assert len(cells) == 2 * 3 and "<" not in "".join(cells)
     shown = [unescape(cell).split() for cell in cells[1::3]]
-    assert shown == [said.split()] * 2
+    assert shown == [completion.split()] * 2
 
 
 @every_algorithm
-def test_nothing_but_adapters_and_declared_scalars_leaves_a_rank(files, tmp_path, algorithm):
-    """Every function of torch.distributed is watched: no token, prompt or completion is in any of its arguments."""
-    argv = flags(tiny(files, tmp_path / "runs", **ALGORITHMS[algorithm], communicator="similarity"))
-    wire, runs = (
-        REPOSITORY / "tests" / "tools" / "wire.py",
-        json.dumps({"run": ["prpo_llm", *argv]}),
-    )
-    run = torchrun(2, wire, tmp_path / "{rank}.json", runs, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    folder = only_run(tmp_path / "runs")
-    size = len(weights_of(folder)[0])
-    metrics = torch.load(folder / "checkpoints" / "agent_0" / "4.pt", weights_only=True)["run"][
-        "latest"
-    ]
+def test_nothing_but_adapters_and_declared_scalars_leaves_a_rank(spread, algorithm):
+    """Every function of torch.distributed is watched: no token, prompt or completion is in any of
+    its arguments."""
+    folder, _ = spread
+    name = f"{algorithm} similarity"
+    run = only_run(folder / name)
+    size = len(weights_of(run)[0])
+    checkpoint = torch.load(run / "checkpoints" / "agent_0" / "4.pt", weights_only=True)
+    metrics = checkpoint["run"]["latest"]
     for rank in range(2):
-        calls = json.loads((tmp_path / f"{rank}.json").read_text())["run"]
+        calls = json.loads((folder / f"{rank}.json").read_text())[name]
         assert not [function for function, _ in calls if "object" in function]
         moved = [tensor for _, tensors in calls for tensor in tensors]
-        # Adapters as float32 (and at the start those of the value model), metrics as float64; as int64 the run's stamp,
-        # a hash of the settings, and of each agent the three checkpoints that it can go on from
+        # Adapters as float32 (and at the start those of the value model), metrics as float64; as
+        # int64 the run's stamp, a hash of the settings, and of each agent the three checkpoints
+        # that it can go on from
         assert {dtype for dtype, _ in moved} == {"float32", "float64", "int64"}
         assert all(numel >= size for dtype, numel in moved if dtype == "float32")
         assert all(numel <= 2 * (len(metrics) + 1) for dtype, numel in moved if dtype == "float64")
@@ -705,7 +788,8 @@ def test_nothing_but_adapters_and_declared_scalars_leaves_a_rank(files, tmp_path
 
 
 def test_behaviour_reference_of_a_round_per_step_is_the_snapshot(files, tmp_path):
-    """With a round after every step, an agent's snapshot is its policy before the update; else it is not."""
+    """With a round after every step, an agent's snapshot is its policy before the update; else it
+    is not."""
     final = {}
     for every, name in itertools.product((1, 2), ("behaviour", "snapshot")):
         changes = {"local_updates": every, "self_reference": name, "total_steps": 4, "kl_coef": 1.0}
@@ -721,8 +805,8 @@ def test_behaviour_reference_of_a_round_per_step_is_the_snapshot(files, tmp_path
 
 
 def test_agents_start_from_an_adapter_and_are_anchored_to_it(files, tmp_path):
-    """--adapter is where policies, references and the anchor start: trained weights go on from it, and a strong anchor
-    holds them there."""
+    """--adapter is where policies, references and the anchor start: trained weights go on from it,
+    and a strong anchor holds them there."""
     first, summary = train(files, tmp_path / "first", total_steps=2, missing_eos_penalty=0.0)
     start = {
         "adapter": str(first / "agent_0"),
@@ -754,7 +838,8 @@ def test_curves_and_a_table_of_language_models(files, tmp_path):
 
     An agent's own topic is that of its prompts, of which the common ones are a mixture.
     """
-    results, own = {}, []
+    results = {}
+    rewards_of_topics = []
     for seed in (1, 2):
         _, summary = train(
             files, tmp_path / f"runs/{seed}", seed=seed, exp_name="pr", partition="topic"
@@ -762,7 +847,7 @@ def test_curves_and_a_table_of_language_models(files, tmp_path):
         results[seed] = summary["evaluation"]["group"]
         agents = summary["evaluation"]["agents"]
         assert list(agents[0]) == ["validation", "x", "y"]
-        own += [agents[0]["x"]["mean"], agents[1]["y"]["mean"]]
+        rewards_of_topics += [agents[0]["x"]["mean"], agents[1]["y"]["mean"]]
     process = call(
         "benchmark/plot.py", "--runs", tmp_path / "runs", "--out", tmp_path / "llm", cwd=REPOSITORY
     )
@@ -770,7 +855,7 @@ def test_curves_and_a_table_of_language_models(files, tmp_path):
     with open(tmp_path / "llm_table.csv", newline="") as file:
         (row,) = csv.DictReader(line for line in file if not line.startswith("#"))
     assert float(row["evaluation"]) == pytest.approx(sum(results.values()) / 2, rel=1e-4)
-    assert float(row["own_topic"]) == pytest.approx(sum(own) / 4, rel=1e-4)
+    assert float(row["own_topic"]) == pytest.approx(sum(rewards_of_topics) / 4, rel=1e-4)
     assert row["seeds"] == "1 2" and (tmp_path / "llm.png").stat().st_size > 5_000
 
 
@@ -778,7 +863,8 @@ def test_nan_rewards_are_counted_and_ignored(files, tmp_path):
     """A reward function that fails now and then does not spoil a weight."""
     (tmp_path / "broken.py").write_text(
         "def some(prompts, completions, references):\n"
-        "    return [float('nan') if k % 3 == 0 else float(len(c)) for k, c in enumerate(completions)]\n"
+        "    lengths = map(len, completions)\n"
+        "    return [float('nan') if k % 3 == 0 else float(n) for k, n in enumerate(lengths)]\n"
     )
     folder, _ = train(files, tmp_path / "runs", reward=f"{tmp_path / 'broken.py'}:some")
     assert all(float(row["nan_rewards"]) > 0 for row in rows_of(folder))
@@ -841,16 +927,16 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_ends_with_one_line(case):
     """It names the flag, the value and what would be valid."""
-    argv, parts = BAD[case]
+    argv, texts = BAD[case]
     message = refusal(parse_args, prpo_llm, argv)
-    assert all(part in message for part in parts), message
+    assert all(text in message for text in texts), message
 
 
 GOOD = {
     "as many tokens as there may be": ["--min-response-tokens", "58"],
     "a single round": ["--local-updates", "4", "--total-steps", "4"],
     "isolated agents": ["--local-updates", "5", "--total-steps", "4", "--aggregation", "none"],
-    "agents that receive from nobody": [
+    "agents without senders": [
         "--local-updates",
         "5",
         "--total-steps",
@@ -937,15 +1023,17 @@ def test_flags_without_effect_are_reported_in_one_line(flag, capsys, monkeypatch
 
 
 def test_a_model_that_cannot_be_loaded_ends_with_one_line(files, tmp_path):
-    """It is told before there is a run's folder."""
+    """The line is printed before there is a run's folder."""
     message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", base_model="nowhere/at/all"))
     assert message.startswith("--base-model nowhere/at/all: cannot be loaded")
     assert not (tmp_path / "runs").exists()
 
 
-def test_help_explains_every_flag():
+def test_help_explains_every_flag(capsys):
     """--help shows every flag."""
-    shown = call(prpo_llm.__file__, "--help", cwd=".").stdout
+    with pytest.raises(SystemExit):
+        parse_args(prpo_llm, ["--help"])
+    shown = capsys.readouterr().out
     flags_of_args = vars(prpo_llm.Args()).keys() - {"communicator_matrix"}
     assert all(f"--{name.replace('_', '-')}" in shown for name in flags_of_args)
     assert "--communicator-matrix" not in shown

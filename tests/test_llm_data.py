@@ -1,4 +1,6 @@
-"""Data and rewards of language models: what is read, who gets what, what is held out, what a completion is worth."""
+"""Data and rewards of language models: what is read, who gets what, what is held out, what a
+completion is worth.
+"""
 # ruff: noqa: F811 (a fixture of another file)
 
 import csv
@@ -35,10 +37,13 @@ from transformers import (
 import prpo_llm
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
-docstrings, partition = importlib.import_module("docstrings"), importlib.import_module("partition")
+docstrings = importlib.import_module("docstrings")
+partition = importlib.import_module("partition")
 
 TEMPLATE = (
-    "{% for message in messages %}{{ message['role'][0] + ' ' + message['content'] + ' ' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ message['role'][0] + ' ' + message['content'] + ' ' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'z z ' }}{% endif %}"
 )
 
@@ -106,7 +111,8 @@ def toolbox(folder, monkeypatch):
 
 
 def test_docstrings_are_bodies_to_be_summarised_in_their_first_lines(tmp_path, monkeypatch, capsys):
-    """One pair per body, in a fixed order, as messages; what is too short and what cannot be parsed is left out."""
+    """One pair per body, in a fixed order, as messages; what is too short and what cannot be parsed
+    is left out."""
     body = toolbox(tmp_path, monkeypatch)
     request = "Summarise this documentation of toolbox in one short sentence.\n\n"
     pairs = [
@@ -175,7 +181,8 @@ def test_ranks_of_a_machine_collect_docstrings_at_the_same_time(
 def test_messages_get_the_chat_template_and_texts_stand_as_they_are(
     files, tokenizer, chatty, tmp_path
 ):
-    """Of users' own data too, with a system prompt and earlier turns; a model without a template reads the contents."""
+    """Of users' own data too, with a system prompt and earlier turns; a model without a template
+    reads the contents."""
     talk = [{"role": "system", "content": "a b"}, {"role": "user", "content": "c d"}]
     answer = [{"role": "assistant", "content": "e"}]
     name = write(tmp_path / "talk.jsonl", [{"prompt": talk, "completion": answer}])
@@ -192,7 +199,7 @@ def test_messages_get_the_chat_template_and_texts_stand_as_they_are(
     (plain,) = prpo_llm.load_examples(args, tokenizer, name)
     assert plain["prompt"] == "a b\n\nc d" and plain["ids"] == tokenizer("a b c d")["input_ids"]
     name = write(tmp_path / "text.jsonl", [{"prompt": "a b", "completion": "e"}])
-    assert [own["ids"] for own in prpo_llm.load_examples(args, chatty, name)] == [
+    assert [example["ids"] for example in prpo_llm.load_examples(args, chatty, name)] == [
         chatty("a b")["input_ids"]
     ]
 
@@ -203,7 +210,8 @@ class WithSpecialTokens:
     chat_template = TEMPLATE
 
     def __init__(self, inner):
-        self.inner, self.apply_chat_template = inner, inner.apply_chat_template
+        self.inner = inner
+        self.apply_chat_template = inner.apply_chat_template
 
     def __call__(self, texts, add_special_tokens=True):
         return {
@@ -217,25 +225,28 @@ def test_special_tokens_stand_before_texts_only(files, chatty, tmp_path):
         {"prompt": [{"role": "user", "content": "c"}], "completion": "e"},
         {"prompt": "c", "completion": "e"},
     ]
-    args, name = tiny(files, tmp_path), write(tmp_path / "data.jsonl", rows)
+    args = tiny(files, tmp_path)
+    name = write(tmp_path / "data.jsonl", rows)
     first = {
-        own["id"]: own["ids"][0]
-        for own in prpo_llm.load_examples(args, WithSpecialTokens(chatty), name)
+        example["id"]: example["ids"][0]
+        for example in prpo_llm.load_examples(args, WithSpecialTokens(chatty), name)
     }
     assert first[0] != 0 and first[1] == 0
 
 
 def test_tldr_as_it_lies_on_the_hub(files, tokenizer, tmp_path):
-    """Columns prompt and completion, the subreddit in the prompt's first line, splits in files of a folder."""
+    """Columns prompt and completion, the subreddit in the prompt's first line, splits in files of a
+    folder."""
     folder = tmp_path / "tldr"
     folder.mkdir()
     subreddits = ["tifu", "loseit", "tifu", "dating_advice", "tifu", "loseit"] * 8
     rows = [
         {
-            "prompt": f"SUBREDDIT: r/{own}\n\nTITLE: {chr(97 + k % 26)} {k}\n\nPOST: b\n\nTL;DR:",
+            "prompt": f"SUBREDDIT: r/{subreddit}\n\nTITLE: {chr(97 + k % 26)} {k}\n\n"
+            "POST: b\n\nTL;DR:",
             "completion": " c",
         }
-        for k, own in enumerate(subreddits)
+        for k, subreddit in enumerate(subreddits)
     ]
     write(folder / "train.jsonl", rows)
     write(folder / "validation.jsonl", [row | {"prompt": row["prompt"] + " d"} for row in rows])
@@ -243,26 +254,31 @@ def test_tldr_as_it_lies_on_the_hub(files, tokenizer, tmp_path):
         files, tmp_path, dataset=str(folder), partition="topic", eval_dataset=f"{folder}:validation"
     )
     examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
-    assert [{own["topic"] for own in part} for part in examples.values()] == [
+    # The largest
+    assert [
+        {example["topic"] for example in examples_of_part} for examples_of_part in examples.values()
+    ] == [
         {"tifu"},
         {"loseit"},
-    ]  # the largest
+    ]
     assert list(tests) == ["validation", "tifu", "loseit"]
-    assert all(own["prompt"].endswith("TL;DR: d") for part in tests.values() for own in part)
+    assert all(
+        example["prompt"].endswith("TL;DR: d")
+        for examples_of_part in tests.values()
+        for example in examples_of_part
+    )
     args.topics = ("dating_advice", "tifu")
     examples, _, _ = prpo_llm.deal(args, tokenizer, range(2))
-    assert {own["topic"] for own in examples[0]} == {"dating_advice"} and examples[0][0][
+    assert {example["topic"] for example in examples[0]} == {"dating_advice"} and examples[0][0][
         "completion"
     ] == " c"
 
 
 def test_columns_have_the_names_that_flags_give_them(files, tokenizer, tmp_path):
-    """And a topic that is asked for is there."""
+    """And a topic column that a flag names must be there."""
     rows = [{"question": "a b", "answer": "c", "place": 7}]
-    name, names = (
-        write(tmp_path / "data.jsonl", rows),
-        {"prompt_column": "question", "completion_column": "answer"},
-    )
+    name = write(tmp_path / "data.jsonl", rows)
+    names = {"prompt_column": "question", "completion_column": "answer"}
     args = tiny(files, tmp_path, **names, topic_column="place")
     (example,) = prpo_llm.load_examples(args, tokenizer, name)
     assert (example["prompt"], example["completion"], example["topic"]) == ("a b", "c", "7")
@@ -283,7 +299,7 @@ def test_columns_have_the_names_that_flags_give_them(files, tokenizer, tmp_path)
     ],
 )
 def test_a_data_set_without_the_columns(files, tmp_path, rows, row):
-    """Whichever row it is, it is told before training."""
+    """Whichever row it is, the line is printed before training."""
     name = write(tmp_path / "bad.jsonl", rows)
     message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", dataset=name))
     assert (
@@ -293,7 +309,7 @@ def test_a_data_set_without_the_columns(files, tmp_path, rows, row):
     assert not (tmp_path / "runs").exists()
 
 
-def test_lines_of_a_file_end_where_json_says(files, tokenizer, tmp_path):
+def test_lines_of_a_file_end_as_in_json(files, tokenizer, tmp_path):
     """A text may contain what Python takes for the end of a line."""
     row = {"prompt": "a \u2028 b", "completion": "c \x85 d"}
     (tmp_path / "data.jsonl").write_text(
@@ -311,7 +327,10 @@ def test_lines_of_a_file_end_where_json_says(files, tokenizer, tmp_path):
 def test_data_that_cannot_be_read_end_with_one_line(files, tmp_path, monkeypatch, name, content):
     """Before there is a run's folder."""
     monkeypatch.chdir(tmp_path)
-    Path(name).mkdir() if content is None else Path(name).write_text(content, encoding="latin-1")
+    if content is None:
+        Path(name).mkdir()
+    else:
+        Path(name).write_text(content, encoding="latin-1")
     message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", dataset=name))
     assert message.startswith(f"--dataset {name}: cannot be read: ")
     assert not (tmp_path / "runs").exists()
@@ -335,8 +354,14 @@ def many(tmp_path_factory):
 def dealt(args, tokenizer, held=None):
     """The prompts of every agent, and those of every task."""
     examples, tests, _ = prpo_llm.deal(args, tokenizer, held or range(args.num_agents))
-    parts = {i: [own["prompt"] for own in part] for i, part in examples.items()}
-    return parts, {task: [own["prompt"] for own in part] for task, part in tests.items()}
+    parts = {
+        i: [example["prompt"] for example in examples_of_part]
+        for i, examples_of_part in examples.items()
+    }
+    return parts, {
+        task: [example["prompt"] for example in examples_of_part]
+        for task, examples_of_part in tests.items()
+    }
 
 
 @settings(
@@ -353,7 +378,8 @@ def dealt(args, tokenizer, held=None):
 def test_no_setting_moves_prompts_between_training_and_test(
     many, files, tokenizer, agents, size, few, more, name, seed
 ):
-    """Agents share no prompt, none learns from a held-out one, and the number of these changes nothing else."""
+    """Agents share no prompt, none learns from a held-out one, and the number of these changes
+    nothing else."""
     options = {
         "dataset": many,
         "num_agents": agents,
@@ -364,28 +390,29 @@ def test_no_setting_moves_prompts_between_training_and_test(
     args = tiny(files, "runs", **options, eval_prompts=few)
     parts, tests = dealt(args, tokenizer)
     assert list(parts) == list(range(agents)) and all(
-        2 <= len(part) <= size for part in parts.values()
+        2 <= len(prompts) <= size for prompts in parts.values()
     )
-    trained = [prompt for part in parts.values() for prompt in part]
+    trained = [prompt for prompts in parts.values() for prompt in prompts]
     assert len({*trained}) == len(trained)
     args.eval_prompts = few + more
     others, larger = dealt(args, tokenizer)
     assert others == parts
-    assert not {*trained} & {prompt for part in larger.values() for prompt in part}
+    assert not {*trained} & {prompt for prompts in larger.values() for prompt in prompts}
     assert tests.get("validation", []) == larger["validation"][:few]
-    for task, part in tests.items():
-        assert len({*part}) == len(part) <= few and part == larger[task][:few]
+    for task, prompts in tests.items():
+        assert len({*prompts}) == len(prompts) <= few and prompts == larger[task][:few]
         assert (
             task == "validation"
-            or len(part) < few
+            or len(prompts) < few
             or few > 3
-            or not {*part} & {*tests["validation"]}
+            or not {*prompts} & {*tests["validation"]}
         )
-    args.num_agents, args.partition, args.prompts_per_agent = 2, "iid", 40
+    args.num_agents = 2
+    args.partition = "iid"
+    args.prompts_per_agent = 40
     _, otherwise = dealt(args, tokenizer)
-    assert (
-        otherwise["validation"] == larger["validation"]
-    )  # whatever the partition and the number of agents
+    # Whatever the partition and the number of agents
+    assert otherwise["validation"] == larger["validation"]
 
 
 def test_topics_of_equal_size_are_taken_in_the_order_of_their_names(files, tokenizer, tmp_path):
@@ -422,20 +449,21 @@ def test_the_order_of_a_file_decides_nothing(many, files, tokenizer, tmp_path):
     grown = write(
         tmp_path / "grown.jsonl", [row | {"prompt": "h h " + row["prompt"]} for row in rows] + rows
     )
-    found = [
+    dealt_prompts = [
         dealt(tiny(files, "runs", dataset=name, prompts_per_agent=999, eval_prompts=999), tokenizer)
         for name in (many, same, grown)
     ]
-    assert found[0] == found[1]
-    (parts, tests), (more, larger) = found[0], found[2]
+    assert dealt_prompts[0] == dealt_prompts[1]
+    (parts, tests) = dealt_prompts[0]
+    (more, larger) = dealt_prompts[2]
     assert {*tests["validation"]} < {*larger["validation"]}
-    assert {prompt for part in parts.values() for prompt in part} < {
-        prompt for part in more.values() for prompt in part
+    assert {prompt for prompts in parts.values() for prompt in prompts} < {
+        prompt for prompts in more.values() for prompt in prompts
     }
     assert 0.05 < len(tests["validation"]) / 300 < 0.15
 
 
-def test_fewer_prompts_than_asked_for_are_told(many, files, tokenizer, capsys):
+def test_fewer_prompts_than_requested_are_reported(many, files, tokenizer, capsys):
     """Of agents, and of evaluations; with less than a batch there is no run."""
     args = tiny(
         files,
@@ -447,13 +475,13 @@ def test_fewer_prompts_than_asked_for_are_told(many, files, tokenizer, capsys):
         eval_prompts=9,
     )
     parts, tests = dealt(args, tokenizer)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for i, topic in enumerate("yxz"):
         short = f"agent {i} has {len(parts[i])} prompts, fewer than --prompts-per-agent 100"
-        assert (short in said) == (len(parts[i]) < 100), topic
+        assert (short in output) == (len(parts[i]) < 100), topic
         short = f"{topic} has {len(tests[topic])} prompts, fewer than --eval-prompts 9"
-        assert (short in said) == (len(tests[topic]) < 9), topic
-    assert "agent 2 has" in said and "agent 0 has" not in said
+        assert (short in output) == (len(tests[topic]) < 9), topic
+    assert "agent 2 has" in output and "agent 0 has" not in output
     args = tiny(files, "runs", dataset=many, num_agents=3, partition="topic", batch_size=60)
     assert "60 are needed" in refusal(dealt, args, tokenizer)
     args = tiny(files, "runs", dataset=many, num_agents=4, partition="topic")
@@ -463,7 +491,8 @@ def test_fewer_prompts_than_asked_for_are_told(many, files, tokenizer, capsys):
 
 
 def test_agents_may_have_data_sets_of_their_own(many, files, tokenizer, tmp_path, monkeypatch):
-    """A rank reads its own agents' files and the common held-out prompts, and nobody learns from these."""
+    """A rank reads its own agents' files and the common held-out prompts, which no agent
+    trains on."""
     monkeypatch.chdir(tmp_path)
     rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
     write(Path("agent_1.jsonl"), rows[:20])
@@ -481,8 +510,9 @@ def test_agents_may_have_data_sets_of_their_own(many, files, tokenizer, tmp_path
             "x",
         ]
         assert all(
-            {*part} <= {row["prompt"] for row in rows[15:40]} and len(part) == 4
-            for part in tests.values()
+            {*examples_of_task} <= {row["prompt"] for row in rows[15:40]}
+            and len(examples_of_task) == 4
+            for examples_of_task in tests.values()
         )
         line = refusal(dealt, tiny(files, "runs", dataset=names, **options), tokenizer)
         assert line.startswith("--dataset agent_0.jsonl: cannot be read")
@@ -490,7 +520,7 @@ def test_agents_may_have_data_sets_of_their_own(many, files, tokenizer, tmp_path
     monkeypatch.setenv("WORLD_SIZE", "3")
     argv = ["--num-agents", "3", "--eval-dataset", "held_out.jsonl", "--dataset", "agent_{i}.jsonl"]
     assert parse_args(prpo_llm, argv).dataset == ("agent_{i}.jsonl",)
-    monkeypatch.setenv("RANK", "2")  # who alone has to have it, says it
+    monkeypatch.setenv("RANK", "2")  # the rank that alone needs the file reports it
     assert refusal(parse_args, prpo_llm, argv) == "--dataset agent_2.jsonl: there is no such file"
 
 
@@ -517,14 +547,15 @@ prpo_llm.main(parse_args(prpo_llm))
 
 
 def test_ranks_share_nothing_but_the_wire(many, files, tmp_path, monkeypatch):
-    """Each in a folder of its own with its agent's prompts: the training of one process that has them all."""
+    """Each in a folder of its own with its agent's prompts: the training of one process that has
+    them all."""
     rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
     one = tmp_path / "one"
     for k, folder in enumerate((tmp_path / "0", tmp_path / "1")):
-        for own in (folder, one):
-            own.mkdir(exist_ok=True)
-            write(own / f"agent_{k}.jsonl", rows[k * 30 : k * 30 + 20])
-            write(own / "held_out.jsonl", rows[100:110])
+        for target in (folder, one):
+            target.mkdir(exist_ok=True)
+            write(target / f"agent_{k}.jsonl", rows[k * 30 : k * 30 + 20])
+            write(target / "held_out.jsonl", rows[100:110])
     (tmp_path / "alone.py").write_text(ALONE)
     changes = {
         "dataset": "agent_{i}.jsonl",
@@ -539,8 +570,8 @@ def test_ranks_share_nothing_but_the_wire(many, files, tmp_path, monkeypatch):
     prpo_llm.main(parse_args(prpo_llm, argv))
     together = only_run(one / "runs")
     for k in range(2):
-        (own,) = weights_of(only_run(tmp_path / str(k) / "runs"))
-        torch.testing.assert_close(own, weights_of(together)[k], rtol=0, atol=1e-4)
+        (weights,) = weights_of(only_run(tmp_path / str(k) / "runs"))
+        torch.testing.assert_close(weights, weights_of(together)[k], rtol=0, atol=1e-4)
 
 
 def flags_of(args):
@@ -551,15 +582,16 @@ def flags_of(args):
         name: value if isinstance(value, tuple) else (value,) for name, value in changed.items()
     }
     return [
-        part
-        for name, own in words.items()
-        for part in (f"--{name.replace('_', '-')}", *map(str, own))
+        word
+        for name, values in words.items()
+        for word in (f"--{name.replace('_', '-')}", *map(str, values))
     ]
 
 
 @pytest.mark.parametrize("communicator", ["uniform", "similarity"])
-def test_more_held_out_prompts_are_asked_for_on_resume(files, tmp_path, communicator):
-    """What is trained stays the same, bit for bit: public states are not the prompts of evaluations."""
+def test_more_held_out_prompts_are_requested_on_resume(files, tmp_path, communicator):
+    """What is trained stays the same, bit for bit: public states are not the prompts of
+    evaluations."""
     changes = {"communicator": communicator, "local_updates": 1, "total_steps": 4, "kl_coef": 1.0}
     few, _ = train(files, tmp_path / "few", **changes)
     more, _ = train(files, tmp_path / "more", **changes, eval_prompts=4)
@@ -582,22 +614,28 @@ def test_more_held_out_prompts_are_asked_for_on_resume(files, tmp_path, communic
 
 
 def test_public_states_do_not_depend_on_evaluations(many, files, tokenizer, tmp_path):
-    """The first held-out prompts, of a data set or of --eval-dataset; without any there is no similarity."""
+    """The first held-out prompts, of a data set or of --eval-dataset; without any there is no
+    similarity."""
     first = None
     for number in (0, 1, 30):
         args = tiny(files, "runs", dataset=many, eval_prompts=number, communicator="similarity")
         _, tests, public = prpo_llm.deal(args, tokenizer, range(2))
-        assert len(public) == 4 and all(own["place"] < prpo_llm.HELD_OUT for own in public)
+        assert len(public) == 4 and all(example["place"] < prpo_llm.HELD_OUT for example in public)
         assert tests.get("validation", public)[:4] == public[: number or None]
         first = first or public
         assert public == first
     rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
-    args.eval_dataset, args.eval_prompts = write(tmp_path / "held_out.jsonl", rows[:3]), 0
+    args.eval_dataset = write(tmp_path / "held_out.jsonl", rows[:3])
+    args.eval_prompts = 0
     _, _, public = prpo_llm.deal(args, tokenizer, range(2))
-    assert {own["prompt"] for own in public} == {row["prompt"] for row in rows[:3]}
-    places = {own["prompt"]: own["place"] for own in prpo_llm.load_examples(args, tokenizer, many)}
+    assert {example["prompt"] for example in public} == {row["prompt"] for row in rows[:3]}
+    places = {
+        example["prompt"]: example["place"]
+        for example in prpo_llm.load_examples(args, tokenizer, many)
+    }
     rest = [row for row in rows if places[row["prompt"]] >= prpo_llm.HELD_OUT]
-    args.eval_dataset, args.dataset = "", (write(tmp_path / "all.jsonl", rest),)
+    args.eval_dataset = ""
+    args.dataset = (write(tmp_path / "all.jsonl", rest),)
     line = refusal(prpo_llm.deal, args, tokenizer, range(2))
     assert line == "--communicator similarity: must compare on held-out prompts, and there are none"
     args.communicator = "uniform"
@@ -605,7 +643,8 @@ def test_public_states_do_not_depend_on_evaluations(many, files, tokenizer, tmp_
 
 
 def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, chatty, tmp_path):
-    """As messages in one file and as texts in another, they are the same tokens where there is no chat template."""
+    """As messages in one file and as texts in another, they are the same tokens where there is no
+    chat template."""
     rows = [json.loads(line) for line in Path(many).read_text().splitlines()][:60]
     talk = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
     held_out = write(tmp_path / "messages.jsonl", talk[:20])
@@ -619,18 +658,24 @@ def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, c
             eval_prompts=20,
         )
         examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
-        reserved = {tuple(own["ids"]) for own in tests["validation"]}
+        reserved = {tuple(example["ids"]) for example in tests["validation"]}
         assert len(reserved) == 20
-        assert not reserved & {tuple(own["ids"]) for part in examples.values() for own in part}
+        assert not reserved & {
+            tuple(example["ids"])
+            for examples_of_part in examples.values()
+            for example in examples_of_part
+        }
     # In one file: what is held out as a text is not trained on as a message
     args = tiny(
         files, "runs", dataset=write(tmp_path / "twice.jsonl", rows + talk), prompts_per_agent=999
     )
     args.eval_prompts = 99
     examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
-    reserved = {tuple(own["ids"]) for own in tests["validation"]}
+    reserved = {tuple(example["ids"]) for example in tests["validation"]}
     assert reserved and not reserved & {
-        tuple(own["ids"]) for part in examples.values() for own in part
+        tuple(example["ids"])
+        for examples_of_part in examples.values()
+        for example in examples_of_part
     }
     deal_files(
         args.dataset[0],
@@ -645,26 +690,29 @@ def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, c
         prpo_llm.load_examples(args, tokenizer, str(path))
         for path in (tmp_path / "parts").glob("agent_*.jsonl")
     ]
-    assert parts and not reserved & {tuple(own["ids"]) for part in parts for own in part}
+    assert parts and not reserved & {
+        tuple(example["ids"]) for examples_of_part in parts for example in examples_of_part
+    }
 
 
 # --- rewards ---
 
 
-def said(args, tokenizer, functions, texts, rows, ended=True):
-    """What `judge` makes of these completions."""
+def score(args, tokenizer, functions, texts, rows, ended=True):
+    """The output of `score_completions` for these completions."""
     chosen = [
-        {"row": row, "completion": prpo_llm.text_of(row[args.completion_column]), "ids": []}
+        {"row": row, "completion": prpo_llm.get_text(row[args.completion_column]), "ids": []}
         for row in rows
     ]
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * ended for text in texts]
-    (tokens, lengths), tokenizer.ends = prpo_llm.pad(ids), [tokenizer.eos_token_id]
-    return prpo_llm.judge(args, functions, tokenizer, chosen, tokens, lengths)
+    (tokens, lengths) = prpo_llm.pad(ids)
+    tokenizer.ends = [tokenizer.eos_token_id]
+    return prpo_llm.score_completions(args, functions, tokenizer, chosen, tokens, lengths)
 
 
 def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
-    """Prompts, completions, ids and all columns by name; of messages TRL passes messages; what is not named is not
-    passed, unless everything is."""
+    """Prompts, completions, ids and all columns by name; of messages TRL passes messages; what is
+    not named is not passed, unless everything is."""
     (tmp_path / "own.py").write_text(
         "seen = {}\n"
         "def everything(prompts, completions, **columns):\n"
@@ -678,10 +726,11 @@ def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
         tmp_path,
         reward=tuple(f"{tmp_path / 'own.py'}:{name}" for name in ("everything", "some")),
     )
-    args.completion_column, args.reward_weights = "answer", (1.0, 0.5)
+    args.completion_column = "answer"
+    args.reward_weights = (1.0, 0.5)
     functions = prpo_llm.make_reward(args, torch.device("cpu"))
     rows = [{"prompt": "a b", "answer": "c", "level": 1}, {"prompt": "d", "answer": "e f"}]
-    texts, ends, columns = said(args, tokenizer, functions, ["c", "e"], rows)
+    texts, ends, columns = score(args, tokenizer, functions, ["c", "e"], rows)
     seen = functions["own.everything"].__globals__["seen"]
     letters = [tokenizer(text)["input_ids"] + [0] for text in ("c", "e")]
     assert seen == {
@@ -694,11 +743,10 @@ def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
     }
     assert texts == ["c", "e"] and ends == [True, True]
     assert columns["reward_own.some"].tolist() == [1.0, 0.0]
-    assert (
-        columns["score"].tolist() == [0.5, 2.0] == columns["reward"].tolist()
-    )  # None adds nothing
+    # None adds nothing
+    assert columns["score"].tolist() == [0.5, 2.0] == columns["reward"].tolist()
     talk = [{"prompt": [{"role": "user", "content": "a"}], "answer": "c"}] * 2
-    said(args, tokenizer, functions, ["c", "d"], talk)
+    score(args, tokenizer, functions, ["c", "d"], talk)
     assert functions["own.everything"].__globals__["seen"]["completions"] == [
         [{"role": "assistant", "content": text}] for text in "cd"
     ]
@@ -712,15 +760,15 @@ def test_penalties_are_taken_from_the_reward_and_not_from_the_score(files, token
     args = tiny(files, tmp_path, missing_eos_penalty=3.0, min_response_tokens=3)
     functions = {"one": lambda completions, **_: [1.0, math.nan, math.inf, 4]}
     rows = [{"prompt": "a", "completion": "b"}] * 4
-    _, ends, columns = said(args, tokenizer, functions, ["a b", "a b", "a b", "a"], rows)
+    _, ends, columns = score(args, tokenizer, functions, ["a b", "a b", "a b", "a"], rows)
     np.testing.assert_equal(columns["score"], [1.0, math.nan, math.nan, 4.0])
     np.testing.assert_equal(columns["reward"], [1.0, math.nan, math.nan, 1.0])
-    _, ends, columns = said(args, tokenizer, functions, ["a b c"] * 4, rows, ended=False)
+    _, ends, columns = score(args, tokenizer, functions, ["a b c"] * 4, rows, ended=False)
     assert ends == [False] * 4
     np.testing.assert_equal(columns["reward"], [-2.0, math.nan, math.nan, 1.0])
     functions = {"one": lambda completions, **_: [1.0]}
     assert "one returns 1 rewards for 4 completions" in refusal(
-        said, args, tokenizer, functions, ["a"] * 4, rows
+        score, args, tokenizer, functions, ["a"] * 4, rows
     )
 
 
@@ -731,8 +779,9 @@ def test_rouge_reads_messages_and_texts_alike(files, tokenizer, tmp_path):
         ("a", "b c"),
         ([{"role": "user", "content": "a"}], [{"content": "b c"}]),
     ):
-        args, rows = tiny(files, tmp_path), [{"prompt": prompt, "completion": reference}]
-        _, _, columns = said(args, tokenizer, functions, ["b d c"], rows)
+        args = tiny(files, tmp_path)
+        rows = [{"prompt": prompt, "completion": reference}]
+        _, _, columns = score(args, tokenizer, functions, ["b d c"], rows)
         assert columns["reward_rouge"].tolist() == pytest.approx([2 * (2 / 3) * 1 / (2 / 3 + 1)])
 
 
@@ -750,12 +799,14 @@ def test_every_reward_is_logged_by_itself(files, tmp_path):
     }
     folder, _ = train(files, tmp_path / "runs", **changes)
     for row in rows_of(folder):
-        own = {name: float(value) for name, value in row.items()}
-        assert own["score"] == pytest.approx(
-            2 * own["reward_letters.count"] - 0.5 * own["reward_more.length"], abs=1e-5
+        values = {name: float(value) for name, value in row.items()}
+        assert values["score"] == pytest.approx(
+            2 * values["reward_letters.count"] - 0.5 * values["reward_more.length"], abs=1e-5
         )
-        assert own["reward"] == pytest.approx(own["score"] - 4 * (1 - own["eos_rate"]), abs=1e-5)
-        assert own["reward_more.length"] > 0
+        assert values["reward"] == pytest.approx(
+            values["score"] - 4 * (1 - values["eos_rate"]), abs=1e-5
+        )
+        assert values["reward_more.length"] > 0
     with open(folder / "evaluations.csv", newline="") as file:
         for row in csv.DictReader(file):
             assert float(row["mean_reward"]) == pytest.approx(
@@ -767,15 +818,14 @@ def test_every_reward_is_logged_by_itself(files, tmp_path):
 
 @pytest.fixture(scope="session")
 def reward_model(files, tmp_path_factory):
-    """A tiny reward model as TRL leaves it, with a chat template; padding is not the token that ends a text."""
-    folder, tokenizer = (
-        tmp_path_factory.mktemp("reward") / "judge",
-        AutoTokenizer.from_pretrained(files / "model"),
-    )
-    tokenizer.chat_template, tokenizer.pad_token = TEMPLATE, "q"
-    begin = processors.TemplateProcessing(
-        single="y $A", special_tokens=[("y", 25)]
-    )  # as Llama's begins a text
+    """A tiny reward model as TRL leaves it, with a chat template; padding is not the token that
+    ends a text."""
+    folder = tmp_path_factory.mktemp("reward") / "judge"
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.pad_token = "q"
+    # As Llama's begins a text
+    begin = processors.TemplateProcessing(single="y $A", special_tokens=[("y", 25)])
     tokenizer.backend_tokenizer.post_processor = begin
     tokenizer.save_pretrained(folder)
     torch.manual_seed(5)
@@ -789,20 +839,19 @@ def reward_model(files, tmp_path_factory):
         LlamaConfig(vocab_size=27, num_labels=1, pad_token_id=17, **shape)
     )
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5) if parameter.dim() > 1 else None
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(folder)
     return folder
 
 
 def test_a_reward_model_sees_what_trl_trained_it_with(files, tokenizer, reward_model, tmp_path):
-    """A text ends with EOS, messages stand in the reward model's own template; each is scored at its last token, also
-    beside longer ones."""
+    """A text ends with EOS, messages stand in the reward model's own template; each is scored at
+    its last token, also beside longer ones."""
     args = tiny(files, tmp_path, reward=str(reward_model))
     functions = prpo_llm.make_reward(args, torch.device("cpu"))
-    model, own = (
-        LlamaForSequenceClassification.from_pretrained(reward_model),
-        AutoTokenizer.from_pretrained(reward_model),
-    )
+    model = LlamaForSequenceClassification.from_pretrained(reward_model)
+    reward_tokenizer = AutoTokenizer.from_pretrained(reward_model)
     texts = ["c", "c d e f g", "g h"] * 4
     for prompt, whole in (
         ("a b ", "a b {} <eos>"),
@@ -810,10 +859,10 @@ def test_a_reward_model_sees_what_trl_trained_it_with(files, tokenizer, reward_m
     ):
         rows = [{"prompt": prompt, "completion": "b"}] * len(texts)
         for ended in (True, False):  # what it lacks is what the penalty is for
-            _, _, columns = said(args, tokenizer, functions, texts, rows, ended=ended)
+            _, _, columns = score(args, tokenizer, functions, texts, rows, ended=ended)
             with torch.no_grad():
                 words = [
-                    own(whole.format(text), add_special_tokens=isinstance(prompt, str))
+                    reward_tokenizer(whole.format(text), add_special_tokens=isinstance(prompt, str))
                     for text in texts
                 ]
                 ids = [torch.tensor([each["input_ids"]]) for each in words]
@@ -837,20 +886,23 @@ DECODERS = {  # of Metaspace, as SentencePiece, and of Llama 2 and Mistral 7B
 
 
 def sentence_pieces(decoder):
-    """A tokenizer of SentencePiece's kind: a space belongs to the word behind it, and a text begins with one."""
+    """A tokenizer of SentencePiece's kind: a space belongs to the word behind it, and a text begins
+    with one."""
     words = ["<unk>", "<eos>", "▁TL;DR:", "▁I", "▁am", "I", "▁", *"abcdefghilmopst,.", "▁am\n"]
-    own = Tokenizer(
+    tokenizer = Tokenizer(
         models.Unigram([(word, -1.0 - 9.0 * (len(word) == 1)) for word in words], unk_id=0)
     )
-    own.pre_tokenizer, own.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoder
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoder
     return PreTrainedTokenizerFast(
-        tokenizer_object=own, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
     )
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_completion_keeps_the_space_before_it(files, tmp_path, decoder):
-    """Where a tokenizer drops the space with which a text begins, a completion still stands behind its prompt."""
+    """Where a tokenizer drops the space with which a text begins, a completion still stands behind
+    its prompt."""
     tokenizer = sentence_pieces(DECODERS[decoder])
     tokenizer.ends = [tokenizer.eos_token_id]
     assert tokenizer.decode(tokenizer("I am")["input_ids"]) == "I am"  # alone it has no space
@@ -866,16 +918,22 @@ def test_a_completion_keeps_the_space_before_it(files, tmp_path, decoder):
     ).eval()
     nn.init.normal_(model.score.weight, std=5.0)
     prompt = tokenizer("TL;DR:")["input_ids"]
-    args, seen = tiny(files, tmp_path), []
-    functions = {
-        "see": lambda completions, **_: seen.extend(completions) or [0.0] * len(completions)
-    }
-    functions["model"] = functools.partial(prpo_llm.score, model, tokenizer)
+    args = tiny(files, tmp_path)
+    seen = []
+
+    def see(completions, **_):
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    functions = {"see": see}
+    functions["model"] = functools.partial(prpo_llm.apply_reward_model, model, tokenizer)
     whole = [tokenizer(f"TL;DR:{text}")["input_ids"] for text in (" I am", " am I", "I", "")]
     assert all(ids[: len(prompt)] == prompt for ids in whole)
     (tokens, lengths) = prpo_llm.pad([[*ids[len(prompt) :], 1] for ids in whole])
     chosen = [{"row": {"prompt": "TL;DR:", "completion": ""}, "completion": "", "ids": prompt}] * 4
-    texts, ends, columns = prpo_llm.judge(args, functions, tokenizer, chosen, tokens, lengths)
+    texts, ends, columns = prpo_llm.score_completions(
+        args, functions, tokenizer, chosen, tokens, lengths
+    )
     assert texts == seen == [" I am", " am I", "I", ""] and ends == [True] * 4
     with torch.no_grad():
         expected = [model(torch.tensor([[*ids, 1]])).logits.item() for ids in whole]
@@ -886,7 +944,9 @@ def test_a_completion_keeps_the_space_before_it(files, tmp_path, decoder):
         {"row": {"prompt": [{"role": "user", "content": "am"}]}, "completion": "", "ids": prompt}
     ]
     functions = {"see": lambda completions: [0.0]}
-    texts, *_ = prpo_llm.judge(args, functions, tokenizer, talk, tokens[:1], lengths[:1])
+    texts, *_ = prpo_llm.score_completions(
+        args, functions, tokenizer, talk, tokens[:1], lengths[:1]
+    )
     assert texts == ["I am"]
     # What changes the text before it is decoded alone
     merging = SimpleNamespace(
@@ -899,17 +959,16 @@ def test_a_completion_keeps_the_space_before_it(files, tmp_path, decoder):
 def test_a_reward_model_without_a_chat_template_reads_messages_as_texts(reward_model):
     """As the policy does: contents with an empty line between them, ended by EOS."""
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
-    prompts, completions = (
-        [[{"role": "user", "content": "a"}]],
-        [[{"role": "assistant", "content": "b"}]],
-    )
+    prompts = [[{"role": "user", "content": "a"}]]
+    completions = [[{"role": "assistant", "content": "b"}]]
     assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["u a a b "], True)
     tokenizer.chat_template = None
     assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["a\n\nb<eos>"], False)
 
 
 def test_a_reward_model_with_learned_positions_reads_texts_from_the_left(files, tmp_path):
-    """Padding stands behind them, so that positions count from their first token, also beside longer ones."""
+    """Padding stands behind them, so that positions count from their first token, also beside
+    longer ones."""
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
     tokenizer.save_pretrained(tmp_path / "judge")
     torch.manual_seed(5)
@@ -946,7 +1005,7 @@ def test_a_reward_model_has_the_precision_of_the_run(files, reward_model, tmp_pa
         function = prpo_llm.make_reward(args, torch.device("cpu"))["judge"]
         model = function.args[0]
         assert model.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
-        assert model.score.weight.dtype == torch.float32
+        assert model.score.layer.weight.dtype == torch.float32
         scores[precision] = torch.tensor(function(**texts))
     spread = scores["float32"].std()
     assert 0 < (scores["float32"] - scores["bfloat16"]).abs().max() < 0.1 * spread
@@ -954,26 +1013,27 @@ def test_a_reward_model_has_the_precision_of_the_run(files, reward_model, tmp_pa
 
 
 def test_what_is_no_reward_model_is_refused(files, reward_model, tmp_path, monkeypatch):
-    """A language model has no score, and code that comes with a model is not executed, nor is anybody asked."""
+    """A language model has no score, and code that comes with a model is not executed, and
+    there is no question on the terminal."""
     args = tiny(files, tmp_path, reward=str(files / "model"))
     assert "is no whole model with one score" in refusal(
         prpo_llm.make_reward, args, torch.device("cpu")
     )
     config = json.loads((reward_model / "config.json").read_text())
-    own = tmp_path / "own"
-    own.mkdir()
+    folder = tmp_path / "own"
+    folder.mkdir()
     config |= {
         "model_type": "mine",
         "auto_map": {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"},
     }
-    (own / "config.json").write_text(json.dumps(config))
-    (own / "mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
     line = refusal(
-        prpo_llm.make_reward, tiny(files, tmp_path, reward=str(own)), torch.device("cpu")
+        prpo_llm.make_reward, tiny(files, tmp_path, reward=str(folder)), torch.device("cpu")
     )
     assert "cannot be loaded" in line
-    line = refusal(prpo_llm.load_base, tiny(files, tmp_path, base_model=str(own)))
+    line = refusal(prpo_llm.load_base, tiny(files, tmp_path, base_model=str(folder)))
     assert "cannot be loaded" in line and not (tmp_path / "executed").exists()
 
 
@@ -1041,9 +1101,9 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_ends_with_one_line(case):
     """It names the flag, the value and what would be valid."""
-    argv, parts = BAD[case]
+    argv, texts = BAD[case]
     line = refusal(parse_args, prpo_llm, argv)
-    assert all(part in line for part in parts), line
+    assert all(text in line for text in texts), line
 
 
 def test_a_file_without_the_function_is_refused(files, tmp_path):
@@ -1076,18 +1136,17 @@ def test_a_file_without_the_function_is_refused(files, tmp_path):
     xi=st.sampled_from([0.0, 1e-6, 0.5, 1.0, 256.0, 1e9]),
 )
 def test_coverage_partition_keeps_its_promises(seed, agents, number, share, low, high, xi):
-    """Sizes within the bounds, which may be equal; a fixed sum; each item equally often, never twice in a set."""
+    """Sizes within the bounds, which may be equal; a fixed sum; each item equally often, never
+    twice in a set."""
     total = max(agents, round(share * agents * number))
     assume(total <= agents * number)
     middle = total // agents
-    least, most = (
-        math.floor(low * middle),
-        math.ceil(total / agents + high * (number - total / agents)),
-    )
+    least = math.floor(low * middle)
+    most = math.ceil(total / agents + high * (number - total / agents))
     rng = np.random.default_rng(seed)
     sets = partition.coverage_partition(number, agents, total, (least, middle, most), xi, rng)
     assert len(sets) == agents and sum(map(len, sets)) == total
-    assert all(least <= len(own) <= most and len({*own}) == len(own) for own in sets)
+    assert all(least <= len(inds) <= most and len({*inds}) == len(inds) for inds in sets)
     counts = np.bincount(np.concatenate(sets), minlength=number)
     assert (
         counts.min() >= total // number
@@ -1104,13 +1163,15 @@ def test_bounds_without_room_are_refused(bounds):
 
 
 def test_coverage_reaches_from_all_at_a_bound_to_all_equal():
-    """xi = 0 is the limit of ever smaller ones, a large one makes all sizes the mean; between them order is kept."""
+    """xi = 0 is the limit of ever smaller ones, a large one makes all sizes the mean; between them
+    order is kept."""
 
     def sizes(xi):
-        rng, runs = np.random.default_rng(0), []
+        rng = np.random.default_rng(0)
+        runs = []
         for _ in range(30):
             sets = partition.coverage_partition(80, 8, 80, (2, 10, 18), xi, rng)
-            runs.append([len(own) for own in sets])
+            runs.append([len(inds) for inds in sets])
         return np.array(runs)
 
     spreads = [sizes(xi).std(axis=1).mean() for xi in (0.0, 1e-6, 1.0, 16.0, 1e9)]
@@ -1132,18 +1193,19 @@ def test_preference_partition_keeps_its_promises(seed, counts, share, omega):
     pools = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
     size = max(1, round(share * sum(counts)))
     sets = partition.preference_partition(pools, 4, size, omega, np.random.default_rng(seed))
-    assert len(sets) == 4 and all(len(own) == size == len({*own}) for own in sets)
-    assert all(set(own) <= set(range(sum(counts))) for own in sets)
+    assert len(sets) == 4 and all(len(inds) == size == len({*inds}) for inds in sets)
+    assert all(set(inds) <= set(range(sum(counts))) for inds in sets)
 
 
 def test_preference_without_noise_is_the_common_mixture():
-    """omega = 0: every agent draws from softmax of the logits of the shares; larger ones drive agents apart."""
+    """omega = 0: every agent draws from softmax of the logits of the shares; larger ones drive
+    agents apart."""
     pools = [np.arange(0, 600), np.arange(600, 1600), np.arange(1600, 3000)]
     odds = np.array([600 / 2400, 1000 / 2000, 1400 / 1600])
 
     def mixtures(omega):
         sets = partition.preference_partition(pools, 40, 400, omega, np.random.default_rng(1))
-        return np.array([np.histogram(own, (0, 600, 1600, 3000))[0] / 400 for own in sets])
+        return np.array([np.histogram(inds, (0, 600, 1600, 3000))[0] / 400 for inds in sets])
 
     np.testing.assert_allclose(mixtures(0.0).mean(axis=0), odds / odds.sum(), atol=0.01)
     spreads = [mixtures(omega).std(axis=0).mean() for omega in (0.0, 0.3, 0.9, 3.0)]
@@ -1155,17 +1217,18 @@ def test_preference_without_noise_is_the_common_mixture():
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**31), xi=st.sampled_from([0.0, 1.0, 256.0]), middle=st.integers(0, 20))
 def test_hardness_partition_keeps_its_promises(seed, xi, middle):
-    """Sets of equal size; the easy items are dealt as coverage deals them, the rest are hard ones, none twice."""
-    easy, hard, bounds = (
-        np.arange(100, 180),
-        np.arange(100),
-        (middle // 2, middle, middle + middle // 2),
-    )
+    """Sets of equal size; the easy items are dealt as coverage deals them, the rest are hard ones,
+    none twice."""
+    easy = np.arange(100, 180)
+    hard = np.arange(100)
+    bounds = (middle // 2, middle, middle + middle // 2)
     rng = np.random.default_rng(seed)
     sets = partition.hardness_partition(easy, hard, 4, 40, 4 * middle, bounds, xi, rng)
-    assert all(len(own) == 40 == len({*own}) for own in sets)
-    amounts = [int((own >= 100).sum()) for own in sets]
-    assert sum(amounts) == 4 * middle and all(bounds[0] <= own <= bounds[2] for own in amounts)
+    assert all(len(inds) == 40 == len({*inds}) for inds in sets)
+    amounts = [int((inds >= 100).sum()) for inds in sets]
+    assert sum(amounts) == 4 * middle and all(
+        bounds[0] <= amount <= bounds[2] for amount in amounts
+    )
     with pytest.raises(ValueError, match="hard"):
         partition.hardness_partition(easy, hard[:10], 4, 40, 40, (5, 10, 15), xi, rng)
 
@@ -1191,13 +1254,16 @@ def deal_files(many, files, folder, *words):
 def test_every_partition_writes_a_file_for_each_agent(
     many, files, tokenizer, tmp_path, name, capsys
 ):
-    """Rows of the data set, none that prpo_llm.py holds out, the sizes asked for, the same for equal seeds."""
+    """Rows of the data set, none that prpo_llm.py holds out, the requested sizes, the same for
+    equal seeds."""
     words = ["--partition", name, "--prompts-per-agent", "40", "--num-agents", "3"]
     parts, pool = deal_files(many, files, tmp_path / "a", *words)
     assert "fewer" not in capsys.readouterr().out
     rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
-    sizes = [len(part) for part in parts]
-    assert len(parts) == 3 and all(row in rows for part in (*parts, pool) for row in part)
+    sizes = [len(rows_of_part) for rows_of_part in parts]
+    assert len(parts) == 3 and all(
+        row in rows for rows_of_part in (*parts, pool) for row in rows_of_part
+    )
     assert (
         sizes == [40] * 3
         if name != "coverage"
@@ -1205,20 +1271,25 @@ def test_every_partition_writes_a_file_for_each_agent(
     )
     args = tiny(files, "runs", dataset=many, eval_prompts=999)
     assert {row["prompt"] for row in pool} == {*dealt(args, tokenizer)[1]["validation"]}
-    prompts = [[row["prompt"] for row in part] for part in parts]
+    prompts = [[row["prompt"] for row in rows_of_part] for rows_of_part in parts]
     assert not {row["prompt"] for row in pool} & {*sum(prompts, [])}
-    assert all(len({*own}) == len(own) for own in prompts)
+    assert all(len({*prompts_of_agent}) == len(prompts_of_agent) for prompts_of_agent in prompts)
     if name not in ("preference", "hardness"):
         assert len({*sum(prompts, [])}) == 120
     if name == "topic":
-        assert [{row["topic"] for row in part} for part in parts] == [{"y"}, {"x"}, {"z"}]
+        assert [{row["topic"] for row in rows_of_part} for rows_of_part in parts] == [
+            {"y"},
+            {"x"},
+            {"z"},
+        ]
     assert deal_files(many, files, tmp_path / "b", *words) == (parts, pool)
     if name in ("preference", "coverage", "hardness"):
         assert deal_files(many, files, tmp_path / "c", *words, "--seed", "2")[0] != parts
 
 
 def test_partitions_move_what_they_are_named_for(many, files, tmp_path, capsys):
-    """Shares of topics, numbers of prompts, shares of easy prompts; overlap lets agents share some."""
+    """Shares of topics, numbers of prompts, shares of easy prompts; overlap lets agents share
+    some."""
 
     def each(folder, *words):
         return deal_files(
@@ -1226,39 +1297,44 @@ def test_partitions_move_what_they_are_named_for(many, files, tmp_path, capsys):
         )[0]
 
     def spread(parts, count):
-        return np.std([sum(map(count, part)) for part in parts])
+        return np.std([sum(map(count, rows_of_agent)) for rows_of_agent in parts])
 
     def easy(row):
         return len(row["completion"]) <= 4
 
     apart, alike = (
-        each(f"p{own}", "--partition", "preference", "--strength", own) for own in ("3", "0")
+        each(f"p{strength}", "--partition", "preference", "--strength", strength)
+        for strength in ("3", "0")
     )
     assert spread(apart, lambda row: row["topic"] == "x") > 2 * spread(
         alike, lambda row: row["topic"] == "x"
     )
     apart, alike = (
-        each(f"c{own}", "--partition", "coverage", "--strength", own) for own in ("0", "1000000")
+        each(f"c{strength}", "--partition", "coverage", "--strength", strength)
+        for strength in ("0", "1000000")
     )
-    assert {len(part) for part in alike} == {30} and spread(apart, lambda _: 1) > 8
+    assert {len(rows_of_agent) for rows_of_agent in alike} == {30} and spread(
+        apart, lambda _: 1
+    ) > 8
     apart, alike = (
-        each(f"h{own}", "--partition", "hardness", "--strength", own) for own in ("0", "1000000")
+        each(f"h{strength}", "--partition", "hardness", "--strength", strength)
+        for strength in ("0", "1000000")
     )
     assert spread(apart, easy) > 2 * spread(alike, easy)
     shared = each("overlap", "--partition", "coverage", "--overlap", "2")
-    prompts = [row["prompt"] for part in shared for row in part]
+    prompts = [row["prompt"] for rows_of_agent in shared for row in rows_of_agent]
     assert len(prompts) == 180 and len({*prompts}) == 90
     equal = each("equal", "--partition", "coverage", "--bounds", "30", "30", "--strength", "0")
-    assert {len(part) for part in equal} == {30}
+    assert {len(rows_of_agent) for rows_of_agent in equal} == {30}
     capsys.readouterr()
     few = deal_files(
         many, files, tmp_path / "few", "--partition", "coverage", "--prompts-per-agent", "500"
     )[0]
-    found = re.search(
+    match = re.search(
         r"gets (\d+) prompts, fewer than --prompts-per-agent 500: there are (\d+)",
         capsys.readouterr().out,
     )
-    assert int(found[2]) - 3 < sum(map(len, few)) == 3 * int(found[1]) <= int(found[2])
+    assert int(match[2]) - 3 < sum(map(len, few)) == 3 * int(match[1]) <= int(match[2])
 
 
 TOOL = {
@@ -1321,7 +1397,8 @@ def test_the_tool_refuses_in_one_line(many, files, tmp_path, monkeypatch, case):
 
 
 def test_the_commands_of_the_page_run(many, files, tmp_path, monkeypatch):
-    """The tool's two lines, and the training on what they leave, as they stand in the page but for size and model."""
+    """The tool's two lines, and the training on what they leave, as they stand in the page but for
+    size and model."""
     monkeypatch.chdir(tmp_path)
     page = (REPOSITORY / "docs" / "prpo_llm.md").read_text()
     lines = [
@@ -1330,7 +1407,7 @@ def test_the_commands_of_the_page_run(many, files, tmp_path, monkeypatch):
         for line in block.splitlines()
     ]
     (line,) = [line for line in lines if "benchmark/partition.py" in line]
-    first, second = (shlex.split(part, comments=True) for part in line.split(" && "))
+    first, second = (shlex.split(command, comments=True) for command in line.split(" && "))
     assert first[:2] == ["python", "benchmark/partition.py"] and second[:2] == [
         "python",
         "prpo_llm.py",

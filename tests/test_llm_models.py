@@ -1,4 +1,6 @@
-"""Language models of many families: the plain model's log-probabilities, or one line that says why not."""
+"""Language models of many families: the plain model's log-probabilities, or one line with the
+reason why not.
+"""
 
 import importlib
 import json
@@ -30,7 +32,8 @@ sys.path.insert(0, str(REPOSITORY / "benchmark"))
 llm_memory = importlib.import_module("llm_memory")
 
 assert files  # a fixture
-PROMPT, RESPONSE = 10, 6  # tokens of the longest row: the last one of a completion predicts nothing
+PROMPT = 10
+RESPONSE = 6  # tokens of the longest row: the last one of a completion predicts nothing
 LONGEST = PROMPT + RESPONSE - 1
 SHAPE = {
     "vocab_size": len(WORDS),
@@ -47,10 +50,8 @@ SHAPE |= {
 }
 SHAPE |= {"eos_token_id": 0, "bos_token_id": None}
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PHI3, NEOX = (
-    ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    ("query_key_value", "dense", "dense_4h_to_h"),
-)
+PHI3 = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+NEOX = ("query_key_value", "dense", "dense_4h_to_h")
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
 FAMILIES = {  # configuration, what it is given, layers with adapters
@@ -134,7 +135,8 @@ def save(folder, config, **generation):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
     for name, value in generation.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(folder)
@@ -188,14 +190,15 @@ def adapted(args):
 
 
 def plain_log_probs(args, model, agent, ids):
-    """What transformers says of a sequence with an agent's adapter merged into the weights: [tokens, vocabulary]."""
+    """transformers' log-probabilities of a sequence with an agent's adapter merged into the
+    weights: [tokens, vocabulary]."""
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     plain = transformers.AutoModelForCausalLM.from_pretrained(args.base_model, **options).eval()
     for name, layer in layers_of(model).items():
         product = layer.B["policy"][agent] @ layer.A["policy"][agent]
         plain.get_submodule(name).weight.data += args.lora_alpha / args.lora_rank * product.detach()
     with torch.no_grad():
-        return [plain(torch.tensor([own])).logits[0].log_softmax(-1) for own in ids]
+        return [plain(torch.tensor([row])).logits[0].log_softmax(-1) for row in ids]
 
 
 PROMPTS = [
@@ -207,19 +210,20 @@ PROMPTS = [
 
 
 def assert_equal_to_plain(args):
-    """Log-probabilities of padded prompts with groups, and greedy completions with the shared cache."""
+    """Log-probabilities of padded prompts with groups, and greedy completions with the shared
+    cache."""
     model, _ = adapted(args)
-    lengths = torch.tensor(
-        [[[6, 1, 3], [2, 6, 6]], [[1, 4, 2], [5, 6, 3]]]
-    )  # [agents, prompts, group]
+    # [agents, prompts, group]
+    lengths = torch.tensor([[[6, 1, 3], [2, 6, 6]], [[1, 4, 2], [5, 6, 3]]])
     tokens = torch.randint(
         1, len(WORDS), (2, 2, 3, RESPONSE), generator=torch.Generator().manual_seed(2)
     )
-    prpo_llm.Adapters.selected = "policy", None
-    with torch.no_grad():
-        hidden = prpo_llm.predict(model, {"prompts": PROMPTS, "tokens": tokens, "lengths": lengths})
-        found = prpo_llm.log_probs(args, model, hidden)
-        said, *_ = prpo_llm.generate(
+    with torch.no_grad(), prpo_llm.select_adapters("policy"):
+        hidden = prpo_llm.compute_hidden(
+            model, {"prompts": PROMPTS, "tokens": tokens, "lengths": lengths}
+        )
+        log_probs = prpo_llm.compute_log_probs(args, model, hidden)
+        generated, *_ = prpo_llm.generate(
             model, PROMPTS, torch.zeros(4, 2, RESPONSE), [-1], temperature=0.0
         )
     for agent in range(2):
@@ -228,12 +232,12 @@ def assert_equal_to_plain(args):
             PROMPTS[2 * agent + p] + tokens[agent, p, g, : lengths[agent, p, g]].tolist()
             for p, g in cases
         ]
-        greedy = [PROMPTS[2 * agent + p] + said[2 * agent + p, 1].tolist() for p in range(2)]
+        greedy = [PROMPTS[2 * agent + p] + generated[2 * agent + p, 1].tolist() for p in range(2)]
         plain = plain_log_probs(args, model, agent, rows + greedy)
         for (p, g), expected in zip(cases, plain, strict=False):
             length = int(lengths[agent, p, g])
             torch.testing.assert_close(
-                found[agent, p, g, :length], expected[-length - 1 : -1], rtol=0, atol=1e-4
+                log_probs[agent, p, g, :length], expected[-length - 1 : -1], rtol=0, atol=1e-4
             )
         for row, expected in zip(greedy, plain[6:], strict=True):
             chosen = expected[-RESPONSE - 1 : -1]
@@ -242,8 +246,9 @@ def assert_equal_to_plain(args):
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_families_that_say_what_the_plain_model_says(case, tmp_path):
-    """Scales and caps of logits are applied, windows that no row leaves do not matter, fused layers have adapters."""
+def test_families_with_the_log_probabilities_of_the_plain_model(case, tmp_path):
+    """Scales and caps of logits are applied, windows that no row leaves do not matter, fused layers
+    have adapters."""
     family, changes, targets = FAMILIES[case]
     assert_equal_to_plain(
         settings(save(tmp_path, config_of(family, changes)), lora_targets=targets)
@@ -287,11 +292,18 @@ def test_families_that_are_refused(case, tmp_path):
 
 
 BROKEN = {
-    "no attention to the prompt": lambda self, query, prompt, own, scaling: torch.zeros_like(query),
-    "completions see the future": lambda self, query, prompt, own, scaling: prpo_llm.shared_heads(
-        query.flatten(2, 3),
-        *(torch.cat((a, b.flatten(2, 3)), dim=2) for a, b in zip(prompt, own, strict=True)),
-    ).view(query.shape),
+    "no attention to the prompt": lambda self, query, prompt, completions, scaling: (
+        torch.zeros_like(query)
+    ),
+    "completions see the future": lambda self, query, prompt, completions, scaling: (
+        prpo_llm.attend_with_shared_heads(
+            query.flatten(2, 3),
+            *(
+                torch.cat((a, b.flatten(2, 3)), dim=2)
+                for a, b in zip(prompt, completions, strict=True)
+            ),
+        ).view(query.shape)
+    ),
 }
 
 
@@ -316,7 +328,8 @@ def scaled_attention(monkeypatch, factor, dtypes):
 
 
 def test_the_start_finds_small_errors_and_accepts_rounding(tmp_path, monkeypatch):
-    """In bfloat16 a model may round more than an error is large: the same weights in float32 tell them apart."""
+    """In bfloat16 a model may round more than an error is large: the same weights in float32
+    separate the two."""
     config = config_of("Llama", {"num_hidden_layers": 6})
     args = settings(save(tmp_path, config), precision="bfloat16")
     louder = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -333,9 +346,8 @@ def test_the_start_finds_small_errors_and_accepts_rounding(tmp_path, monkeypatch
         wide = lambda: [p for p in model.parameters() if p.dtype == torch.float32]  # noqa: E731
         row = torch.tensor([PROMPTS[0]])
         exact = model(input_ids=row, use_cache=False).logits.log_softmax(-1)
-    assert inside == [
-        (torch.float32, 1 + len([*model.model.layers[1].parameters()]))
-    ]  # the head, and one layer
+    # The head, and one layer
+    assert inside == [(torch.float32, 1 + len([*model.model.layers[1].parameters()]))]
     assert all(torch.equal(parameter, kept[name]) for name, parameter in model.named_parameters())
     assert all(parameter.dtype == kept[name].dtype for name, parameter in model.named_parameters())
     plain = transformers.AutoModelForCausalLM.from_pretrained(
@@ -357,13 +369,16 @@ def test_weights_go_to_the_device_without_a_copy_elsewhere(tmp_path, monkeypatch
     """What `from_pretrained` receives, of the base and of reward models."""
     args = settings(save(tmp_path, config_of("Llama", {})))
     received = []
+
+    def record(name, **options):
+        received.append(options)
+        raise ZeroDivisionError
+
     for library in (
         transformers.AutoModelForCausalLM,
         transformers.AutoModelForSequenceClassification,
     ):
-        monkeypatch.setattr(
-            library, "from_pretrained", lambda name, **options: received.append(options) or 1 / 0
-        )
+        monkeypatch.setattr(library, "from_pretrained", record)
     for function, more in (
         (prpo_llm.load_base, ()),
         (prpo_llm.load_reward_model, (str(tmp_path),)),
@@ -380,8 +395,12 @@ def test_ranks_wait_for_all_after_loading_and_before_a_collective(files, tmp_pat
 
     def record(owner, name):
         function = getattr(owner, name)
-        wrapped = lambda *args, **options: calls.append(name) or function(*args, **options)  # noqa: E731
-        monkeypatch.setattr(owner, name, wrapped)
+
+        def recorded(*args, **options):
+            calls.append(name)
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, recorded)
 
     for name in ("make_reward", "load_base", "deal"):
         record(prpo_llm, name)
@@ -395,7 +414,8 @@ def test_ranks_wait_for_all_after_loading_and_before_a_collective(files, tmp_pat
 
 
 def test_references_keep_the_copies_of_one_turn_only(tmp_path, monkeypatch):
-    """Five agents who all hear each other: never more than one set of adapters in the precision of the base."""
+    """Five agents that all receive each other's snapshots: never more than one set of adapters in
+    the precision of the base."""
     args = settings(
         save(tmp_path, config_of("Llama", {})), num_agents=5, precision="bfloat16", sft_anchor=0.1
     )
@@ -410,30 +430,34 @@ def test_references_keep_the_copies_of_one_turn_only(tmp_path, monkeypatch):
         "lengths": torch.full((5, 2, 3), RESPONSE),
     }
     batch["mask"] = torch.ones(5, 2, 3, RESPONSE, dtype=torch.bool)
-    predict, numbers = prpo_llm.predict, []
+    predict = prpo_llm.compute_hidden
+    numbers = []
 
     def counted(*arguments):
         hidden = predict(*arguments)
-        numbers.append(len(prpo_llm.Adapters.casts))
+        numbers.append(len(prpo_llm.Adapters.selection.casts))
         return hidden
 
-    monkeypatch.setattr(prpo_llm, "predict", counted)
-    prpo_llm.Adapters.casts.clear()
-    found, _ = prpo_llm.refer(args, model, range(5), torch.full((5, 5), 0.2), batch)
-    assert found["peers"].shape[2] == 5 and len(numbers) == 2 * 7
-    assert {*numbers} == {len(layers_of(model))} and not prpo_llm.Adapters.casts
+    monkeypatch.setattr(prpo_llm, "compute_hidden", counted)
+    references, _ = prpo_llm.refer(args, model, range(5), torch.full((5, 5), 0.2), batch)
+    assert references["peers"].shape[2] == 5 and len(numbers) == 2 * 7
+    assert {*numbers} == {len(layers_of(model))}
+    assert prpo_llm.Adapters.selection is None
 
 
 def test_evaluations_fill_the_memory_of_a_rollout(files, tmp_path, monkeypatch):
     """A group shares its prompt; in an evaluation every completion has one of its own."""
     sizes = {"batch_size": 4, "group_size": 8, "max_prompt_tokens": 300, "response_length": 58}
-    assert prpo_llm.evaluation_batch_size(prpo_llm.Args(**sizes)) == 8
-    assert prpo_llm.evaluation_batch_size(prpo_llm.Args(**sizes, algorithm="ppo")) == 4
-    assert prpo_llm.evaluation_batch_size(prpo_llm.Args(**sizes, eval_samples=8)) == 4
+    assert prpo_llm.choose_evaluation_batch_size(prpo_llm.Args(**sizes)) == 8
+    assert prpo_llm.choose_evaluation_batch_size(prpo_llm.Args(**sizes, algorithm="ppo")) == 4
+    assert prpo_llm.choose_evaluation_batch_size(prpo_llm.Args(**sizes, eval_samples=8)) == 4
     long = {"max_prompt_tokens": 2048, "response_length": 512, "rollout_batch_size": 1}
-    assert prpo_llm.evaluation_batch_size(prpo_llm.Args(**sizes | long)) == 2
-    assert prpo_llm.evaluation_batch_size(prpo_llm.Args(**sizes | long, algorithm="ppo")) == 1
-    generate, numbers = prpo_llm.generate, []
+    assert prpo_llm.choose_evaluation_batch_size(prpo_llm.Args(**sizes | long)) == 2
+    assert (
+        prpo_llm.choose_evaluation_batch_size(prpo_llm.Args(**sizes | long, algorithm="ppo")) == 1
+    )
+    generate = prpo_llm.generate
+    numbers = []
 
     def counted(model, ids, uniforms, *rest, **options):
         if uniforms.shape[1] == 1:  # a group of one: an evaluation
@@ -441,15 +465,15 @@ def test_evaluations_fill_the_memory_of_a_rollout(files, tmp_path, monkeypatch):
         return generate(model, ids, uniforms, *rest, **options)
 
     monkeypatch.setattr(prpo_llm, "generate", counted)
-    found = []
+    evaluations = []
     for size, expected in ((1, [2] * 5), (3, [6, 4])):
         numbers.clear()
         folder, summary = train(
             files, tmp_path / str(size), total_steps=1, eval_prompts=5, rollout_batch_size=size
         )
         assert numbers == expected * 2
-        found.append(summary["evaluation"])
-    assert found[0] == found[1]
+        evaluations.append(summary["evaluation"])
+    assert evaluations[0] == evaluations[1]
 
 
 def saved_tensors(args, tmp_path):
@@ -461,18 +485,23 @@ def saved_tensors(args, tmp_path):
         "tokens": tokens,
         "lengths": torch.full((2, 1, 8), 48),
     }
-    sizes, prpo_llm.Adapters.selected = [], ("policy", None)
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: sizes.append(x.numel()) or x, lambda x: x
-    ):
-        hidden = prpo_llm.predict(model, batch)
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with prpo_llm.select_adapters("policy"), hooks:
+        hidden = prpo_llm.compute_hidden(model, batch)
         before = sizes.copy()
-        prpo_llm.logits(model, hidden).log_softmax(-1)[..., 3].sum().backward()
+        prpo_llm.compute_logits(model, hidden).log_softmax(-1)[..., 3].sum().backward()
     return before, [layer.B["policy"].grad for layer in layers_of(model).values()]
 
 
 def test_scores_are_not_kept_and_checkpointing_keeps_little(tmp_path):
-    """No tensor is as large as a group's scores; with --gradient-checkpointing the gradient is the same."""
+    """No tensor is as large as a group's scores; with --gradient-checkpointing the gradient is the
+    same."""
     args = settings(save(tmp_path, config_of("Llama", {})), response_length=48)
     sizes, gradient = saved_tensors(args, tmp_path)
     assert max(sizes) < 2 * 4 * 8 * 47 * (PROMPT + 47)  # agents, heads, group, tokens, keys
@@ -485,25 +514,28 @@ def test_scores_are_not_kept_and_checkpointing_keeps_little(tmp_path):
 
 
 def test_rollouts_in_parts_are_the_whole(tmp_path, monkeypatch):
-    """--rollout-batch-size limits the prompts of an agent that are completed at once, not what is said."""
-    folder, seen, generate = save(tmp_path, config_of("Llama", {})), [], prpo_llm.generate
-    examples = [[{"ids": ids} for ids in own] for own in (PROMPTS[:3], PROMPTS[1:])]
+    """--rollout-batch-size limits the prompts of an agent that are completed at once, not their
+    completions."""
+    folder = save(tmp_path, config_of("Llama", {}))
+    seen = []
+    generate = prpo_llm.generate
+    examples = [[{"ids": ids} for ids in prompts] for prompts in (PROMPTS[:3], PROMPTS[1:])]
 
     def watch(model, ids, *rest, **options):
         seen.append(ids)
         return generate(model, ids, *rest, **options)
 
     monkeypatch.setattr(prpo_llm, "generate", watch)
-    found = {}
+    batches = {}
     for size in (0, 1, 2):
         args = settings(folder, rollout_batch_size=size, batch_size=3)
         model, tokenizer = adapted(args)
-        _, found[size] = prpo_llm.rollout(args, model, tokenizer.ends, examples, range(2), 1)
+        _, batches[size] = prpo_llm.rollout(args, model, tokenizer, examples, range(2), 1)
     assert list(map(len, seen)) == [6, 2, 2, 2, 4, 2]
     for size in (1, 2):
-        assert found[size]["prompts"] == found[0]["prompts"]
+        assert batches[size]["prompts"] == batches[0]["prompts"]
         for name in ("tokens", "lengths", "mask"):
-            assert torch.equal(found[size][name], found[0][name])
+            assert torch.equal(batches[size][name], batches[0][name])
 
 
 @pytest.mark.parametrize(("vocabulary", "most"), [(27, 10**9), (49_152, 64), (151_936, 20)])
@@ -513,15 +545,17 @@ def test_positions_come_in_parts_as_large_as_the_vocabulary_allows(vocabulary, m
     mask = torch.arange(40) < torch.randint(
         1, 41, (2, 3, 4, 1), generator=torch.Generator().manual_seed(0)
     )
-    parts, again = prpo_llm.positions(model, mask), torch.zeros_like(mask, dtype=torch.long)
-    for part in parts:
-        assert len(part[1]) <= most
-        again[part] += 1
-    assert torch.equal(again, mask.long()) and len(parts) >= 2
+    places = prpo_llm.split_tokens(model, mask)
+    again = torch.zeros_like(mask, dtype=torch.long)
+    for place in places:
+        assert len(place[1]) <= most
+        again[place] += 1
+    assert torch.equal(again, mask.long()) and len(places) >= 2
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of tensors that operations make, as long as they live; `peak` is the most at a time."""
+    """Counts the bytes of tensors that operations make, as long as they live; `peak` is the most at
+    a time."""
 
     def __init__(self):
         super().__init__()
@@ -550,7 +584,8 @@ class LiveTensors(TorchDispatchMode):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
-    """The largest sum of live tensors of an update on the processor, beside what is always there."""
+    """The largest sum of live tensors of an update on the processor, beside what is always
+    there."""
     shape = 64, 256, 8, 4, 2, 512, True
     sizes = {
         "prompt_tokens": 96,
@@ -570,7 +605,8 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
         "micro_batch_size": 4,
         "num_agents": 3,
     }
-    model, run = llm_memory.build(shape), prpo_llm.Args(**run)
+    model = llm_memory.build_model(shape)
+    run = prpo_llm.Args(**run)
     trained, _ = prpo_llm.add_adapters(run, model, 1)
     if checkpointing:
         prpo_llm.checkpoint_layers(model)
@@ -582,7 +618,7 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
     }
     batch |= {"mask": torch.ones(1, 4, 4, 24, dtype=torch.bool), "rewards": torch.rand(1, 4, 4)}
     statistics = torch.zeros(1, 3, dtype=torch.float64)
-    batch |= prpo_llm.token_advantages(run, model, batch, statistics)
+    batch |= prpo_llm.compute_advantages(run, model, batch, statistics)
     references, weights = prpo_llm.refer(run, model, range(1), torch.full((3, 3), 1 / 3), batch)
     optimizer = torch.optim.AdamW([*trained], 1e-3)
     optimizer.step()
@@ -612,7 +648,8 @@ def test_the_table_of_memory_is_that_of_the_tool(tmp_path):
 
 
 def test_the_sweep_fits_the_gpu_that_it_names():
-    """Its lines have the settings that benchmark/llm_memory.py counts, and the count is below 80 GB."""
+    """Its lines have the settings that benchmark/llm_memory.py counts, and the count is below 80
+    GB."""
     table = pd.read_csv(
         REPOSITORY / "benchmark" / "results" / "llm_memory.csv", comment="#", index_col="GB"
     )
@@ -625,7 +662,8 @@ def test_the_sweep_fits_the_gpu_that_it_names():
     ).stdout.splitlines()
     assert lines and all("--gradient-checkpointing" in line for line in lines)
     words = lines[0].partition("prpo_llm.py ")[2].split()
-    line, counted = tyro.cli(prpo_llm.Args, args=words), llm_memory.Args()
+    line = tyro.cli(prpo_llm.Args, args=words)
+    counted = llm_memory.Args()
     for name in (
         "response_length",
         "group_size",
@@ -636,12 +674,13 @@ def test_the_sweep_fits_the_gpu_that_it_names():
         assert getattr(line, name) == getattr(counted, name)
     assert (line.num_agents, line.max_prompt_tokens) == (counted.agents, counted.prompt_tokens)
     default = prpo_llm.Args()
+    # Which the program takes
     for name in (
         "precision",
         "lora_rank",
         "lora_targets",
         "lora_average",
-    ):  # which the program takes
+    ):
         assert getattr(line, name) == getattr(default, name)
 
 
@@ -658,14 +697,14 @@ def test_bfloat16_has_a_head_in_float32(tmp_path):
     hidden = (8 * torch.randn(50, 32)).bfloat16()
     exact = (hidden.double() @ model.get_input_embeddings().weight.double().T).log_softmax(-1)
     torch.testing.assert_close(
-        prpo_llm.log_probs(args, model, hidden), exact.float(), rtol=0, atol=1e-5
+        prpo_llm.compute_log_probs(args, model, hidden), exact.float(), rtol=0, atol=1e-5
     )
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_in_bfloat16_too_the_first_ratio_is_one(files, tmp_path, algorithm):
-    """Rows pass through the model in the same company before the update and in every epoch of it."""
+    """Prompts keep their micro-batch before the update and in every epoch of it."""
     changes = {
         "precision": "bfloat16",
         "batch_size": 4,
@@ -682,7 +721,8 @@ def test_in_bfloat16_too_the_first_ratio_is_one(files, tmp_path, algorithm):
 
 
 def test_every_token_that_ends_a_text_ends_it(tmp_path):
-    """The tokenizer's and all of the generation configuration; the reward's penalty is for other ends only."""
+    """The tokenizer's and all of the generation configuration; the reward's penalty is for other
+    ends only."""
     folder = save(tmp_path, config_of("Llama", {}), eos_token_id=[5, 9, 0])
     args = settings(folder)
     model, tokenizer = prpo_llm.load_base(args)
@@ -707,11 +747,9 @@ def test_every_token_that_ends_a_text_ends_it(tmp_path):
         [7] * 4,
     ]
     examples = [{"row": {"prompt": "", "completion": ""}, "completion": "", "ids": []}] * 4
-    args.missing_eos_penalty, functions = (
-        1.0,
-        {"none": lambda completions: [0.0 for _ in completions]},
-    )
-    texts, ends, columns = prpo_llm.judge(
+    args.missing_eos_penalty = 1.0
+    functions = {"none": lambda completions: [0.0 for _ in completions]}
+    texts, ends, columns = prpo_llm.score_completions(
         args, functions, tokenizer, examples, tokens[0], lengths[0]
     )
     assert list(map(bool, ends)) == [True, True, True, False] and columns["reward"].tolist() == [
@@ -737,7 +775,8 @@ def peft_adapter(folder, model_folder, **options):
     } | options
     peft = get_peft_model(plain, LoraConfig(**config)).eval()
     for name, parameter in peft.named_parameters():
-        nn.init.normal_(parameter, std=0.3) if "lora_" in name else None
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=0.3)
     peft.save_pretrained(folder)
     return peft
 
@@ -767,24 +806,24 @@ def started(model_folder, adapter, **changes):
     return parse_args(prpo_llm, [*map(str, argv), *changes])
 
 
-def test_an_adapter_of_peft_says_here_what_it_says_there(tmp_path):
-    """Its alpha counts, and it is saved as one that PEFT loads again, of a base that others find."""
+def test_an_adapter_of_peft_has_the_same_log_probabilities_here(tmp_path):
+    """Its alpha counts, and it is saved as one that PEFT loads again, of a base that others
+    find."""
     folder = save(tmp_path / "model", config_of("Llama", {}))
-    peft, args = peft_adapter(tmp_path / "adapter", folder), started(folder, tmp_path / "adapter")
+    peft = peft_adapter(tmp_path / "adapter", folder)
+    args = started(folder, tmp_path / "adapter")
     model, _ = prpo_llm.load_base(args)
     prpo_llm.add_adapters(args, model, 3)
-    prpo_llm.Adapters.selected, ids = ("policy", (1,)), torch.tensor([[*PROMPTS[0], 3, 9, 4]])
+    ids = torch.tensor([[*PROMPTS[0], 3, 9, 4]])
     batch = {
         "prompts": PROMPTS[:1],
         "tokens": ids[:, None, PROMPT:],
         "lengths": torch.tensor([[3]]),
     }
-    with torch.no_grad():
-        found, expected = (
-            prpo_llm.logits(model, prpo_llm.predict(model, batch))[0, 0],
-            peft(ids).logits[0],
-        )
-    torch.testing.assert_close(found, expected[PROMPT - 1 : -1], rtol=0, atol=1e-4)
+    with torch.no_grad(), prpo_llm.select_adapters("policy", (1,)):
+        logits = prpo_llm.compute_logits(model, prpo_llm.compute_hidden(model, batch))[0, 0]
+        expected = peft(ids).logits[0]
+    torch.testing.assert_close(logits, expected[PROMPT - 1 : -1], rtol=0, atol=1e-4)
     prpo_llm.save_adapter(args, model, 2, tmp_path / "saved")
     base = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())[
         "base_model_name_or_path"
@@ -835,7 +874,8 @@ CHANGED = {
 @pytest.mark.parametrize("case", CHANGED)
 def test_adapters_that_are_not_of_these_layers_are_refused(case, tmp_path):
     """What is in the file has to be what the agents train, in size and name, and finite."""
-    folder, (change, options) = save(tmp_path / "model", config_of("Llama", {})), CHANGED[case]
+    folder = save(tmp_path / "model", config_of("Llama", {}))
+    (change, options) = CHANGED[case]
     peft_adapter(tmp_path / "adapter", folder, **options)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -857,8 +897,10 @@ def test_only_linear_layers_of_the_decoder_get_adapters(target, tmp_path):
 
 
 def test_an_agent_that_has_diverged_is_dropped(files, tmp_path, capsys, monkeypatch):
-    """Its weights are found before it is sampled from: nothing that it says is rewarded, and the other goes on."""
-    learn, steps = prpo_llm.learn, []
+    """Its weights are found before it is sampled from: its completions get no reward, and the
+    other agent goes on."""
+    learn = prpo_llm.learn
+    steps = []
 
     def learn_and_break(args, model, trained, *rest):
         losses = learn(args, model, trained, *rest)

@@ -1,7 +1,6 @@
 """Language models: what surrounds training. Saved adapters, extended runs, sampled evaluations,
 logs, stop strings."""
 
-import contextlib
 import csv
 import importlib.util
 import json
@@ -14,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command import parse_args
-from completion_server import CompletionServer, transformers_serve
-from helpers import only_run, refusal, torchrun
+from completion_server import transformers_serve
+from helpers import only_run, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
@@ -24,12 +23,17 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_llm import (  # noqa: F401
     PROMPTS,
+    SERVICES,
+    SPREAD,
     WORDS,
     files,
     flags,
     plain_model,
     predict,
     rows_of,
+    running_server,
+    server,
+    spread,
     stacked,
     tiny,
     to_resume,
@@ -41,16 +45,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import communicators
 import prpo_llm
-
-SERVICES = {
-    "eval_every": 1,
-    "eval_samples": 3,
-    "eval_top_p": 0.9,
-    "save_adapters": 1,
-    "log_completions": 2,
-    "stop_strings": ("a", "k m"),
-    "learning_rate": 1e-3,
-}
 
 
 def read_evaluations(folder):
@@ -71,13 +65,13 @@ def read_header(path):
 
 def snapshot_of(folder):
     """Everything that these options leave in a run's folder: name -> content."""
-    found = {"evaluations.csv": (folder / "evaluations.csv").read_text()}
+    contents = {"evaluations.csv": (folder / "evaluations.csv").read_text()}
     for path in sorted((folder / "adapters").rglob("adapter_model.safetensors")):
         tensors = torch.cat([tensor.flatten() for _, tensor in sorted(load_file(path).items())])
-        found[str(path.relative_to(folder))] = tensors, read_header(path)
+        contents[str(path.relative_to(folder))] = tensors, read_header(path)
     for path in sorted((folder / "training_completions").iterdir()):
-        found[path.name] = path.read_text()
-    return found
+        contents[path.name] = path.read_text()
+    return contents
 
 
 # --- runs that are extended, resumed and spread ---
@@ -113,21 +107,18 @@ def test_an_extended_schedule_runs_over_the_new_total(files, tmp_path, schedule)
     assert rates == pytest.approx((1e-2 * falling).tolist(), rel=1e-4)
 
 
-def test_two_ranks_save_and_log_like_one_process(files, tmp_path):  # noqa: F811
+def test_two_ranks_save_and_log_like_one_process(files, server, spread, tmp_path):  # noqa: F811
     """Adapters, sampled evaluations, logged completions and those of a server do not depend on the
     placement."""
-    with serving(files) as server:
-        changes = SERVICES | {"total_steps": 2, "generate_with": server.url}
-        together, _ = train(files, tmp_path / "one", **changes)
-        args = tiny(files, tmp_path / "two", **changes)
-        run = torchrun(2, prpo_llm.__file__, *flags(args), cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    spread = only_run(tmp_path / "two")
-    found, expected = snapshot_of(spread), snapshot_of(together)
-    assert found.keys() == expected.keys() and len(found) == 1 + 2 * (2 + 1) + 2
+    folder, _ = spread
+    spread = only_run(folder / "services")
+    together, _ = train(files, tmp_path, generate_with=server.url, **SPREAD["services"])
+    contents = snapshot_of(spread)
+    expected = snapshot_of(together)
+    assert contents.keys() == expected.keys() and len(contents) == 1 + 2 * (2 + 1) + 2
     for name, content in expected.items():
         if name.endswith(".safetensors"):
-            torch.testing.assert_close(found[name][0], content[0], rtol=0, atol=1e-4)
+            torch.testing.assert_close(contents[name][0], content[0], rtol=0, atol=1e-4)
     for row, expected_row in zip(read_evaluations(spread), read_evaluations(together), strict=True):
         for column in row.keys() - {"task"}:
             assert float(row[column]) == pytest.approx(
@@ -166,13 +157,16 @@ def test_a_resumed_run_saves_and_logs_like_a_whole_one(files, tmp_path, monkeypa
         == "3"
     )
     prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
-    found, expected = snapshot_of(folder), snapshot_of(whole)
-    assert found.keys() == expected.keys()
+    contents = snapshot_of(folder)
+    expected = snapshot_of(whole)
+    assert contents.keys() == expected.keys()
     for name, content in expected.items():
         if name.endswith(".safetensors"):
-            assert torch.equal(found[name][0], content[0]) and found[name][1] == content[1], name
+            assert torch.equal(contents[name][0], content[0]) and contents[name][1] == content[1], (
+                name
+            )
         else:
-            assert found[name] == content, name
+            assert contents[name] == content, name
 
 
 # --- adapters ---
@@ -221,7 +215,8 @@ def test_the_best_adapters_are_kept(files, stacked, tmp_path):  # noqa: F811
     side = layer.B["policy"]
 
     def evaluate(step, rewards):
-        run.iteration, run.results = step, {"validation": [[reward, 0.1] for reward in rewards]}
+        run.iteration = step
+        run.results = {"validation": [[reward, 0.1] for reward in rewards]}
         side.data[:] = step + torch.arange(3.0)[:, None, None]  # the agents 1, 2, 3
         prpo_llm.save_best_adapters(args, run, model, tokenizer)
         kept = []
@@ -249,7 +244,8 @@ def test_a_full_disk_leaves_the_former_adapter(files, stacked, tmp_path, monkeyp
     run = SimpleNamespace(folder=tmp_path, exchange=SimpleNamespace(agents=range(3)))
     prpo_llm.save_adapters(args, run, model, tokenizer, {1: tmp_path / "saved"}, step=1)
     before = (tmp_path / "saved" / "adapter_model.safetensors").read_bytes()
-    write, order = communicators.write_atomically, []
+    write = communicators.write_atomically
+    order = []
 
     def fail_at_weights(path, content):
         order.append(path.name)
@@ -276,9 +272,11 @@ def test_a_full_disk_leaves_the_former_adapter(files, stacked, tmp_path, monkeyp
 def test_a_nucleus_is_the_fewest_likeliest_tokens(seed, size, top_p):
     """Against a loop over sorted probabilities; logits inside are kept as they are."""
     logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(seed)) * 3
-    found = prpo_llm.keep_nucleus(logits, top_p)
-    for row, kept in zip(logits.flatten(0, 1), found.flatten(0, 1), strict=True):
-        probs, total, inside = row.double().softmax(-1), 0.0, set()
+    nuclei = prpo_llm.keep_nucleus(logits, top_p)
+    for row, kept in zip(logits.flatten(0, 1), nuclei.flatten(0, 1), strict=True):
+        probs = row.double().softmax(-1)
+        total = 0.0
+        inside = set()
         for token in row.argsort(descending=True).tolist():
             if total >= top_p - 1e-6:
                 break
@@ -297,7 +295,8 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
     The samples differ between agents, samples and prompts, and are the same in the next evaluation
     of equal weights.
     """
-    calls, generate = [], prpo_llm.generate
+    calls = []
+    generate = prpo_llm.generate
 
     def watch(model, ids, uniforms, ends, temperature, top_p=1.0, is_stopped=None):
         generated = generate(model, ids, uniforms, ends, temperature, top_p, is_stopped)
@@ -305,9 +304,8 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
         return generated
 
     monkeypatch.setattr(prpo_llm, "generate", watch)
-    monkeypatch.setattr(
-        prpo_llm, "evaluation_batch_size", lambda args: 3
-    )  # all prompts of a task at once
+    # All prompts of a task at once
+    monkeypatch.setattr(prpo_llm, "choose_evaluation_batch_size", lambda args: 3)
     changes = {
         "eval_prompts": 3,
         "eval_samples": 4,
@@ -318,13 +316,13 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
     changes["topics"] = ("x", "y")
     folder, _ = train(files, tmp_path, **changes, learning_rate=1e-12, missing_eos_penalty=0.25)
     sampled = [call for call in calls if call[3] == 0.8]
-    assert len(sampled) == 2 * 3 and all(
-        call[2] == 0.6 for call in sampled
-    )  # three tasks, before and after
+    # Three tasks, before and after
+    assert len(sampled) == 2 * 3 and all(call[2] == 0.6 for call in sampled)
+    # Training samples from all tokens
     assert {call[3] for call in calls if call[2] == 0.6} == {
         1.0,
         0.8,
-    }  # training samples from all tokens
+    }
     for first, last in zip(sampled[:3], sampled[3:], strict=True):
         assert torch.equal(first[1], last[1])
     uniforms = sampled[0][1]
@@ -334,9 +332,11 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
         for row in read_evaluations(folder)
         if row["step"] == "0" and row["task"] == "validation"
     ]
-    tokens, lengths = sampled[0][4].view(2, 12, 6), sampled[0][5].view(2, 12)
+    tokens = sampled[0][4].view(2, 12, 6)
+    lengths = sampled[0][5].view(2, 12)
     for agent, row in enumerate(rows):
-        rewards, ended = [], []
+        rewards = []
+        ended = []
         for completion, length in zip(tokens[agent].tolist(), lengths[agent].tolist(), strict=True):
             ended.append(completion[length - 1] == 0)
             rewards.append(completion[:length].count(WORDS.index("a")) - 0.25 * (not ended[-1]))
@@ -410,27 +410,29 @@ def test_stop_strings_end_completions(files, stacked):  # noqa: F811
     args = tiny(files, "runs", stop_strings=("c", "e f"), algorithm="ppo", num_agents=3)
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
     tokenizer.ends = [eos]
-    prpo_llm.Adapters.selected = "policy", None
     uniforms = torch.rand(3, 64, 12, generator=torch.Generator().manual_seed(5))
-    free, free_lengths = prpo_llm.generate(model, PROMPTS, uniforms, [eos], 1.5)[:2]
     is_stopped = prpo_llm.find_stop_test(args, tokenizer)
-    tokens, lengths = prpo_llm.generate(
-        model, PROMPTS, uniforms, [eos], 1.5, is_stopped=is_stopped
-    )[:2]
+    with prpo_llm.select_adapters("policy"):
+        free, free_lengths, _ = prpo_llm.generate(model, PROMPTS, uniforms, [eos], 1.5)
+        tokens, lengths, _ = prpo_llm.generate(
+            model, PROMPTS, uniforms, [eos], 1.5, is_stopped=is_stopped
+        )
     c, e, f = (WORDS.index(letter) for letter in "cef")
     stopped = both = 0
     examples = [{"completion": "", "row": {"prompt": "", "completion": ""}, "ids": []}] * 64
     functions = {"none": lambda completions, **_: [0.0] * len(completions)}
     for agent in range(3):
-        texts, ends, _ = prpo_llm.judge(
+        texts, ends, _ = prpo_llm.score_completions(
             args, functions, tokenizer, examples, tokens[agent], lengths[agent]
         )
         for g in range(64):
-            row, expected = free[agent, g].tolist(), int(free_lengths[agent, g])
+            row = free[agent, g].tolist()
+            expected = int(free_lengths[agent, g])
             at_string = False
             for t in range(expected):
                 if row[t] == c or (t and row[t - 1 : t + 1] == [e, f]):
-                    at_string, expected = True, t + 1
+                    at_string = True
+                    expected = t + 1
                     both += row[t] == f
                     break
             length = int(lengths[agent, g])
@@ -486,7 +488,8 @@ def test_an_end_behind_a_stop_string_is_not_generated(files):  # noqa: F811
     """Scripted tokens: the mask reaches up to the stop string; an end of text before it counts as
     before."""
     model = plain_model(files)
-    c, d = WORDS.index("c"), WORDS.index("d")
+    c = WORDS.index("c")
+    d = WORDS.index("d")
     scripts = torch.tensor([[5, c, d, 0], [5, 0, c, d], [d, c, 6, 7], [6, 7, c, d]])
     step = {"now": -1}
 
@@ -495,7 +498,8 @@ def test_an_end_behind_a_stop_string_is_not_generated(files):  # noqa: F811
             step["now"] += 1
             return F.one_hot(scripts[:, step["now"]], len(WORDS)).float()[None]
 
-    model.config._attn_implementation, model.lm_head = "shared_prefix", Head()
+    model.config._attn_implementation = "shared_prefix"
+    model.lm_head = Head()
     args = tiny(files, "runs", stop_strings=("c d",))
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
     is_stopped = prpo_llm.find_stop_test(args, tokenizer)
@@ -532,49 +536,37 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_ends_with_one_line(case):
     """It names the flag, the value and what would be valid."""
-    argv, parts = BAD[case]
+    argv, texts = BAD[case]
     message = refusal(parse_args, prpo_llm, argv)
-    assert all(part in message for part in parts), message
+    assert all(text in message for text in texts), message
 
 
 # --- completions by a server ---
 
 
-@contextlib.contextmanager
-def serving(files, *faults):  # noqa: F811
-    """A server of the tiny model."""
-    tokenizer = AutoTokenizer.from_pretrained(files / "model")
-    with CompletionServer(plain_model(files), tokenizer, faults).running() as server:
-        yield server
-
-
-def test_a_server_completes_with_the_agents_adapters(files, tmp_path, monkeypatch):  # noqa: F811
+def test_a_server_completes_with_the_agents_adapters(files, server, tmp_path, monkeypatch):  # noqa: F811
     """Every prompt of every step is completed once, with its agent's present adapter, which the
     server has loaded from a folder: its log-probabilities are those of `predict`, and nothing stays
     loaded or on disk."""
     changes = {"num_agents": 3, "stop_strings": ("c", "e f"), "temperature": 0.7}
     changes |= {"rollout_batch_size": 1, "update_epochs": 1}
-    seen, rollout = [], prpo_llm.rollout
+    seen = []
+    rollout = prpo_llm.rollout
 
     def watch(args, model, *others):
         chosen, batch = rollout(args, model, *others)
-        prpo_llm.Adapters.casts.clear()
-        prpo_llm.Adapters.selected = "policy", None
-        with torch.no_grad():
-            hidden = prpo_llm.predict(model, batch)
-        ours = prpo_llm.log_probs(args, model, hidden)
+        with torch.no_grad(), prpo_llm.select_adapters("policy"):
+            hidden = prpo_llm.compute_hidden(model, batch)
+        ours = prpo_llm.compute_log_probs(args, model, hidden)
         seen.append((chosen, batch, ours.gather(-1, batch["tokens"][..., None]).squeeze(-1)))
-        prpo_llm.Adapters.casts.clear()
         return chosen, batch
 
     monkeypatch.setattr(prpo_llm, "rollout", watch)
-    with serving(files) as server:
-        folder, _ = train(files, tmp_path, generate_with=server.url, **changes)
-        assert server.loaded == {} and not (folder / "serving").exists()
+    folder, _ = train(files, tmp_path, generate_with=server.url, **changes)
+    assert server.loaded == {} and not (folder / "serving").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name]
-    sent = [body for path, body in server.requests if path == "/v1/completions"][
-        1:
-    ]  # the first is the check
+    # The first is the check
+    sent = [body for path, body in server.requests if path == "/v1/completions"][1:]
     assert len(sent) == 4 * 3 * 2 and len({body["seed"] for body in sent}) == len(sent)
     for body in sent:
         assert (body["n"], body["max_tokens"], body["temperature"], body["stop"]) == (
@@ -599,11 +591,11 @@ def test_a_server_completes_with_the_agents_adapters(files, tmp_path, monkeypatc
         body["lora_name"] for path, body in server.requests if path == "/v1/unload_lora_adapter"
     ][1:]
     assert gone == names
-    asked = {(body["model"], tuple(body["prompt"])) for body in sent}
+    requested = {(body["model"], tuple(body["prompt"])) for body in sent}
     stopped = 0
     for step, (chosen, batch, ours) in enumerate(seen, 1):
         for n, prompt in enumerate(batch["prompts"]):
-            assert (f"{folder.name}-agent_{n // 2}-step_{step}", tuple(prompt)) in asked
+            assert (f"{folder.name}-agent_{n // 2}-step_{step}", tuple(prompt)) in requested
             assert chosen[n * 3]["ids"] == prompt
         texts = [
             [[WORDS[token] for token in row] for row in group]
@@ -611,11 +603,13 @@ def test_a_server_completes_with_the_agents_adapters(files, tmp_path, monkeypatc
         ]
         for group, lengths in zip(texts, batch["lengths"].flatten(0, 1).tolist(), strict=True):
             for row, length in zip(group, lengths, strict=True):
-                inside, last = " ".join(row[: length - 1]), " ".join(row[:length])
+                inside = " ".join(row[: length - 1])
+                last = " ".join(row[:length])
                 assert "c" not in inside and "e f" not in inside and "<eos>" not in inside
                 assert length == 6 or last.endswith(("c", "e f", "<eos>"))
                 stopped += last.endswith(("c", "e f"))
-        sampled, mask = batch["sampled"], batch["mask"]
+        sampled = batch["sampled"]
+        mask = batch["mask"]
         torch.testing.assert_close(sampled[mask], ours[mask], rtol=0, atol=1e-4)
         assert (sampled[~mask] == 0).all()
     assert stopped > 0
@@ -624,27 +618,26 @@ def test_a_server_completes_with_the_agents_adapters(files, tmp_path, monkeypatc
     assert all(float(row["kl_reference"]) < 1e-6 for row in rows_of(folder) if row["step"] == "1")
 
 
-def test_a_run_with_a_server_is_resumed(files, tmp_path, monkeypatch):  # noqa: F811
+def test_a_run_with_a_server_is_resumed(files, server, tmp_path, monkeypatch):  # noqa: F811
     """Seeds depend on the agent, the step and the prompt; what a run left on the server is unloaded
     first."""
     changes = {"learning_rate": 1e-3, "local_updates": 1, "eval_prompts": 0}
-    with serving(files) as server:
-        whole, _ = train(files, tmp_path / "whole", generate_with=server.url, **changes)
-        rollout = prpo_llm.rollout
+    whole, _ = train(files, tmp_path / "whole", generate_with=server.url, **changes)
+    rollout = prpo_llm.rollout
 
-        def die_in_step_4(args, model, ends, examples, held, step, *others):
-            if step == 4:
-                raise KeyboardInterrupt
-            return rollout(args, model, ends, examples, held, step, *others)
+    def die_in_step_4(args, model, tokenizer, examples, held, step, *others):
+        if step == 4:
+            raise KeyboardInterrupt
+        return rollout(args, model, tokenizer, examples, held, step, *others)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(prpo_llm, "rollout", die_in_step_4)
-            with pytest.raises(KeyboardInterrupt):
-                prpo_llm.main(tiny(files, tmp_path / "cut", generate_with=server.url, **changes))
-        folder = only_run(tmp_path / "cut")
-        assert len(server.loaded) == 2 and len(list((folder / "serving").iterdir())) == 2
-        prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
-        assert server.loaded == {} and not (folder / "serving").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(prpo_llm, "rollout", die_in_step_4)
+        with pytest.raises(KeyboardInterrupt):
+            prpo_llm.main(tiny(files, tmp_path / "cut", generate_with=server.url, **changes))
+    folder = only_run(tmp_path / "cut")
+    assert len(server.loaded) == 2 and len(list((folder / "serving").iterdir())) == 2
+    prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
+    assert server.loaded == {} and not (folder / "serving").exists()
     for resumed, expected in zip(weights_of(folder), weights_of(whole), strict=True):
         assert torch.equal(resumed, expected)
 
@@ -664,19 +657,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_a_server_lacks_is_refused_before_training(files, tmp_path, fault):  # noqa: F811
+def test_what_a_server_lacks_is_refused_before_training(files, server, tmp_path, fault):  # noqa: F811
     """One line, no run, and nothing left behind."""
-    with serving(files, fault) as server:
-        args = tiny(
-            files, tmp_path / "runs", generate_with=server.url, temperature=0.6, response_length=12
-        )
-        message = refusal(prpo_llm.main, args)
-        assert message.startswith(f"--generate-with {server.url}: ")
-        assert all(part in message for part in REFUSED[fault]), message
+    server.faults = {fault}
+    args = tiny(
+        files, tmp_path / "runs", generate_with=server.url, temperature=0.6, response_length=12
+    )
+    message = refusal(prpo_llm.main, args)
+    assert message.startswith(f"--generate-with {server.url}: ")
+    assert all(text in message for text in REFUSED[fault]), message
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_nobody_listens(files, tmp_path, monkeypatch):  # noqa: F811
+def test_a_server_that_is_not_running_is_refused(files, tmp_path, monkeypatch):  # noqa: F811
     """A server that is not there is named, after repetitions."""
     waits = []
     monkeypatch.setattr(prpo_llm.time, "sleep", waits.append)
@@ -688,91 +681,81 @@ def test_nobody_listens(files, tmp_path, monkeypatch):  # noqa: F811
     assert "Connection refused" in message and waits == [1, 4]
 
 
-def test_a_server_of_earlier_form_and_with_trouble(files, tmp_path, monkeypatch):  # noqa: F811
+def test_a_server_of_earlier_form_and_with_trouble(files, server, tmp_path, monkeypatch):  # noqa: F811
     """Token ids as words, statuses that pass and closed connections change nothing; one that stays
-    ends the run in one line, which says how to go on."""
+    ends the run in one line, with the command to go on."""
     monkeypatch.setattr(prpo_llm.time, "sleep", lambda seconds: None)
     changes = {"total_steps": 2, "save_every": 1, "eval_prompts": 0}
-    with serving(files) as server:
-        plain, _ = train(files, tmp_path / "plain", generate_with=server.url, **changes)
-    with serving(files, "old") as server:
-        server.failures = [503, None, 200, 429, 500]
-        args = tiny(files, tmp_path / "old", generate_with=server.url, **changes)
-        prpo_llm.main(args)
-        for found, expected in zip(
-            weights_of(only_run(tmp_path / "old")), weights_of(plain), strict=True
-        ):
-            assert torch.equal(found, expected)
-        answer = server.answer
-
-        def fail_in_step_2(path, body):
-            broken = path == "/v1/completions" and body["model"].endswith("step_2")
-            return (500, "out of\nmemory") if broken else answer(path, body)
-
-        server.answer = fail_in_step_2
-        message = refusal(
-            prpo_llm.main,
-            tiny(files, tmp_path / "bad", generate_with=server.url, **changes),
-            code=1,
-        )
-        folder = only_run(tmp_path / "bad")
-        assert f"completions: 500 out of memory; go on with --resume {folder}" in message
-        server.answer = answer
-        prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
-    for found, expected in zip(weights_of(folder), weights_of(plain), strict=True):
-        assert torch.equal(found, expected)
+    plain, _ = train(files, tmp_path / "plain", generate_with=server.url, **changes)
+    server.faults = {"old"}
+    server.failures = [503, None, 200, 429, 500]
+    args = tiny(files, tmp_path / "old", generate_with=server.url, **changes)
+    prpo_llm.main(args)
+    for weights, expected in zip(
+        weights_of(only_run(tmp_path / "old")), weights_of(plain), strict=True
+    ):
+        assert torch.equal(weights, expected)
+    server.broken_adapter = "step_2"
+    message = refusal(
+        prpo_llm.main,
+        tiny(files, tmp_path / "bad", generate_with=server.url, **changes),
+        code=1,
+    )
+    folder = only_run(tmp_path / "bad")
+    assert f"completions: 500 out of memory; go on with --resume {folder}" in message
+    server.broken_adapter = ""
+    prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
+    for weights, expected in zip(weights_of(folder), weights_of(plain), strict=True):
+        assert torch.equal(weights, expected)
 
 
 def test_an_end_without_its_token_is_an_error(files, tmp_path):  # noqa: F811
     """A completion that stops for no visible reason would pay the penalty for not ending."""
     args = tiny(files, tmp_path, generate_with="http://127.0.0.1:1/v1")
-    server = prpo_llm.Server(args, range(2), [0], None)
+    client = prpo_llm.Server(args, range(2), SimpleNamespace(ends=[0]))
     choice = {
         "index": 0,
         "token_ids": [3, 4],
         "logprobs": {"token_logprobs": [-1.0, -2.0]},
         "finish_reason": "length",
     }
-    assert server.read_choice(choice) == ([3, 4], [-1.0, -2.0])
+    assert client.read_choice(choice) == ([3, 4], [-1.0, -2.0])
     with pytest.raises(ValueError, match="without an end-of-text token"):
-        server.read_choice(choice | {"finish_reason": "stop"})
+        client.read_choice(choice | {"finish_reason": "stop"})
     ended = choice | {"token_ids": [3, 0, 5], "logprobs": {"token_logprobs": [-1.0, -2.0, -3.0]}}
-    assert server.read_choice(ended | {"finish_reason": "stop"}) == ([3, 0], [-1.0, -2.0])
+    assert client.read_choice(ended | {"finish_reason": "stop"}) == ([3, 0], [-1.0, -2.0])
     with pytest.raises(ValueError, match="2 tokens, 1 log-probabilities"):
-        server.read_choice(choice | {"logprobs": {"token_logprobs": [-1.0]}})
+        client.read_choice(choice | {"logprobs": {"token_logprobs": [-1.0]}})
     with pytest.raises(ValueError, match="0 tokens"):
-        server.read_choice(choice | {"token_ids": [], "logprobs": {"token_logprobs": []}})
+        client.read_choice(choice | {"token_ids": [], "logprobs": {"token_logprobs": []}})
     with pytest.raises(ValueError, match="7 tokens"):
-        server.read_choice(
+        client.read_choice(
             choice | {"token_ids": [1] * 7, "logprobs": {"token_logprobs": [-1.0] * 7}}
         )
 
 
-def test_a_diverged_agent_says_nothing_to_the_server(files, stacked, tmp_path):  # noqa: F811
-    """No NaN is loaded; its peers are completed as before, and what it says is NaN, which nobody
-    learns from."""
+def test_a_diverged_agent_is_not_loaded_into_the_server(files, server, stacked, tmp_path):  # noqa: F811
+    """No NaN is loaded; its peers are completed as before, and its log-probabilities are NaN,
+    so that no agent learns from them."""
     model, layers, eos = stacked
     next(iter(layers.values())).B["policy"].data[1, 0, 0] = math.nan
-    with serving(files) as running:
-        args = tiny(files, tmp_path, num_agents=3, algorithm="ppo", generate_with=running.url)
-        server = prpo_llm.Server(args, range(3), [eos], None)
-        run = SimpleNamespace(
-            folder=tmp_path, iteration=7, exchange=SimpleNamespace(agents=range(3))
-        )
-        server.load_policies(run, model)
-        assert [*running.loaded] == [f"{tmp_path.name}-agent_{i}-step_7" for i in (0, 2)]
-        tokens, lengths, logprobs = server.complete([0, 1, 2], PROMPTS, [1, 2, 3], "cpu")
-        assert tokens.shape == (3, 1, 6) and lengths[1] == 1 and tokens[1, 0, 0] == eos
-        assert (
-            logprobs[1, 0, 0].isnan()
-            and logprobs[[0, 2]].isfinite().all()
-            and (logprobs[[0, 2], 0, 0] < 0).all()
-        )
+    args = tiny(files, tmp_path, num_agents=3, algorithm="ppo", generate_with=server.url)
+    client = prpo_llm.Server(args, range(3), SimpleNamespace(ends=[eos]))
+    run = SimpleNamespace(folder=tmp_path, iteration=7, exchange=SimpleNamespace(agents=range(3)))
+    client.load_policies(run, model)
+    assert [*server.loaded] == [f"{tmp_path.name}-agent_{i}-step_7" for i in (0, 2)]
+    tokens, lengths, logprobs = client.complete([0, 1, 2], PROMPTS, [1, 2, 3], "cpu")
+    assert tokens.shape == (3, 1, 6) and lengths[1] == 1 and tokens[1, 0, 0] == eos
+    assert (
+        logprobs[1, 0, 0].isnan()
+        and logprobs[[0, 2]].isfinite().all()
+        and (logprobs[[0, 2], 0, 0] < 0).all()
+    )
 
 
 @pytest.mark.slow
 def test_transformers_serve_is_refused(files, tmp_path):  # noqa: F811
-    """It loads no adapters, and is told so before training."""
+    """It loads no adapters, which is reported before training."""
     if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai"))):
         pytest.skip("pip install 'transformers[serving]'")
     with transformers_serve(str(files / "model"), tmp_path / "log") as url:

@@ -1,7 +1,8 @@
-"""Training language models: an independent plain version of the whole step, averages of adapters, exact expectations.
+"""Training language models: an independent plain version of the whole step, averages of adapters,
+exact expectations.
 
-The plain version has one agent after the other, one completion after the other, plain transformers with an adapter at
-each layer, the whole vocabulary, and autograd.
+The plain version has one agent after the other, one completion after the other, plain transformers
+with an adapter at each layer, the whole vocabulary, and autograd.
 """
 
 import contextlib
@@ -34,16 +35,18 @@ from transformers import AutoModelForSequenceClassification
 import communicators
 import prpo_llm
 
+# Transposed, or without its weights, it is another one
 MATRIX = [
     [0.5, 0.35, 0.15],
     [0.0, 0.4, 0.6],
     [0.7, 0.1, 0.2],
-]  # transposed, or without its weights, it is another one
+]
 RULES = """
 def vowels(prompts, completions, references):
     scores = [sum((ord(letter) % 7) / 5 for letter in text.split()) for text in completions]
     first = [text.strip()[:1] for text in completions]  # behind the space that follows the prompt
-    return [float("nan") if letter and letter in "qrst" else score for letter, score in zip(first, scores)]
+    unknown = [letter and letter in "qrst" for letter in first]
+    return [float("nan") if no_score else score for no_score, score in zip(unknown, scores)]
 """
 SETTINGS = {
     "precision": "float32",
@@ -77,7 +80,8 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def folder(files, tmp_path_factory):  # noqa: F811
     """Prompts that all differ, a reward, C, and an adapter that does something from the start."""
-    folder, generator = tmp_path_factory.mktemp("training"), np.random.default_rng(1)
+    folder = tmp_path_factory.mktemp("training")
+    generator = np.random.default_rng(1)
     texts = sorted(
         {
             " ".join(generator.choice([*"abcdefghijklm"], size=generator.integers(2, 7)))
@@ -127,7 +131,10 @@ class Lora(nn.Module):
 
     def __init__(self, base, A, B, scale):
         super().__init__()
-        self.base, self.A, self.B, self.scale = base, nn.Parameter(A), nn.Parameter(B), scale
+        self.base = base
+        self.A = nn.Parameter(A)
+        self.B = nn.Parameter(B)
+        self.scale = scale
 
     def forward(self, x):
         return self.base(x) + self.scale * (x @ self.A.T) @ self.B.T
@@ -169,42 +176,43 @@ class Agent(nn.Module):
             self.bias = nn.Parameter(torch.zeros(()))
         self.rewards = []  # all so far
 
-    def distributions(self, args, prompt, said):
+    def distributions(self, args, prompt, completion):
         """The policy at each token of a completion."""
-        logits = self.policy(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+        logits = self.policy(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         return Categorical(logits=logits / args.temperature)
 
-    def values(self, prompt, said):
+    def values(self, prompt, completion):
         """V at each token of a completion."""
-        states = self.value.model(torch.tensor([prompt + said])).last_hidden_state
+        states = self.value.model(torch.tensor([prompt + completion])).last_hidden_state
         return states[0, len(prompt) - 1 : -1] @ self.head + self.bias
 
     @torch.no_grad()
-    def say(self, args, prompt, uniforms=None):
-        """Complete a prompt, everything read anew for each token: sampled with these uniforms, or greedily."""
-        said = []
-        while len(said) < args.response_length and said[-1:] != [0]:
-            logits = self.policy(torch.tensor([prompt + said])).logits[0, -1].double()
+    def complete(self, args, prompt, uniforms=None):
+        """Complete a prompt, everything read anew for each token: sampled with these uniforms, or
+        greedily."""
+        completion = []
+        while len(completion) < args.response_length and completion[-1:] != [0]:
+            logits = self.policy(torch.tensor([prompt + completion])).logits[0, -1].double()
             cumulative = (logits / args.temperature).softmax(-1).cumsum(-1)
-            said.append(
+            completion.append(
                 int(
                     logits.argmax()
                     if uniforms is None
-                    else (cumulative <= uniforms[len(said)]).sum()
+                    else (cumulative <= uniforms[len(completion)]).sum()
                 )
             )
-        return said
+        return completion
 
 
-def plain_reward(args, said):
+def plain_reward(args, completion):
     """The rule above, less the penalty of a completion that does not end."""
-    letters = [chr(96 + token) for token in said if token]
+    letters = [chr(96 + token) for token in completion if token]
     score = (
         math.nan
         if letters and letters[0] in "qrst"
         else sum(ord(letter) % 7 / 5 for letter in letters)
     )
-    return score - args.missing_eos_penalty * (said[-1] != 0)
+    return score - args.missing_eos_penalty * (completion[-1] != 0)
 
 
 def plain_prompts(args, i, step, examples):
@@ -223,25 +231,27 @@ def plain_rollout(args, agent, i, step, examples):
     size = args.group_size if args.algorithm == "grpo" else 1
     uniforms = torch.rand(args.batch_size, size, args.response_length, generator=generator).double()
     groups = []
-    for example, own in zip(plain_prompts(args, i, step, examples), uniforms, strict=True):
-        said = [agent.say(args, example["ids"], one) for one in own]
+    for example, uniforms_of_group in zip(
+        plain_prompts(args, i, step, examples), uniforms, strict=True
+    ):
+        completions = [agent.complete(args, example["ids"], one) for one in uniforms_of_group]
         groups.append(
             [
-                {"prompt": example["ids"], "said": one, "reward": plain_reward(args, one)}
-                for one in said
+                {"prompt": example["ids"], "completion": one, "reward": plain_reward(args, one)}
+                for one in completions
             ]
         )
     return groups
 
 
-def plain_advantages(args, agent, groups):
-    """GRPO: against the group; PPO: generalized advantage estimation by its definition, whitened over the batch."""
-    for group in groups if args.algorithm == "grpo" else ():
-        known = [one["reward"] for one in group if one["reward"] == one["reward"]]
-        mean = sum(known) / max(len(known), 1)
-        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in known) / max(len(known), 1))
+def plain_group_advantages(args, groups):
+    """GRPO: against the group."""
+    for group in groups:
+        finite = [one["reward"] for one in group if one["reward"] == one["reward"]]
+        mean = sum(finite) / max(len(finite), 1)
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in finite) / max(len(finite), 1))
         for one in group:
-            signal = one["reward"] == one["reward"] and max(known) > min(known)
+            signal = one["reward"] == one["reward"] and max(finite) > min(finite)
             scale = 1.0 if args.loss_type == "dr-grpo" else deviation + 1e-6
             one["advantage"] = torch.tensor([(one["reward"] - mean) / scale if signal else 0.0])
             if args.advantage_type == "rloo" and signal:
@@ -251,7 +261,13 @@ def plain_advantages(args, agent, groups):
                     if other is not one and other["reward"] == other["reward"]
                 ]
                 one["advantage"] = torch.tensor([one["reward"] - sum(others) / len(others)])
+
+
+def plain_advantages(args, agent, groups):
+    """GRPO: against the group; PPO: generalized advantage estimation by its definition, whitened
+    over the batch."""
     if args.algorithm == "grpo":
+        plain_group_advantages(args, groups)
         return
     whole = [group[0] for group in groups]
     first_rewards = not agent.rewards
@@ -263,45 +279,46 @@ def plain_advantages(args, agent, groups):
             if scaled
             else one["reward"]
         )
-    if (
-        first_rewards and agent.rewards
-    ):  # the head starts as 0, so this is the mean of the first values
+    # The head starts as 0, so this is the mean of the first values
+    if first_rewards and agent.rewards:
         agent.bias.data.fill_(0.0 if scaled else np.mean(agent.rewards))
     for one in whole:
         with torch.no_grad():
-            one["values"] = agent.values(one["prompt"], one["said"])
-        length, values = len(one["said"]), [*one["values"].tolist(), 0.0]
+            one["values"] = agent.values(one["prompt"], one["completion"])
+        length = len(one["completion"])
+        values = [*one["values"].tolist(), 0.0]
         rewards = [0.0] * (length - 1) + [0.0 if math.isnan(one["reward"]) else one["scaled"]]
         deltas = [rewards[t] + args.gamma * values[t + 1] - values[t] for t in range(length)]
         decay = args.gamma * args.gae_lambda
         raw = [sum(decay ** (s - t) * deltas[s] for s in range(t, length)) for t in range(length)]
         one["advantage"] = torch.tensor(raw)
         one["returns"] = one["advantage"] + one["values"]
-    known = torch.cat([one["advantage"] for one in whole if one["reward"] == one["reward"]])
+    finite = torch.cat([one["advantage"] for one in whole if one["reward"] == one["reward"]])
     for one in whole:
-        one["advantage"] = (one["advantage"] - known.mean()) / (known.std(correction=0) + 1e-8)
+        one["advantage"] = (one["advantage"] - finite.mean()) / (finite.std(correction=0) + 1e-8)
         if math.isnan(one["reward"]):
             one["advantage"] *= 0.0
 
 
 def plain_reference(args, one, i, C, agents, peers, start):
-    """The reference on one completion: C_i applied to the policies, and the policy from which all started."""
-    own = agents[i].distributions(args, one["prompt"], one["said"])
-    one["logprob"], mixed, behaviour = (
-        own.log_prob(torch.tensor(one["said"])),
-        0.0,
-        args.self_reference == "behaviour",
-    )
+    """The reference on one completion: C_i applied to the policies, and the policy from which all
+    started."""
+    policy_of_agent = agents[i].distributions(args, one["prompt"], one["completion"])
+    one["logprob"] = policy_of_agent.log_prob(torch.tensor(one["completion"]))
+    mixed = 0.0
+    behaviour = args.self_reference == "behaviour"
     for j, peer in enumerate(peers):
         policy = (
-            own if behaviour and i == j else peer.distributions(args, one["prompt"], one["said"])
+            policy_of_agent
+            if behaviour and i == j
+            else peer.distributions(args, one["prompt"], one["completion"])
         )
         mixed = mixed + C[i][j] * (policy.probs if args.mixture == "arithmetic" else policy.logits)
-    known = {"probs": mixed} if args.mixture == "arithmetic" else {"logits": mixed}
-    one["reference"], one["anchor"] = (
-        Categorical(**known),
-        start.distributions(args, one["prompt"], one["said"]),
-    )
+    if args.mixture == "arithmetic":
+        one["reference"] = Categorical(probs=mixed)
+    else:
+        one["reference"] = Categorical(logits=mixed)
+    one["anchor"] = start.distributions(args, one["prompt"], one["completion"])
 
 
 def plain_penalty(args, policy, reference, tokens, old):
@@ -320,25 +337,25 @@ def plain_penalty(args, policy, reference, tokens, old):
 
 def plain_losses(args, agent, one):
     """The losses of each token of a completion, by the names of the metrics."""
-    tokens, policy = (
-        torch.tensor(one["said"]),
-        agent.distributions(args, one["prompt"], one["said"]),
-    )
-    logratio, advantage = policy.log_prob(tokens) - one["logprob"], one["advantage"]
+    tokens = torch.tensor(one["completion"])
+    policy = agent.distributions(args, one["prompt"], one["completion"])
+    logratio = policy.log_prob(tokens) - one["logprob"]
+    advantage = one["advantage"]
     ratio = (
         logratio.mean().exp().expand(len(tokens)) if args.loss_type == "gspo" else logratio.exp()
     )
-    objective, above = ratio * advantage, args.clip_higher or args.clip_coef
+    objective = ratio * advantage
+    above = args.clip_higher or args.clip_coef
     if args.clip_coef:
         objective = torch.minimum(objective, ratio.clamp(1 - args.clip_coef, 1 + above) * advantage)
     if args.importance_cap:
-        shifts = [shift_of(token, t) for t, token in enumerate(one["said"])]
+        shifts = [shift_of(token, t) for t, token in enumerate(one["completion"])]
         if args.loss_type == "gspo":
             shifts = [sum(shifts) / len(shifts)] * len(shifts)
         objective = objective * torch.tensor(
             [min(math.exp(-shift), args.importance_cap) for shift in shifts]
         )
-    found = {
+    losses = {
         "policy_loss": -objective,
         "kl_reference": plain_penalty(args, policy, one["reference"], tokens, one["logprob"]),
         "kl_anchor": plain_penalty(args, policy, one["anchor"], tokens, one["logprob"])
@@ -348,30 +365,33 @@ def plain_losses(args, agent, one):
         "approx_kl": logratio.exp() - 1 - logratio,
         "clipfrac": ((ratio < 1 - args.clip_coef) | (ratio > 1 + above)).float(),
     }
-    found["value_loss"] = torch.zeros_like(ratio)
+    losses["value_loss"] = torch.zeros_like(ratio)
     if args.algorithm == "ppo" and not math.isnan(one["reward"]):
-        value = agent.values(one["prompt"], one["said"])
+        value = agent.values(one["prompt"], one["completion"])
         error = (value - one["returns"]) ** 2
         value_clip_coef = args.clip_coef if args.value_clip_coef is None else args.value_clip_coef
         if value_clip_coef:
             near = one["values"] + (value - one["values"]).clamp(-value_clip_coef, value_clip_coef)
             error = torch.maximum(error, (near - one["returns"]) ** 2)
-        found["value_loss"] = error / 2
-    return found
+        losses["value_loss"] = error / 2
+    return losses
 
 
 def plain_step(args, agent, optimizer, groups):
     """One optimizer step. Returns its metrics."""
-    completions, metrics = [one for group in groups for one in group], {}
+    completions = [one for group in groups for one in group]
+    metrics = {}
     learned = [
-        one for one in completions if one["said"][-1] == 0 or not args.mask_truncated_completions
+        one
+        for one in completions
+        if one["completion"][-1] == 0 or not args.mask_truncated_completions
     ]
-    tokens = sum(len(one["said"]) for one in learned)
+    tokens = sum(len(one["completion"]) for one in learned)
     if not learned:
         return dict.fromkeys((*prpo_llm.LOSSES, "value_loss", "grad_norm", "value_grad_norm"), 0.0)
     for one in learned:
         together = args.algorithm == "ppo" or args.loss_type == "dapo"
-        share = 1 / tokens if together else 1 / len(completions) / len(one["said"])
+        share = 1 / tokens if together else 1 / len(completions) / len(one["completion"])
         if args.loss_type == "dr-grpo":
             share = 1 / len(completions) / args.response_length
         for name, values in plain_losses(args, agent, one).items():
@@ -396,18 +416,19 @@ def plain_step(args, agent, optimizer, groups):
 
 @torch.no_grad()
 def plain_average(args, agents, C):
-    """FedAvg of all that is trained: parameters, or of adapters the nearest product of their rank to the mean."""
+    """FedAvg of all that is trained: parameters, or of adapters the nearest product of their rank
+    to the mean."""
     before = copy.deepcopy(agents)
     for i, agent in enumerate(agents):
         for name, parameter in agent.named_parameters():
             parameter.copy_(
-                sum(c * own.get_parameter(name) for c, own in zip(C[i], before, strict=True))
+                sum(c * other.get_parameter(name) for c, other in zip(C[i], before, strict=True))
             )
         for name, layer in agent.named_modules():
             if isinstance(layer, Lora) and args.lora_average == "exact":
-                others = [own.get_submodule(name) for own in before]
+                others = [other.get_submodule(name) for other in before]
                 U, S, V = torch.linalg.svd(
-                    sum(c * own.B @ own.A for c, own in zip(C[i], others, strict=True))
+                    sum(c * other.B @ other.A for c, other in zip(C[i], others, strict=True))
                 )
                 rank = len(layer.A)
                 layer.A.copy_(V[:rank])
@@ -415,7 +436,8 @@ def plain_average(args, agents, C):
 
 
 def plain_rate(args, step, highest):
-    """The learning rate: after the warm-up it stays, or falls to 0 where the step behind the last would be."""
+    """The learning rate: after the warm-up it stays, or falls to 0 where the step behind the last
+    would be."""
     if step <= args.warmup_steps:
         return highest * step / (args.warmup_steps + 1)
     left = (args.total_steps + 1 - step) / (args.total_steps - args.warmup_steps)
@@ -430,8 +452,10 @@ def plain_rate(args, step, highest):
 def plain_training(files, args, examples):  # noqa: F811
     """Train as the script does. Returns the agents and the rows of metrics.csv."""
     agents = [Agent(files, args) for _ in range(args.num_agents)]
-    start, peers = copy.deepcopy(agents[0]), copy.deepcopy(agents)
-    optimizers, rows = [], []
+    start = copy.deepcopy(agents[0])
+    peers = copy.deepcopy(agents)
+    optimizers = []
+    rows = []
     for agent in agents:
         for layer in agent.modules():
             if isinstance(layer, Lora) and args.lora_average == "frozen-a":
@@ -451,7 +475,7 @@ def plain_training(files, args, examples):  # noqa: F811
         optimizers.append(
             torch.optim.AdamW(groups, args.learning_rate, betas, weight_decay=args.weight_decay)
         )
-    C = np.eye(args.num_agents)  # nobody has spoken yet
+    C = np.eye(args.num_agents)  # nothing has been sent yet
     for step in range(1, args.total_steps + 1):
         for i, agent in enumerate(agents):
             groups = plain_rollout(args, agent, i, step, examples[i])
@@ -478,8 +502,8 @@ def plain_training(files, args, examples):  # noqa: F811
                 ]
                 size = args.minibatch_size or args.batch_size
                 for first in range(0, args.batch_size, size):
-                    part = [groups[place] for place in order[first : first + size]]
-                    updates.append(plain_step(args, agent, optimizers[i], part))
+                    minibatch = [groups[place] for place in order[first : first + size]]
+                    updates.append(plain_step(args, agent, optimizers[i], minibatch))
             rewards = [one["reward"] for group in groups for one in group]
             row = {
                 "step": step,
@@ -487,14 +511,18 @@ def plain_training(files, args, examples):  # noqa: F811
                 "reward": np.nanmean(rewards),
                 "nan_rewards": np.isnan(rewards).sum(),
             }
-            said = [one["said"] for group in groups for one in group]
-            said = [
-                tokens for tokens in said if tokens[-1] == 0 or not args.mask_truncated_completions
+            completions = [one["completion"] for group in groups for one in group]
+            completions = [
+                tokens
+                for tokens in completions
+                if tokens[-1] == 0 or not args.mask_truncated_completions
             ]
-            shifts = [abs(shift_of(token, t)) for tokens in said for t, token in enumerate(tokens)]
+            shifts = [
+                abs(shift_of(token, t)) for tokens in completions for t, token in enumerate(tokens)
+            ]
             row |= {"sampling_gap": sum(shifts) / max(len(shifts), 1), "skipped_steps": 0}
             rows.append(
-                row | {name: np.mean([own[name] for own in updates]) for name in updates[0]}
+                row | {name: np.mean([metrics[name] for metrics in updates]) for name in updates[0]}
             )
         if step % args.local_updates == 0:
             C = (
@@ -578,20 +606,22 @@ def shift(sampled):
     return tokens, lengths, logprobs
 
 
-def smaller(part):
+def smaller(place):
     """Few tokens at a time: what passes through the head in parts must be put together again."""
-    agent, *places = part
-    return [(agent, *own) for own in zip(*(place.split(10) for place in places), strict=True)]
+    agent, *places = place
+    return [(agent, *block) for block in zip(*(place.split(10) for place in places), strict=True)]
 
 
 @pytest.mark.parametrize("case", PLAIN)
 def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch, case):  # noqa: F811
-    """Adapters, metrics and evaluations after several steps, rounds and epochs, with a C that is not symmetric."""
-    args, parts = settings_of(files, folder, tmp_path, **PLAIN[case]), prpo_llm.positions
+    """Adapters, metrics and evaluations after several steps, rounds and epochs, with a C that is
+    not symmetric."""
+    args = settings_of(files, folder, tmp_path, **PLAIN[case])
+    parts = prpo_llm.split_tokens
     monkeypatch.setattr(
         prpo_llm,
-        "positions",
-        lambda *given: [own for part in parts(*given) for own in smaller(part)],
+        "split_tokens",
+        lambda *given: [block for place in parts(*given) for block in smaller(place)],
     )
     generate = prpo_llm.generate
     monkeypatch.setattr(
@@ -602,13 +632,15 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
     _, tokenizer = prpo_llm.load_base(args)
     examples, tests, _ = prpo_llm.deal(args, tokenizer, range(3))
     dealt = [
-        example["prompt"] for own in (*examples.values(), tests["validation"]) for example in own
+        example["prompt"]
+        for examples_of_part in (*examples.values(), tests["validation"])
+        for example in examples_of_part
     ]
-    assert (
-        len(set(dealt)) == len(dealt) == 3 * args.prompts_per_agent + 8
-    )  # nobody trains on what is held out
+    # Nobody trains on what is held out
+    assert len(set(dealt)) == len(dealt) == 3 * args.prompts_per_agent + 8
     agents, expected = plain_training(files, args, examples)
-    # Adapters: how far a run can move a parameter is the learning rate times the number of optimizer steps
+    # Adapters: how far a run can move a parameter is the learning rate times the number of
+    # optimizer steps
     steps = (
         args.total_steps
         * args.update_epochs
@@ -616,24 +648,22 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
         // (args.minibatch_size or args.batch_size)
     )
     for i, agent in enumerate(agents):
-        found = load_file(run / f"agent_{i}" / "adapter_model.safetensors")
+        weights = load_file(run / f"agent_{i}" / "adapter_model.safetensors")
         for name, layer in agent.policy.named_modules():
             if isinstance(layer, Lora):
-                A, B = (found[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+                A, B = (weights[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
                 pairs = [(A, layer.A), (B, layer.B)]
-                if (
-                    args.aggregation == "weights" and args.lora_average == "exact"
-                ):  # there are other factors
+                # Exact averages have other factors of the same product
+                if args.aggregation == "weights" and args.lora_average == "exact":
                     pairs = [(B @ A, layer.B @ layer.A)]
-                for ours, wanted in pairs:
-                    assert (
-                        ours - wanted.detach()
-                    ).abs().max() < 1e-2 * args.learning_rate * steps, (i, name)
+                for ours, expected_side in pairs:
+                    difference = (ours - expected_side.detach()).abs().max()
+                    assert difference < 1e-2 * args.learning_rate * steps, (i, name)
     # Metrics
     with open(run / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    for row, wanted in zip(rows, expected, strict=True):
-        for name, value in wanted.items():
+    for row, expected_row in zip(rows, expected, strict=True):
+        for name, value in expected_row.items():
             assert float(row[name]) == pytest.approx(value, rel=1e-3, abs=1e-4), (
                 row["step"],
                 row["agent"],
@@ -642,22 +672,24 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
     assert any(float(row["clipfrac"]) > 0.05 for row in rows) and any(
         float(row["nan_rewards"]) > 0 for row in rows
     )
-    # Evaluations: what each agent says to the held-out prompts
-    said = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    # Evaluations: each agent's completions of the held-out prompts
+    logged = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     last = {
         (row["agent"], row["id"]): row["completion"].split()
-        for row in said
+        for row in logged
         if row["step"] == args.total_steps
     }
-    wanted = {
-        (i, example["id"]): [chr(96 + token) for token in agent.say(args, example["ids"]) if token]
+    greedy = {
+        (i, example["id"]): [
+            chr(96 + token) for token in agent.complete(args, example["ids"]) if token
+        ]
         for i, agent in enumerate(agents)
         for example in tests["validation"]
     }
-    assert last == wanted
+    assert last == greedy
     ids = [example["id"] for example in tests["validation"]]
-    assert any(wanted[0, k] != wanted[1, k] for k in ids) and any(
-        wanted[1, k] != wanted[2, k] for k in ids
+    assert any(greedy[0, k] != greedy[1, k] for k in ids) and any(
+        greedy[1, k] != greedy[2, k] for k in ids
     )
 
 
@@ -672,7 +704,8 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
     apart=st.sampled_from([0.0, 0.1, 3.0]),
 )
 def test_average_products_is_the_nearest_of_its_rank(seed, agents, rank, apart):
-    """Against a plain singular value decomposition of the mean; equal A stay as they are, beside the mean of B."""
+    """Against a plain singular value decomposition of the mean; equal A stay as they are, beside
+    the mean of B."""
     generator = torch.Generator().manual_seed(seed)
     A = torch.randn(rank, 9, generator=generator) + apart * torch.randn(
         agents, rank, 9, generator=generator
@@ -697,10 +730,12 @@ def test_average_products_is_the_nearest_of_its_rank(seed, agents, rank, apart):
 
 
 def test_average_products_that_are_zero_leave_a_to_learn_from():
-    """Where every B is 0, or has fewer ranks, A is still the mean of A: with both 0 nothing would ever be learned."""
+    """Where every B is 0, or has fewer ranks, A is still the mean of A: with both 0 nothing would
+    ever be learned."""
     A = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(1))
     A = A[:1] + 0.1 * A
-    C, B = torch.full((2, 3), 1 / 3), torch.zeros(3, 7, 4)
+    C = torch.full((2, 3), 1 / 3)
+    B = torch.zeros(3, 7, 4)
     new_A, new_B, size, lost = communicators.average_products(C, A, B)
     torch.testing.assert_close(new_A, A.mean(0).expand(2, -1, -1), rtol=0, atol=1e-4)
     assert (new_B == 0).all() and (lost == 0).all() and (size == 0).all()
@@ -712,7 +747,8 @@ def test_average_products_that_are_zero_leave_a_to_learn_from():
 
 
 def test_average_adapters_averages_the_products_of_every_set(files, folder, tmp_path):  # noqa: F811
-    """Of policies and of value models, against a singular value decomposition; heads and biases are plain means."""
+    """Of policies and of value models, against a singular value decomposition; heads and biases are
+    plain means."""
     args = settings_of(files, folder, tmp_path, algorithm="ppo")
     model, _ = prpo_llm.load_base(args)
     trained, _ = prpo_llm.add_adapters(args, model, 3)
@@ -731,8 +767,8 @@ def test_average_adapters_averages_the_products_of_every_set(files, folder, tmp_
     averages, _ = prpo_llm.average_adapters(args, model, C, trained.clone())
     trained[:2] = averages
     for (number, kind, row), product in expected.items():
-        found = layers[number].B[kind][row] @ layers[number].A[kind][row]
-        torch.testing.assert_close(found.detach(), product, rtol=1e-3, atol=1e-3)
+        average = layers[number].B[kind][row] @ layers[number].A[kind][row]
+        torch.testing.assert_close(average.detach(), product, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(
         (model.value_head[:2].detach(), model.value_bias[:2].detach()), heads
     )
@@ -758,7 +794,8 @@ def reward_adapter(files, folder, rank, targets=TARGETS):  # noqa: F811
 
 @pytest.mark.parametrize("rank", [1, 2, 5])
 def test_the_value_model_starts_from_a_reward_model(files, folder, tmp_path, rank):  # noqa: F811
-    """Its values are the scores; where its rank, 2, is smaller, its products are the nearest of this rank."""
+    """Its values are the scores; where its rank, 2, is smaller, its products are the nearest of
+    this rank."""
     plain = reward_adapter(files, tmp_path / "reward", rank)
     args = settings_of(
         files, folder, tmp_path, algorithm="ppo", value_init=str(tmp_path / "reward")
@@ -769,29 +806,29 @@ def test_the_value_model_starts_from_a_reward_model(files, folder, tmp_path, ran
     for name, layer in model.named_modules():
         if isinstance(layer, prpo_llm.Adapters):
             stored = plain.base_model.model.get_submodule(name)
-            B, A = stored.lora_B["default"].weight, stored.lora_A["default"].weight
+            B = stored.lora_B["default"].weight
+            A = stored.lora_A["default"].weight
             U, S, V = torch.linalg.svd((3 / rank * B @ A).detach())
             product = layer.scale["value"] * layer.B["value"] @ layer.A["value"]
             expected = (U[:, :2] * S[:2]) @ V[:2]
             torch.testing.assert_close(
                 product.detach(), expected.expand(3, -1, -1), rtol=1e-4, atol=1e-4
             )
-            assert (
-                layer.A["value"].norm(dim=2) > 0
-            ).all()  # or there would be nothing to learn from
+            # Or there would be nothing to learn from
+            assert (layer.A["value"].norm(dim=2) > 0).all()
     if rank <= 2:
-        prompt, said = [3, 7, 1], [5, 9, 2, 4]
-        prpo_llm.Adapters.selected = "value", None
-        lengths = torch.full((3, 1, 1), len(said))
+        prompt = [3, 7, 1]
+        completion = [5, 9, 2, 4]
+        lengths = torch.full((3, 1, 1), len(completion))
         batch = {
             "prompts": [prompt] * 3,
-            "tokens": torch.tensor(said).expand(3, 1, 1, -1),
+            "tokens": torch.tensor(completion).expand(3, 1, 1, -1),
             "lengths": lengths,
         }
-        with torch.no_grad():
-            values = prpo_llm.compute_values(model, prpo_llm.predict(model, batch))
-            for t in range(len(said)):  # V(s_t): the score of what was said before
-                score = plain(torch.tensor([prompt + said[:t]])).logits
+        with torch.no_grad(), prpo_llm.select_adapters("value"):
+            values = prpo_llm.compute_values(model, prpo_llm.compute_hidden(model, batch))
+            for t in range(len(completion)):  # V(s_t): the score of the tokens before
+                score = plain(torch.tensor([prompt + completion[:t]])).logits
                 torch.testing.assert_close(
                     values[:, 0, 0, t], score[0].expand(3), rtol=1e-4, atol=1e-4
                 )
@@ -804,12 +841,12 @@ def test_the_value_model_starts_from_the_adapter_of_the_policy(files, folder, tm
     )
     model, _ = prpo_llm.load_base(args)
     prpo_llm.add_adapters(args, model, 3)
-    lengths, tokens = torch.full((3, 1, 2), 3), torch.randint(1, 27, (3, 1, 2, 3))
+    lengths = torch.full((3, 1, 2), 3)
+    tokens = torch.randint(1, 27, (3, 1, 2, 3))
     states = {}
     for name in ("policy", "value"):
-        prpo_llm.Adapters.selected = name, None
-        with torch.no_grad():
-            states[name] = prpo_llm.predict(
+        with torch.no_grad(), prpo_llm.select_adapters(name):
+            states[name] = prpo_llm.compute_hidden(
                 model, {"prompts": [[1, 2]] * 3, "tokens": tokens, "lengths": lengths}
             )
     torch.testing.assert_close(states["value"], states["policy"])
@@ -820,7 +857,8 @@ def test_the_value_model_starts_from_the_adapter_of_the_policy(files, folder, tm
 
 
 def test_what_the_value_model_cannot_start_from_ends_in_one_line(files, folder, tmp_path):  # noqa: F811
-    """A whole model, an adapter without score head, other layers, other sizes, another kind of adapter."""
+    """A whole model, an adapter without score head, other layers, other sizes, another kind of
+    adapter."""
     reward_adapter(files, tmp_path / "reward", 2, targets=("q_proj", "o_proj"))
     wide = tmp_path / "wide"
     reward_adapter(files, wide, 2)
@@ -851,7 +889,8 @@ def test_what_the_value_model_cannot_start_from_ends_in_one_line(files, folder, 
 
 
 def test_public_log_probs_leave_padding_out(files, folder, tmp_path):  # noqa: F811
-    """Of each snapshot, at the first eight tokens of each reference, the shorter of which are padded: against plain."""
+    """Of each snapshot, at the first eight tokens of each reference, the shorter of which are
+    padded: against plain."""
     args = settings_of(files, folder, tmp_path, num_agents=2, response_length=9)
     model, tokenizer = prpo_llm.load_base(args)
     _, snapshots = prpo_llm.add_adapters(args, model, 2)
@@ -863,7 +902,7 @@ def test_public_log_probs_leave_padding_out(files, folder, tmp_path):  # noqa: F
         {"completion": text, "ids": ids}
         for text, ids in zip(completions, ([1, 2], [5], [9, 3, 4]), strict=True)
     ]
-    found = prpo_llm.public_log_probs(args, model, tokenizer, examples)
+    log_probs = prpo_llm.compute_public_log_probs(args, model, tokenizer, examples)
     layers = {
         name: layer for name, layer in model.named_modules() if isinstance(layer, prpo_llm.Adapters)
     }
@@ -871,19 +910,21 @@ def test_public_log_probs_leave_padding_out(files, folder, tmp_path):  # noqa: F
         sides = {
             name: (layer.A["snapshot"][k], layer.B["snapshot"][k]) for name, layer in layers.items()
         }
-        plain, rows = with_adapter(files, sides, args.lora_alpha / args.lora_rank), []
+        plain = with_adapter(files, sides, args.lora_alpha / args.lora_rank)
+        rows = []
         for example in examples:
             answer = tokenizer(example["completion"])["input_ids"][:8]
             logits = plain(torch.tensor([example["ids"] + answer])).logits[
                 0, len(example["ids"]) - 1 : -1
             ]
             rows.append((logits / args.temperature).log_softmax(-1))
-        assert found[k].shape == (8 + 1 + 3, 27)
-        torch.testing.assert_close(found[k], torch.cat(rows).detach(), rtol=1e-4, atol=1e-4)
+        assert log_probs[k].shape == (8 + 1 + 3, 27)
+        torch.testing.assert_close(log_probs[k], torch.cat(rows).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_an_agents_own_part_of_its_reference_goes_by_its_number(monkeypatch):
-    """Agents 1 and 2 of three are held: with `behaviour`, agent i's own part is its policy, and only its own."""
+    """Agents 1 and 2 of three are held: with `behaviour`, agent i's own part is its policy, and
+    only its own."""
     model = SimpleNamespace(device="cpu")
     batch = {
         "mask": torch.ones(2, 1, 1, 2, dtype=torch.bool),
@@ -895,30 +936,32 @@ def test_an_agents_own_part_of_its_reference_goes_by_its_number(monkeypatch):
         filled = torch.tensor(numbers if name == "snapshot" else [-1, -1])
         return filled.float().view(2, 1, 1, 1, 1).expand(2, 1, 1, 2, 4).clone()
 
-    monkeypatch.setattr(prpo_llm, "remember", remember)
-    monkeypatch.setattr(prpo_llm, "positions", lambda *_: [])
+    monkeypatch.setattr(prpo_llm, "collect_hidden", remember)
+    monkeypatch.setattr(prpo_llm, "split_tokens", lambda *_: [])
     C = torch.tensor([[0.2, 0.3, 0.5], [0.4, 0.6, 0.0], [0.3, 0.3, 0.4]])
     for self_reference, expected in (
         ("behaviour", [[0, -1], [0, 1, -1]]),
         ("snapshot", [[0, 1], [0, 1, 2]]),
     ):
         args = prpo_llm.Args(self_reference=self_reference)
-        found, weights = prpo_llm.refer(args, model, range(1, 3), C, batch)
+        references, weights = prpo_llm.refer(args, model, range(1, 3), C, batch)
         for k, peers in enumerate(expected):
-            assert found["peers"][k, 0, : len(peers), 0, 0, 0].tolist() == peers
+            assert references["peers"][k, 0, : len(peers), 0, 0, 0].tolist() == peers
             assert weights[k].tolist() == C[k + 1][C[k + 1] > 0].tolist()
 
 
 def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
-    """C of every round, from the completions' rewards: gains over each agent's own history, and not its means."""
-    judge, seen = prpo_llm.judge, []
+    """C of every round, from the completions' rewards: gains over each agent's own history, and not
+    its means."""
+    score = prpo_llm.score_completions
+    seen = []
 
-    def judge_and_remember(*given):
-        texts, ends, columns = judge(*given)
+    def score_and_remember(*given):
+        texts, ends, columns = score(*given)
         seen.append(columns["reward"].reshape(3, -1))
         return texts, ends, columns
 
-    monkeypatch.setattr(prpo_llm, "judge", judge_and_remember)
+    monkeypatch.setattr(prpo_llm, "score_completions", score_and_remember)
     changes = {
         "num_agents": 3,
         "communicator": "relative-gain",
@@ -930,23 +973,25 @@ def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
     )
     with open(only_run(tmp_path) / "communicator.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if int(row["step"]) in (2, 4, 6)]
-    baselines, apart = [None] * 3, 0.0
+    baselines = [None] * 3
+    apart = 0.0
     for number in range(3):
         rewards = np.concatenate(seen[2 * number : 2 * number + 2], axis=1)
         gains = []
         for i in range(3):
-            mean, error = rewards[i].mean(), rewards[i].std(ddof=1) / math.sqrt(rewards.shape[1])
+            mean = rewards[i].mean()
+            error = rewards[i].std(ddof=1) / math.sqrt(rewards.shape[1])
             before = mean if baselines[i] is None else baselines[i]
             gains.append(np.clip((mean - before) / (abs(before) + error), -1, 1))
             baselines[i] = before + 0.2 * (mean - before)
         weights = np.exp(np.array(gains) / 0.5)
         means = np.exp(rewards.mean(1) / 0.5)
         apart = max(apart, np.abs(weights / weights.sum() - means / means.sum()).max())
-        found = [row for row in rows if int(row["step"]) == 2 * number + 2]
-        for row in found:
+        rows_of_round = [row for row in rows if int(row["step"]) == 2 * number + 2]
+        for row in rows_of_round:
             expected = weights[int(row["peer"])] / weights.sum()
             assert float(row["weight"]) == pytest.approx(expected, rel=1e-4), (number, row)
-        assert len(found) in (0, 9)  # it is written where it has changed
+        assert len(rows_of_round) in (0, 9)  # it is written where it has changed
     assert apart > 0.02 and len(rows) >= 18
 
 
@@ -955,31 +1000,33 @@ def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("old_is_new", [True, False])
 def test_gradients_of_estimated_kls(old_is_new):
-    """Summed over all tokens with their probabilities under the policy that sampled them: no noise is left.
+    """Summed over all tokens with their probabilities under the policy that sampled them: no noise
+    is left.
 
-    k1 has value and gradient of the reverse KL, whatever has been learned since; where nothing has, k2 has its
-    gradient, and k3 its value, but the gradient of the forward KL.
+    k1 has value and gradient of the reverse KL, whatever has been learned since; where nothing has,
+    k2 has its gradient, and k3 its value, but the gradient of the forward KL.
     """
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(9, generator=generator, dtype=torch.double).requires_grad_()
-    policy, tokens = logits.log_softmax(-1), torch.arange(9)
+    policy = logits.log_softmax(-1)
+    tokens = torch.arange(9)
     old = (
         policy.detach()
         if old_is_new
         else torch.randn(9, generator=generator).double().log_softmax(-1)
     )
     reference = torch.randn(9, generator=generator, dtype=torch.double).log_softmax(-1)
-    reverse, forward = (
-        kl_divergence(*map(from_logs, (policy, reference))),
-        kl_divergence(*map(from_logs, (reference, policy))),
-    )
+    reverse = kl_divergence(*map(from_logs, (policy, reference)))
+    forward = kl_divergence(*map(from_logs, (reference, policy)))
     (reverse_slope,), (forward_slope,) = (
         torch.autograd.grad(kl, logits, retain_graph=True) for kl in (reverse, forward)
     )
-    values, slopes = {}, {}
+    values = {}
+    slopes = {}
     for name in ("k1", "k2", "k3"):
-        args, rows = prpo_llm.Args(kl_estimator=name), policy.expand(9, -1)
-        each = prpo_llm.reference_kl(
+        args = prpo_llm.Args(kl_estimator=name)
+        rows = policy.expand(9, -1)
+        each = prpo_llm.compute_reference_kl(
             rows, reference.expand(9, -1), tokens, (policy - old).exp(), args
         )
         values[name] = (old.exp() * each).sum()
@@ -998,15 +1045,17 @@ def from_logs(log_probs):
 
 @pytest.mark.parametrize("norm_reward", ["on", "off"])
 def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_reward, monkeypatch):
-    """Of three agents with offsets of their own, one of whom receives its first rewards in the second step only.
+    """Of three agents with offsets of their own, one of whom receives its first rewards in the
+    second step only.
 
-    The mean and deviation are those of all rewards so far, NaN left out; a head that is not 0 is kept in proportion.
+    The mean and deviation are those of all rewards so far, NaN left out; a head that is not 0 is
+    kept in proportion.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([[[3], [1], [2], [4]]]).expand(3, -1, -1)
     mask = torch.arange(4) < lengths[..., None]
     hidden = torch.randn(3, 4, 1, 4, 5, generator=generator)
-    monkeypatch.setattr(prpo_llm, "remember", lambda *_: hidden)
+    monkeypatch.setattr(prpo_llm, "collect_hidden", lambda *_: hidden)
     head = torch.randn(3, 5, generator=generator)
     model = SimpleNamespace(value_head=head.clone(), value_bias=torch.full((3, 1), 7.0))
     args = prpo_llm.Args(
@@ -1016,7 +1065,8 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
         norm_reward=norm_reward,
         value_init="reward/model",
     )
-    statistics, seen = torch.zeros(3, 3, dtype=torch.float64), [[], [], []]
+    statistics = torch.zeros(3, 3, dtype=torch.float64)
+    seen = [[], [], []]
     for step in range(3):
         rewards = torch.tensor([0.0, 12.0, -300.0])[:, None, None] + torch.randn(
             3, 4, 1, generator=generator
@@ -1024,7 +1074,7 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
         rewards[0, 1] = math.nan
         if step == 0:
             rewards[2] = math.nan
-        found = prpo_llm.token_advantages(
+        outputs = prpo_llm.compute_advantages(
             args, model, {"lengths": lengths, "rewards": rewards, "mask": mask}, statistics
         )
         for k in range(3):
@@ -1040,22 +1090,23 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
                 torch.testing.assert_close(
                     model.value_head[k], head[k] / deviation, rtol=1e-4, atol=1e-4
                 )
-                start = found["values"][k][mask[k]].mean()
+                start = outputs["values"][k][mask[k]].mean()
                 assert float(start) == pytest.approx(float(scaled.nanmean()), rel=1e-4, abs=1e-4)
-            values = found["values"][k, :, 0]
+            values = outputs["values"][k, :, 0]
             expected = hidden[k, :, 0] @ model.value_head[k] + model.value_bias[k]
             torch.testing.assert_close(values, expected * mask[k, :, 0])
             for row in range(4):  # lambda's recursion ends with the reward
                 last = int(lengths[k, row]) - 1
                 reward = 0.0 if math.isnan(scaled[row]) else float(scaled[row])
-                assert float(found["returns"][k, row, 0, last]) == pytest.approx(
+                assert float(outputs["returns"][k, row, 0, last]) == pytest.approx(
                     reward, rel=1e-3, abs=1e-3
                 )
     assert statistics[:, 0].tolist() == [9, 12, 8]
 
 
 def test_equal_rewards_are_normalised_to_zero():
-    """Whatever their number and value, in one step or in many: rounding errors are not divided by themselves."""
+    """Whatever their number and value, in one step or in many: rounding errors are not divided by
+    themselves."""
     for value in (0.0, 0.1, 12.3, -1e4):
         statistics = torch.zeros(1, 3, dtype=torch.float64)
         for size in (1, 3, 7, 8):
@@ -1065,26 +1116,25 @@ def test_equal_rewards_are_normalised_to_zero():
 
 
 def test_advantages_of_ppo_are_whitened_over_what_is_known(monkeypatch):
-    """Mean 0 and variance 1 over the tokens whose reward is known; others have none; a single one makes no NaN."""
+    """Mean 0 and variance 1 over the tokens whose reward is known; others have none; a single one
+    makes no NaN."""
     lengths = torch.tensor([[[3], [2], [4]], [[1], [4], [2]], [[1], [2], [2]]])
     rewards = torch.tensor(
         [[[1.0], [math.nan], [3.0]], [[2.0], [math.nan], [math.nan]], [[math.nan]] * 3]
     )
     batch = {"lengths": lengths, "rewards": rewards, "mask": torch.arange(4) < lengths[..., None]}
-    monkeypatch.setattr(prpo_llm, "remember", lambda *_: torch.ones(3, 3, 1, 4, 1))
+    monkeypatch.setattr(prpo_llm, "collect_hidden", lambda *_: torch.ones(3, 3, 1, 4, 1))
     model = SimpleNamespace(
         value_head=torch.tensor([[0.1], [0.2], [0.3]]), value_bias=torch.zeros(3, 1)
     )
-    args, statistics = (
-        prpo_llm.Args(algorithm="ppo", gamma=0.9),
-        torch.zeros(3, 3, dtype=torch.float64),
-    )
-    found = prpo_llm.token_advantages(args, model, batch, statistics)["advantages"]
-    known = batch["mask"] & ~rewards.isnan()[..., None]
-    assert (found[~known] == 0).all() and found.isfinite().all()
-    assert float(found[0][known[0]].mean()) == pytest.approx(0, abs=1e-6)
-    assert float(found[0][known[0]].std(correction=0)) == pytest.approx(1, abs=1e-6)
-    assert (found[1:] == 0).all()
+    args = prpo_llm.Args(algorithm="ppo", gamma=0.9)
+    statistics = torch.zeros(3, 3, dtype=torch.float64)
+    advantages = prpo_llm.compute_advantages(args, model, batch, statistics)["advantages"]
+    has_reward = batch["mask"] & ~rewards.isnan()[..., None]
+    assert (advantages[~has_reward] == 0).all() and advantages.isfinite().all()
+    assert float(advantages[0][has_reward[0]].mean()) == pytest.approx(0, abs=1e-6)
+    assert float(advantages[0][has_reward[0]].std(correction=0)) == pytest.approx(1, abs=1e-6)
+    assert (advantages[1:] == 0).all()
 
 
 # --- rewards with an offset, gradients that are not finite ---
@@ -1110,10 +1160,11 @@ SHORT = {"batch_size": 16, "micro_batch_size": 16, "response_length": 12, "total
     ],
 )
 def test_ppo_learns_whatever_the_offset_of_the_rewards(files, tmp_path, budget, least):  # noqa: F811
-    """The reward is the number of "a", and 0, 12 or -12 besides, an agent each: all three learn to say "a".
+    """The reward is the number of "a", and 0, 12 or -12 besides, an agent each: all three learn to
+    generate "a".
 
-    Without normalised rewards and a value head that starts at their mean, ending at once looks good with +12: the
-    completions of this agent have length 1 and no "a".
+    Without normalised rewards and a value head that starts at their mean, ending at once looks good
+    with +12: the completions of this agent have length 1 and no "a".
     """
     generator = np.random.default_rng(0)
     for agent, offset in enumerate((0.0, 12.0, -12.0)):
@@ -1155,21 +1206,24 @@ def test_a_gradient_that_is_not_finite_makes_no_step(
     algorithm,
     aggregation,
 ):
-    """In the second of four steps an advantage of agent 1 is infinite: nothing of its policy changes in this minibatch.
+    """In the second of four steps an advantage of agent 1 is infinite: nothing of its policy
+    changes in this minibatch.
 
-    It is counted, its peer is not concerned, and after that the agent learns on: weights and moments are finite.
+    It is counted, its peer is not concerned, and after that the agent learns on: weights and
+    moments are finite.
     """
-    compute, calls = prpo_llm.token_advantages, []
+    compute = prpo_llm.compute_advantages
+    calls = []
 
     def infinite_later(*given):
         calls.append(1)
-        found = compute(*given)
+        outputs = compute(*given)
         if len(calls) == 2:
-            found["advantages"] = found["advantages"].clone()
-            found["advantages"][1] = torch.inf
-        return found
+            outputs["advantages"] = outputs["advantages"].clone()
+            outputs["advantages"][1] = torch.inf
+        return outputs
 
-    monkeypatch.setattr(prpo_llm, "token_advantages", infinite_later)
+    monkeypatch.setattr(prpo_llm, "compute_advantages", infinite_later)
     changes = {
         "algorithm": algorithm,
         "aggregation": aggregation,
@@ -1201,16 +1255,17 @@ def test_a_gradient_that_is_not_finite_makes_no_step(
 
 
 def test_a_skipped_step_does_not_hide_the_others(files, tmp_path, monkeypatch):  # noqa: F811
-    """Where one of two minibatches is skipped, metrics are means over the other, and nobody has diverged."""
-    compute = prpo_llm.token_advantages
+    """Where one of two minibatches is skipped, metrics are means over the other, and no agent has
+    diverged."""
+    compute = prpo_llm.compute_advantages
 
     def infinite_for_one_prompt(*given):
-        found = compute(*given)
-        found["advantages"] = found["advantages"].clone()
-        found["advantages"][1, 0] = torch.inf
-        return found
+        outputs = compute(*given)
+        outputs["advantages"] = outputs["advantages"].clone()
+        outputs["advantages"][1, 0] = torch.inf
+        return outputs
 
-    monkeypatch.setattr(prpo_llm, "token_advantages", infinite_for_one_prompt)
+    monkeypatch.setattr(prpo_llm, "compute_advantages", infinite_for_one_prompt)
     prpo_llm.main(
         tiny(files, tmp_path, batch_size=4, minibatch_size=2, update_epochs=3, total_steps=2)
     )
@@ -1223,7 +1278,8 @@ def test_a_skipped_step_does_not_hide_the_others(files, tmp_path, monkeypatch): 
 
 def ruin(agent):
     """A `learn` after whose first step an agent's adapters are NaN."""
-    learn, calls = prpo_llm.learn, []
+    learn = prpo_llm.learn
+    calls = []
 
     def learn_and_ruin(args, model, trained, *given):
         losses = learn(args, model, trained, *given)
@@ -1236,7 +1292,8 @@ def ruin(agent):
 
 
 def test_a_diverged_agent_has_no_score(files, tmp_path, monkeypatch):  # noqa: F811
-    """NaN's likeliest token is the first, which ends a completion: that is not scored, in training or evaluation."""
+    """NaN's likeliest token is the first, which ends a completion: that is not scored, in training
+    or evaluation."""
     monkeypatch.setattr(prpo_llm, "learn", ruin(1))
     prpo_llm.main(tiny(files, tmp_path, aggregation="none", eval_every=2, eval_samples=2))
     run = only_run(tmp_path)
@@ -1258,7 +1315,8 @@ def test_a_diverged_agent_has_no_score(files, tmp_path, monkeypatch):  # noqa: F
 
 
 def test_fedavg_restores_an_agent_that_is_not_finite(files, tmp_path, monkeypatch):  # noqa: F811
-    """It gets the mean of those that it listens to; that its own parameters are not finite does not exclude it."""
+    """It gets the mean of its senders; that its own parameters are not finite does not
+    exclude it."""
     monkeypatch.setattr(prpo_llm, "learn", ruin(1))
     changes = {
         "num_agents": 3,
@@ -1281,8 +1339,10 @@ def test_fedavg_restores_an_agent_that_is_not_finite(files, tmp_path, monkeypatc
 
 
 def in_ranks(*runs):
-    """Run functions as the ranks of one torchrun, each on a machine of its own. Returns what they return."""
-    context, answers = multiprocessing.get_context("fork"), []
+    """Run functions as the ranks of one torchrun, each on a machine of its own. Returns what they
+    return."""
+    context = multiprocessing.get_context("fork")
+    answers = []
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -1299,8 +1359,8 @@ def in_ranks(*runs):
 
     queues = [context.Queue() for _ in runs]
     ranks = [
-        context.Process(target=start, args=own)
-        for own in zip(range(len(runs)), runs, queues, strict=True)
+        context.Process(target=start, args=arguments)
+        for arguments in zip(range(len(runs)), runs, queues, strict=True)
     ]
     for rank in ranks:
         rank.start()
@@ -1319,16 +1379,18 @@ def checkpoint_of(run, agent, step):
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
 def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, kl_coef):  # noqa: F811
-    """Agent 1 is told the same for all it says from the second step on: its momentum does not carry it away.
+    """Agent 1 gets equal rewards from the second step on: its momentum does not move it.
 
-    The penalty is a reason to learn, for every step. In both placements the agents end with the same parameters.
+    The penalty is a reason to learn, for every step. In both placements the agents end with the
+    same parameters.
     """
     (tmp_path / "once.py").write_text(
         "calls = []\n"
         "def once(prompts, completions, references):\n"
         "    calls.append(1)\n"
-        "    known = [p[0] == 'a' or len(calls) < 2 for p in prompts]\n"
-        "    return [sum(map(ord, c)) % 7 / 7 if own else 0.5 for own, c in zip(known, completions)]\n"
+        "    varied = [p[0] == 'a' or len(calls) < 2 for p in prompts]\n"
+        "    pairs = zip(varied, completions)\n"
+        "    return [sum(map(ord, c)) % 7 / 7 if varies else 0.5 for varies, c in pairs]\n"
     )
     rows = [
         {"prompt": f"{'ar'[k % 2]} b c", "completion": "b", "topic": "xy"[k % 2]} for k in range(17)
@@ -1365,7 +1427,8 @@ def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, k
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_machines_without_a_common_disk(files, tmp_path, algorithm):  # noqa: F811
-    """Two machines, each with its own folder: every agent's files are where it is, and a finished run is finished."""
+    """Two machines, each with its own folder: every agent's files are where it is, and a finished
+    run is finished."""
 
     def train(folder, resume=""):
         argv = (
@@ -1377,29 +1440,31 @@ def test_machines_without_a_common_disk(files, tmp_path, algorithm):  # noqa: F8
             summary = prpo_llm.main(parse_args(prpo_llm, argv))
         return str(only_run(tmp_path / folder)), summary["training_reward"], summary["evaluation"]
 
-    (first, *told), (second, *told_too) = in_ranks(lambda: train("one"), lambda: train("two"))
-    assert repr(told) == repr(told_too) and None not in told[0]["agents"]
+    (first, *results), (second, *results_too) = in_ranks(lambda: train("one"), lambda: train("two"))
+    assert repr(results) == repr(results_too) and None not in results[0]["agents"]
     before = [Path(folder, "completions.jsonl").read_text() for folder in (first, second)]
     for agent, (folder, text) in enumerate(zip((first, second), before, strict=True)):
-        said = [json.loads(line) for line in text.splitlines()]
-        assert {row["agent"] for row in said} == {agent} and {row["step"] for row in said} == {0, 4}
+        rows = [json.loads(line) for line in text.splitlines()]
+        assert {row["agent"] for row in rows} == {agent} and {row["step"] for row in rows} == {0, 4}
         assert Path(folder, f"agent_{agent}", "adapter_model.safetensors").is_file()
     (_, *again), _ = in_ranks(lambda: train("one", first), lambda: train("two", second))
-    assert again == told
+    assert again == results
     assert before == [Path(folder, "completions.jsonl").read_text() for folder in (first, second)]
 
 
 def test_completions_are_a_table_of_wandb(files, tmp_path, monkeypatch):  # noqa: F811
     """With --track every evaluation's completions are logged, one row each."""
-    logged, wandb = [], SimpleNamespace(init=lambda **_: None, finish=lambda: None)
-    wandb.Table, wandb.log = lambda columns, data: (columns, data), logged.append
+    logged = []
+    wandb = SimpleNamespace(init=lambda **_: None, finish=lambda: None)
+    wandb.Table = lambda columns, data: (columns, data)
+    wandb.log = logged.append
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     prpo_llm.main(tiny(files, tmp_path, total_steps=1, track=True))
     written = [
         json.loads(line)
         for line in (only_run(tmp_path) / "completions.jsonl").read_text().splitlines()
     ]
-    tables = [own["completions"] for own in logged]
+    tables = [tables_of_step["completions"] for tables_of_step in logged]
     assert len(tables) == 2
     assert [
         dict(zip(columns, row, strict=True)) for columns, data in tables for row in data

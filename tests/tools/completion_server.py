@@ -29,18 +29,26 @@ class CompletionServer:
     faults: what it does wrong. no-adapters, no-ids, no-logprobs, raw-logprobs (as vLLM by default:
     not tempered), ignored-adapter, one-choice, no-end (end-of-text tokens are cut off), old (token
     ids in vLLM's earlier form). failures: HTTP statuses of the next requests for completions, in
-    turn (200: none); None closes the connection.
+    turn (200: none); None closes the connection. broken_adapter: requests for adapters whose name
+    ends with it fail.
     """
 
-    def __init__(self, model, tokenizer, faults=()):
+    def __init__(self, model, tokenizer):
         self.base = model
         self.tokenizer = tokenizer
         self.model = None
-        self.faults = {*faults}
-        self.failures = []
         self.loaded = {}
-        self.requests = []
         self.lock = threading.Lock()
+        self.reset()
+
+    def reset(self):
+        """Start anew, as for another test: without adapters, faults and requests."""
+        for name in [*self.loaded]:
+            self.unload(name)
+        self.faults = set()
+        self.failures = []
+        self.requests = []
+        self.broken_adapter = ""
 
     @contextlib.contextmanager
     def running(self):
@@ -88,10 +96,11 @@ class CompletionServer:
         if path == "/v1/unload_lora_adapter" and "no-adapters" not in self.faults:
             if body["lora_name"] not in self.loaded:
                 return 404, json.dumps({"error": {"message": "The lora adapter cannot be found."}})
-            del self.loaded[body["lora_name"]]
-            self.model.delete_adapter(body["lora_name"].replace(".", "_"))
+            self.unload(body["lora_name"])
             return 200, "Success: LoRA adapter removed successfully."
         if path == "/v1/completions":
+            if self.broken_adapter and body["model"].endswith(self.broken_adapter):
+                return 500, "out of\nmemory"
             status = self.failures.pop(0) if self.failures else 200
             if status != 200:
                 return status, "overloaded,\nmaybe"
@@ -115,14 +124,21 @@ class CompletionServer:
         self.loaded[name] = folder
         return 200, "Success: LoRA adapter added successfully."
 
+    def unload(self, name):
+        del self.loaded[name]
+        self.model.delete_adapter(name.replace(".", "_"))
+
     @torch.no_grad()
     def complete(self, body):
         """The choices of a request, completions of a prompt of token ids."""
         self.model.set_adapter(body["model"].replace(".", "_"))
+        number = 1 if "one-choice" in self.faults else body["n"]
         choices = []
-        for index in range(1 if "one-choice" in self.faults else body["n"]):
+        for index in range(number):
             generator = torch.Generator().manual_seed(body["seed"] + index)
-            ids, values, reason = [], [], "length"
+            ids = []
+            values = []
+            reason = "length"
             while len(ids) < body["max_tokens"] and reason == "length":
                 row = torch.tensor([body["prompt"] + ids])
                 if "ignored-adapter" in self.faults:
@@ -139,7 +155,8 @@ class CompletionServer:
                 if token in body["stop_token_ids"] or any(stop in text for stop in body["stop"]):
                     reason = "stop"
             if "no-end" in self.faults and ids[-1] in body["stop_token_ids"] and len(ids) > 1:
-                ids, values = ids[:-1], values[:-1]
+                ids = ids[:-1]
+                values = values[:-1]
             logprobs = {"token_logprobs": values, "tokens": [f"token_id:{token}" for token in ids]}
             choice = {
                 "index": index,
