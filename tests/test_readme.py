@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import tyro
-from command import parse_args
+from command import options
 from helpers import REPOSITORY, call, environment, only_run, torchrun
+
+import communicators
+import fedavg_ppo
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCKS = [
@@ -77,8 +80,18 @@ def run(words, *budget, cwd):
         assert process.returncode == 0, process.stderr
     else:
         script = importlib.import_module(Path(words[start]).stem)
-        script.main(parse_args(script, argv))
+        module, Args = find_arguments(script, argv)
+        module.main(communicators.parse_args(Args, module.check_args, argv, **options(script)))
     return only_run(cwd / "runs")
+
+
+def find_arguments(script, argv):
+    """The module that trains, and the class of its arguments; of FedAvg those of the task's
+    family.
+    """
+    if script is fedavg_ppo:
+        return script.choose_family(argv)
+    return script, script.Args
 
 
 def test_both_set_up_everything_and_ci_runs_the_same_tests():
@@ -131,8 +144,8 @@ def test_sweeps_print_different_commands_that_are_understood(family, mode):
     for line in first[:: 1 + len(first) // 40]:
         script, *argv = re.search(r"(?:python|torchrun --nproc-per-node \d) (.*)", line)[1].split()
         if not script.startswith("benchmark/"):
-            module = importlib.import_module(Path(script).stem)
-            args = tyro.cli(module.Args, args=argv)
+            _, Args = find_arguments(importlib.import_module(Path(script).stem), argv)
+            args = tyro.cli(Args, args=argv)
             assert f"--seed {args.seed} " in line
             assert args.exp_name in line
 
