@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import tyro
-from helpers import REPOSITORY
+from helpers import REPOSITORY, refusal
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
+arguments = importlib.import_module("arguments")
 bound = importlib.import_module("bound")
 choose = importlib.import_module("choose")
 crowd = importlib.import_module("crowd")
@@ -1106,3 +1107,27 @@ def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(monkeypatch, cap
     monkeypatch.setattr(sys, "argv", ["reward_scale.py", "--seed", "7"])
     tool.main()
     assert runs == [(7, tool.Envs)]
+
+
+@pytest.mark.parametrize("tool", [bound, choose, crowd, plot, table, throughput])
+def test_wrong_flags_of_tools_end_in_one_line(tool):
+    """As in the scripts, with exit code 2."""
+    message = refusal(arguments.read_flags, tool.Args, ["--nothing"])
+    assert message == "Unrecognized options: --nothing"
+    assert refusal(arguments.refuse, "--runs x: must be y") == "--runs x: must be y"
+
+
+def test_wrong_values_of_tools_end_in_one_line(tmp_path):
+    """With exit code 2 what is wrong in itself, with 1 what cannot be done."""
+    missing = {"runs": (str(tmp_path),)}
+    out = str(tmp_path / "x")
+    args = plot.Args(out=out, from_csv=True)
+    assert refusal(plot.main, args) == f"--from-csv: there is no {out}.csv"
+    line = f"--runs {tmp_path}: no finished run in there"
+    for tool in (bound, crowd):
+        with pytest.raises(SystemExit, match=line) as end:
+            tool.main(tool.Args(**missing, out=out))
+        assert end.value.code == line  # which Python prints, and ends with 1
+    fake_run(tmp_path, 1, [0.1, 0.2])
+    args = table.Args(**missing, measure="win_rate")
+    assert refusal(table.main, args) == "--measure win_rate: is for language models"
