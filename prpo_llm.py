@@ -64,6 +64,14 @@ from communicators import (
     derive_seed,
 )
 
+# What a derived seed is for: the last number of its key
+PROMPT_ORDER = 1
+SAMPLING = 2
+MINIBATCHES = 3
+TEST_SAMPLING = 4
+SERVER_SAMPLING = 5
+FIRST_ADAPTERS = 8
+
 
 @dataclass
 class Args(RunArgs):
@@ -247,13 +255,6 @@ HELD_OUT = 0.1
 # each
 PUBLIC_STATES = 4
 PUBLIC_TOKENS = 8
-# What a seed is for: the last number of its key
-SEED_PROMPT_ORDER = 1
-SEED_SAMPLING = 2
-SEED_MINIBATCHES = 3
-SEED_EVALUATION = 4
-SEED_SERVER = 5
-SEED_ADAPTERS = 8
 # The terms of the loss of every token, as their metrics are called
 LOSSES = (
     "policy_loss",
@@ -339,7 +340,9 @@ def compute_group_advantages(
     return centred / (deviation + 1e-6)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+def compute_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float
+) -> Tensor:
     """Generalized advantage estimation over the tokens of completions, all [..., tokens].
 
     Nothing follows the last token of a completion: the value after it is 0.
@@ -412,7 +415,7 @@ def compute_advantages(args: Args, model, batch: dict, statistics: Tensor) -> di
     last = batch["lengths"][..., None] - 1
     final_rewards = rewards.nan_to_num()[..., None]
     token_rewards = torch.zeros_like(values).scatter_(-1, last, final_rewards)
-    advantages = gae(token_rewards, values, mask, args.gamma, args.gae_lambda)
+    advantages = compute_gae(token_rewards, values, mask, args.gamma, args.gae_lambda)
     has_reward = mask & ~rewards.isnan()[..., None]
     return {
         "advantages": whiten(advantages, has_reward),
@@ -425,52 +428,53 @@ def compute_advantages(args: Args, model, batch: dict, statistics: Tensor) -> di
 
 
 def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> Tensor:
-    """The matrix C of a round, [agents, agents]: row i weights the policies in agent i's reference.
+    """The matrix C of a round, [agents, agents]: row i, on the simplex, weights agent i's peers.
 
-    Rows lie on the simplex. returns [agents]: last means, or gains; log_probs [agents, states,
-    actions]: on the public states; usable, bool [agents]: whose snapshot is valid. Another
-    communicator is two more lines here and a word in RunArgs.
+    returns [agents]: last means, or gains; log_probs [agents, states, actions]: on the public
+    states; usable, bool [agents]: whose snapshot is valid. Another communicator is two more lines
+    here and a word in RunArgs.
     """
     n = args.num_agents
-    allowed = None
-    if args.communicator == "identity":
+    name = args.communicator
+    if name == "identity":
         return communicators.identity(n)
-    if args.communicator == "uniform":
+    allowed = None
+    if name == "uniform":
         C = communicators.uniform(n)
-    elif args.communicator == "self-preferred":
+    elif name == "self-preferred":
         C = communicators.self_preferred(n, args.self_preference)
-    elif args.communicator == "similarity":
+    elif name == "similarity":
         C = communicators.similarity(log_probs)
-    elif args.communicator == "reward":
+    elif name == "reward":
         C = communicators.reward(returns)
-    elif args.communicator == "softmax-reward":
+    elif name == "softmax-reward":
         C = communicators.softmax_reward(returns, args.communicator_temperature)
-    elif args.communicator == "rank-reward":
+    elif name == "rank-reward":
         C = communicators.rank_reward(returns)
-    elif args.communicator == "relative-gain":
+    elif name == "relative-gain":
         C = communicators.relative_gain(returns, args.communicator_temperature)
-    else:  # the file of a matrix
+    else:
         C = communicators.own_matrix(args)
-        allowed = C > 0  # its zeros forbid
-    keep_self = args.communicator == "self-preferred"
+        allowed = C > 0  # the zeros of the file forbid
+    keep_self = name == "self-preferred"
     return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
 
 
 @torch.no_grad()
-def refer(
+def compute_references(
     args: Args, model, held: range, communicator: Tensor, batch: dict
 ) -> tuple[dict, list[Tensor]]:
-    """What the update compares with, frozen for this step: the old policy, and row i of C applied
-    to the policies.
+    """Every agent's reference policy C_i pi on its own completions: row i of C, and the policies.
 
     The head is common to all, so hidden states are kept, of each sender of positive weight: peers
-    [agents, prompts, senders, group, tokens, hidden]. Returns this for the batch, and each agent's
-    row of C without the peers of weight 0.
+    [agents, prompts, senders, group, tokens, hidden]. Returns this and the old policy's
+    log-probabilities for the batch, frozen for the update, with importance weights and the states
+    of --sft-anchor where they are needed; and each agent's row of C without the peers of weight 0.
     """
     C = communicator
     if args.aggregation != "policy":
         C = torch.eye(args.num_agents)
-    senders = [C[i].nonzero().flatten().tolist() for i in held]
+    senders = [C[i].nonzero().flatten().tolist() for i in held]  # never a peer of weight 0
     hidden = collect_hidden(args, model, batch, "policy")
     logprobs = torch.zeros(batch["mask"].shape, device=model.device)
     for place in split_tokens(model, batch["mask"]):
@@ -811,10 +815,8 @@ def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     n = args.num_agents
     isolated = args.aggregation == "none" or args.communicator == "identity"
-    # Which agents are in this process, and all communication between processes
     exchange = Exchange(n, args.device, args.timeout)
-    # Agent i of all is the k-th of this process; lists are in the order of k
-    held = exchange.agents
+    held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     device = exchange.device
     rows_held = slice(held.start, held.stop)
 
@@ -852,17 +854,15 @@ def main(args: Args) -> dict:
         samples="prompts",
     )
 
-    # Agents: all start from the same parameters, [agents, ...], and what is random is keyed by
-    # (seed, agent)
+    # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     trained[:] = exchange.broadcast(trained[0])
     policy = trained[:, : snapshots.shape[1]]
     optimizer, moments = make_optimizer(args, policy, trained[:, snapshots.shape[1] :])
     # Of each agent's rewards: count, mean, sum of squared deviations
     statistics = torch.zeros(len(held), 3, dtype=torch.float64)
 
-    # Communication: C, all agents' snapshots of the last round, and how far apart policies are on
-    # public states
-    communicator = communicators.identity(n)  # before the first round nobody has sent anything
+    # Communication: C, what agents received in the last round, how far policies are from each other
+    communicator = communicators.identity(n)  # before the first round no agent has sent anything
     distances = torch.full_like(communicator, torch.nan)
     round_rewards = [[] for _ in held]  # since the last round
     # Of each agent's rounds: mean, gain, baseline
@@ -925,9 +925,8 @@ def main(args: Args) -> dict:
         batch |= compute_advantages(args, model, batch, statistics)
         run.tick("advantages")
 
-        # Reference policies, frozen for this update: row i of C applied to the policies, on agent
-        # i's own completions
-        references, weights = refer(args, model, held, communicator, batch)
+        # Reference policies, frozen for this update: row i of C applied to the policies
+        references, weights = compute_references(args, model, held, communicator, batch)
         batch |= references
         sampling_gaps = measure_sampling_gaps(batch)  # [agents]
         run.tick("reference")
@@ -956,7 +955,9 @@ def main(args: Args) -> dict:
                 else:
                     reported_returns = exchange.all_gather(records[:, :1]).flatten()
                     reported_returns = communicators.bound_returns(reported_returns)
-                # What is counted as sent; similarities are computed of received snapshots only
+
+                # Which snapshots each agent receives: all that it will compare, or of positive
+                # weight
                 if args.communicator == "similarity":
                     receives = communicators.neighbours(args)
                 else:
@@ -965,20 +966,22 @@ def main(args: Args) -> dict:
                 parameters, usable = exchange.snapshots(sent, receives)
                 for j in usable.nonzero().flatten().tolist():
                     snapshots[j] = parameters[j, : snapshots.shape[1]]
+
+                # The new communicator, of the agents whose policies are finite: parameters of 3e38
+                # are finite, their policy is not
                 log_probs = None
                 distances[:] = torch.nan
                 if public_states:
                     log_probs = compute_public_log_probs(args, model, tokenizer, public_states)
-                    # Parameters of 3e38 are finite, their policy is not
                     usable &= log_probs.isfinite().all(-1).all(-1)
                     distances[:] = communicators.total_variation(log_probs)
                 communicator[:] = make_communicator(args, reported_returns, log_probs, usable)
-                if args.aggregation == "weights":  # optimizer moments are kept
-                    averages, lost = average_adapters(
-                        args, model, communicator[rows_held], parameters
-                    )
-                    # Where no snapshot is usable, there is nothing to average
-                    averaging = torch.stack([usable[communicator[i] > 0].all() for i in held])
+
+                # FedAvg: agents go on from the average of what they received, with their moments
+                if args.aggregation == "weights":
+                    C = communicator[rows_held]
+                    averages, lost = average_adapters(args, model, C, parameters)
+                    averaging = torch.stack([usable[row > 0].all() for row in C])
                     trained[:] = torch.where(averaging[:, None].to(device), averages, trained)
                     snapshots[rows_held] = policy
                 del parameters  # whole adapters: they need not stay in memory
@@ -1060,7 +1063,7 @@ def draw_order(args: Args, step: int, epoch: int) -> Tensor:
 
     Prompts keep their micro-batch, so that bfloat16 rounds alike and the ratio starts at 1.
     """
-    seed = derive_seed(args.seed, step, epoch, SEED_MINIBATCHES)
+    seed = derive_seed(args.seed, step, epoch, MINIBATCHES)
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randperm(args.batch_size // args.micro_batch_size, generator=generator)
     return torch.arange(args.batch_size).view(len(blocks), -1)[blocks].flatten()
@@ -1141,11 +1144,11 @@ def rollout(
         first = (step - 1) * args.batch_size
         for number in range(first, first + args.batch_size):
             epoch, place = divmod(number, len(examples[i]))
-            order_seed = derive_seed(args.seed, i, epoch, SEED_PROMPT_ORDER)
+            order_seed = derive_seed(args.seed, i, epoch, PROMPT_ORDER)
             order = np.random.default_rng(order_seed).permutation(len(examples[i]))
             chosen.append(examples[i][order[place]])
-            seeds.append(derive_seed(args.seed, i, step, number - first, SEED_SERVER))
-        generator = torch.Generator().manual_seed(derive_seed(args.seed, i, step, SEED_SAMPLING))
+            seeds.append(derive_seed(args.seed, i, step, number - first, SERVER_SAMPLING))
+        generator = torch.Generator().manual_seed(derive_seed(args.seed, i, step, SAMPLING))
         shape = (args.batch_size, group_size, args.response_length)
         uniforms.append(torch.rand(shape, generator=generator))
     uniforms = torch.cat(uniforms)
@@ -1918,7 +1921,7 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tenso
     if args.algorithm == "ppo":
         sets["value"] = (held, args.value_lora_rank, args.value_lora_alpha)
     trained_sets = [name for name in sets if name != "snapshot"]
-    generator = torch.Generator().manual_seed(derive_seed(args.seed, 1, SEED_ADAPTERS))
+    generator = torch.Generator().manual_seed(derive_seed(args.seed, 1, FIRST_ADAPTERS))
     sides = []
     for name, layer in layers.items():
         adapters = Adapters(layer, sets)
@@ -2964,7 +2967,7 @@ def sample_evaluation(
     agents[n]."""
     uniforms = []
     for i, example in zip(agents, chosen, strict=True):
-        seed = derive_seed(args.seed, i, example["id"], SEED_EVALUATION)
+        seed = derive_seed(args.seed, i, example["id"], TEST_SAMPLING)
         generator = torch.Generator().manual_seed(seed)
         uniforms.append(torch.rand(args.eval_samples, args.response_length, generator=generator))
     tokens, lengths, logprobs = generate(

@@ -383,7 +383,7 @@ def test_gae_over_tokens_equals_the_definition(seed, gamma, lam):
     rewards, values = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
     lengths = torch.randint(1, 8, (3,), generator=generator)
     mask = torch.arange(7) < lengths[:, None]
-    advantages = prpo_llm.gae(rewards * mask, values, mask, gamma, lam)
+    advantages = prpo_llm.compute_gae(rewards * mask, values, mask, gamma, lam)
     for row, length in enumerate(lengths.tolist()):
         v = [*values[row, :length].tolist(), 0.0]
         deltas = [float(rewards[row, t]) + gamma * v[t + 1] - v[t] for t in range(length)]

@@ -439,7 +439,9 @@ def test_references_keep_the_copies_of_one_turn_only(tmp_path, monkeypatch):
         return hidden
 
     monkeypatch.setattr(prpo_llm, "compute_hidden", counted)
-    references, _ = prpo_llm.refer(args, model, range(5), torch.full((5, 5), 0.2), batch)
+    references, _ = prpo_llm.compute_references(
+        args, model, range(5), torch.full((5, 5), 0.2), batch
+    )
     assert references["peers"].shape[2] == 5 and len(numbers) == 2 * 7
     assert {*numbers} == {len(layers_of(model))}
     assert prpo_llm.Adapters.selection is None
@@ -619,7 +621,9 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
     batch |= {"mask": torch.ones(1, 4, 4, 24, dtype=torch.bool), "rewards": torch.rand(1, 4, 4)}
     statistics = torch.zeros(1, 3, dtype=torch.float64)
     batch |= prpo_llm.compute_advantages(run, model, batch, statistics)
-    references, weights = prpo_llm.refer(run, model, range(1), torch.full((3, 3), 1 / 3), batch)
+    references, weights = prpo_llm.compute_references(
+        run, model, range(1), torch.full((3, 3), 1 / 3), batch
+    )
     optimizer = torch.optim.AdamW([*trained], 1e-3)
     optimizer.step()
     with LiveTensors() as update:

@@ -944,7 +944,7 @@ def test_an_agents_own_part_of_its_reference_goes_by_its_number(monkeypatch):
         ("snapshot", [[0, 1], [0, 1, 2]]),
     ):
         args = prpo_llm.Args(self_reference=self_reference)
-        references, weights = prpo_llm.refer(args, model, range(1, 3), C, batch)
+        references, weights = prpo_llm.compute_references(args, model, range(1, 3), C, batch)
         for k, peers in enumerate(expected):
             assert references["peers"][k, 0, : len(peers), 0, 0, 0].tolist() == peers
             assert weights[k].tolist() == C[k + 1][C[k + 1] > 0].tolist()
