@@ -1109,7 +1109,7 @@ def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(monkeypatch, cap
     assert runs == [(7, tool.Envs)]
 
 
-@pytest.mark.parametrize("tool", [bound, choose, crowd, plot, table, throughput])
+@pytest.mark.parametrize("tool", [bound, crowd, plot, table, throughput])
 def test_wrong_flags_of_tools_end_in_one_line(tool):
     """As in the scripts, with exit code 2."""
     message = refusal(arguments.read_flags, tool.Args, ["--nothing"])
