@@ -14,7 +14,7 @@ Contents
             restrict
         what is logged of C: non_expansion, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation
-        parameters: flatten, unflatten, average_parameters, average_products
+        parameters: count_parameters, flatten, unflatten, average_parameters, average_products
     2 exchange
         Exchange: which process holds which agents, and all communication between processes
         Peers: what surrounds the communication rounds of the control scripts, with View, what one
@@ -294,7 +294,7 @@ def _fill_unknown(returns: Tensor) -> Tensor:
     scale = reported.abs().max() if len(reported) else 0.0
     substitute = 0.0
     if scale:
-        # Scaled first, so that the mean stays finite
+        # Scaled first, so that the mean stays finite, and that of equal returns is exact
         substitute = float((reported / scale).mean() * scale)
     return returns.nan_to_num(nan=substitute)
 
@@ -360,9 +360,8 @@ def neighbours(args: "RunArgs") -> Tensor:
     if args.topology == "ring":
         mask = ring(n)
     if args.communicator not in named_communicators(type(args)):
-        mask = mask & (
-            own_matrix(args) > 0
-        )  # a weight of 0 in the file excludes that peer for good
+        # A weight of 0 in the file excludes that peer for good
+        mask = mask & (own_matrix(args) > 0)
     return mask | oneself
 
 
@@ -395,9 +394,8 @@ def top_k(communicator: Tensor, k: int) -> Tensor:
     n = len(communicator)
     index = torch.arange(n)
     places_ahead = (index[None] - index[:, None]) % n  # of agent j, seen from agent i
-    peers = places_ahead.argsort(dim=1)[
-        :, 1:
-    ]  # [agents, agents - 1], along the ring, without oneself
+    # Along the ring, without oneself
+    peers = places_ahead.argsort(dim=1)[:, 1:]  # [agents, agents - 1]
     weights = communicator.gather(1, peers)
     heaviest = weights.argsort(dim=1, descending=True, stable=True)[:, :k]
     oneself = torch.eye(n, dtype=torch.bool)
@@ -591,11 +589,18 @@ def diagnose(
 # Parameters
 
 
-def flatten(networks: list[nn.Module], numel: int) -> Tensor:
+def count_parameters(network: nn.Module) -> int:
+    """How many numbers the parameters of a network are."""
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def flatten(networks: list[nn.Module], numel: int | None = None) -> Tensor:
     """Every network's parameters, flat and padded with zeros to `numel`.
 
-    Returns [networks, numel].
+    numel: by default, the size of the largest of these networks. Returns [networks, numel].
     """
+    if numel is None:
+        numel = max(count_parameters(network) for network in networks)
     rows = []
     for network in networks:
         parameters = nn.utils.parameters_to_vector(network.parameters()).detach()
@@ -671,16 +676,18 @@ def average_products(
 
 
 class Exchange:
-    """Who holds which agents, and everything that passes between them.
+    """Which process holds which agents, and all communication between them.
 
-    In one process it holds all agents and nothing moves; under torchrun each rank holds num_agents / world_size of
-    them. What leaves a rank is a flat tensor of parameters or of declared scalars, never an observation, an action or
-    a reward, and nothing that arrives is unpickled. `bytes_sent` counts what the agents have to tell each other,
-    parameters times listeners, the same in both placements and for every topology; between ranks it is gathered as one
-    flat tensor, so that there everybody's parameters reach everybody.
+    In one process it holds all agents and nothing moves; under torchrun each rank holds num_agents
+    / world_size of them. What leaves a rank is a flat tensor of parameters or of declared scalars,
+    never an observation, an action or a reward, and nothing that arrives is unpickled. `bytes_sent`
+    counts what agents have to send each other, parameters times listeners, which is the same in
+    both placements and for every topology; between ranks it is gathered as one flat tensor, so that
+    there all parameters reach every rank.
 
-    device, timeout: as the flags; `device` is what became of it. Raises ValueError if num_agents is not divisible by
-    the world size, and RuntimeError if a peer does not arrive at a collective in time (rank 0's says who is missing).
+    device, timeout: as the flags; the attribute `device` is the device that was chosen. Raises
+    ValueError if num_agents is not divisible by the world size, and RuntimeError if a peer does not
+    arrive at a collective in time (rank 0's names those that are missing).
     """
 
     def __init__(self, num_agents: int, device: str | torch.device = "cpu", timeout: float = 600.0):
@@ -688,45 +695,75 @@ class Exchange:
         self.rank = int(os.environ["RANK"]) if self.distributed else 0
         self.world_size = int(os.environ["WORLD_SIZE"]) if self.distributed else 1
         if num_agents % self.world_size:
-            raise ValueError(f"{num_agents} agents cannot be shared by {self.world_size} ranks; use a divisor")
-        device = str(device).replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-        if device == "cuda":
-            device = f"cuda:{local_rank() % torch.cuda.device_count()}"
-        if device.startswith("cuda"):
-            torch.cuda.set_device(device)  # before anything is captured or sent from the wrong one
-            # The same float32 products in rollouts (matrix products) and updates (convolutions): by default only cuDNN
-            # rounds to TF32, and the first ratio of an update would not be 1
+            message = f"{num_agents} agents cannot be shared by {self.world_size} ranks"
+            raise ValueError(f"{message}; use a divisor")
+        self.num_agents = num_agents
+        agents_per_rank = num_agents // self.world_size
+        first = self.rank * agents_per_rank
+        self.agents = range(first, first + agents_per_rank)  # the agents this process holds
+        self.device = self._set_device(str(device))
+        self.timeout = datetime.timedelta(seconds=timeout)
+        self.bytes_sent = 0
+        if self.distributed:
+            self._connect()
+
+    @staticmethod
+    def _set_device(name: str) -> torch.device:
+        """The device of this process, prepared for computations."""
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cuda":
+            name = f"cuda:{local_rank() % torch.cuda.device_count()}"
+        if name.startswith("cuda"):
+            torch.cuda.set_device(name)  # before anything is captured or sent from the wrong one
+            # The same float32 products in rollouts (matrix products) and updates (convolutions): by
+            # default only cuDNN rounds to TF32, and the first ratio of an update would not be 1
             torch.backends.cudnn.allow_tf32 = False
             torch.set_float32_matmul_precision("highest")
-        self.num_agents, self.device, self.bytes_sent = num_agents, torch.device(device), 0
-        held = num_agents // self.world_size
-        self.agents = range(self.rank * held, (self.rank + 1) * held)  # the agents this process holds
-        self.timeout = datetime.timedelta(seconds=timeout)
-        if self.distributed:
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            # torchrun's own store outlives a restart: the prefix drops the addresses of the dead
-            leads = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            store = dist.TCPStore(*address, self.world_size, is_master=leads, timeout=self.timeout, multi_tenant=True)
-            attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-            self._store = dist.PrefixStore(attempt, store)
-            nccl = self._has_gpu_per_rank()
-            self._wire = self.device if nccl else torch.device("cpu")
-            place = {"store": self._store, "rank": self.rank, "world_size": self.world_size}
-            dist.init_process_group("nccl" if nccl else "gloo", timeout=self.timeout, **place)
-            self._barriers = 0
-            self._meetings = 0
-            self._control = dist.new_group(backend="gloo", timeout=self.timeout)
-            # A connection of its own, because a thread that waits in the store would block the signs of life
-            signs = dist.PrefixStore(attempt, store.clone())
-            self._ended = threading.Event()
-            self._pulse = threading.Thread(target=self._show_life, args=(signs,), daemon=True)
-            self._pulse.start()
-            atexit.register(self.close)  # gloo's threads abort a process that ends with them
+        return torch.device(name)
+
+    def _connect(self) -> None:
+        """Join the process group, and begin to show signs of life."""
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
+        # Rank 0 holds the store, unless torchrun does
+        has_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = dist.TCPStore(
+            address,
+            port,
+            self.world_size,
+            is_master=has_store,
+            timeout=self.timeout,
+            multi_tenant=True,
+        )
+        # torchrun's own store outlives a restart: the prefix hides the addresses of dead processes
+        attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        self._store = dist.PrefixStore(attempt, store)
+        backend = "nccl" if self._has_gpu_per_rank() else "gloo"
+        # Where tensors are when they are sent and received
+        self._wire = self.device if backend == "nccl" else torch.device("cpu")
+        dist.init_process_group(
+            backend,
+            timeout=self.timeout,
+            store=self._store,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+        self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+        self._barriers = 0
+        self._meetings = 0
+        # A connection of its own, because a thread that waits in the store would block it
+        store_of_signs = dist.PrefixStore(attempt, store.clone())
+        self._ended = threading.Event()
+        self._pulse = threading.Thread(target=self._show_life, args=(store_of_signs,), daemon=True)
+        self._pulse.start()
+        atexit.register(self.close)  # gloo's threads abort a process that ends with them
 
     def _has_gpu_per_rank(self) -> bool:
-        """Whether no two ranks share a GPU and none is without, which nccl needs; the same answer on every rank.
+        """Whether every rank has a GPU that no other rank has, which nccl needs.
 
-        Ranks that share one communicate through the processor.
+        The answer is the same on every rank. Ranks that share a GPU communicate through the
+        processor.
         """
         gpu = "none"
         if self.device.type == "cuda":
@@ -736,7 +773,10 @@ class Exchange:
         return "none" not in gpus and len(set(gpus)) == self.world_size
 
     def _show_life(self, store: dist.Store) -> None:
-        """Count signs of life in the store until the process leaves the group: the thread behind `wait_for_all`."""
+        """Count signs of life in the store until the process leaves the group.
+
+        This is the thread behind `wait_for_all`.
+        """
         with contextlib.suppress(RuntimeError):  # the rank that holds the store has left
             while True:
                 store.add(f"alive_{self.rank}", 1)
@@ -744,10 +784,11 @@ class Exchange:
                     return
 
     def wait_for_all(self) -> None:
-        """Wait until every rank is here, however long the others take, provided that they are alive.
+        """Wait until every rank is here, however long the others take, if they are alive.
 
-        For work whose length differs between ranks, such as evaluations, where `barrier` would give up after `timeout`.
-        A RuntimeError names the ranks that have shown no sign of life for that long.
+        For work whose length differs between ranks, such as evaluations, where `barrier` would give
+        up after `timeout`. A RuntimeError names the ranks that have shown no sign of life for that
+        long.
         """
         if not self.distributed:
             return
@@ -756,52 +797,66 @@ class Exchange:
         self._store.set(f"{meeting}_{self.rank}", "here")
         arrived = self._store.add(meeting, 1)
         timeout = self.timeout.total_seconds()
-        signs = {}  # rank -> its last count of signs of life
-        seen = {}  # rank -> when that count was new
+        counts = {}  # rank -> its last count of signs of life
+        last_seen = {}  # rank -> when that count was new
         next_check = 0.0
         while arrived < self.world_size:
             now = time.monotonic()
             if now >= next_check:
                 next_check = now + timeout / 20
-                missing = [k for k in range(self.world_size) if not self._store.check([f"{meeting}_{k}"])]
+                missing = self._find_missing(meeting)
                 for rank in missing:
                     count = self._store.add(f"alive_{rank}", 0)
-                    if count != signs.get(rank):
-                        signs[rank] = count
-                        seen[rank] = now
-                dead = ", ".join(str(rank) for rank in missing if now - seen[rank] > timeout)
+                    if count != counts.get(rank):
+                        counts[rank] = count
+                        last_seen[rank] = now
+                dead = [str(rank) for rank in missing if now - last_seen[rank] > timeout]
                 if dead:
-                    raise RuntimeError(f"Ranks {dead} failed to arrive: no sign of life for {timeout:g} seconds")
+                    problem = f"no sign of life for {timeout:g} seconds"
+                    raise RuntimeError(f"Ranks {', '.join(dead)} failed to arrive: {problem}")
             time.sleep(min(0.1, timeout / 20))
             arrived = self._store.add(meeting, 0)
 
+    def _find_missing(self, event: str) -> list[int]:
+        """The ranks that have not noted in the store that they are at this event."""
+        ranks = range(self.world_size)
+        return [rank for rank in ranks if not self._store.check([f"{event}_{rank}"])]
+
     def barrier(self) -> None:
-        """Wait until every rank is here; on rank 0 a RuntimeError names those that did not come in time."""
+        """Wait until every rank is here.
+
+        On rank 0 a RuntimeError names those that did not come in time.
+        """
         if not self.distributed:
             return
         self._barriers += 1
-        self._store.set(f"arrived_{self.rank}_{self._barriers}", "")
+        barrier = f"barrier_{self._barriers}"
+        self._store.set(f"{barrier}_{self.rank}", "here")
         try:
             dist.monitored_barrier(self._control, self.timeout, wait_all_ranks=True)
         except RuntimeError as error:
             if self.rank > 0 or "Rank" in str(error):
                 raise
-            time.sleep(1)  # a connection that broke before anybody waited: who is alive will arrive soon
-            keys = {rank: f"arrived_{rank}_{self._barriers}" for rank in range(self.world_size)}
-            missing = ", ".join(str(rank) for rank, key in keys.items() if not self._store.check([key]))
+            # A connection broke before any rank waited: ranks that are alive will arrive soon
+            time.sleep(1)
+            missing = ", ".join(map(str, self._find_missing(barrier)))
             raise RuntimeError(f"Ranks {missing} failed to arrive: {error}") from error
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's `tensor`, on every rank."""
-        if self.distributed:
-            self.barrier()
-            sent = tensor.to(self._wire).clone(memory_format=torch.contiguous_format)
-            dist.broadcast(sent, src=0)
-            tensor = sent.to(tensor.device)
-        return tensor
+        if not self.distributed:
+            return tensor
+        self.barrier()
+        sent = tensor.to(self._wire).clone(memory_format=torch.contiguous_format)
+        dist.broadcast(sent, src=0)
+        return sent.to(tensor.device)
+
+    def broadcast_networks(self, networks: list[nn.Module]) -> None:
+        """Give `networks`, in place, the parameters that rank 0's have, on every rank."""
+        unflatten(self.broadcast(flatten(networks)), networks)
 
     def agree(self, number: int) -> list[int]:
-        """The ranks whose `number` is another one than rank 0's; the same list on every rank."""
+        """The ranks whose `number` differs from rank 0's; the same list on every rank."""
         if not self.distributed:
             return []
         self.barrier()
@@ -810,7 +865,10 @@ class Exchange:
         return (numbers != numbers[0]).nonzero().flatten().tolist()
 
     def all_gather(self, local: Tensor) -> Tensor:
-        """Row i for every agent i. local: [agents held, numel], equal on all ranks. Returns [agents, numel]."""
+        """Row i for every agent i.
+
+        local: [agents held, numel], of the same size on all ranks. Returns [agents, numel].
+        """
         if not self.distributed:
             return local.clone()
         self.barrier()
@@ -818,23 +876,33 @@ class Exchange:
         dist.all_gather(list(gathered.chunk(self.world_size)), local.to(self._wire).flatten())
         return gathered.view(self.num_agents, -1).to(local.device)
 
-    def snapshots(self, local: Tensor, heard: Tensor, sizes: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """One communication round: every agent's flat parameters, and which of them are usable.
+    def snapshots(
+        self, local: Tensor, receives: Tensor, sizes: list[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One communication round: every agent's flat parameters, and which of them are valid.
 
-        local: [agents held, numel]; heard: bool [agents, agents], whom each agent may listen to, and sizes: how many of
-        each agent's numel are no padding (default: all), both for the byte counter.
-        Returns (parameters [agents, numel], with zeros in place of those that are not finite; valid, bool [agents]).
+        local: [agents held, numel]. For the byte counter, receives: bool [agents, agents], whose
+        parameters each agent receives, and sizes: how many of each agent's numel are no padding
+        (default: all).
+        Returns (parameters [agents, numel], with zeros in place of those that are not finite;
+        valid, bool [agents]).
         """
         parameters = self.all_gather(local)
-        valid = torch.stack([own.isfinite().all() for own in parameters]).cpu()  # one after the other, to save memory
+        # One agent after the other, to save memory
+        valid = torch.stack([row.isfinite().all() for row in parameters]).cpu()
         parameters[~valid] = 0.0
-        listeners = (heard.sum(0) - heard.diagonal().long()).tolist()  # of each agent
-        sizes = sizes or [local.shape[1]] * self.num_agents
-        self.bytes_sent += sum(n * size for n, size in zip(listeners, sizes, strict=True)) * local.element_size()
+        if sizes is None:
+            sizes = [local.shape[1]] * self.num_agents
+        listeners = receives.sum(0) - receives.diagonal().long()  # of each agent
+        self.count_bytes(listeners, sizes, local.element_size())
         if self.rank == 0 and not valid.all():
             dropped = (~valid).nonzero().flatten().tolist()
             print(f"\ndropped the invalid snapshots of agents {dropped} for this round", flush=True)
         return parameters, valid
+
+    def count_bytes(self, listeners: Tensor, sizes: list[int], size_of_number: int) -> None:
+        """Add to `bytes_sent` what agents with `listeners` [agents] send, `sizes` numbers each."""
+        self.bytes_sent += int(listeners @ torch.tensor(sizes)) * size_of_number
 
     def close(self) -> None:
         """Leave the process group."""
@@ -846,61 +914,100 @@ class Exchange:
 
 
 class View(dict):
-    """What one agent received last: sender -> network, its own snapshot among them; `round`: in which iteration.
+    """What one agent received last: sender -> network, its own snapshot among them.
 
-    A checkpoint holds of it what no other agent's checkpoint has, `stored`: its own snapshot, and those of senders
-    that have sent a newer one since.
+    round: the iteration in which it received them. last_rounds: [agents], the iteration of each
+    agent's last round, kept by `Peers`. make_network(sender, parameters): a network of that agent.
+
+    A checkpoint holds only the snapshots that no other agent's checkpoint has, `stored`;
+    `Peers.restore` adds the others.
     """
 
-    def __init__(self, agent: int, network: nn.Module):
+    def __init__(self, agent: int, network: nn.Module, last_rounds: Tensor, make_network: Callable):
         super().__init__({agent: network})
+        self.agent = agent
         self.round = 0
-        self.stored = [agent]
-        self.loaded = {}  # sender -> flat parameters, between `load_state_dict` and `Peers.restore`
+        self.last_rounds = last_rounds
+        self.make_network = make_network
+
+    @property
+    def stored(self) -> list[int]:
+        """The agent itself, and senders that have sent a newer snapshot since."""
+        return [j for j in self if j == self.agent or self.last_rounds[j] > self.round]
 
     def state_dict(self) -> dict:
         """What `load_state_dict` needs."""
-        received = {j: nn.utils.parameters_to_vector(self[j].parameters()).detach() for j in self.stored}
-        return {"round": self.round, "received": received}
+        parameters = {j: flatten([self[j]])[0] for j in self.stored}
+        return {"round": self.round, "received": parameters}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take what a checkpoint holds; `Peers.restore` makes networks of it."""
+        """Take what a checkpoint holds."""
         self.round = state["round"]
-        self.loaded = dict(state["received"])
+        for j, parameters in state["received"].items():
+            self[j] = self.make_network(j, parameters)
 
 
 class Peers:
-    """What surrounds the communication rounds of control: what agents report, send, receive and are compared by.
+    """What surrounds the communication rounds of control: reports, snapshots, views, distances.
 
-    A script decides what is reported, the new C, and who applies it. Kept here are
-    communicator, distances: [agents, agents], C and the total variation of policies on the public states as of the
-        last round in which both took part, for all pairs of up to FEW_AGENTS agents, else for those that C connects;
-    views: of each agent held, what it received in the last round in which it took part, `View`: senders of positive
-        weight in its row, and itself. Agents of one process that received the same snapshot share one network;
-    round_returns, records: of each agent held, the returns since the last round, and what `remember` makes of them;
-    and, of the last round: received, sender -> network; usable, bool [agents]: whose snapshot is here and is valid;
-    log_probs [agents, states, actions]: on the public states, NaN for whom nobody here may listen to.
+    A script decides what is reported, the new C, and how it is applied. This class holds
+    communicator, distances: [agents, agents], C and the total variation of policies on the public
+        states as of the last round in which both took part, for all pairs of up to FEW_AGENTS
+        agents, else for those that C connects;
+    views: of each agent held, what it received in the last round in which it took part, `View`:
+        from senders of positive weight in its row, and itself. Agents of one process that received
+        the same snapshot share one network;
+    round_returns, records: of each agent held, the returns since the last round, and what
+        `remember` makes of them;
+    and, of the last round,
+    received: sender -> network;
+    usable: bool [agents], whose snapshot is here and is valid;
+    log_probs: [agents, states, actions], on the public states, NaN for agents to which no agent of
+        this process may listen.
 
-    networks: of all agents, the common start; each has `predict(states)`, (logits, values). states: the public states,
-    None where there will be no round. neighbours: bool [agents, agents], whom each agent may ever listen to.
+    networks: of all agents, the common start; each has `predict(states)`, (logits, values). states:
+    the public states, None where there will be no round. neighbours: bool [agents, agents], to whom
+    each agent may ever listen.
     """
 
-    def __init__(self, exchange: Exchange, networks: list[nn.Module], states: Tensor | None, neighbours: Tensor):
+    def __init__(
+        self,
+        exchange: Exchange,
+        networks: list[nn.Module],
+        states: Tensor | None,
+        neighbours: Tensor,
+    ):
         n = len(networks)
         self.exchange = exchange
         self.held = exchange.agents
         self.states = states
         self.neighbours = neighbours
-        self.sizes = [sum(parameter.numel() for parameter in network.parameters()) for network in networks]
+        self.sizes = [count_parameters(network) for network in networks]
+        self._templates = []  # of each agent, the first network of its shape
         first_of_shape = {}
-        shapes = [tuple(parameter.shape for parameter in network.parameters()) for network in networks]
-        self._templates = [first_of_shape.setdefault(*own) for own in zip(shapes, networks, strict=True)]
-        self.communicator = identity(n)  # before the first round nobody has sent anything
+        for network in networks:
+            shape = tuple(parameter.shape for parameter in network.parameters())
+            self._templates.append(first_of_shape.setdefault(shape, network))
+        self.communicator = identity(n)  # before the first round no agent has sent anything
         self.distances = torch.full((n, n), torch.nan)
-        self.views = [View(i, networks[i].requires_grad_(False)) for i in self.held]
+        self.last_rounds = torch.zeros(n, dtype=torch.long)  # iteration of each agent's last round
+        self.views = []
+        for i in self.held:
+            first = networks[i].requires_grad_(False)
+            self.views.append(View(i, first, self.last_rounds, self._make_network))
         self.round_returns = [[] for _ in self.held]
-        self.records = torch.full((len(self.held), 3), torch.nan, dtype=torch.float64)  # mean, gain, baseline
-        self.last_rounds = torch.zeros(n, dtype=torch.long)  # the iteration in which each agent took part last
+        # Mean, gain and baseline
+        self.records = torch.full((len(self.held), 3), torch.nan, dtype=torch.float64)
+
+    def _senders(self, i: int) -> list[int]:
+        """The agents to which agent i listens."""
+        return self.communicator[i].nonzero().flatten().tolist()
+
+    def _make_network(self, j: int, parameters: Tensor) -> nn.Module:
+        """A network of agent j's shape with these parameters, flat and possibly padded."""
+        network = copy.deepcopy(self._templates[j]).requires_grad_(False)
+        unflatten(parameters[None], [network])
+        return network
 
     # Resume
 
@@ -916,42 +1023,27 @@ class Peers:
         }
 
     def restore(self) -> None:
-        """After `Run.restore`: the rows of all agents, and the snapshots that are stored by those who sent them."""
+        """After `Run.restore`: get the rows of all agents, and the snapshots that senders store."""
         held = list(self.held)
         self.communicator[:] = self.exchange.all_gather(self.communicator[held].double())
         self.distances[:] = self.exchange.all_gather(self.distances[held].double())
         rounds = torch.tensor([[view.round] for view in self.views])
         self.last_rounds[:] = self.exchange.all_gather(rounds).flatten()
-        networks = {}  # (sender, iteration) -> network
+        networks = {}  # (sender, iteration) -> network, shared by its listeners
         for view in self.views:
-            for j, parameters in view.loaded.items():
-                view[j] = networks.setdefault((j, view.round), self._copy(j, parameters))
-            view.loaded = {}
-        if not torch.equal(self.communicator, identity(len(self.sizes))):  # isolated agents send nothing
-            own = [view[i] for i, view in zip(held, self.views, strict=True)]
-            latest = self.exchange.all_gather(flatten(own, max(self.sizes)))
-            for i, view in zip(held, self.views, strict=True):
-                for j in self._senders(i):
-                    if j not in view:
-                        if (j, view.round) not in networks:
-                            networks[j, view.round] = self._copy(j, latest[j])
-                        view[j] = networks[j, view.round]
-        self._choose_stored()
-
-    def _senders(self, i: int) -> list[int]:
-        """Whom agent i listens to."""
-        return self.communicator[i].nonzero().flatten().tolist()
-
-    def _copy(self, j: int, parameters: Tensor) -> nn.Module:
-        """A network of agent j's shape with these parameters, flat and maybe padded."""
-        network = copy.deepcopy(self._templates[j]).requires_grad_(False)
-        unflatten(parameters[None], [network])
-        return network
-
-    def _choose_stored(self) -> None:
-        """A sender's checkpoint has its last snapshot; who still holds an older one stores it."""
-        for i, view in zip(self.held, self.views, strict=True):
-            view.stored = [j for j in view if j == i or self.last_rounds[j] > view.round]
+            for j in view:
+                view[j] = networks.setdefault((j, view.round), view[j])
+        if torch.equal(self.communicator, identity(len(self.sizes))):
+            return  # isolated agents send nothing
+        snapshots = [view[view.agent] for view in self.views]
+        latest = self.exchange.all_gather(flatten(snapshots, max(self.sizes)))
+        for view in self.views:
+            for j in self._senders(view.agent):
+                if j in view:
+                    continue
+                if (j, view.round) not in networks:
+                    networks[j, view.round] = self._make_network(j, latest[j])
+                view[j] = networks[j, view.round]
 
     # A round: reports, snapshots, the new C
 
@@ -962,104 +1054,158 @@ class Peers:
             returns.clear()
 
     def report(self, numbers: Tensor) -> Tensor:
-        """One number of each agent held, [agents held], goes to all agents. Returns [agents]."""
+        """Send one number of each agent held, [agents held], to all agents. Returns [agents]."""
         return self.exchange.all_gather(numbers[:, None]).flatten()
 
     def exchange_snapshots(
         self, networks: list[nn.Module], participating: Tensor, receives: Tensor, iteration: int
     ) -> None:
-        """The agents that take part send their parameters to their listeners, who judge what they have received.
+        """Send the parameters of participating agents to their listeners, and check what arrives.
 
-        networks: of the agents held; participating: bool [agents]; receives: bool [agents, agents], whose snapshot each
-        agent gets, as far as that is known before the new C (`update` counts what it adds). Where nobody receives
-        anything, no parameters leave an agent: only its log-probabilities on the public states are gathered, for the
-        log, and of more than FEW_AGENTS agents not even these.
+        networks: of the agents held; participating: bool [agents]; receives: bool [agents, agents],
+        whose snapshot each agent receives, as far as that is known before the new C (`update`
+        counts what it adds). Where no agent receives anything, no parameters leave an agent: only
+        its log-probabilities on the public states are gathered, for the log, and of more than
+        FEW_AGENTS agents not even these.
 
-        A snapshot is usable if its parameters are finite, its log-probabilities on the public states too (parameters of
-        3e38 are finite), and its values there even when squared, as a loss does.
+        A snapshot is usable if its parameters are finite, its log-probabilities on the public
+        states too (parameters of 3e38 are finite), and its values there even when squared.
         """
-        n = len(self.sizes)
-        held = list(self.held)
         self.iteration = iteration
         self.participating = participating
         self.receives = receives & participating & participating[:, None]
-        self.gathered = bool(self.receives.fill_diagonal_(False).any())
+        self.receives.fill_diagonal_(False)
+        self.gathered = bool(self.receives.any())
         local = flatten(networks, max(self.sizes))
-        local[~participating[held]] = 0.0  # who sits out sends nothing
-        if self.gathered:
-            parameters, finite = self.exchange.snapshots(local, self.receives, self.sizes)
-            compared = participating
-            if n > FEW_AGENTS:
-                compared = (self.neighbours & participating & participating[:, None])[held].any(0)
-        else:
-            parameters = dict(zip(held, local, strict=True))
-            finite = torch.zeros(n, dtype=torch.bool)
-            finite[held] = local.isfinite().all(1).cpu()
-            compared = torch.zeros(n, dtype=torch.bool).index_fill(0, torch.tensor(held), True)
+        local[~participating[list(self.held)]] = 0.0  # an agent that sits out sends nothing
+        parameters, finite = self._gather_parameters(local)
         self.received = {}
-        self.usable = torch.zeros(n, dtype=torch.bool)
-        log_probs = {}
-        for j in compared.nonzero().flatten().tolist():
-            network = self._copy(j, parameters[j])
+        self.usable = torch.zeros(len(self.sizes), dtype=torch.bool)
+        log_probs = {}  # of the agents that this process evaluates
+        for j in self._choose_evaluated():
+            network = self._make_network(j, parameters[j])
             logits, values = network.predict(self.states)
             log_probs[j] = logits.log_softmax(-1).cpu()
-            self.usable[j] = log_probs[j].isfinite().all() and values.square().isfinite().all() and finite[j]
-            if self.usable[j]:
+            if finite[j] and log_probs[j].isfinite().all() and values.square().isfinite().all():
+                self.usable[j] = True
                 self.received[j] = network
         rejected = [j for j in log_probs if finite[j] and not self.usable[j]]
         if rejected and self.exchange.rank == 0:
-            print(f"\ndropped agents {rejected} for this round: their policies are not finite", flush=True)
-        if not self.gathered and n <= FEW_AGENTS:
-            public = self.exchange.all_gather(torch.stack([log_probs[i].flatten() for i in held]))
-            log_probs = dict(enumerate(public.view(n, *log_probs[held[0]].shape)))
+            problem = "their policies are not finite"
+            print(f"\ndropped agents {rejected} for this round: {problem}", flush=True)
+        self._gather_log_probs(log_probs)
+
+    def _gather_parameters(self, local: Tensor) -> tuple[Tensor | dict[int, Tensor], Tensor]:
+        """The parameters that are here, agent -> flat parameters, and which are finite [agents]."""
+        if self.gathered:
+            return self.exchange.snapshots(local, self.receives, self.sizes)
+        held = list(self.held)
+        finite = torch.zeros(len(self.sizes), dtype=torch.bool)
+        finite[held] = local.isfinite().all(1).cpu()
+        return dict(zip(held, local, strict=True)), finite
+
+    def _choose_evaluated(self) -> list[int]:
+        """The agents whose networks this process evaluates on the public states."""
+        if not self.gathered:
+            return list(self.held)
+        evaluated = self.participating
+        if len(self.sizes) > FEW_AGENTS:
+            may_send = self.neighbours & self.participating & self.participating[:, None]
+            evaluated = may_send[list(self.held)].any(0)
+        return evaluated.nonzero().flatten().tolist()
+
+    def _gather_log_probs(self, log_probs: dict[int, Tensor]) -> None:
+        """Set `log_probs`; those of few isolated agents are gathered, for the log."""
+        n = len(self.sizes)
         if log_probs:
-            self.log_probs = torch.full((n, *next(iter(log_probs.values())).shape), torch.nan)
-        for j, own in log_probs.items():
-            if self.usable[j] or not self.gathered:
-                self.log_probs[j] = own
+            shape = next(iter(log_probs.values())).shape
+        else:  # all agents of this process sit out
+            logits, _ = self.views[0][self.held[0]].predict(self.states)
+            shape = logits.shape
+        self.log_probs = torch.full((n, *shape), torch.nan)
+        if self.gathered:
+            for j in self.received:
+                self.log_probs[j] = log_probs[j]
+        elif n <= FEW_AGENTS:
+            public = torch.stack([log_probs[i].flatten() for i in self.held])
+            self.log_probs[:] = self.exchange.all_gather(public).view(n, *shape)
+        else:
+            for i in self.held:
+                self.log_probs[i] = log_probs[i]
 
     def candidates(self, i: int) -> dict[int, nn.Module]:
-        """The peers to whom agent i may listen from this round on: agent -> network; none if it sits out."""
+        """The peers to which agent i may listen from this round on: agent -> network.
+
+        Empty if it sits out.
+        """
         if not self.participating[i]:
             return {}
-        return {j: network for j, network in self.received.items() if self.neighbours[i, j] and j != i}
+        return {
+            j: network for j, network in self.received.items() if self.neighbours[i, j] and j != i
+        }
 
     def update(self, new_communicator: Tensor) -> None:
-        """The rows of C of those who take part, and what follows: distances, views, the bytes of late choices.
+        """Update the rows of C of participating agents, and what follows from C.
 
-        new_communicator: [agents, agents], of which the rows of the agents held count, each computed where its agent
-        lives. A weight on a snapshot that is not usable is dropped.
+        These are the distances, the views, and the bytes of snapshots chosen only now.
+
+        new_communicator: [agents, agents], of which the rows of the agents held count, each
+        computed in the process of its agent. A weight on a snapshot that is not usable is dropped.
         """
         n = len(self.sizes)
         held = list(self.held)
         if (new_communicator[held][:, ~self.usable] > 0).any():
             new_communicator = drop_invalid(new_communicator, self.usable)
-        few = n <= FEW_AGENTS
-        rows = torch.cat((new_communicator, self.distances), dim=1)  # [agents, 2 agents]
-        if self.gathered or few:
-            probs = self.log_probs.exp()
-            for i in held if self.gathered else range(n):
-                pairs = self.participating if few else new_communicator[i] > 0
-                if self.participating[i]:
-                    rows[i, n:][pairs] = (probs[pairs] - probs[i]).abs().sum(-1).mean(-1) / 2  # total variation
+        new_distances = self._measure_distances(new_communicator)
         if self.gathered:
-            rows = self.exchange.all_gather(rows[held].double()).float()
-        self.communicator[self.participating] = rows[self.participating, :n]
-        self.distances[self.participating] = rows[self.participating, n:]
-        # Where a snapshot turned out to be unusable, another sender may have taken its place
+            local = torch.cat((new_communicator, new_distances), dim=1)[held]
+            rows = self.exchange.all_gather(local.double()).float()
+            new_communicator, new_distances = rows.split(n, dim=1)
+        self.communicator[self.participating] = new_communicator[self.participating]
+        self.distances[self.participating] = new_distances[self.participating]
+        self._count_late_bytes()
+        for view in self.views:
+            if self.participating[view.agent]:
+                self._renew(view)
+        self.last_rounds[self.participating] = self.iteration
+
+    def _measure_distances(self, new_communicator: Tensor) -> Tensor:
+        """The distances after this round [agents, agents]; in a round, only rows of agents held."""
+        n = len(self.sizes)
+        distances = self.distances.clone()
+        if not self.gathered and n > FEW_AGENTS:
+            return distances
+        probs = self.log_probs.exp()
+        rows = self.held if self.gathered else range(n)
+        for i in rows:
+            if self.participating[i]:
+                compared = self.participating
+                if n > FEW_AGENTS:
+                    compared = new_communicator[i] > 0
+                # Total variation
+                differences = (probs[compared] - probs[i]).abs()
+                distances[i][compared] = differences.sum(-1).mean(-1) / 2
+        return distances
+
+    def _count_late_bytes(self) -> None:
+        """Count the snapshots that are received only because of the new C.
+
+        Where a snapshot was not usable, another sender may have taken its place.
+        """
         late = (self.communicator > 0) & self.participating[:, None] & ~self.receives
         late.fill_diagonal_(False)
         size_of_number = next(self._templates[0].parameters()).element_size()
-        self.exchange.bytes_sent += int(late.sum(0) @ torch.tensor(self.sizes)) * size_of_number
-        for i, view in zip(held, self.views, strict=True):
-            if self.participating[i]:
-                snapshot = self.received.get(i, view[i])  # the last valid one
-                senders = {j: self.received[j] for j in self._senders(i) if j != i}
-                view.clear()
-                view.update({i: snapshot} | senders)
-                view.round = self.iteration
-        self.last_rounds[self.participating] = self.iteration
-        self._choose_stored()
+        self.exchange.count_bytes(late.sum(0), self.sizes, size_of_number)
+
+    def _renew(self, view: View) -> None:
+        """Replace what an agent received by what it receives in this round."""
+        snapshot = self.received.get(view.agent, view[view.agent])  # the last valid one
+        senders = [j for j in self._senders(view.agent) if j != view.agent]
+        view.clear()
+        view[view.agent] = snapshot
+        for j in senders:
+            view[j] = self.received[j]
+        view.round = self.iteration
 
 
 # --- 3. arguments: every flag declares its bounds in its type, and bad input ends in one line ---
