@@ -13,7 +13,7 @@ Contents
         who may listen to whom: neighbours, participants, ring, top_k, sparsify, drop_invalid,
             restrict
         what is logged of C: non_expansion, summarize_communicator
-        policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation
+        policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation, diagnose
         parameters: count_parameters, flatten, unflatten, average_parameters, average_products
     2 exchange
         Exchange: which process holds which agents, and all communication between processes
@@ -23,9 +23,12 @@ Contents
         types with bounds (Count, Natural, ...), RunArgs, refuse, parse_args, --eval-only,
             derive_seed, and the statistics of returns (mean, mean_and_half_interval)
     4 speed: the same numbers, sooner
+        agents side by side: in_parallel, take_turns; networks side by side: Stacked, ImageNetwork;
+            each distinct observation once: Patches, find_distinct_rows, LogitTable
     5 the run
         Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically and
             cache_folder
+
 There is no algorithm, no environment and no network here, and nothing here calls back into a
 script.
 """
@@ -419,8 +422,7 @@ def sparsify(communicator: Tensor, mask: Tensor, keep_self: bool = False) -> Ten
     fallback = torch.where(has_no_peers, oneself, peers)
     shared = _normalise_rows(communicator * peers, fallback).double()
     self_weights = communicator.diagonal()[:, None]
-    rows = self_weights * oneself + (1 - self_weights) * shared
-    return torch.where(has_no_peers, oneself, rows).float()
+    return (self_weights * oneself + (1 - self_weights) * shared).float()
 
 
 def drop_invalid(communicator: Tensor, valid: Tensor) -> Tensor:
@@ -1640,7 +1642,7 @@ def _threads(workers: int, threads: int) -> ThreadPoolExecutor:
 
 
 def in_parallel(tasks: list[Callable], workers: int, threads: int = 1) -> list:
-    """Call all tasks, on `workers` threads of `threads` cores each. Returns their results, in order.
+    """Call all tasks, on `workers` threads of `threads` cores each. Returns results in order.
 
     A single worker computes in the calling thread.
     """
@@ -1757,7 +1759,7 @@ class Stacked:
 
     @staticmethod
     def unfold(x: Tensor, size: torch.Size, stride: tuple[int, int]) -> Tensor:
-        """The patches of x, [networks, batch, rows, columns, patch row, patch column * channels]."""
+        """Patches of x [networks, batch, rows, columns, patch row, patch column * channels]."""
         n, batch, height, width, _ = x.shape
         network, sample, row, column, _ = x.stride()
         down, right = stride

@@ -15,7 +15,9 @@ from helpers import only_run, tiny
 
 
 def pytest_configure():
-    """One core for each of pytest-xdist's workers: whatever a run does with all cores does not slow the others."""
+    """One core for each of pytest-xdist's workers: whatever a run does with all cores does not slow
+    the others.
+    """
     number = re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", ""))
     if number and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -24,21 +26,25 @@ def pytest_configure():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Few small operations: one thread is fastest, and child processes, which get one too, round alike."""
+    """Few small operations: one thread is fastest, and child processes, which get one too, round
+    alike.
+    """
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):
-    """once(name, make): what `make(folder)` returned for the folder of that name, made once for all workers.
+    """once(name, make): what `make(folder)` returned for the folder of that name, made once for all
+    workers.
 
-    It has to be JSON. What lies in the folder is for everybody, so nobody changes it.
+    It has to be JSON. The folder is shared by all tests, so no test changes it.
     """
     common = tmp_path_factory.getbasetemp()
     common = common.parent if "PYTEST_XDIST_WORKER" in os.environ else common
 
     def get(name, make):
-        folder, result = common / "once" / name, common / "once" / f"{name}.json"
+        folder = common / "once" / name
+        result = common / "once" / f"{name}.json"
         folder.parent.mkdir(exist_ok=True)
         with open(common / "once" / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -53,7 +59,9 @@ def once(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole_run(once):
-    """whole_run(script): the folder of the tiny run, never interrupted, all agents in this process."""
+    """whole_run(script): the folder of the tiny run, never interrupted, all agents in this
+    process.
+    """
 
     def run(script):
         folder, _ = once(f"whole_run_{script}", lambda run_dir: script.main(tiny(script, run_dir)))
@@ -63,18 +71,19 @@ def whole_run(once):
 
 
 class Crash(BaseException):
-    """The run ends here, and nobody cleans up."""
+    """The run ends here, without any cleaning up."""
 
 
 @pytest.fixture
 def crashing():
-    """crashing(moment, agent, iteration, run): `run()` in this process, up to that moment; handlers are put back."""
+    """crashing(moment, agent, iteration, run): `run()` in this process, up to that moment; handlers
+    are put back.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def die():
-        time.sleep(
-            1
-        )  # TensorBoard writes in a thread of its own, and orders its files by the second
+        # TensorBoard writes in a thread of its own, and orders its files by the second
+        time.sleep(1)
         raise Crash
 
     def run_and_crash(moment, agent, iteration, run):

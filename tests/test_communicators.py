@@ -1,4 +1,6 @@
-"""The mathematics of communicators, mixtures, divergences and averaging, and the exchange between agents."""
+"""The mathematics of communicators, mixtures, divergences and averaging, and the exchange between
+agents.
+"""
 
 import json
 import math
@@ -15,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributions import Categorical, kl_divergence
 
@@ -23,7 +25,8 @@ import communicators
 import prpo_minigrid
 from communicators import Exchange, average_parameters, categorical_kl, mix_log_probs
 
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 HINTS = typing.get_type_hints(prpo_minigrid.Args)
 COMMUNICATORS = typing.get_args(typing.get_args(HINTS["communicator"])[0])
 TOPOLOGIES = typing.get_args(HINTS["topology"])
@@ -37,14 +40,18 @@ scales = st.sampled_from([0.0, 1e-3, 1.0, 10.0, 1e4])
 
 
 def policies(seed, *shape, scale=1.0):
-    """Log-probabilities of random policies; scale 0 makes them uniform and 1e4 all but deterministic."""
+    """Log-probabilities of random policies; scale 0 makes them uniform and 1e4 all but
+    deterministic.
+    """
     return torch.log_softmax(
         scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed)), dim=-1
     )
 
 
 def gains_on(log_probs):
-    """What peers might gain on each agent's states, [agents, agents]: the less, the further they are."""
+    """What peers might gain on each agent's states, [agents, agents]: the less, the further they
+    are.
+    """
     return -communicators.total_variation(log_probs.double())
 
 
@@ -69,7 +76,9 @@ def simplex(seed, n, rows=1):
 
 
 def mean_returns(n):
-    """Returns [n] as the reward family may meet them: huge, tiny, negative, equal, zero, or NaN (no episode ended)."""
+    """Returns [n] as the reward family may meet them: huge, tiny, negative, equal, zero, or NaN (no
+    episode ended).
+    """
     number = st.floats(allow_infinity=False)
     few = st.sampled_from([-1.0, 0.0, 0.5, 1.0, NAN])  # ties
     values = st.lists(number, min_size=n, max_size=n) | st.lists(few, min_size=n, max_size=n)
@@ -89,7 +98,7 @@ def assert_rows(matrix, rows):
     torch.testing.assert_close(matrix, torch.tensor(rows, dtype=torch.float32), rtol=0, atol=1e-6)
 
 
-# --- communicators ----------------------------------------------------------------------------------------------------
+# --- communicators ---
 
 
 @ignore_negative_returns
@@ -97,8 +106,9 @@ def assert_rows(matrix, rows):
 @examples
 @given(data=st.data())
 def test_rows_on_simplex_for_any_input(name, data):
-    """Also with the ring, top-k and invalid peers, and then exactly 0 where nobody may be heard."""
-    n, peers = data.draw(st.integers(1, 6), "n"), data.draw(st.integers(0, 6), "num_peers")
+    """Also with the ring, top-k and invalid peers, and then exactly 0 where none is allowed."""
+    n = data.draw(st.integers(1, 6), "n")
+    peers = data.draw(st.integers(0, 6), "num_peers")
     topology = data.draw(st.sampled_from(TOPOLOGIES), "topology")
     valid = data.draw(
         st.none() | st.lists(st.booleans(), min_size=n, max_size=n).map(torch.tensor), "valid"
@@ -125,9 +135,8 @@ def test_rows_on_simplex_for_any_input(name, data):
     if valid is not None:
         others = matrix.clone().fill_diagonal_(0.0)
         assert not others[:, ~valid].any()
-        assert not matrix.diagonal()[
-            ~valid & (others.sum(1) > 0)
-        ].any()  # oneself only where nobody is left
+        # Oneself only where no peer is left
+        assert not matrix.diagonal()[~valid & (others.sum(1) > 0)].any()
 
 
 @pytest.mark.parametrize(
@@ -161,10 +170,8 @@ def test_communicator_is_detached_and_leaves_its_input_alone(constructor, data):
 def test_permutation_equivariance(name, data):
     n = data.draw(st.integers(2, 6))
     order = data.draw(st.permutations(range(n)))
-    returns, log_probs = (
-        data.draw(mean_returns(n)),
-        policies(data.draw(seeds), n, 3, 4, scale=data.draw(scales)),
-    )
+    returns = data.draw(mean_returns(n))
+    log_probs = policies(data.draw(seeds), n, 3, 4, scale=data.draw(scales))
     valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
     matrix = make_communicator(name, n, returns=returns, log_probs=log_probs, valid=valid)
     other = make_communicator(
@@ -189,12 +196,12 @@ def test_top_k_is_permutation_equivariant_without_ties(seed, n, k, data):
 @examples
 @given(data=st.data())
 def test_rotation_equivariance_of_sparse_communicators(name, data):
-    """Ties and neighbourhoods go by the place on the ring, so only its rotations leave them as they are."""
-    n, k, shift = (
-        data.draw(st.integers(2, 7)),
-        data.draw(st.integers(0, 3)),
-        data.draw(st.integers(0, 6)),
-    )
+    """Ties and neighbourhoods go by the place on the ring, so only its rotations leave them as they
+    are.
+    """
+    n = data.draw(st.integers(2, 7))
+    k = data.draw(st.integers(0, 3))
+    shift = data.draw(st.integers(0, 6))
     returns = torch.tensor(
         data.draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0, 2.0, NAN]), min_size=n, max_size=n))
     )
@@ -210,17 +217,19 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
     [
         (communicators.identity, [2], [[1, 0], [0, 1]]),
         (communicators.uniform, [4], [[0.25] * 4] * 4),
+        # Example 2
         (
             communicators.self_preferred,
             [3, 0.6],
             [[0.6, 0.2, 0.2], [0.2, 0.6, 0.2], [0.2, 0.2, 0.6]],
-        ),  # Example 2
+        ),
         (communicators.self_preferred, [2, 0.0], [[0, 1], [1, 0]]),
         (communicators.self_preferred, [3, 1.0], [[1, 0, 0], [0, 1, 0], [0, 0, 1]]),
         (communicators.self_preferred, [1, 0.2], [[1]]),
         (communicators.reward, [(1, 2, 5)], [[0.125, 0.25, 0.625]] * 3),  # Example 4
         (communicators.reward, [(1, NAN, 3)], [[1 / 6, 1 / 3, 1 / 2]] * 3),
         (communicators.reward, [(1e308, 1e308, 0)], [[0.5, 0.5, 0]] * 3),  # whose sum overflows
+        (communicators.reward, [(1.5e308, 1e308, NAN)], [[0.4, 4 / 15, 1 / 3]] * 3),
         (communicators.reward, [(5e-324, 5e-324, 0)], [[0.5, 0.5, 0]] * 3),
         (communicators.reward, [(0, 0, 0, NAN)], [[0.25] * 4] * 4),
         (communicators.rank_reward, [(3, 1, 3, 0)], [[0.35, 0.2, 0.35, 0.1]] * 4),
@@ -241,11 +250,12 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
         (communicators.softmax_reward, [(1e300, -1e300), 1e-300], [[1, 0]] * 2),
         (communicators.relative_gain, [(0.25, -0.5), 0.75 / math.log(3)], [[0.75, 0.25]] * 2),
         (communicators.relative_gain, [(0, NAN, 0.5), 0.5 / math.log(2)], [[0.25, 0.25, 0.5]] * 3),
+        # Inflated gains are clipped
         (
             communicators.relative_gain,
             [(1e9, 1, -INF), 2 / math.log(3)],
             [[3 / 7, 3 / 7, 1 / 7]] * 3,
-        ),  # no shouting
+        ),
         (communicators.relative_gain, [(NAN, NAN), 0.1], [[0.5, 0.5]] * 2),
     ],
 )
@@ -278,6 +288,15 @@ def test_similarity_is_example_3(seed, n, states, actions, scale):
     assert_rows(
         communicators.similarity(log_probs), [[value / sum(row) for value in row] for row in inner]
     )
+
+
+def test_similarity_gives_no_weight_to_an_unknown_policy():
+    log_probs = policies(0, 3, 4, 5)
+    known_alone = communicators.similarity(log_probs[[0, 2]])
+    log_probs[1] = NAN
+    matrix = communicators.similarity(log_probs)
+    assert not matrix[[0, 2], 1].any()
+    torch.testing.assert_close(matrix[[0, 2]][:, [0, 2]], known_alone)
 
 
 @examples
@@ -327,33 +346,35 @@ def test_negative_return_counts_as_zero_with_exactly_one_warning(name, values, c
 
 @pytest.mark.parametrize("name", REWARD_FAMILY)
 @examples
+@example([NAN, 43.383611671012986, 43.383611671012986, 43.383611671012986])
 @given(st.lists(st.floats(0, 100) | st.just(NAN), min_size=1, max_size=6))
 def test_agents_without_data(name, values):
-    """They count as the others' mean, and if nobody has data every row is uniform."""
+    """They count as the others' mean, and if no agent has data every row is uniform."""
     returns = torch.tensor(values, dtype=torch.float64)
-    matrix, unknown = make_communicator(name, len(values), returns=returns), returns.isnan()
+    matrix = make_communicator(name, len(values), returns=returns)
+    unknown = returns.isnan()
     if unknown.all():
         torch.testing.assert_close(matrix, communicators.uniform(len(values)))
     else:
-        filled = torch.where(unknown, returns.nanmean(), returns)
+        reported = returns[~unknown]
+        mean = reported.mean().clamp(reported.min(), reported.max())  # of equal returns, these
+        filled = torch.where(unknown, mean, returns)
         expected = make_communicator(name, len(values), returns=filled)
         torch.testing.assert_close(matrix, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_similarity_must_hear_all_before_it_can_choose():
-    """What counts as sent, when policies are not yet known, is what everybody in the topology has to tell."""
-    assert_rows(make_communicator("similarity", 4), [[0.25] * 4] * 4)
-    assert_rows(make_communicator("similarity", 4, num_peers=1), [[0.25] * 4] * 4)
-    third = 1 / 3
-    row = [third, third, 0, third]
-    assert_rows(
-        make_communicator("similarity", 4, num_peers=1, topology="ring"),
-        [row[-i:] + row[:-i] for i in range(4)],
-    )
+def test_similarity_must_receive_all_before_it_can_choose():
+    """The snapshots of all agents in the topology count as sent, also with top-k."""
+    for topology, expected in (("full", torch.ones(4, 4) > 0), ("ring", communicators.ring(4))):
+        args = prpo_minigrid.Args(
+            num_agents=4, communicator="similarity", top_k=1, topology=topology
+        )
+        assert torch.equal(communicators.neighbours(args), expected)
 
 
 def test_every_name_makes_its_own_communicator():
-    log_probs, returns = policies(0, 3, 4, 5), torch.tensor([0.5, 3.0, 1.0])
+    log_probs = policies(0, 3, 4, 5)
+    returns = torch.tensor([0.5, 3.0, 1.0])
     expected = {
         "identity": communicators.identity(3),
         "uniform": communicators.uniform(3),
@@ -385,18 +406,22 @@ ROUNDS = st.lists(
 
 def gains_of(rounds, scale=1.0):
     """The gain after every round of one agent; a round is a list of returns."""
-    record, gains = torch.full((3,), NAN, dtype=torch.float64), []
-    for own in rounds:
-        record = communicators.remember(record, [scale * value for value in own])
+    record = torch.full((3,), NAN, dtype=torch.float64)
+    gains = []
+    for returns in rounds:
+        record = communicators.remember(record, [scale * value for value in returns])
         gains.append(record[1].item())
     return gains
 
 
 def plain_gains(rounds):
-    """The same by the definition, with the baseline written out as a weighted sum over all rounds before."""
-    gains, means = [], []
-    for own in filter(None, rounds):
-        r = statistics.fmean(own)
+    """The same by the definition, with the baseline written out as a weighted sum over all rounds
+    before.
+    """
+    gains = []
+    means = []
+    for returns in filter(None, rounds):
+        r = statistics.fmean(returns)
         weights = [
             0.2 * 0.8 ** (len(means) - 1 - k) if k else 0.8 ** (len(means) - 1)
             for k in range(len(means))
@@ -406,14 +431,14 @@ def plain_gains(rounds):
             if means
             else r
         )
-        se = statistics.stdev(own) / len(own) ** 0.5 if len(own) > 1 else 0.0
+        se = statistics.stdev(returns) / len(returns) ** 0.5 if len(returns) > 1 else 0.0
         gains.append(
             max(-1.0, min(1.0, (r - b) / (abs(b) + se)))
             if abs(b) + se
             else math.copysign(r != b, r - b)
         )
         means.append(r)
-    return [gains.pop(0) if own else 0.0 for own in rounds]
+    return [gains.pop(0) if returns else 0.0 for returns in rounds]
 
 
 @examples
@@ -431,7 +456,9 @@ def test_gains_do_not_depend_on_the_scale_of_rewards(rounds, power, scale):
 
 
 def test_gains_by_hand():
-    """The baseline moves after the gain is taken; noise makes gains small; what is not finite is left out."""
+    """The baseline moves after the gain is taken; noise makes gains small; what is not finite is
+    left out.
+    """
     assert gains_of([[1.0], [1.5], [1.5]]) == pytest.approx([0, 0.5, 0.4 / 1.1])
     assert gains_of([[2.0], [1.0], [7.0]]) == pytest.approx([0, -0.5, 1.0])
     assert gains_of([[1.0, 1.0], [0.0, 4.0]]) == pytest.approx([0, 1 / (1 + 2)])
@@ -440,13 +467,22 @@ def test_gains_by_hand():
     assert gains_of([[], [NAN], [3.0, NAN, INF], [], [4.5]]) == pytest.approx([0, 0, 0, 0, 0.5])
 
 
+def test_a_round_without_returns_keeps_the_last_mean_and_the_baseline():
+    record = torch.full((3,), NAN, dtype=torch.float64)
+    for returns in ([1.0], [2.0], [], [NAN]):
+        record = communicators.remember(record, returns)
+    assert record.tolist() == pytest.approx([2.0, 0.0, 1.2])
+
+
 def test_an_easy_agent_with_large_rewards_does_not_dominate():
     """Agents that stand still in large units, improve in small ones, and have only begun."""
     rounds = [[[1000.0, 1010.0]] * 3, [[0.1, 0.2], [0.2, 0.3], [0.4, 0.5]], [[], [], [5.0]]]
-    gains = torch.tensor([gains_of(own)[-1] for own in rounds])
+    gains = torch.tensor([gains_of(agent_rounds)[-1] for agent_rounds in rounds])
     still, improves, begins = communicators.relative_gain(gains)[0].tolist()
     assert improves > 2 * still and still == pytest.approx(begins)
-    returns = torch.tensor([sum(own[-1]) / len(own[-1]) for own in rounds])
+    returns = torch.tensor(
+        [sum(agent_rounds[-1]) / len(agent_rounds[-1]) for agent_rounds in rounds]
+    )
     assert communicators.reward(returns)[0, 0] > 0.99
 
 
@@ -454,17 +490,21 @@ def test_an_easy_agent_with_large_rewards_does_not_dominate():
 
 
 def bandit(seed, peers, states=3, actions=4):
-    """Exact policies [1 + peers, states, actions], and advantages of every action under the first one's values."""
+    """Exact policies [1 + peers, states, actions], and advantages of every action under the first
+    one's values.
+    """
     log_probs = policies(seed, 1 + peers, states, actions).double()
     rewards = torch.rand(
         states, actions, generator=torch.Generator().manual_seed(seed + 1)
     ).double()
-    own = log_probs[0].exp()
-    return log_probs, rewards, rewards - (own * rewards).sum(-1, keepdim=True)
+    probs = log_probs[0].exp()
+    return log_probs, rewards, rewards - (probs * rewards).sum(-1, keepdim=True)
 
 
 def samples_of(policy, number=40_000):
-    """(states, actions) in exactly the proportions of a policy [states, actions], with states equally often."""
+    """(states, actions) in exactly the proportions of a policy [states, actions], with states
+    equally often.
+    """
     counts = (policy.exp() * number).round().long().flatten()
     cells = torch.arange(policy.numel()).repeat_interleave(counts)
     return cells // policy.shape[1], cells % policy.shape[1]
@@ -473,7 +513,9 @@ def samples_of(policy, number=40_000):
 @examples
 @given(seeds, st.integers(1, 4))
 def test_surrogate_gains_are_what_peers_would_earn(seed, peers):
-    """Oracle: J(pi_j) - J(pi_i) of a bandit, in standard deviations of the advantage; of equal policies it is 0."""
+    """Oracle: J(pi_j) - J(pi_i) of a bandit, in standard deviations of the advantage; of equal
+    policies it is 0.
+    """
     log_probs, rewards, advantages = bandit(seed % 2**31, peers)
     log_probs[-1] = log_probs[0]
     states, actions = samples_of(log_probs[0])
@@ -488,9 +530,8 @@ def test_surrogate_gains_are_what_peers_would_earn(seed, peers):
         0, abs=1e-9
     )
     weights = communicators.surrogate(gains.expand(1 + peers, -1), 1.0)
-    assert weights[0, -1].item() == pytest.approx(
-        weights[0, 0].item()
-    )  # a peer equal to oneself: as for L = 0
+    # A peer equal to oneself: as for L = 0
+    assert weights[0, -1].item() == pytest.approx(weights[0, 0].item())
     for better in range(1 + peers):
         for worse in range(1 + peers):
             if value[better] > value[worse] + 0.05 * spread:
@@ -498,7 +539,8 @@ def test_surrogate_gains_are_what_peers_would_earn(seed, peers):
 
 
 def test_surrogate_gains_ignore_scale_and_offset_of_advantages_and_bound_ratios():
-    behaviour, advantages = torch.full((100,), -5.0), torch.linspace(-1, 2, 100)
+    behaviour = torch.full((100,), -5.0)
+    advantages = torch.linspace(-1, 2, 100)
     peers = torch.stack((behaviour, torch.zeros(100), torch.full((100,), NAN)))
     gains = communicators.surrogate_gains(peers, behaviour, advantages)
     torch.testing.assert_close(
@@ -513,7 +555,7 @@ def test_surrogate_gains_ignore_scale_and_offset_of_advantages_and_bound_ratios(
     assert gains[2].isnan()
 
 
-def test_surrogate_is_personal_and_deaf_to_nan():
+def test_surrogate_is_personal_and_ignores_nan():
     gains = torch.tensor([[0.0, 0.1, NAN], [-0.1, 0.0, NAN], [NAN, NAN, NAN]])
     e = math.e
     assert_rows(
@@ -532,19 +574,23 @@ def test_surrogate_is_personal_and_deaf_to_nan():
 @examples
 @given(seeds, st.integers(1, 5))
 def test_a_matrix_from_a_file_is_used_as_it_is(tmp_path_factory, seed, n):
-    matrix, file = simplex(seed, n, n), tmp_path_factory.mktemp("csv") / "pairs.csv"
+    matrix = simplex(seed, n, n)
+    file = tmp_path_factory.mktemp("csv") / "pairs.csv"
     file.write_text(
         "# who listens to whom\n"
         + "\n".join(",".join(f"{w:.9f}" for w in row) for row in matrix.tolist())
     )
-    found = make_communicator(str(file), n)
-    assert_communicator(found, n)
-    torch.testing.assert_close(found, matrix, rtol=0, atol=1e-6)
+    communicator = make_communicator(str(file), n)
+    assert_communicator(communicator, n)
+    torch.testing.assert_close(communicator, matrix, rtol=0, atol=1e-6)
     valid = torch.arange(n) > 0
     dropped = make_communicator(str(file), n, valid=valid)
-    heard = matrix[:, valid].sum(1) > 0
+    has_valid_peer = matrix[:, valid].sum(1) > 0
     torch.testing.assert_close(
-        dropped[heard], communicators.drop_invalid(matrix, valid)[heard], rtol=0, atol=1e-6
+        dropped[has_valid_peer],
+        communicators.drop_invalid(matrix, valid)[has_valid_peer],
+        rtol=0,
+        atol=1e-6,
     )
 
 
@@ -554,6 +600,7 @@ def test_a_matrix_from_a_file_is_used_as_it_is(tmp_path_factory, seed, n):
         ("1,0\n0,1", "2 x 2 weights, not 3 x 3"),
         ("1,0,0\n0,1,0", "2 x 3"),
         ("1,0,0\n0,0.9,0\n0,0,1", "sum to 1"),
+        ("1,0,0\n0,0.9999,0\n0,0,1", "sum to 1"),
         ("1,0,0\n0,1.5,-0.5\n0,0,1", "at least 0"),
         ("1,0,0\n0,nan,1\n0,0,1", "simplex"),
         ("1,0,0\n0,one,0\n0,0,1", "one"),
@@ -572,9 +619,13 @@ def test_a_file_without_a_communicator_is_refused(tmp_path, text, named):
 @examples
 @given(seeds, st.integers(2, 12), st.floats(0.1, 1.0))
 def test_participants_are_a_seeded_sample_of_the_right_size(seed, n, fraction):
-    part = communicators.participants(n, fraction, seed % 2**31)
-    assert part.shape == (n,) and part.dtype == torch.bool and part.sum() == round(fraction * n)
-    assert torch.equal(part, communicators.participants(n, fraction, seed % 2**31))
+    participating = communicators.participants(n, fraction, seed % 2**31)
+    assert (
+        participating.shape == (n,)
+        and participating.dtype == torch.bool
+        and participating.sum() == round(fraction * n)
+    )
+    assert torch.equal(participating, communicators.participants(n, fraction, seed % 2**31))
     assert communicators.participants(n, 1.0, seed % 2**31).all()
 
 
@@ -619,19 +670,18 @@ def test_bad_value_is_refused_by_name(call, named):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_ring_hears_oneself_and_two_neighbours(n):
-    heard = [set(row.nonzero().flatten().tolist()) for row in communicators.ring(n)]
-    assert heard == [{(i - 1) % n, i, (i + 1) % n} for i in range(n)]
+    rows = [set(row.nonzero().flatten().tolist()) for row in communicators.ring(n)]
+    assert rows == [{(i - 1) % n, i, (i + 1) % n} for i in range(n)]
 
 
 def test_sparse_rows_are_renormalised():
-    row = [0.4, 0.3, 0, 0.3]  # Example 2 fixes c_ii = p, whoever else is heard
+    row = [0.4, 0.3, 0, 0.3]  # Example 2 fixes c_ii = p, whatever the other weights are
     assert_rows(
         make_communicator("self-preferred", 4, self_preference=0.4, topology="ring"),
         [row[-i:] + row[:-i] for i in range(4)],
     )
-    third = (
-        1 / 3
-    )  # agents 0, 3 and 4 hear no positive return on the ring: uniform over whom they hear
+    # Agents 0, 3 and 4 have no positive return in their neighbourhood: it gets uniform weights
+    third = 1 / 3
     assert_rows(
         make_communicator(
             "reward", 5, returns=torch.tensor([0.0, 0.0, 4.0, 0.0, 0.0]), topology="ring"
@@ -649,8 +699,11 @@ def test_sparse_rows_are_renormalised():
 @examples
 @given(data=st.data())
 def test_self_preference_is_kept_in_every_neighbourhood(data):
-    """c_ii = p with the ring, top-k and invalid peers, and the rest is shared evenly, as long as a peer is left."""
-    n, p = data.draw(st.integers(2, 7), "n"), data.draw(st.floats(0.01, 0.99), "p")
+    """c_ii = p with the ring, top-k and invalid peers, and the rest is shared evenly, as long as a
+    peer is left.
+    """
+    n = data.draw(st.integers(2, 7), "n")
+    p = data.draw(st.floats(0.01, 0.99), "p")
     valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n), "valid"))
     sparse = {
         "topology": data.draw(st.sampled_from(TOPOLOGIES)),
@@ -664,22 +717,22 @@ def test_self_preference_is_kept_in_every_neighbourhood(data):
     )
     for i in range(n):
         peers = [j for j in range(n) if j != i and near[i, j] and valid[j]]
-        heard = [j for j in range(n) if j != i and matrix[i, j] > 0]
-        assert set(heard) <= set(peers) and len(heard) == min(len(peers), sparse["num_peers"] or n)
+        weighted = [j for j in range(n) if j != i and matrix[i, j] > 0]
+        assert set(weighted) <= set(peers) and len(weighted) == min(
+            len(peers), sparse["num_peers"] or n
+        )
         if valid[i] or not peers:
             assert matrix[i, i].item() == pytest.approx(p if peers else 1.0, abs=1e-6)
-        assert matrix[i, heard].numel() < 2 or matrix[i, heard].std() < 1e-6
+        assert matrix[i, weighted].numel() < 2 or matrix[i, weighted].std() < 1e-6
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMUNICATORS) - {"identity"}))
 def test_invalid_peers_leave_their_place_to_valid_ones(name):
-    """Agent 1 is everybody's first choice and invalid: with top-k nobody ends up alone."""
+    """Agent 1 is the first choice of all and invalid: with top-k each still has a peer."""
     policy = policies(0, 1, 6, 4, scale=3.0)
     log_probs = torch.cat((policy, policy, policies(1, 3, 6, 4, scale=3.0)))
-    returns, valid = (
-        torch.tensor([1.0, 9.0, 2.0, 3.0, 2.5]),
-        torch.tensor([True, False, True, True, True]),
-    )
+    returns = torch.tensor([1.0, 9.0, 2.0, 3.0, 2.5])
+    valid = torch.tensor([True, False, True, True, True])
     before = make_communicator(name, 5, returns=returns, log_probs=log_probs, num_peers=1)
     assert before[0, 1] > 0
     matrix = make_communicator(
@@ -701,11 +754,11 @@ def test_top_k_keeps_oneself_and_the_heaviest_peers(seed, n, k):
 
 
 def test_top_k_ties_go_to_the_next_agents_on_the_ring():
-    heard = [
+    rows = [
         set(row.nonzero().flatten().tolist())
         for row in make_communicator("uniform", 5, num_peers=2)
     ]
-    assert heard == [{i, (i + 1) % 5, (i + 2) % 5} for i in range(5)]
+    assert rows == [{i, (i + 1) % 5, (i + 2) % 5} for i in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -721,19 +774,35 @@ def test_cost_per_agent_of_a_sparse_communicator_does_not_grow_with_agents(n, sp
 
 
 def test_non_expansion_is_the_largest_absolute_row_sum():
-    assert communicators.non_expansion(torch.tensor([[0.5, -0.75], [0.5, 0.25]])) == pytest.approx(
-        1.25
+    matrix = torch.tensor([[0.5, -0.75], [0.5, 0.25]])
+    assert communicators.non_expansion(matrix) == pytest.approx(1.25)
+
+
+def test_the_summary_of_an_asymmetric_matrix():
+    """Agents 1 and 2 listen to agent 0, which listens to agent 2; distances may be unknown."""
+    matrix = torch.tensor([[0.5, 0.0, 0.5], [0.25, 0.75, 0.0], [1.0, 0.0, 0.0]])
+    distances = torch.tensor([[0.0, 0.9, 0.2], [NAN, 0.0, 0.9], [0.4, 0.9, 0.0]])
+    assert communicators.summarize_communicator(matrix, distances) == pytest.approx(
+        {
+            "communicator/self_weight": 1.25 / 3,
+            "communicator/peers": 1.0,
+            "communicator/largest_peer_weight": 1.0,
+            "communicator/most_listeners": 2,
+            "distances/mean": 0.3,
+            "distances/largest": 0.4,
+        }
     )
 
 
 @examples
 @given(seeds, st.integers(1, 5), scales)
 def test_definition_1_non_expansion_in_total_variation(seed, n, scale):
-    """max_i ||C_i x - C_i y|| <= ||C|| max_j ||x_j - y_j||, with equality where all agents agree on x and on y."""
+    """max_i ||C_i x - C_i y|| <= ||C|| max_j ||x_j - y_j||, with equality where all agents agree on
+    x and on y.
+    """
     matrix = simplex(seed, n, n)
-    pairs = torch.stack(
-        [policies(seed + k, n, 3, 4, scale=scale) for k in (1, 2)]
-    )  # [x or y, agents, states, actions]
+    # [x or y, agents, states, actions]
+    pairs = torch.stack([policies(seed + k, n, 3, 4, scale=scale) for k in (1, 2)])
 
     def distance(pair):
         return communicators.total_variation(pair)[0, 1].item()
@@ -747,15 +816,18 @@ def test_definition_1_non_expansion_in_total_variation(seed, n, scale):
         assert not tight or mixed == pytest.approx(bound, abs=1e-5)
 
 
-# --- mixtures and divergences -----------------------------------------------------------------------------------------
+# --- mixtures and divergences ---
 
 
 @examples
 @given(seeds, st.integers(1, 5), st.sampled_from([0.0, 1.0, 10.0]))
 def test_mixtures_are_the_weighted_mean_and_the_normalised_product(seed, n, scale):
-    log_probs, weights = policies(seed, n, 2, 3, 4, scale=scale), simplex(seed, n)[0]
-    probs, column = log_probs.double().exp(), weights.double().view(n, 1, 1, 1)
-    arithmetic, product = (column * probs).sum(0), (probs**column).prod(0)
+    log_probs = policies(seed, n, 2, 3, 4, scale=scale)
+    weights = simplex(seed, n)[0]
+    probs = log_probs.double().exp()
+    column = weights.double().view(n, 1, 1, 1)
+    arithmetic = (column * probs).sum(0)
+    product = (probs**column).prod(0)
     geometric = product / product.sum(-1, keepdim=True)
     for mixture, expected in (("arithmetic", arithmetic), ("geometric", geometric)):
         mixed = mix_log_probs(log_probs, weights, mixture)
@@ -782,7 +854,8 @@ def test_mixture_sums_to_one_at_extreme_logits(mixture, seed, n, scale):
 @pytest.mark.parametrize("garbage", [-INF, NAN, INF])
 @pytest.mark.parametrize("position", [0, 2])
 def test_policy_of_weight_zero_has_no_influence(mixture, garbage, position):
-    log_probs, weights = policies(0, 3, 4, 5), torch.tensor([0.2, 0.3, 0.5])
+    log_probs = policies(0, 3, 4, 5)
+    weights = torch.tensor([0.2, 0.3, 0.5])
     weights[position] = 0.0
     weights /= weights.sum()
     others = [j for j in range(3) if j != position]
@@ -800,13 +873,13 @@ def test_weight_that_vanishes_in_the_policies_dtype_has_no_influence(dtype):
 
 
 def test_disjoint_policies_mix_arithmetically_and_are_refused_geometrically():
-    log_probs, weights = torch.eye(2).log(), torch.tensor([0.25, 0.75])
+    log_probs = torch.eye(2).log()
+    weights = torch.tensor([0.25, 0.75])
     torch.testing.assert_close(mix_log_probs(log_probs, weights).exp(), weights)
     with pytest.raises(ValueError, match="no action in common"):
         mix_log_probs(log_probs, weights, "geometric")
-    one_bad_state = torch.stack(
-        [policies(0, 2, 2), log_probs], dim=1
-    )  # [policies, states, actions]
+    # [policies, states, actions]
+    one_bad_state = torch.stack([policies(0, 2, 2), log_probs], dim=1)
     with pytest.raises(ValueError, match="no action in common"):
         mix_log_probs(one_bad_state, weights, "geometric")
     partly = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]).log()
@@ -829,21 +902,19 @@ def test_one_policy_of_weight_one_is_the_reference(mixture, seed, j, scale):
 @examples
 @given(seeds, scales, scales)
 def test_categorical_kl_is_exact(seed, scale_p, scale_q):
-    log_p, log_q = (
-        policies(seed, 3, 4, 5, scale=scale_p),
-        policies(seed + 1, 3, 4, 5, scale=scale_q),
-    )
+    log_p = policies(seed, 3, 4, 5, scale=scale_p)
+    log_q = policies(seed + 1, 3, 4, 5, scale=scale_q)
     kl = categorical_kl(log_p, log_q)
     assert (kl >= -1e-5).all()
-    p, log_ratio = log_p.double().exp(), log_p.double() - log_q.double()
+    p = log_p.double().exp()
+    log_ratio = log_p.double() - log_q.double()
     torch.testing.assert_close(kl, (p * log_ratio).sum(-1).float(), rtol=1e-5, atol=1e-5)
     expected = kl_divergence(Categorical(logits=log_p), Categorical(logits=log_q))
-    known = expected.isfinite()  # torch has infinity where q underflows to 0
-    torch.testing.assert_close(kl[known], expected[known], rtol=1e-5, atol=1e-5)
+    is_finite = expected.isfinite()  # torch has infinity where q underflows to 0
+    torch.testing.assert_close(kl[is_finite], expected[is_finite], rtol=1e-5, atol=1e-5)
     variation = (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
-    assert (
-        kl >= 2 * variation**2 - 1e-5
-    ).all()  # Pinsker: no divergence only between equal policies
+    # Pinsker: no divergence only between equal policies
+    assert (kl >= 2 * variation**2 - 1e-5).all()
     assert torch.equal(categorical_kl(log_p, log_p), torch.zeros(3, 4))
 
 
@@ -869,19 +940,21 @@ def test_categorical_kl_where_p_underflows_to_zero():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("direction", communicators.KL_DIRECTIONS)
 def test_kl_to_reference_value_and_gradient(direction, masked):
-    """Against the closed forms in the learner's logits z: forward p - r, reverse p (log p/r - KL)."""
+    """Against the closed forms in the learner's logits z: forward p - r, reverse p (log p/r -
+    KL).
+    """
     logits = torch.tensor([[0.3, -1.0, 0.7]])
     reference = torch.tensor([[0.5, 0.5, 0.0]] if masked else [[0.6, 0.3, 0.1]])
     if masked and direction == "reverse":
-        logits[
-            :, 2
-        ] = -INF  # where the reference is 0 the policy must be, or the divergence is infinite
+        # Where the reference is 0 the policy must be, or the divergence is infinite
+        logits[:, 2] = -INF
     logits.requires_grad_()
     log_reference = reference.log().requires_grad_()
     log_policy = logits.log_softmax(-1)
     kl = communicators.kl_to_reference(log_policy, log_reference, direction)
     kl.sum().backward()
-    p, r = log_policy.detach().double().exp(), reference.double()
+    p = log_policy.detach().double().exp()
+    r = reference.double()
     first, second = (r, p) if direction == "forward" else (p, r)
     expected = torch.where(first > 0, first * (first / second).log(), 0.0).sum(-1)
     gradient = p - r
@@ -894,7 +967,8 @@ def test_kl_to_reference_value_and_gradient(direction, masked):
 
 
 def test_forward_is_the_default_direction():
-    log_policy, log_reference = policies(0, 4, 3), policies(1, 4, 3)
+    log_policy = policies(0, 4, 3)
+    log_reference = policies(1, 4, 3)
     forward = communicators.kl_to_reference(log_policy, log_reference, "forward")
     assert torch.equal(communicators.kl_to_reference(log_policy, log_reference), forward)
 
@@ -905,7 +979,8 @@ def test_gradient_reaches_only_the_learner(mixture, direction):
     """Nor through its own part of the reference: its gradient is that of a constant reference."""
     torch.manual_seed(0)
     agents = [torch.nn.Linear(4, 3) for _ in range(3)]
-    public, states = torch.randn(5, 4), torch.randn(6, 4)
+    public = torch.randn(5, 4)
+    states = torch.randn(6, 4)
 
     def learn(live):
         for agent in agents:
@@ -921,7 +996,8 @@ def test_gradient_reaches_only_the_learner(mixture, direction):
         communicators.kl_to_reference(log_policy, reference, direction).mean().backward()
         return [[parameter.grad for parameter in agent.parameters()] for agent in agents]
 
-    (peer, learner, other), constant = learn(live=True), learn(live=False)[1]
+    (peer, learner, other) = learn(live=True)
+    constant = learn(live=False)[1]
     assert peer == other == [None, None]
     assert all(gradient.isfinite().all() and gradient.any() for gradient in learner)
     torch.testing.assert_close(learner, constant, rtol=0, atol=0)
@@ -943,9 +1019,8 @@ def test_total_variation_is_a_distance(seed, n, scale):
     assert_rows(distance, byhand)
     assert torch.equal(distance, distance.T) and not distance.diagonal().any()
     assert (distance >= 0).all() and (distance <= 1 + 1e-6).all()
-    assert (
-        distance[:, None] <= distance[:, :, None] + distance[None] + 1e-6
-    ).all()  # d(i, k) <= d(i, j) + d(j, k)
+    # d(i, k) <= d(i, j) + d(j, k)
+    assert (distance[:, None] <= distance[:, :, None] + distance[None] + 1e-6).all()
 
 
 def test_total_variation_literal():
@@ -957,7 +1032,7 @@ def test_total_variation_literal():
     )
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
+# --- parameters ---
 
 
 @examples
@@ -995,7 +1070,8 @@ def test_averaging_with_a_row_that_sums_to_zero_is_refused():
 
 @pytest.mark.parametrize("snapshot", [(1, 1, NAN, 1), (INF, 1, 1, 1), (1, 1, 1, -INF)])
 def test_invalid_snapshot_is_dropped_and_rows_renormalised(alone, snapshot, capsys):
-    first, last = torch.full((4,), 4.0), torch.full((4,), 8.0)
+    first = torch.full((4,), 4.0)
+    last = torch.full((4,), 8.0)
     sent = torch.stack([first, torch.tensor(snapshot), last])
     parameters, valid = alone(3).snapshots(sent, torch.ones(3, 3, dtype=torch.bool))
     assert valid.tolist() == [True, False, True] and sent[1].tolist() == pytest.approx(
@@ -1019,12 +1095,12 @@ def test_row_with_nobody_left_falls_back_on_the_agent_itself():
 
 @pytest.mark.parametrize("name", COMMUNICATORS)
 def test_every_communicator_drops_invalid_peers(name):
-    """The others keep their proportions, whatever the invalid agent's policy or return would have been."""
-    log_probs, returns, valid = (
-        policies(0, 4, 3, 5),
-        torch.tensor([1.0, 9.0, 2.0, 3.0]),
-        torch.tensor([1, 0, 1, 1]) > 0,
-    )
+    """The others keep their proportions, whatever the invalid agent's policy or return would have
+    been.
+    """
+    log_probs = policies(0, 4, 3, 5)
+    returns = torch.tensor([1.0, 9.0, 2.0, 3.0])
+    valid = torch.tensor([1, 0, 1, 1]) > 0
     full = make_communicator(name, 4, log_probs=log_probs, returns=returns)
     log_probs[1] = NAN
     matrix = make_communicator(name, 4, log_probs=log_probs, returns=returns, valid=valid)
@@ -1041,7 +1117,7 @@ def test_every_communicator_drops_invalid_peers(name):
     assert_rows(nobody, torch.eye(4).tolist())
 
 
-# --- exchange ---------------------------------------------------------------------------------------------------------
+# --- exchange ---
 
 
 @pytest.fixture
@@ -1054,14 +1130,14 @@ def alone(monkeypatch):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_one_process_holds_all_agents_and_moves_nothing(alone, n):
-    exchange, local = alone(n), torch.arange(4.0 * n).view(n, 4)
+    exchange = alone(n)
+    local = torch.arange(4.0 * n).view(n, 4)
     assert exchange.agents == range(n) and (exchange.rank, exchange.world_size) == (0, 1)
     gathered = exchange.all_gather(local)
     assert torch.equal(gathered, local)
     gathered += 1.0
-    assert torch.equal(
-        local, torch.arange(4.0 * n).view(n, 4)
-    )  # snapshots stay, while the agents go on learning
+    # Snapshots stay, while the agents go on learning
+    assert torch.equal(local, torch.arange(4.0 * n).view(n, 4))
     assert torch.equal(exchange.broadcast(local), local)
     exchange.barrier()
     exchange.close()
@@ -1069,7 +1145,7 @@ def test_one_process_holds_all_agents_and_moves_nothing(alone, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("heard", "listeners"),
+    ("receives", "listeners"),
     [
         (torch.ones(3, 3, dtype=torch.bool), 6),
         (communicators.ring(8), 16),
@@ -1077,13 +1153,14 @@ def test_one_process_holds_all_agents_and_moves_nothing(alone, n):
         (~torch.eye(2, dtype=torch.bool), 2),
     ],
 )
-def test_snapshots_count_the_bytes_that_agents_send_each_other(alone, heard, listeners, dtype):
-    exchange, local = alone(len(heard)), torch.ones(len(heard), 5, dtype=dtype)
+def test_snapshots_count_the_bytes_that_agents_send_each_other(alone, receives, listeners, dtype):
+    exchange = alone(len(receives))
+    local = torch.ones(len(receives), 5, dtype=dtype)
     local[-1, 2] = NAN
     for rounds in (1, 2):
-        parameters, valid = exchange.snapshots(local, heard)
+        parameters, valid = exchange.snapshots(local, receives)
         assert exchange.bytes_sent == rounds * listeners * 5 * local.element_size()
-        assert valid.tolist() == [True] * (len(heard) - 1) + [False]
+        assert valid.tolist() == [True] * (len(receives) - 1) + [False]
         assert torch.equal(parameters, local.nan_to_num(0.0) * valid[:, None])
 
 
@@ -1102,6 +1179,7 @@ def test_world_size_without_rank_is_one_process(alone, monkeypatch):
 RANK_PROGRAM = """
 import json, os, sys, time
 import torch
+import communicators
 from communicators import Exchange, ring
 
 def connect(port, timeout):
@@ -1126,6 +1204,12 @@ snapshots, valid = exchange.snapshots(local, ring(4))
 result |= {"snapshots": snapshots.tolist(), "valid": valid.tolist(), "bytes": exchange.bytes_sent}
 mine = torch.tensor([[7.0, 8.0], [9.0, 10.0]]).T if exchange.rank == 0 else torch.zeros(2, 2)
 result["broadcast"] = exchange.broadcast(mine).tolist()
+networks = [torch.nn.Linear(2, 1), torch.nn.Linear(3, 2)]
+for network in networks:
+    for parameter in network.parameters():
+        parameter.data.fill_(exchange.rank + 5.0)
+exchange.broadcast_networks(networks)
+result["networks"] = [communicators.flatten([network]).sum().item() for network in networks]
 exchange.barrier()
 exchange.close()
 
@@ -1178,8 +1262,8 @@ def ranks():
         for process in processes:
             process.kill()
     assert all(output for output, _ in outputs), "\n".join(errors for _, errors in outputs)
-    *told, _ = outputs[0][0].splitlines()
-    assert [line for line in told if line] == [
+    *printed, _ = outputs[0][0].splitlines()
+    assert [line for line in printed if line] == [
         "dropped the invalid snapshots of agents [0, 3] for this round"
     ]
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
@@ -1194,7 +1278,8 @@ def test_two_ranks_gather_what_one_process_holds(ranks, alone):
 
 
 def test_two_ranks_exchange_the_snapshots_of_one_process(ranks, alone):
-    exchange, local = alone(4), torch.arange(12.0).view(4, 3) + 100.0
+    exchange = alone(4)
+    local = torch.arange(12.0).view(4, 3) + 100.0
     local[[0, 3], 1] = NAN
     snapshots, valid = exchange.snapshots(local, communicators.ring(4))
     for result in ranks:
@@ -1204,6 +1289,7 @@ def test_two_ranks_exchange_the_snapshots_of_one_process(ranks, alone):
 
 def test_broadcast_gives_every_rank_the_values_of_rank_0(ranks):
     assert [result["broadcast"] for result in ranks] == [[[7.0, 9.0], [8.0, 10.0]]] * 2
+    assert [result["networks"] for result in ranks] == [[3 * 5.0, 8 * 5.0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -1223,12 +1309,10 @@ class Place:
     """Rank `rank` of two, whose peer and clock the test plays: no process, no socket, no time."""
 
     def __init__(self, monkeypatch, rank=0, gpus=("none", "none"), **options):
-        self.store, self.now, self.others, self.backend = (
-            torch.distributed.HashStore(),
-            0.0,
-            lambda now: None,
-            None,
-        )
+        self.store = torch.distributed.HashStore()
+        self.now = 0.0
+        self.others = lambda now: None
+        self.backend = None
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -1264,7 +1348,9 @@ class Place:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_shows_life_is_waited_for_and_a_dead_one_is_named(rank, monkeypatch):
-    """However long it takes; it is dead when it has shown no sign of life for as long as the time-out."""
+    """However long it takes; it is dead when it has shown no sign of life for as long as the
+    time-out.
+    """
     place = Place(monkeypatch, rank)
 
     def work(now):
@@ -1304,10 +1390,11 @@ def test_a_rank_counts_its_signs_of_life_until_it_leaves(monkeypatch):
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nccl_is_chosen_by_all_ranks_or_by_none(gpus, backend, rank, monkeypatch):
-    """Across machines too, which may have different numbers of GPUs: it needs one for every rank."""
-    monkeypatch.setenv(
-        "LOCAL_WORLD_SIZE", "1"
-    )  # each is alone on its machine, where there are GPUs enough
+    """Across machines too, which may have different numbers of GPUs: it needs one for every
+    rank.
+    """
+    # Each is alone on its machine, where there are GPUs enough
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     place = Place(monkeypatch, rank, gpus)
     assert place.backend == backend
     assert place.exchange._wire == (
@@ -1326,7 +1413,9 @@ def test_each_rank_of_a_machine_takes_a_gpu(local_rank, device, monkeypatch):
 
 
 def test_float32_is_float32_on_a_gpu(alone, monkeypatch):
-    """Convolutions of an update must not round to TF32 where the matrix products of a rollout do not."""
+    """Convolutions of an update must not round to TF32 where the matrix products of a rollout do
+    not.
+    """
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     precision = torch.get_float32_matmul_precision()
@@ -1344,7 +1433,9 @@ def test_float32_is_float32_on_a_gpu(alone, monkeypatch):
 
 
 def test_parameters_stay_where_they_are():
-    """`unflatten` undoes `flatten`, for networks of different sizes too, and in place: rounding may depend on where."""
+    """`unflatten` undoes `flatten`, for networks of different sizes too, and in place: rounding may
+    depend on where.
+    """
     networks = [torch.nn.Linear(3, size) for size in (5, 2)]
     addresses = [parameter.data_ptr() for network in networks for parameter in network.parameters()]
     kept = communicators.flatten(networks, 23)

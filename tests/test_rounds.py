@@ -1,4 +1,6 @@
-"""Communication rounds without a script: who sends what to whom, who judges it, and what a checkpoint holds of it."""
+"""Communication rounds without a script: who sends what to whom, who judges it, and what a
+checkpoint holds of it.
+"""
 
 import copy
 import json
@@ -23,9 +25,8 @@ from helpers import (
 import communicators
 from communicators import Exchange, Peers
 
-GENERATOR = (
-    threading.Lock()
-)  # ranks are threads, and initialisation draws from the common generator
+# Ranks are threads, and initialisation draws from the common generator
+GENERATOR = threading.Lock()
 
 
 class Policy(torch.nn.Module):
@@ -109,7 +110,10 @@ def play(
     invalid=(),
     top_k=0,
 ):
-    """Rounds in which every agent's network is a new one each time. Returns the last state of it all."""
+    """Rounds in which every agent's network is a new one each time.
+
+    Returns the last state of it all.
+    """
     n = exchange.num_agents
     args = PRPO_MINIGRID.Args(
         num_agents=n, communicator="similarity", topology=topology, top_k=top_k
@@ -168,7 +172,7 @@ def snapshots_of(peers):
     """listener -> sender -> parameters."""
     views = zip(peers.held, peers.views, strict=True)
     return {
-        i: {j: communicators.flatten([own], 99)[0] for j, own in sorted(view.items())}
+        i: {j: communicators.flatten([network], 99)[0] for j, network in sorted(view.items())}
         for i, view in views
     }
 
@@ -183,9 +187,11 @@ CASES = [("ring", 1.0, 8), ("ring", 0.5, 8), ("full", 0.5, 6), ("ring", 0.5, 24)
 
 @pytest.mark.parametrize(("topology", "fraction", "n"), CASES)
 def test_a_view_is_what_came_in_the_last_round_of_its_agent(topology, fraction, n):
-    """Of positive weight only, replaced whole; who sits out keeps its row and its view, and agents share networks."""
+    """Of positive weight only, replaced whole; who sits out keeps its row and its view, and agents
+    share networks.
+    """
     peers = play(alone(n), topology, fraction, widths=(3, 5))
-    found = snapshots_of(peers)
+    snapshots = snapshots_of(peers)
     last = torch.zeros(n, dtype=torch.long)
     for number in range(1, 6):
         last[communicators.participants(n, fraction, number)] = number
@@ -195,7 +201,7 @@ def test_a_view_is_what_came_in_the_last_round_of_its_agent(topology, fraction, 
         assert set(view) == senders | {i} and view.round == last[i]
         for j in view:
             networks = policies(n, (3, 5), seed=int(last[i]))
-            assert torch.equal(found[i][j], communicators.flatten([networks[j]], 99)[0])
+            assert torch.equal(snapshots[i][j], communicators.flatten([networks[j]], 99)[0])
             distinct.add((j, int(last[i])))
         if last[i]:
             present = communicators.participants(n, fraction, int(last[i]))
@@ -226,7 +232,9 @@ def test_rounds_are_the_same_in_every_placement_and_over_a_restart(topology, fra
 
 
 def test_a_checkpoint_holds_what_no_other_has():
-    """With everybody in every round its own snapshot; else also the older ones that it still listens to."""
+    """With everybody in every round its own snapshot; else also the older ones that it still
+    listens to.
+    """
     for topology in ("ring", "full"):
         assert all(view.stored == [i] for i, view in enumerate(play(alone(20), topology).views))
     peers = play(alone(20), "full", 0.5)
@@ -242,17 +250,34 @@ def test_a_checkpoint_holds_what_no_other_has():
 
 @pytest.mark.parametrize(("n", "expected"), [(8, 8), (24, 14)])
 def test_a_rank_evaluates_only_those_to_whom_its_agents_may_listen(n, expected, monkeypatch):
-    """On a ring of 24, shared by two, the 12 held and a neighbour at each end; of few agents all, for the log."""
+    """On a ring of 24, shared by two, the 12 held and a neighbour at each end; of few agents all,
+    for the log.
+    """
     monkeypatch.setattr(Policy, "evaluated", [])
     first, second = in_ranks(2, n, lambda exchange: play(exchange, rounds=1))
     assert len(Policy.evaluated) == 2 * expected
     assert len(first.received) == len(second.received) == expected
-    known = ~first.distances.isnan()
-    assert known.sum() == (n * n if n == 8 else 3 * n)
+    measured = ~first.distances.isnan()
+    assert measured.sum() == (n * n if n == 8 else 3 * n)
+
+
+def test_a_rank_whose_agents_all_sit_out_goes_on():
+    """One of many agents per rank: in its first round such a rank evaluates no network, and
+    receives C.
+    """
+    n = 18
+    expected = play(alone(n), fraction=0.5, rounds=1)
+    participating = communicators.participants(n, 0.5, 1)
+    assert not participating.all()
+    for peers in in_ranks(n, n, lambda exchange: play(exchange, fraction=0.5, rounds=1)):
+        torch.testing.assert_close(peers.communicator, expected.communicator, rtol=0, atol=1e-6)
+        (i,) = peers.held
+        assert peers.log_probs.isnan().all() == (not participating[i])
+        assert peers.log_probs.shape == expected.log_probs.shape
 
 
 def test_candidates_are_those_to_whom_an_agent_may_listen():
-    """Its neighbours that took part; whoever sits out has none."""
+    """Its neighbours that took part; an agent that sits out has none."""
     n = 6
     exchange = alone(n)
     peers = Peers(exchange, policies(n), torch.randn(6, 4), communicators.ring(n))
@@ -290,7 +315,9 @@ def test_isolated_agents_send_log_probabilities_for_the_log_and_nothing_else(mon
 
 @pytest.mark.parametrize("spoiled", ["nan", "huge weight", "huge value"])
 def test_what_is_finite_but_no_policy_is_dropped(spoiled, capsys):
-    """Parameters of 3e38 are finite; their log-probabilities, or the squares of their values, are not."""
+    """Parameters of 3e38 are finite; their log-probabilities, or the squares of their values, are
+    not.
+    """
     n = 4
     exchange = alone(n)
     peers = Peers(exchange, policies(n), torch.ones(2, 4), torch.ones(n, n, dtype=torch.bool))
@@ -298,9 +325,8 @@ def test_what_is_finite_but_no_policy_is_dropped(spoiled, capsys):
     if spoiled == "nan":
         networks[2].head.bias.data[1] = math.nan
     elif spoiled == "huge weight":
-        networks[2].hidden.bias.data.fill_(
-            10.0
-        )  # its units are all 1, so that their weighted sum overflows
+        # Its units are all 1, so that their weighted sum overflows
+        networks[2].hidden.bias.data.fill_(10.0)
         networks[2].head.weight.data.fill_(3e38)
     else:
         networks[2].critic.bias.data.fill_(1e25)
@@ -308,18 +334,18 @@ def test_what_is_finite_but_no_policy_is_dropped(spoiled, capsys):
     peers.exchange_snapshots(networks, torch.ones(n, dtype=torch.bool), receives, 1)
     assert peers.usable.tolist() == [True, True, False, True] and set(peers.received) == {0, 1, 3}
     assert capsys.readouterr().out.count("agents [2]") == 1
-    peers.update(torch.full((n, n), 0.25))  # whoever makes C may ignore what is usable
+    peers.update(torch.full((n, n), 0.25))  # the script may ignore what is usable
     third = 1 / 3
     assert peers.communicator[0].tolist() == pytest.approx([third, third, 0, third])
     assert 2 not in peers.views[0] and set(peers.views[2]) == {0, 1, 2, 3}
-    assert torch.equal(
-        peers.views[2][2].head.bias, policies(n)[2].head.bias
-    )  # its last valid snapshot
+    # Its last valid snapshot
+    assert torch.equal(peers.views[2][2].head.bias, policies(n)[2].head.bias)
 
 
 def test_who_takes_an_invalid_agents_place_is_counted():
     """With top-k the next peer is chosen: its parameters are sent too."""
-    n, size = 5, communicators.flatten([Policy()], 31).numel()
+    n = 5
+    size = communicators.flatten([Policy()], 31).numel()
     for invalid in ((), (1,)):
         peers = play(alone(n), "full", rounds=1, invalid=invalid)
         peers.exchange.bytes_sent = 0
@@ -336,7 +362,9 @@ def test_who_takes_an_invalid_agents_place_is_counted():
 
 
 def test_bytes_are_the_senders_sizes_times_its_listeners():
-    """Column j says who listens to agent j: with sizes 7, 5, 3 and an asymmetric matrix rows would give another sum."""
+    """Column j says who listens to agent j: with sizes 7, 5, 3 and an asymmetric matrix rows would
+    give another sum.
+    """
     exchange = alone(3)
     receives = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
     exchange.snapshots(torch.ones(3, 7), receives, [7, 5, 3])
@@ -352,10 +380,8 @@ def test_reports_are_bounded_by_the_others_magnitude():
         ([1.0, 2.0, 1e30], [1.0, 2.0, 15.0]),
         ([1.0, 2.0, -1e30], [1.0, 2.0, -15.0]),
         ([1.0, 2.0, math.inf], [1.0, 2.0, nan]),
-        (
-            [0.0, 0.0, 0.9],
-            [0.0, 0.0, 0.9],
-        ),  # nothing to compare with: by Example 4 any positive return has the row
+        # Nothing to compare with: by Example 4 any positive return has the row
+        ([0.0, 0.0, 0.9], [0.0, 0.0, 0.9]),
         ([0.0, 0.0, 0.0, 0.3, 1e30], [0.0, 0.0, 0.0, 0.3, 0.75]),
         ([0.01, 0.02, 0.1], [0.01, 0.02, 0.1]),
         ([nan, nan, 5.0], [nan, nan, 5.0]),
@@ -388,7 +414,7 @@ def test_an_inflated_report_does_not_own_a_row(script, tmp_path, monkeypatch):
 
 
 def test_a_zero_of_ones_own_matrix_forbids(tmp_path):
-    """Row [0, 1, 0] without agent 1 falls back on oneself, and nobody listens to whom its owner forbade."""
+    """Row [0, 1, 0] without agent 1 falls back on oneself, and no excluded peer gets weight."""
     file = tmp_path / "C.csv"
     file.write_text("0,1,0\n0.5,0,0.5\n0.2,0.3,0.5\n")
     for script in (PRPO_MINIGRID, PRTRPO_MINIGRID):
@@ -437,7 +463,8 @@ def test_a_matrix_belongs_to_its_run(change, crashing, tmp_path):
 
 def test_ranks_compare_the_content_of_a_matrix(tmp_path):
     """The same path may hold another matrix on another machine."""
-    file, numbers = tmp_path / "C.csv", []
+    file = tmp_path / "C.csv"
+    numbers = []
 
     def agree(number):
         numbers.append(number)
@@ -455,7 +482,9 @@ def test_ranks_compare_the_content_of_a_matrix(tmp_path):
 
 
 def test_isolated_agents_always_take_part(tmp_path):
-    """--participation says nothing to them: held by their own last snapshot, they train as with everybody."""
+    """--participation does not concern them: with their own last snapshot as reference, they train
+    as with all agents in every round.
+    """
     for fraction in (1.0, 0.67):
         settings = {
             "communicator": "identity",
@@ -471,20 +500,22 @@ def test_isolated_agents_always_take_part(tmp_path):
 def test_an_agent_that_has_diverged_leaves_the_others_their_radius():
     args = PRTRPO_MINIGRID.Args(num_agents=3, delta=0.2)
     C = communicators.uniform(3)
-    known = torch.tensor([[0.01, 0.02], [0.03, 0.01]], dtype=torch.float64)
+    finite = torch.tensor([[0.01, 0.02], [0.03, 0.01]], dtype=torch.float64)
     lost = torch.tensor([[math.nan, math.nan]], dtype=torch.float64)
-    expected = PRTRPO_MINIGRID.compute_radius(C, known, args)
-    assert PRTRPO_MINIGRID.compute_radius(C, torch.cat((known, lost)), args) == expected
+    expected = PRTRPO_MINIGRID.compute_radius(C, finite, args)
+    assert PRTRPO_MINIGRID.compute_radius(C, torch.cat((finite, lost)), args) == expected
     assert all(math.isfinite(value) for value in PRTRPO_MINIGRID.compute_radius(C, lost, args))
     inflated = torch.tensor([[1e30, 0.0]], dtype=torch.float64)  # no total variation
-    assert PRTRPO_MINIGRID.compute_radius(C, torch.cat((known, inflated)), args) == (
+    assert PRTRPO_MINIGRID.compute_radius(C, torch.cat((finite, inflated)), args) == (
         args.epsilon_min,
         args.delta,
     )
 
 
 def test_an_average_of_adapters_keeps_a_far_from_singular():
-    """Of (a, b) and (a, -b) the mean is (a, 0): without a floor that rank could never learn again."""
+    """Of (a, b) and (a, -b) the mean is (a, 0): without a floor that rank could never learn
+    again.
+    """
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, 9, generator=generator)
     A = torch.stack((torch.stack((a, b)), torch.stack((a, -b))))
@@ -501,7 +532,9 @@ def test_an_average_of_adapters_keeps_a_far_from_singular():
 
 
 def test_logs_of_many_agents_are_linear(tmp_path):
-    """communicator.csv has positive weights only, TensorBoard a summary, both only where C changes."""
+    """communicator.csv has positive weights only, TensorBoard a summary, both only where C
+    changes.
+    """
     n = 18
     settings = {
         "num_agents": n,
@@ -524,8 +557,8 @@ def test_logs_of_many_agents_are_linear(tmp_path):
     points = scalars_of(folder)
     assert not [tag for tag in points if tag.startswith(("communicator/c_", "distances/agent"))]
     summary = {
-        tag: [value for _, value in own]
-        for tag, own in points.items()
+        tag: [value for _, value in values]
+        for tag, values in points.items()
         if tag.startswith("communicator/")
     }
     assert summary == {

@@ -1,4 +1,6 @@
-"""`Run`, with a toy in the place of training: checkpoints, crashes, logs, signals, ranks, and what is refused."""
+"""`Run`, with a toy in the place of training: checkpoints, crashes, logs, signals, ranks, and what
+is refused.
+"""
 
 import csv
 import errno
@@ -57,14 +59,17 @@ def logs_of(folder):
 
 
 def assert_same(folder, other):
-    """The same weights, bit for bit, the same rows, the same points in TensorBoard, none missing and none twice."""
+    """The same weights, bit for bit, the same rows, the same points in TensorBoard, none missing
+    and none twice.
+    """
     for path in sorted(other.glob("agent_*.pt")):
         for ours, theirs in zip(
             torch.load(folder / path.name).values(), torch.load(path).values(), strict=True
         ):
             assert torch.equal(ours, theirs)
     assert logs_of(folder) == logs_of(other)
-    charts, expected = scalars_of(folder), scalars_of(other)
+    charts = scalars_of(folder)
+    expected = scalars_of(other)
     assert {
         tag for tag in charts.keys() | expected.keys() if charts.get(tag) != expected.get(tag)
     } <= {"charts/SPS"}
@@ -115,7 +120,9 @@ def files_of(folder):
 def test_a_crash_anywhere_in_a_save_changes_nothing(
     moment, agent, iteration, left, whole, crashing, tmp_path
 ):
-    """All agents go on from the newest checkpoint that all completed, and the run becomes the uninterrupted one."""
+    """All agents go on from the newest checkpoint that all completed, and the run becomes the
+    uninterrupted one.
+    """
     crashing(moment, agent, iteration, lambda: toy.main(args_of(tmp_path)))
     folder = only_run(tmp_path)
     assert files_of(folder) == left
@@ -127,7 +134,9 @@ def test_a_crash_anywhere_in_a_save_changes_nothing(
 
 
 def test_an_agent_that_was_ahead_keeps_no_newer_checkpoint(whole, crashing, tmp_path):
-    """Or its next save would delete the one that the others still need, where they are cut off again before theirs."""
+    """Or its next save would delete the one that the others still need, where they are cut off
+    again before theirs.
+    """
     crashing("complete", 0, 4, lambda: toy.main(args_of(tmp_path)))
     folder = only_run(tmp_path)
     assert files_of(folder) == [[2, 4], [2], [2]]
@@ -183,7 +192,8 @@ def test_checkpoints_of_another_version_are_refused_in_one_line(whole, tmp_path)
 def test_missing_checkpoints_of_one_agent_are_an_error(missing, whole, tmp_path):
     """It must not start anew, silently, beside the others."""
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
-    shutil.rmtree(folder / "checkpoints/agent_1") if missing == "one agent" else None
+    if missing == "one agent":
+        shutil.rmtree(folder / "checkpoints/agent_1")
     for path in folder.glob("checkpoints/agent_1/*.pt"):
         path.write_bytes(b"")
     message = refusal(resume, folder, code=1)
@@ -211,7 +221,8 @@ def test_a_damaged_config_is_refused_in_one_line(text, whole, tmp_path):
 
 def test_a_full_disk_ends_with_one_line_and_keeps_what_was_saved(whole, tmp_path, monkeypatch):
     """When a checkpoint, a log or the summary cannot be written; then there is room again."""
-    fsync, full = os.fsync, []
+    fsync = os.fsync
+    full = []
 
     def no_space(descriptor):
         if full:
@@ -247,7 +258,9 @@ def test_no_name_leaves_the_folder_of_runs(name, tmp_path):
 
 
 def test_tables_that_a_person_analyses(whole):
-    """metrics.csv says whose row it is, of which seed and experiment; communicator.csv has C whenever it changed."""
+    """metrics.csv says whose row it is, of which seed and experiment; communicator.csv has C
+    whenever it changed.
+    """
     metrics = pandas.read_csv(whole / "metrics.csv")
     assert list(metrics.columns[:6]) == [
         "iteration",
@@ -293,7 +306,8 @@ def test_a_diverged_agent_is_named_once(term, value, tmp_path, capsys):
         if iteration == 3:
             raise_nan.append(1)
 
-    raise_nan, log = [], communicators.Run.log
+    raise_nan = []
+    log = communicators.Run.log
 
     def with_nan(self, rows, *rest):
         for i, row in enumerate(rows):
@@ -350,11 +364,11 @@ FREE = {
 
 @pytest.mark.parametrize("name", OTHER)
 def test_what_a_resumed_run_may_change(name, whole, monkeypatch):
-    """Where it runs and how often it is saved, evaluated and tracked; nothing that training depends on."""
-    assert OTHER.keys() == vars(toy.Args()).keys() - {
-        "resume",
-        "communicator_matrix",
-    }  # which is no flag
+    """Where it runs and how often it is saved, evaluated and tracked; nothing that training depends
+    on.
+    """
+    # Which is no flag
+    assert OTHER.keys() == vars(toy.Args()).keys() - {"resume", "communicator_matrix"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)  # wandb is installed
     argv = [
         "--resume",
@@ -371,7 +385,9 @@ def test_what_a_resumed_run_may_change(name, whole, monkeypatch):
 
 
 def test_a_run_can_be_extended(whole, tmp_path):
-    """More iterations, other intervals; the folder remembers what was asked for last, and a shorter run is refused."""
+    """More iterations, other intervals; the folder remembers what was asked for last, and a shorter
+    run is refused.
+    """
     toy.main(args_of(tmp_path))
     folder = only_run(tmp_path)
 
@@ -392,7 +408,9 @@ def test_a_run_can_be_extended(whole, tmp_path):
 
 
 def test_a_run_that_goes_on_is_not_completed(whole, crashing, tmp_path):
-    """Killed while it is extended, it has no summary of before, by which tools would take it for finished."""
+    """Killed while it is extended, it has no summary of before, by which tools would take it for
+    finished.
+    """
     folder = Path(shutil.copytree(whole, tmp_path / "runs" / whole.name))
     before = (folder / "summary.json").read_bytes()
     refusal(resume_longer, folder, 5)
@@ -426,11 +444,8 @@ def test_quantiles_of_students_t(degrees):
     ("values", "mean", "half"),
     [
         ([1.0, 2.0, 6.0], 3.0, stats.t.ppf(0.975, 2) * 7**0.5 / 3**0.5),
-        (
-            [1.0, math.nan, 4.0],
-            2.5,
-            stats.t.ppf(0.975, 1) * 1.5,
-        ),  # the standard deviation is 3 / sqrt(2)
+        # The standard deviation is 3 / sqrt(2)
+        ([1.0, math.nan, 4.0], 2.5, stats.t.ppf(0.975, 1) * 1.5),
         ([5.0], 5.0, math.nan),
         ([math.nan], math.nan, math.nan),
     ],
@@ -442,17 +457,19 @@ def test_interval_of_an_evaluation(values, mean, half, tmp_path, monkeypatch):
     monkeypatch.setattr(communicators.Run, "log_evaluation", lambda self, results: log(self, given))
     summary = toy.main(args_of(tmp_path, "--iterations", "2"))
     expected = {"mean": pytest.approx(mean, nan_ok=True), "ci95": pytest.approx(half, nan_ok=True)}
-    found = [
-        {name: math.nan if x is None else x for name, x in own["line"].items()}
-        for own in evaluations_in(summary)
+    logged = [
+        {name: math.nan if x is None else x for name, x in tasks["line"].items()}
+        for tasks in evaluations_in(summary)
     ]
-    assert found == [expected] * 3
+    assert logged == [expected] * 3
 
 
 def test_ranks_wait_for_each_other_before_they_exchange_an_evaluation(tmp_path, monkeypatch):
     """However long it took the others: the exchange itself has a time-out."""
-    events, logged = [], []
-    gather, log = communicators.Exchange.all_gather, communicators.Run.log_evaluation
+    events = []
+    logged = []
+    gather = communicators.Exchange.all_gather
+    log = communicators.Run.log_evaluation
 
     def note_gather(self, local):
         events.append("gather")
@@ -476,7 +493,9 @@ def evaluations_in(summary):
 
 
 def test_phases_end_when_the_gpu_has_finished(monkeypatch):
-    """Kernels are only launched: without waiting for them a phase would pay for the one before it."""
+    """Kernels are only launched: without waiting for them a phase would pay for the one before
+    it.
+    """
     events = []
     monkeypatch.setattr(torch.cuda, "synchronize", events.append)
     monkeypatch.setattr(time, "perf_counter", lambda: events.append("clock") or 5.0)
@@ -492,7 +511,9 @@ def test_phases_end_when_the_gpu_has_finished(monkeypatch):
 
 
 def test_a_signal_is_answered_at_once_and_once(tmp_path, capfd):
-    """Before the iteration has ended, and however many signals follow, as under torchrun, which passes SIGTERM on."""
+    """Before the iteration has ended, and however many signals follow, as under torchrun, which
+    passes SIGTERM on.
+    """
     output = []
 
     def interrupt(iteration):
@@ -548,7 +569,8 @@ def test_a_signal_ends_the_run_after_its_iteration(whole, tmp_path, capsys):
 @pytest.mark.parametrize("other", [["--seed", "2"], ["--eval-every", "3"], ["--exp-name", "x"]])
 def test_ranks_with_other_settings_are_refused(other, tmp_path):
     """Before there is a folder: rank 0's config.json would not be true."""
-    port, processes = free_port(), []
+    port = free_port()
+    processes = []
     for rank in range(2):
         command = [
             sys.executable,
@@ -602,11 +624,14 @@ def test_ranks_compare_settings_code_and_torch(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_ends_early_leaves_its_group(tmp_path):
-    """Whatever ends it: a process that goes down while gloo's threads still hold a result is sometimes aborted."""
+    """Whatever ends it: a process that goes down while gloo's threads still hold a result is
+    sometimes aborted.
+    """
     program = (
         "import atexit, sys, torch.distributed as dist\n"
         "from communicators import Exchange\n"
-        "atexit.register(lambda: print('left', not dist.is_initialized()))\n"  # what is registered first runs last
+        # What is registered first runs last
+        "atexit.register(lambda: print('left', not dist.is_initialized()))\n"
         "Exchange(1)\n"
         "sys.exit('a line')\n"
     )
@@ -620,7 +645,8 @@ def test_a_rank_that_ends_early_leaves_its_group(tmp_path):
 
 def test_torchrun_recognises_its_own_run_after_a_restart(tmp_path):
     """Beside a newer run with the same settings that another torchrun made."""
-    once, program = tmp_path / "died", tmp_path / "dying.py"
+    once = tmp_path / "died"
+    program = tmp_path / "dying.py"
     program.write_text(
         "import os, shutil, sys, pathlib, toy, communicators, json\n"
         f"once = pathlib.Path({str(once)!r})\n"
@@ -629,8 +655,9 @@ def test_torchrun_recognises_its_own_run_after_a_restart(tmp_path):
         "        own = next(pathlib.Path('runs').iterdir())\n"
         "        prefix, _, stamp = own.name.rpartition('__')\n"
         "        other = shutil.copytree(own, own.with_name(f'{prefix}__{int(stamp) + 5}'))\n"
-        "        config = json.loads((other / 'config.json').read_text()) | {'elastic_run': 'another'}\n"
-        "        (other / 'config.json').write_text(json.dumps(config, indent=2))\n"
+        "        file = other / 'config.json'\n"
+        "        config = json.loads(file.read_text()) | {'elastic_run': 'another'}\n"
+        "        file.write_text(json.dumps(config, indent=2))\n"
         "        once.touch()\n"
         "        os._exit(1)\n"
         "toy.main(communicators.parse_args(toy.Args, toy.check_args), at=die)\n"
@@ -640,9 +667,9 @@ def test_torchrun_recognises_its_own_run_after_a_restart(tmp_path):
     run = torchrun(2, program, *flags, options=("--max-restarts", 1), cwd=tmp_path, PYTHONPATH=path)
     assert run.returncode == 0, run.stderr
     assert "resuming after iteration 4 of 6" in run.stdout
-    own, other = sorted((tmp_path / "runs").iterdir())
-    assert (own / "summary.json").exists() and not (other / "summary.json").exists()
-    with open(own / "metrics.csv", newline="") as file:
+    folder, other = sorted((tmp_path / "runs").iterdir())
+    assert (folder / "summary.json").exists() and not (other / "summary.json").exists()
+    with open(folder / "metrics.csv", newline="") as file:
         assert [row["iteration"] for row in csv.DictReader(file)] == [
             str(k) for k in range(1, 7) for _ in range(2)
         ]

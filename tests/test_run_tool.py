@@ -1,4 +1,6 @@
-"""benchmark/run.py: every command of a list is executed, once, and a list that was cut off goes on."""
+"""benchmark/run.py: every command of a list is executed, once, and a list that was cut off goes
+on.
+"""
 
 import ast
 import importlib
@@ -16,12 +18,14 @@ import pytest
 from helpers import REPOSITORY
 
 TOOL = str(REPOSITORY / "benchmark" / "run.py")
-# Behaves like our scripts: says first where its run lies, goes on with --resume, saves when it is interrupted
+# Behaves like our scripts: it first prints the folder of its run, goes on with --resume, and saves
+# when it is interrupted
 SCRIPT = """
 import json, pathlib, signal, sys, time
 words, interrupted = dict(zip(sys.argv[1::2], sys.argv[2::2])), []
 signal.signal(signal.SIGINT, lambda *_: interrupted.append(130))
-folder = pathlib.Path(words.get("--resume") or f"{words['--run-dir']}/Task__{words['--exp-name']}__1__{time.time_ns()}")
+new = f"{words.get('--run-dir')}/Task__{words.get('--exp-name')}__1__{time.time_ns()}"
+folder = pathlib.Path(words.get("--resume") or new)
 checkpoint = folder / "checkpoints" / "agent_0" / "1.pt"
 print("a warning: of something")
 print(f"{folder}: 3 agents on cpu", flush=True)
@@ -36,18 +40,20 @@ completed = not interrupted and "cut" not in words.get("--exp-name", "")
 (folder / "summary.json").write_text(json.dumps({"completed": completed}))
 sys.exit(0 if completed else 130 if interrupted else 3)
 """
-# Executes its array at once, in order, like a Slurm of one core; what it was called with goes to a file
+# Executes its array at once, in order, like a Slurm of one core, and writes down its arguments
 SBATCH = """#!/bin/sh
 cat > script
 echo "call $*" >> sbatch_calls
 cat script >> sbatch_calls
-for k in $(seq $(sed -n 's/.*--array=1-\\([0-9]*\\).*/\\1/p' script)); do SLURM_ARRAY_TASK_ID=$k sh script || true; done
+number=$(sed -n 's/.*--array=1-\\([0-9]*\\).*/\\1/p' script)
+for k in $(seq $number); do SLURM_ARRAY_TASK_ID=$k sh script || true; done
 """
 
 
 @pytest.fixture
 def tool(tmp_path):
-    """tool(lines, *flags): the finished process, started in tmp_path, where train.py behaves like our scripts.
+    """tool(lines, *flags): the finished process, started in tmp_path, where train.py behaves like
+    our scripts.
 
     wait=False: the process as it runs.
     """
@@ -70,10 +76,10 @@ def train(name):
 
 def calls(tmp_path):
     """What each run was called with, oldest run first: name of experiment -> calls."""
-    found = sorted(
+    files = sorted(
         tmp_path.glob("runs/Task__*/calls"), key=lambda path: path.parent.name.split("__")[-1]
     )
-    return {path.parent.name.split("__")[1]: path.read_text().splitlines() for path in found}
+    return {path.parent.name.split("__")[1]: path.read_text().splitlines() for path in files}
 
 
 def until(condition):
@@ -86,7 +92,9 @@ def until(condition):
 
 
 def test_every_command_is_executed_once_and_with_the_next_call_none(tmp_path, tool):
-    """Whether it is one of our scripts, another program or a line for a shell; `echo` here tells how often."""
+    """Whether it is one of our scripts, another program or a line for a shell; `echo` here counts
+    the executions.
+    """
     lines = [
         "# comment",
         "",
@@ -124,13 +132,17 @@ def test_commands_come_from_standard_input_too_and_from_any_run_dir(tmp_path, to
 
 
 def test_no_more_run_at_a_time_than_asked_for_each_on_cores_of_its_own(tmp_path, tool):
-    """Each command writes when it began and ended, and its cores; pytest-xdist would have us all on one."""
+    """Each command writes when it began and ended, and its cores; pytest-xdist would have us all on
+    one.
+    """
     if pin := hasattr(os, "sched_setaffinity"):
-        own = os.sched_getaffinity(0)
+        affinity = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(os.cpu_count()))
     (tmp_path / "note.py").write_text(
         "import os, sys, time\n"
-        "began, cores = time.time(), sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else []\n"
+        "began, cores = time.time(), []\n"
+        "if hasattr(os, 'sched_getaffinity'):\n"
+        "    cores = sorted(os.sched_getaffinity(0))\n"
         "time.sleep(0.3)\n"
         "open('note' + sys.argv[1], 'w').write(repr((began, time.time(), cores)))\n"
     )
@@ -139,7 +151,7 @@ def test_no_more_run_at_a_time_than_asked_for_each_on_cores_of_its_own(tmp_path,
         several = pin and len(os.sched_getaffinity(0)) > 1
     finally:
         if pin:
-            os.sched_setaffinity(0, own)
+            os.sched_setaffinity(0, affinity)
     notes = [ast.literal_eval((tmp_path / f"note{k}").read_text()) for k in range(6)]
     together = [
         [cores for began, ended, cores in notes if began <= moment < ended]
@@ -152,7 +164,9 @@ def test_no_more_run_at_a_time_than_asked_for_each_on_cores_of_its_own(tmp_path,
 
 
 def test_what_was_cut_off_is_resumed_from_its_checkpoint_or_started_anew(tmp_path, tool):
-    """With the words before the script; a run without checkpoint, or whose folder was deleted, has to start anew."""
+    """With the words before the script; a run without checkpoint, or whose folder was deleted, has
+    to start anew.
+    """
     lines = ["A=1 " + train("cut-save"), train("cut"), train("deleted")]
     assert tool(lines).returncode == 1
     (deleted,) = tmp_path.glob("runs/Task__deleted__*")
@@ -163,9 +177,8 @@ def test_what_was_cut_off_is_resumed_from_its_checkpoint_or_started_anew(tmp_pat
     named = f"{train('cut-save-named')} --reward own.py:good rouge --reward-weights 1 2 --seed 2"
     assert tool([named]).returncode == 1
     (planned,) = tool([named], "--dry-run").stdout.splitlines()
-    assert planned.endswith(
-        " --reward own.py:good rouge --reward-weights 1 2"
-    )  # code has to be named again
+    # Code has to be named again
+    assert planned.endswith(" --reward own.py:good rouge --reward-weights 1 2")
     assert tool(lines).returncode == 1  # cut is cut again; the resumed one completes
     resumed = calls(tmp_path)
     assert [call.split()[0] for call in resumed["cut-save"]] == ["--run-dir", "--resume"]
@@ -189,31 +202,36 @@ def test_a_failure_is_listed_and_stops_nobody(tmp_path, tool):
     )
     assert (tmp_path / "tries").read_text() == "try\n" * 2
     ten = "sh -c 'exit 10'"
-    assert (
-        tool([ten]).returncode == 1 and tool([ten], "--dry-run").stdout == f"{ten}\n"
-    )  # it ends in a 0 too
+    # It ends in a 0 too
+    assert tool([ten]).returncode == 1 and tool([ten], "--dry-run").stdout == f"{ten}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_runs_and_waits_for_their_checkpoints(tmp_path, tool, number):
-    """A second list does not touch what runs; afterwards the same list resumes it, and what waited is still to do."""
+    """A second list does not touch what runs; afterwards the same list resumes it, and what waited
+    is still to do.
+    """
     lines = [train("wait-1"), train("wait-2"), train("later")]
     process = tool(lines, "--jobs", "2", wait=False)
     until(lambda: len(calls(tmp_path)) == 2)
     assert tool(lines[:1]).stdout.startswith("running elsewhere: Task__wait-1__1__")
     process.send_signal(number)
-    said, _ = process.communicate(timeout=20)
-    assert process.returncode == 130 and "stopping (2 running)" in said and said.endswith("go on\n")
-    assert "failed with" not in said and ", 0 failed" in said
+    output, _ = process.communicate(timeout=20)
+    assert (
+        process.returncode == 130
+        and "stopping (2 running)" in output
+        and output.endswith("go on\n")
+    )
+    assert "failed with" not in output and ", 0 failed" in output
     assert len(
         list(tmp_path.glob("runs/*/checkpoints/agent_0/1.pt"))
     ) == 2 and "later" not in calls(tmp_path)
     assert tool(lines).returncode == 0
-    assert [len(own) for own in calls(tmp_path).values()] == [2, 2, 1]
+    assert [len(words) for words in calls(tmp_path).values()] == [2, 2, 1]
 
 
 def test_a_second_signal_kills(tmp_path, tool):
-    """A program that listens to nobody, and what it has started."""
+    """A program that ignores signals, and its child processes."""
     process = tool(
         ["sh -c 'trap \"\" INT TERM; touch there; for k in $(seq 300); do sleep 0.1; done'"],
         wait=False,
@@ -229,7 +247,9 @@ def test_a_second_signal_kills(tmp_path, tool):
 
 @pytest.fixture
 def slurm(tmp_path, tool):
-    """slurm(lines, *flags): the tool's process with an sbatch that executes at once, and what sbatch was given."""
+    """slurm(lines, *flags): the tool's process with an sbatch that executes at once, and what
+    sbatch was given.
+    """
     path = tmp_path / "bin" / "sbatch"
     path.parent.mkdir()
     path.write_text(SBATCH)
@@ -244,7 +264,9 @@ def slurm(tmp_path, tool):
 
 
 def test_slurm_arrays_are_split_and_execute_every_command_once(tmp_path, slurm):
-    """Seven commands in arrays of three; one of them has finished with the next submission, of the others none."""
+    """Seven commands in arrays of three; one of them has finished with the next submission, of the
+    others none.
+    """
     lines = [f"sh -c 'echo {k} >> said; test {k} != 4'" for k in range(7)]
     process, given = slurm(
         ["# comment", *lines], "--array-limit", "3", "--jobs", "2", "--time", "1:00", "--cores", "1"
@@ -325,8 +347,11 @@ def test_a_list_that_is_not_there_ends_in_one_line(tmp_path):
 
 
 def test_our_scripts_say_what_the_tool_looks_for(tmp_path, tool):
-    """The real thing: a tiny run, which the tool finds finished, and then without its summary resumes."""
-    line = f"python {REPOSITORY}/prpo_minigrid.py --env-id MiniGrid-Empty-5x5-v0 --num-envs 2 --num-steps 8"
+    """The real thing: a tiny run, which the tool finds finished, and then without its summary
+    resumes.
+    """
+    line = f"python {REPOSITORY}/prpo_minigrid.py --env-id MiniGrid-Empty-5x5-v0"
+    line += " --num-envs 2 --num-steps 8"
     line += (
         " --total-timesteps 32 --num-minibatches 1 --eval-episodes 0 --run-dir runs --exp-name tiny"
     )

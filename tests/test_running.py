@@ -1,4 +1,6 @@
-"""Placements, crashes, signals and the wire: how a run is started, cut off, resumed and spread over processes."""
+"""Placements, crashes, signals and the wire: how a run is started, cut off, resumed and spread over
+processes.
+"""
 
 import json
 import shutil
@@ -57,7 +59,9 @@ def crash_command(moment, agent, iteration, script):
 
 @on([*MINIGRID, PRPO_ATARI])
 def test_three_ranks_train_like_one_process(script, whole_run, tmp_path):
-    """torchrun with one agent per rank gives the metrics, weights, evaluation and bytes of one process."""
+    """torchrun with one agent per rank gives the metrics, weights, evaluation and bytes of one
+    process.
+    """
     run = torchrun(3, script_file(script), *flags(script, tmp_path / "runs"), cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert_same_placement(only_run(tmp_path / "runs"), whole_run(script), ranks=3)
@@ -65,7 +69,9 @@ def test_three_ranks_train_like_one_process(script, whole_run, tmp_path):
 
 @on_minigrid
 def test_one_rank_trains_like_one_process(script, whole_run, tmp_path, monkeypatch):
-    """As torchrun starts a single process: it forms a group alone, holds all agents and sends nothing to anybody."""
+    """As torchrun starts a single process: it forms a group alone, holds all agents and sends
+    nothing.
+    """
     for name, value in place_in_group(1, 0, free_port()).items():
         monkeypatch.setenv(name, value)
     script.main(tiny(script, tmp_path))
@@ -75,7 +81,9 @@ def test_one_rank_trains_like_one_process(script, whole_run, tmp_path, monkeypat
 
 @on_minigrid
 def test_two_ranks_with_two_agents_each_train_like_one_process(script, watched_runs, tmp_path):
-    """Ranks that hold several agents: nothing random and nothing exchanged depends on who holds whom."""
+    """Ranks that hold several agents: nothing random and nothing exchanged depends on who holds
+    whom.
+    """
     _, folder = watched_runs
     script.main(tiny(script, tmp_path, **FOUR, communicator="uniform"))
     assert_same_placement(only_run(folder / str(script) / "uniform"), only_run(tmp_path), ranks=2)
@@ -83,7 +91,8 @@ def test_two_ranks_with_two_agents_each_train_like_one_process(script, watched_r
 
 def assert_same_placement(folder, expected, ranks):
     assert_same_run(folder, expected)
-    spread, together = summary_of(folder), summary_of(expected)
+    spread = summary_of(folder)
+    together = summary_of(expected)
     assert (spread["world_size"], together["world_size"]) == (ranks, 1)
     assert spread["communication_bytes"] == together["communication_bytes"] > 0
     for ours, theirs in zip(
@@ -98,27 +107,35 @@ def assert_same_placement(folder, expected, ranks):
 
 def iterations_on_disk(folder):
     """agent's folder -> the iterations of its checkpoints."""
-    found = {}
+    iterations = {}
     for path in sorted(folder.glob("checkpoints/agent_*")):
-        found[path.name] = sorted(int(file.stem) for file in path.glob("*.pt"))
-    return found
+        iterations[path.name] = sorted(int(file.stem) for file in path.glob("*.pt"))
+    return iterations
 
 
 def assert_same_charts(folder, expected):
     """TensorBoard shows the same points, none missing and none twice, but for the speed."""
-    found, wanted = scalars_of(folder), scalars_of(expected)
-    different = {tag for tag in found.keys() | wanted.keys() if found.get(tag) != wanted.get(tag)}
+    points = scalars_of(folder)
+    expected_points = scalars_of(expected)
+    different = {
+        tag
+        for tag in points.keys() | expected_points.keys()
+        if points.get(tag) != expected_points.get(tag)
+    }
     assert different <= {"charts/SPS"}
-    assert [step for step, _ in found["charts/SPS"]] == [step for step, _ in wanted["charts/SPS"]]
+    assert [step for step, _ in points["charts/SPS"]] == [
+        step for step, _ in expected_points["charts/SPS"]
+    ]
 
 
-@on(
-    [*MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)]
-)  # which a real kill -9 tests below
+# Which a real kill -9 tests below
+@on([*MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
 def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tmp_path):
-    """Some agents have saved and others have not: all go on from the newest checkpoint that all of them completed.
+    """Some agents have saved and others have not: all go on from the newest checkpoint that all of
+    them completed.
 
-    Weights bit for bit, every row and every point of a chart once, the last two checkpoints kept, litter ignored.
+    Weights bit for bit, every row and every point of a chart once, the last two checkpoints kept,
+    litter ignored.
     """
     crashing("complete", 0, 4, lambda: script.main(tiny(script, tmp_path)))
     folder = only_run(tmp_path)
@@ -128,7 +145,8 @@ def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tm
     assert_same_run(folder, whole_run(script), exactly=True)
     assert_same_charts(folder, whole_run(script))
     assert iterations_on_disk(folder) == {f"agent_{i}": [4, 6] for i in range(3)}
-    ours, theirs = summary_of(folder), summary_of(whole_run(script))
+    ours = summary_of(folder)
+    theirs = summary_of(whole_run(script))
     same = "completed", "communication_bytes", "evaluation", "training_return"
     assert [ours[name] for name in same] == [theirs[name] for name in same] and ours["completed"]
     assert evaluations_of(folder) == evaluations_of(whole_run(script))
@@ -136,7 +154,8 @@ def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tm
 
 @on([*MINIGRID, PRPO_ATARI])
 def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
-    """The same after real SIGKILLs, when nothing in memory reaches the disk any more; TensorBoard has no gap.
+    """The same after real SIGKILLs, when nothing in memory reaches the disk any more; TensorBoard
+    has no gap.
 
     The second one comes as soon as the resumed run learns: what the first one left is not lost.
     """
@@ -198,11 +217,11 @@ def place_in_group(number, rank, port):
 
 
 def start_ranks(number, *command, cwd):
-    """The same Python command in `number` processes that form a group, without torchrun to look after them."""
-    command, pipes = (
-        [sys.executable, *map(str, command)],
-        {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
-    )
+    """The same Python command in `number` processes that form a group, without torchrun to look
+    after them.
+    """
+    command = [sys.executable, *map(str, command)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     places = [
         place_in_group(number, rank, port) for port in [free_port()] for rank in range(number)
     ]
@@ -222,7 +241,8 @@ def outcomes(processes, timeout=120):
 
 
 def test_a_dead_rank_ends_the_others_and_the_run_goes_on_elsewhere(whole_run, tmp_path):
-    """One of three ranks dies while it saves: the others end with a message that names it, nobody hangs.
+    """One of three ranks dies while it saves: the others end with a message that names it, none
+    hangs.
 
     The run is then resumed in another placement, all agents in one process.
     """
@@ -239,7 +259,9 @@ def test_a_dead_rank_ends_the_others_and_the_run_goes_on_elsewhere(whole_run, tm
 
 
 def test_torchrun_restarts_a_crashed_run_unattended(whole_run, tmp_path):
-    """With --max-restarts a run whose rank dies once goes on in the same folder and equals an uninterrupted one."""
+    """With --max-restarts a run whose rank dies once goes on in the same folder and equals an
+    uninterrupted one.
+    """
     command = crash_command("half a file", 1, 4, FEDAVG_MINIGRID)
     options = "--max-restarts", 1
     run = torchrun(
@@ -272,7 +294,8 @@ def wait_for_rows(run_dir, process):
 def assert_interrupted(folder, agents):
     """Checkpoint, logs and summary of a run that a signal ended agree. Returns the iteration."""
     (iteration,) = {newest for *_, newest in iterations_on_disk(folder).values()}  # of all agents
-    rows, summary = rows_of(folder), summary_of(folder)
+    rows = rows_of(folder)
+    summary = summary_of(folder)
     assert [(row["iteration"], row["agent"]) for row in rows] == [
         (str(k), str(i)) for k in range(1, iteration + 1) for i in range(agents)
     ]
@@ -286,7 +309,9 @@ def assert_interrupted(folder, agents):
 @on_minigrid
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
-    """Ctrl-C and SIGTERM: the iteration is finished and saved, the message says how to go on, and that works."""
+    """Ctrl-C and SIGTERM: the iteration is finished and saved, and the command in the message goes
+    on with the run.
+    """
     command = [sys.executable, script_file(script), *flags(script, tmp_path / "runs", **LONG)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(), **pipes)
@@ -321,9 +346,8 @@ def test_a_signal_to_one_rank_ends_all_ranks_at_the_same_iteration(tmp_path):
     processes[1].send_signal(signal.SIGINT)
     results = outcomes(processes)
     assert [code for _, code in results] == [128 + signal.SIGTERM, 128 + signal.SIGINT]
-    assert not any(
-        "finishing" in errors for (_, errors), _ in results
-    )  # rank 0 speaks for all, when it knows
+    # Rank 0 reports for all, when it is informed
+    assert not any("finishing" in errors for (_, errors), _ in results)
     assert_interrupted(only_run(tmp_path / "runs"), 2)
 
 
@@ -336,9 +360,11 @@ WATCHED += [(PRPO_ATARI, "similarity")]
 
 @pytest.fixture(scope="session")
 def watched_runs(once):
-    """Runs of four agents on two ranks while torch.distributed is watched: (a report for each rank, their folder).
+    """Runs of four agents on two ranks while torch.distributed is watched: (a report for each rank,
+    their folder).
 
-    A report says for each run which functions were called, with the dtype and size of every tensor in their arguments.
+    A report says for each run which functions were called, with the dtype and size of every tensor
+    in their arguments.
     """
 
     def watch(folder):
@@ -366,19 +392,21 @@ def watched_runs(once):
 
 @pytest.mark.parametrize(("script", "name"), WATCHED, ids=str)
 def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name, watched_runs):
-    """What moves is whole parameters, the run's stamp, and per agent fewer numbers than a rollout has steps.
+    """What moves is whole parameters, the run's stamp, and per agent fewer numbers than a rollout
+    has steps.
 
-    Nothing is pickled; the parameters move at the common start and in every round, those of isolated agents never: in
-    their place, for the log, distributions over actions on public states, which show nothing of what an agent has met.
+    Nothing is pickled; the parameters move at the common start and in every round, those of
+    isolated agents never: in their place, for the log, distributions over actions on public states,
+    which show nothing of what an agent has met.
     """
-    parameters, public = script.parameters, 0
+    parameters = script.parameters
+    public = 0
     if name == "identity":
         public = len(script.public_states(tiny(script, ".", **FOUR))) * script.num_actions
     for calls in (report[f"{script}/{name}"] for report in watched_runs[0]):
         assert not [function for function, _ in calls if "object" in function]
-        silent = {
-            function for function, tensors in calls if not tensors
-        }  # nothing of the agents' is in such a call
+        # Nothing of the agents' is in such a call
+        silent = {function for function, tensors in calls if not tensors}
         assert silent <= {
             "init_process_group",
             "new_group",
@@ -400,9 +428,8 @@ def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name,
                         dtype in ("float64", "int64")
                         and numel <= 4 * 32 < 4 * script.tiny["num_steps"]
                     )
-        reports = [
-            tensors for _, tensors in calls if ["float64", 2] in tensors
-        ]  # a number of each agent held
+        # A number of each agent held
+        reports = [tensors for _, tensors in calls if ["float64", 2] in tensors]
         assert bool(reports) == (name != "identity")
         moved = Counter(tensors[0][1] >= parameters for _, tensors in calls if tensors)
         assert moved[True] == 1 + (0 if name == "identity" else 2)

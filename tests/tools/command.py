@@ -7,13 +7,15 @@ import communicators
 
 
 def options(script):
-    """What the script's command line lets a resumed run change, and what it wants to be given again."""
+    """What the script's command line lets a resumed run change, and what it wants to be given
+    again.
+    """
     text = Path(script.__file__).read_text()
-    found = {
+    matches = {
         name: re.search(rf"parse_args\(.*?{name}=\((.*?)\)", text, re.S)
         for name in ("may_change", "again")
     }
-    return {name: tuple(re.findall(r"\w+", match[1])) for name, match in found.items() if match}
+    return {name: tuple(re.findall(r"\w+", match[1])) for name, match in matches.items() if match}
 
 
 def parse_args(script, argv=None):

@@ -1,8 +1,10 @@
-"""Run a script that dies in the middle of things: python crash.py SCRIPT MOMENT AGENT ITERATION flags...
+"""Run a script that dies in the middle of things: python crash.py SCRIPT MOMENT AGENT ITERATION
+flags...
 
-MOMENT says where in the saving of that agent's checkpoint of that iteration: `half a file`, `not in its place` (the
-file is whole, but has its temporary name) or `complete`; or `update`, the first gradient step, whose agent and
-iteration do not matter. After a restart by torchrun nothing happens any more.
+MOMENT says where in the saving of that agent's checkpoint of that iteration: `half a file`, `not in
+its place` (the file is whole, but has its temporary name) or `complete`; or `update`, the first
+gradient step, whose agent and iteration do not matter. After a restart by torchrun nothing happens
+any more.
 """
 
 import contextlib
@@ -21,7 +23,8 @@ from command import parse_args
 @contextlib.contextmanager
 def crash(moment, agent, iteration, die):
     """Within this context whatever trains and saves checkpoints calls `die` at that moment."""
-    save, replace = torch.save, os.replace
+    save = torch.save
+    replace = os.replace
 
     def due(now, path):
         path = Path(path)

@@ -34,7 +34,8 @@ def main(args, name="toy", at=lambda iteration: None):
     """Train; at(iteration) is called in the middle of each iteration."""
     torch.manual_seed(args.seed)
     exchange = Exchange(args.num_agents, "cpu", args.timeout)
-    held, env_ids = exchange.agents, [f"line {i}" for i in range(args.num_agents)]
+    held = exchange.agents
+    env_ids = [f"line {i}" for i in range(args.num_agents)]
     run = Run(
         args,
         exchange,
@@ -62,7 +63,8 @@ def main(args, name="toy", at=lambda iteration: None):
     }
     run.restore(state)
     for iteration in run.iterations():
-        C[0, -1], C[0, 0] = iteration / 10, 1 - iteration / 10
+        C[0, -1] = iteration / 10
+        C[0, 0] = 1 - iteration / 10
         rows = []
         for k, i in enumerate(held):
             x = torch.randn(8, 2, generator=generators[k])
@@ -70,11 +72,11 @@ def main(args, name="toy", at=lambda iteration: None):
             optimizers[k].zero_grad()
             loss.backward()
             optimizers[k].step()
-            own = state[i]
-            own["tensor"] += x[0]
-            own["list"].append(x[0, 0].item())
-            own["deque"].append(iteration)
-            value = sum(own["list"]) + sum(own["deque"]) + own["tensor"].sum().item()
+            objects = state[i]
+            objects["tensor"] += x[0]
+            objects["list"].append(x[0, 0].item())
+            objects["deque"].append(iteration)
+            value = sum(objects["list"]) + sum(objects["deque"]) + objects["tensor"].sum().item()
             rows.append({"charts/x": value, "losses/policy_loss": loss.item()})
         at(iteration)
         exchange.bytes_sent += 7
@@ -84,7 +86,7 @@ def main(args, name="toy", at=lambda iteration: None):
             run.log_evaluation(
                 [
                     {"line": {"return": np.array([value, iteration])}}
-                    for value in own["list"][-1:] * len(held)
+                    for value in objects["list"][-1:] * len(held)
                 ]
             )
         if run.saves():
