@@ -1,4 +1,4 @@
-"""What questions about sharing need: missions, networks of different sizes, participation, surrogate, diagnostics."""
+"""Sharing: missions, networks of different sizes, participation, surrogate, diagnostics."""
 
 import itertools
 import json
@@ -57,39 +57,46 @@ def layout_of(env_id, level):
 
 
 @pytest.mark.parametrize("levels", [0, 3])
-def test_an_agent_meets_only_levels_of_its_missions(levels):
-    """Also over many restarts; without private levels these are many, with K of them at most K."""
+def test_an_agent_trains_only_on_levels_of_its_missions(levels):
+    """Also over many restarts. Without private levels it plays many levels, with K of them at most
+    K.
+    """
     args = PRPO_MINIGRID.Args(**GO_TO, levels_per_agent=levels, num_envs=2)
-    envs, generator = PRPO_MINIGRID.Envs(args, range(3), 0), np.random.default_rng(0)
+    envs = PRPO_MINIGRID.Envs(args, range(3), 0)
+    generator = np.random.default_rng(0)
     assert PRPO_MINIGRID.choose_backend(args) == "gymnasium"
-    met, screens = [set() for _ in range(3)], [set() for _ in range(3)]
+    met = [set() for _ in range(3)]
+    screens = [set() for _ in range(3)]
     for _ in range(300):
         before = envs.ended.copy()
         PRPO_MINIGRID.step(envs, generator.integers(3, size=(3, 2)))
         games = list(itertools.chain(*(pool.envs for pool in envs.pools)))
         for k, e in itertools.product(range(3), range(2)):
             met[k].add(games[2 * k + e].unwrapped.mission)
-            screens[k] |= (
-                {envs.obs[k, e].tobytes()} if before[k, e] else set()
-            )  # the first of an episode
+            if before[k, e]:  # this is the first observation of an episode
+                screens[k].add(envs.obs[k, e].tobytes())
     envs.close()
-    for word, own, first in zip(args.missions, met, screens, strict=True):
-        assert all(word in mission for mission in own) and (len(own) > 1 or levels)
+    for word, missions, first in zip(args.missions, met, screens, strict=True):
+        assert all(word in mission for mission in missions)
+        assert len(missions) > 1 or levels
         assert len(first) <= levels or levels == 0 and len(first) > 6
 
 
-def test_agents_are_judged_on_unseen_levels_of_everybodys_missions(tmp_path):
-    """The matrix of agents and missions; an agent's own column is its own word's."""
-    args = tiny(PRPO_MINIGRID, tmp_path, **GO_TO, levels_per_agent=2, eval_episodes=3)
+def test_agents_are_evaluated_on_unseen_levels_of_all_missions(tmp_path):
+    """The matrix of agents and missions; the group averages each agent's own mission."""
+    changes = GO_TO | {"levels_per_agent": 2, "eval_episodes": 3, "iterations": 1}
+    args = tiny(PRPO_MINIGRID, tmp_path, **changes, local_updates=1)
     tests = PRPO_MINIGRID.make_tests(args)
-    own = [f"{args.env_id} {word}" for word in args.missions]
-    assert list(tests) == own + [f"{name} levels of agent {i}" for i, name in enumerate(own)]
+    task_names = [f"{args.env_id} {word}" for word in args.missions]
+    of_agents = [f"{name} levels of agent {i}" for i, name in enumerate(task_names)]
+    assert list(tests) == task_names + of_agents
     trained = {level for i in range(3) for level in PRPO_MINIGRID.list_private_levels(args, i)}
     trained_layouts = {layout_of(args.env_id, level) for level in trained}
     assert len(trained) == len(trained_layouts) == 6
     for name, (env_id, levels) in tests.items():
         word = name.split()[1]
-        assert len(levels) == 3 and all(word in mission_of(env_id, level) for level in levels)
+        assert len(levels) == 3
+        assert all(word in mission_of(env_id, level) for level in levels)
         if "levels of" in name:
             assert set(levels) <= trained
         else:
@@ -97,14 +104,14 @@ def test_agents_are_judged_on_unseen_levels_of_everybodys_missions(tmp_path):
     PRPO_MINIGRID.main(args)
     evaluation = summary_of(only_run(tmp_path))["evaluation"]
     assert [list(row) for row in evaluation["agents"]] == [list(tests)] * 3
-    diagonal = [evaluation["agents"][i][name]["mean"] for i, name in enumerate(own)]
+    diagonal = [evaluation["agents"][i][name]["mean"] for i, name in enumerate(task_names)]
     assert evaluation["group"] == pytest.approx(np.mean(diagonal))
-    assert [row["env_id"] for row in rows_of(only_run(tmp_path))[:3]] == own
+    assert [row["env_id"] for row in rows_of(only_run(tmp_path))[:3]] == task_names
 
 
-@on([PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID])
+@on([PRPO_MINIGRID, PRTRPO_MINIGRID])
 def test_every_agent_is_filmed_on_a_level_of_its_mission(script, tmp_path, monkeypatch):
-    """And with its own weights: the films are the only plays here, for there is no evaluation."""
+    """Each film shows the agent's own weights. There is no evaluation, so `evaluate` only films."""
     args = tiny(
         script,
         tmp_path,
@@ -131,33 +138,36 @@ def test_every_agent_is_filmed_on_a_level_of_its_mission(script, tmp_path, monke
         assert torch.equal(weights, torch.cat([saved[name].flatten() for name in sorted(saved)]))
 
 
-# --- networks of different sizes, participation, surrogate: together, over a restart and over ranks ---
+# --- networks of different sizes, participation, surrogate: with resume and on several ranks ---
 
 
-def test_bytes_of_networks_of_different_sizes_are_their_own(tmp_path):
-    """Padding is not sent: of two listeners each, the parameters of every size."""
-    args = tiny(
-        PRPO_MINIGRID, tmp_path, num_agents=3, hidden_sizes=(32, 16, 24), communicator="uniform"
-    )
-    PRPO_MINIGRID.main(args)
+def test_networks_of_different_sizes_are_counted_without_padding(tmp_path):
+    """Each of three networks is sent to two agents, in its own size."""
+    changes = {"hidden_sizes": (32, 16, 24), "communicator": "uniform"}
+    changes |= {"iterations": 2, "local_updates": 1, "eval_episodes": 0}
+    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path, num_agents=3, **changes))
     sizes = [len(weights) for weights in weights_of(only_run(tmp_path)).values()]
     assert len(set(sizes)) == 3
     summary = summary_of(only_run(tmp_path))
-    assert (
-        summary["communication_bytes"] == summary["communication_rounds"] * 2 * sum(sizes) * 4 > 0
-    )
+    assert summary["communication_rounds"] == 2
+    assert summary["communication_bytes"] == 2 * 2 * sum(sizes) * 4
 
 
 MIXED_RUNS = {
     "PR-PPO, surrogate": (PRPO_MINIGRID, MIXED),
-    "PR-PPO, relative-gain": (PRPO_MINIGRID, MIXED | {"communicator": "relative-gain"}),
-    "FedAvg, surrogate": (FEDAVG_MINIGRID, MIXED | {"hidden_sizes": (16, 16, 16)}),
+    "FedAvg, relative-gain": (
+        FEDAVG_MINIGRID,
+        MIXED | {"communicator": "relative-gain", "hidden_sizes": (16, 16, 16)},
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=MIXED_RUNS)
 def mixed(request):
-    """A script and settings, with communicators that depend on what agents meet, now or in all rounds before."""
+    """A script and settings.
+
+    One communicator depends on the agents' last rollouts, the other on returns of all rounds.
+    """
     script, settings = MIXED_RUNS[request.param]
     return script, settings | {"iterations": 6, "local_updates": 1}
 
@@ -172,7 +182,7 @@ def mixed_run(mixed, tmp_path_factory):
 
 
 def test_mixed_agents_resume_exactly(mixed, mixed_run, crashing, tmp_path):
-    """Who sat out before the crash goes on with the snapshots that it knew."""
+    """Also an agent that sat out the last round before the crash keeps its older snapshots."""
     script, settings = mixed
     args = tiny(script, tmp_path, **settings)
     crashing("complete", 0, 4, lambda: script.main(args))
@@ -183,7 +193,7 @@ def test_mixed_agents_resume_exactly(mixed, mixed_run, crashing, tmp_path):
 
 
 def test_mixed_agents_train_alike_on_three_ranks(mixed, mixed_run, tmp_path):
-    """Each rank holds one agent, so that its number there is another one than among all."""
+    """Each rank holds one agent, whose index there differs from its index in the group."""
     script, settings = mixed
     args = flags(script, tmp_path / "runs", **settings | {"hidden_sizes": ""})
     at = args.index("--hidden-sizes")
@@ -201,45 +211,55 @@ def test_mixed_agents_train_alike_on_three_ranks(mixed, mixed_run, tmp_path):
 
 
 def test_who_sits_out_keeps_its_row(mixed_run):
-    """In communicator.csv a row changes only in rounds in which its agent takes part, and then hears participants.
+    """In communicator.csv a row changes only in rounds in which its agent takes part.
 
-    These send their parameters to one another, and nobody else anything.
+    It then gives weight to participants only, and only participants exchange parameters.
     """
-    sizes, sent = np.array([len(weights) for weights in weights_of(mixed_run).values()]), 0
+    sizes = np.array([len(weights) for weights in weights_of(mixed_run).values()])
+    sent = 0
     rows = np.genfromtxt(mixed_run / "communicator.csv", delimiter=",", names=True)
-    before, sat_out, args = np.eye(3), 0, json.loads((mixed_run / "config.json").read_text())
+    before = np.eye(3)
+    sat_out = 0
+    args = json.loads((mixed_run / "config.json").read_text())
     for iteration in range(1, 7):
-        own = rows[rows["iteration"] == iteration]
-        matrix = own["weight"].reshape(3, 3) if len(own) else before
+        of_iteration = rows[rows["iteration"] == iteration]
+        matrix = of_iteration["weight"].reshape(3, 3) if len(of_iteration) else before
         seed = communicators.derive_seed(args["seed"], iteration, 7)
-        part = communicators.participants(3, args["participation"], seed).numpy()
-        assert np.array_equal(matrix[~part], before[~part]) and (matrix[part] != before[part]).any()
-        assert (matrix[part][:, part] > 0).all() and (matrix[part][:, ~part] == 0).all()
-        before, sat_out, sent = matrix, sat_out + (~part).sum(), sent + sizes[part].sum() * 4
-    assert sat_out == 6 and summary_of(mixed_run)["communication_bytes"] == sent
+        participating = communicators.participants(3, args["participation"], seed).numpy()
+        assert np.array_equal(matrix[~participating], before[~participating])
+        assert (matrix[participating] != before[participating]).any()
+        assert (matrix[participating][:, participating] > 0).all()
+        assert (matrix[participating][:, ~participating] == 0).all()
+        before = matrix
+        sat_out = sat_out + (~participating).sum()
+        sent = sent + sizes[participating].sum() * 4
+    assert sat_out == 6
+    assert summary_of(mixed_run)["communication_bytes"] == sent
     assert len(set(rows["weight"])) > 6  # not uniform
 
 
-def test_a_pair_talks_and_a_third_is_alone(tmp_path):
-    """--communicator FILE: who has no peers trains like an isolated agent, bit for bit, and nothing is sent for it."""
+def test_two_agents_exchange_and_a_third_is_isolated(tmp_path):
+    """--communicator FILE: an agent without peers trains like an isolated one, bit for bit.
+
+    Nothing is sent to or by it.
+    """
     (tmp_path / "pair.csv").write_text("0.5,0.5,0\n0.5,0.5,0\n0,0,1\n")
-    weights, settings = {}, {"num_agents": 3, "local_updates": 1, "eval_episodes": 0}
-    for name in (str(tmp_path / "pair.csv"), "identity"):
-        folder = tmp_path / name.rpartition("/")[2].partition(".")[0]
-        PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, folder, **settings, communicator=name))
-        weights[name != "identity"] = weights_of(only_run(folder))
-    assert torch.equal(weights[True][2], weights[False][2])
+    weights = {}
+    settings = {"num_agents": 3, "local_updates": 1, "eval_episodes": 0, "iterations": 3}
+    for name, communicator in (("pair", str(tmp_path / "pair.csv")), ("isolated", "identity")):
+        changes = settings | {"communicator": communicator}
+        PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path / name, **changes))
+        weights[name] = weights_of(only_run(tmp_path / name))
+    assert torch.equal(weights["pair"][2], weights["isolated"][2])
     for i in range(2):
-        assert not torch.allclose(weights[True][i], weights[False][i], atol=1e-6)
+        assert not torch.allclose(weights["pair"][i], weights["isolated"][i], atol=1e-6)
     summary = summary_of(only_run(tmp_path / "pair"))
-    assert (
-        summary["communication_bytes"]
-        == summary["communication_rounds"] * 2 * len(weights[True][0]) * 4
-    )
+    assert summary["communication_rounds"] == 3
+    assert summary["communication_bytes"] == 3 * 2 * len(weights["pair"][0]) * 4
 
 
-@on([PRPO_MINIGRID, FEDAVG_MINIGRID])
-def test_row_i_of_the_surrogate_is_made_of_agent_is_gains(script, tmp_path, monkeypatch):
+def test_row_i_of_the_surrogate_consists_of_agent_is_gains(tmp_path, monkeypatch):
+    script = PRPO_MINIGRID
     gains = torch.tensor([[0.0, 0.1, -0.2], [0.05, 0.0, 0.02], [-0.3, -0.1, 0.0]])
     script.patch(monkeypatch, "estimate_gains", lambda i, *_: gains[i])
     settings = {
@@ -254,41 +274,47 @@ def test_row_i_of_the_surrogate_is_made_of_agent_is_gains(script, tmp_path, monk
     assert rows["weight"].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-@on([PRPO_MINIGRID, FEDAVG_MINIGRID])
-def test_an_agent_tells_its_gain_over_its_own_history_and_nothing_else(
-    script, crashing, tmp_path, monkeypatch
+def test_an_agent_reports_its_gain_over_its_own_history_and_nothing_else(
+    crashing, tmp_path, monkeypatch
 ):
-    """Every round's returns are given, without, with one and with many episodes; a crash after the third changes
-    nothing."""
+    """Rounds have no, one or several episodes, whose returns are given here.
+
+    A crash after the third round changes nothing.
+    """
+    script = PRPO_MINIGRID
     returns = {
         0: [[5.0, 7.0], [6.0], [9.0, 9.5], [], [8.0]],  # large and noisy
         1: [[], [0.1], [0.12], [0.15, 0.16], [0.1]],  # begins late
         2: [[-1.0], [-1.0], [], [-0.5], [-3.0]],
     }
-    receive, gather, make = script.Envs.receive, Exchange.all_gather, script.make_communicator
-    clock, told, moved = [0], [], []
+    receive = script.Envs.receive
+    gather = Exchange.all_gather
+    make = script.make_communicator
+    clock = [0]
+    reported = []
+    exchanged = []
 
-    def tell(envs, part):
-        *signals, _ = receive(envs, part)
-        clock[0] += part == 0
-        agents = range(3)[envs.groups[part]] if clock[0] % 64 == 5 else ()
-        return *signals, [
-            (k, value, 9.0) for k in agents for value in returns[k][(clock[0] - 1) // 64]
-        ]
+    def receive_given_episodes(envs, group):
+        *signals, _ = receive(envs, group)
+        clock[0] += group == 0
+        given = []
+        if clock[0] % 64 == 5:
+            for k in range(3)[envs.groups[group]]:
+                given += [(k, value, 9.0) for value in returns[k][(clock[0] - 1) // 64]]
+        return *signals, given
 
-    def watch(args, returns=None, *known, **more):
-        told.append(returns.tolist())
-        return make(args, returns, *known, **more)
+    def record_returns(args, returns=None, *rest, **more):
+        reported.append(returns.tolist())
+        return make(args, returns, *rest, **more)
 
-    def leave(exchange, local):
-        moved.extend(
-            [local[:, 0].tolist()] if local.shape[1] == 1 and local.is_floating_point() else []
-        )
+    def record_gains(exchange, local):
+        if local.shape[1] == 1 and local.is_floating_point():
+            exchanged.append(local[:, 0].tolist())
         return gather(exchange, local)
 
-    monkeypatch.setattr(script.of_family.Envs, "receive", tell)
-    monkeypatch.setattr(Exchange, "all_gather", leave)
-    script.patch(monkeypatch, "make_communicator", watch)
+    monkeypatch.setattr(script.of_family.Envs, "receive", receive_given_episodes)
+    monkeypatch.setattr(Exchange, "all_gather", record_gains)
+    script.patch(monkeypatch, "make_communicator", record_returns)
     settings = {
         "communicator": "relative-gain",
         "iterations": 5,
@@ -301,28 +327,34 @@ def test_an_agent_tells_its_gain_over_its_own_history_and_nothing_else(
     folder = only_run(tmp_path)
     script.main(script.parse_args(["--resume", str(folder)]))
     expected = [pytest.approx(row) for row in zip(*map(plain_gains, returns.values()), strict=True)]
-    assert told[::2] == expected and told[1::2] == expected and moved == expected
+    assert reported[::2] == expected
+    assert reported[1::2] == expected
+    assert exchanged == expected
     rows = np.genfromtxt(folder / "communicator.csv", delimiter=",", names=True)
-    weights = torch.tensor(told[-1]).softmax(-1).tolist()
+    weights = torch.tensor(reported[-1]).softmax(-1).tolist()
     assert rows["weight"][-9:].tolist() == pytest.approx(weights * 3, abs=1e-5)
 
 
 def plain_gains(rounds):
-    """One agent's gain after every round: the difference from its baseline in units of the same agent's returns."""
-    gains, b = [], None
-    for own in rounds:
-        if own:
-            r, b = np.mean(own), np.mean(own) if b is None else b
-            gain, b = (
-                (r - b) / (abs(b) + (np.std(own, ddof=1) / len(own) ** 0.5 if own[1:] else 0)),
-                0.8 * b + 0.2 * r,
-            )
-        gains.append(float(np.clip(gain, -1, 1)) if own else 0.0)
+    """One agent's gain after every round: how far its mean return is above its baseline.
+
+    The unit is the baseline's size plus the standard error of the round's mean.
+    """
+    gains = []
+    baseline = None
+    for returns in rounds:
+        if returns:
+            mean = np.mean(returns)
+            baseline = mean if baseline is None else baseline
+            error = np.std(returns, ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else 0
+            gain = (mean - baseline) / (abs(baseline) + error)
+            baseline = 0.8 * baseline + 0.2 * mean
+        gains.append(float(np.clip(gain, -1, 1)) if returns else 0.0)
     return gains
 
 
 def acting(script, number, seed=0):
-    """Agents that differ, and what the first of them met: (agents, obs, batch)."""
+    """Agents that differ and a batch of the first one: (agents, obs, behaviour, batch)."""
     torch.manual_seed(seed)
     agents = [script.new_agent() for _ in range(number)]
     for agent in agents:
@@ -342,26 +374,23 @@ def acting(script, number, seed=0):
 
 
 @on([PRPO_MINIGRID, PRPO_ATARI])
-def test_gains_of_peers_come_from_ones_own_rollout(script):
+def test_gains_of_peers_are_estimated_on_the_agents_own_rollout(script):
     agents, obs, _, batch = acting(script, 3)
     expected = []
-    advantages = (batch["advantages"] - batch["advantages"].mean()) / batch["advantages"].std(
-        correction=0
-    )
+    centred = batch["advantages"] - batch["advantages"].mean()
+    advantages = centred / batch["advantages"].std(correction=0)
     for agent in agents:
-        taken = Categorical(logits=agent.predict(obs)[0][batch["states"]]).log_prob(
-            batch["actions"]
-        )
+        policy = Categorical(logits=agent.predict(obs)[0][batch["states"]])
+        taken = policy.log_prob(batch["actions"])
         expected.append(((taken - batch["logprobs"]).exp().clamp(max=10) * advantages).mean())
-    found = script.estimate_gains(0, obs, batch, dict(enumerate(agents)), 3)
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
-    assert found[0] == 0 and found[1:].abs().min() > 1e-4
+    gains = script.estimate_gains(0, obs, batch, dict(enumerate(agents)), 3)
+    torch.testing.assert_close(gains, torch.stack(expected), rtol=1e-4, atol=1e-5)
+    assert gains[0] == 0
+    assert gains[1:].abs().min() > 1e-4
     of_last = script.estimate_gains(2, obs, batch, {0: agents[0]}, 3)
-    assert (
-        of_last[2] == 0
-        and of_last[1].isnan()
-        and of_last[0] == pytest.approx(expected[0].item(), abs=1e-5)
-    )
+    assert of_last[2] == 0
+    assert of_last[1].isnan()
+    assert of_last[0] == pytest.approx(expected[0].item(), abs=1e-5)
 
 
 # --- diagnostics ---
@@ -369,15 +398,23 @@ def test_gains_of_peers_come_from_ones_own_rollout(script):
 
 @on([PRPO_MINIGRID, PRPO_ATARI])
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_diagnostics_are_what_they_say(script, direction):
-    (agent, own, first, second), obs, behaviour, batch = acting(script, 4)
+def test_diagnostics_equal_their_definitions(script, direction):
+    (agent, snapshot_of_agent, first, second), obs, behaviour, batch = acting(script, 4)
     reference = first.predict(obs)[0].log_softmax(-1)
     batch["reference"] = reference[batch["states"]]
     agent = second  # what the update has made of agents[0], the policy that acted
     args = script.Args(kl_direction=direction, num_agents=4)
     row = torch.tensor([0.2, 0.0, 0.3, 0.5])
-    found = script.diagnose_update(
-        1, agent, obs, behaviour, batch, [first, own, first, own], row.repeat(4, 1), args, number=60
+    diagnostics = script.diagnose_update(
+        1,
+        agent,
+        obs,
+        behaviour,
+        batch,
+        [first, snapshot_of_agent, first, snapshot_of_agent],
+        row.repeat(4, 1),
+        args,
+        number=60,
     )
 
     def on_rollout(policy):
@@ -392,7 +429,8 @@ def test_diagnostics_are_what_they_say(script, direction):
         pair = (on_rollout(reference), on_rollout(policy))
         return kl_divergence(*(pair if direction == "forward" else reversed(pair))).mean().item()
 
-    after, snapshot = agent.predict(obs)[0], own.predict(obs)[0]
+    after = agent.predict(obs)[0]
+    snapshot = snapshot_of_agent.predict(obs)[0]
     expected = {
         "kl_reference_before": kl(behaviour),
         "kl_reference_after": kl(after),
@@ -401,32 +439,24 @@ def test_diagnostics_are_what_they_say(script, direction):
         "tv_snapshot": tv(snapshot, after),
         "tv_peers": np.mean([tv(reference, after), tv(reference, after), tv(snapshot, after)]),
     }
-    assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    assert len({round(value, 4) for value in found.values()}) == 6
+    assert diagnostics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert len({round(value, 4) for value in diagnostics.values()}) == 6
 
 
-@on([PRPO_MINIGRID, FEDAVG_MINIGRID])
-def test_isolated_agents_tell_distances_but_send_nothing(script, tmp_path):
-    """Pairwise on public states in communicator.csv, to their own snapshots in metrics.csv."""
-    script.main(
-        tiny(
-            script,
-            tmp_path,
-            num_agents=2,
-            communicator="identity",
-            local_updates=1,
-            eval_episodes=0,
-        )
-    )
+def test_isolated_agents_log_distances_but_send_nothing(tmp_path):
+    """Between agents on public states in communicator.csv, to own snapshots in metrics.csv."""
+    script = PRPO_MINIGRID
+    changes = {"num_agents": 2, "communicator": "identity", "iterations": 3}
+    script.main(tiny(script, tmp_path, local_updates=1, eval_episodes=0, **changes))
     folder = only_run(tmp_path)
     assert summary_of(folder)["communication_bytes"] == 0
     distances = np.genfromtxt(folder / "communicator.csv", delimiter=",", names=True)
     apart = distances[distances["listener"] != distances["peer"]]
-    assert (apart["weight"] == 0).all() and 0 < np.nanmin(apart["distance"]) < np.nanmax(
-        apart["distance"]
-    ) < 1
+    assert (apart["weight"] == 0).all()
+    assert 0 < np.nanmin(apart["distance"]) < np.nanmax(apart["distance"]) < 1
     for row in rows_of(folder):
-        assert row["tv_peers"] == "nan" and 0 < float(row["tv_snapshot"]) < 1
+        assert row["tv_peers"] == "nan"
+        assert 0 < float(row["tv_snapshot"]) < 1
         assert abs(float(row["kl_reference_before"])) < 1e-6 < float(row["kl_reference_after"])
 
 
@@ -434,21 +464,21 @@ def test_isolated_agents_tell_distances_but_send_nothing(script, tmp_path):
 
 
 @on([PRPO_MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
-def test_clones_learn_like_isolated_agents_if_they_talk_after_every_iteration(
+def test_clones_with_a_round_after_every_iteration_learn_like_isolated_agents(
     script, tmp_path, monkeypatch
 ):
-    """Clones have nothing to tell each other, so what still changes their training is the age of the snapshots.
+    """Clones have equal policies, so only the age of the snapshots can change their training.
 
-    With a round after every iteration there is none; with one after every third, peers pull towards the past.
+    With a round after every iteration snapshots are current. With one after every third, the
+    reference pulls towards older policies.
     """
-    original, weights = communicators.derive_seed, {}
+    original = communicators.derive_seed
+    weights = {}
     script.patch(monkeypatch, "derive_seed", lambda seed, agent, *key: original(seed, 0, *key))
     settings = {"num_agents": 2, "eval_episodes": 0, "kl_coef": 5.0, "kl_direction": "reverse"}
     for communicator, interval in (("identity", 1), ("uniform", 1), ("uniform", 3)):
-        name, changes = (
-            f"{communicator}{interval}",
-            {"communicator": communicator, "local_updates": interval},
-        )
+        name = f"{communicator}{interval}"
+        changes = {"communicator": communicator, "local_updates": interval}
         args = tiny(script, tmp_path / name, **settings, **changes)
         script.main(args)
         first, second = weights_of(only_run(tmp_path / name)).values()

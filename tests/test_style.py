@@ -23,7 +23,6 @@ PENDING = {
     "tests/test_play.py",
     "tests/test_prtrpo.py",
     "tests/test_scripts.py",
-    "tests/test_sharing.py",
     "tests/test_training.py",
 }
 VAGUE = {
