@@ -10,8 +10,8 @@ Contents
         communicators: identity, uniform, self_preferred, similarity, reward, softmax_reward,
             rank_reward, relative_gain, surrogate, from_csv
         what they are computed from: bound_returns, remember, surrogate_gains
-        who may listen to whom: neighbours, participants, ring, top_k, sparsify, drop_invalid,
-            restrict
+        who may listen to whom: find_neighbours, draw_participants, ring, top_k, sparsify,
+            drop_invalid, restrict
         what is logged of C: non_expansion, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation, diagnose
         parameters: count_parameters, flatten, unflatten, average_parameters, average_products
@@ -27,7 +27,7 @@ Contents
             each distinct observation once: Patches, find_distinct_rows, LogitTable
     5 the run
         Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically and
-            cache_folder
+            get_cached_folder
 
 There is no algorithm, no environment and no network here, and nothing here calls back into a
 script.
@@ -221,7 +221,7 @@ def write_matrix(communicator: Tensor) -> str:
     return "; ".join(" ".join(map(repr, row)) for row in communicator.tolist())
 
 
-def own_matrix(args: "RunArgs") -> Tensor:
+def load_matrix(args: "RunArgs") -> Tensor:
     """The matrix of --communicator FILE, as the file was at the start of the run.
 
     Returns [agents, agents]. Raises ValueError and OSError as `from_csv`, if the file could not be
@@ -349,7 +349,7 @@ def surrogate_gains(
 # Who may listen to whom
 
 
-def neighbours(args: "RunArgs") -> Tensor:
+def find_neighbours(args: "RunArgs") -> Tensor:
     """Who may ever listen to whom.
 
     Each agent to itself, and to the peers that --communicator FILE and --topology allow.
@@ -362,13 +362,13 @@ def neighbours(args: "RunArgs") -> Tensor:
     mask = torch.ones(n, n, dtype=torch.bool)
     if args.topology == "ring":
         mask = ring(n)
-    if args.communicator not in named_communicators(type(args)):
+    if args.communicator not in list_communicators(type(args)):
         # A weight of 0 in the file excludes that peer for good
-        mask = mask & (own_matrix(args) > 0)
+        mask = mask & (load_matrix(args) > 0)
     return mask | oneself
 
 
-def participants(num_agents: int, fraction: float, seed: int) -> Tensor:
+def draw_participants(num_agents: int, fraction: float, seed: int) -> Tensor:
     """Who takes part in a round: round(fraction * agents) of them, drawn with this seed.
 
     Returns a bool mask [agents].
@@ -715,7 +715,7 @@ class Exchange:
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cuda":
-            name = f"cuda:{local_rank() % torch.cuda.device_count()}"
+            name = f"cuda:{get_local_rank() % torch.cuda.device_count()}"
         if name.startswith("cuda"):
             torch.cuda.set_device(name)  # before anything is captured or sent from the wrong one
             # The same float32 products in rollouts (matrix products) and updates (convolutions): by
@@ -857,7 +857,7 @@ class Exchange:
         """Give `networks`, in place, the parameters that rank 0's have, on every rank."""
         unflatten(self.broadcast(flatten(networks)), networks)
 
-    def agree(self, number: int) -> list[int]:
+    def find_different_ranks(self, number: int) -> list[int]:
         """The ranks whose `number` differs from rank 0's; the same list on every rank."""
         if not self.distributed:
             return []
@@ -878,7 +878,7 @@ class Exchange:
         dist.all_gather(list(gathered.chunk(self.world_size)), local.to(self._wire).flatten())
         return gathered.view(self.num_agents, -1).to(local.device)
 
-    def snapshots(
+    def gather_snapshots(
         self, local: Tensor, receives: Tensor, sizes: list[int] | None = None
     ) -> tuple[Tensor, Tensor]:
         """One communication round: every agent's flat parameters, and which of them are valid.
@@ -1100,7 +1100,7 @@ class Peers:
     def _gather_parameters(self, local: Tensor) -> tuple[Tensor | dict[int, Tensor], Tensor]:
         """The parameters that are here, agent -> flat parameters, and which are finite [agents]."""
         if self.gathered:
-            return self.exchange.snapshots(local, self.receives, self.sizes)
+            return self.exchange.gather_snapshots(local, self.receives, self.sizes)
         held = list(self.held)
         finite = torch.zeros(len(self.sizes), dtype=torch.bool)
         finite[held] = local.isfinite().all(1).cpu()
@@ -1135,7 +1135,7 @@ class Peers:
             for i in self.held:
                 self.log_probs[i] = log_probs[i]
 
-    def candidates(self, i: int) -> dict[int, nn.Module]:
+    def find_candidates(self, i: int) -> dict[int, nn.Module]:
         """The peers to which agent i may listen from this round on: agent -> network.
 
         Empty if it sits out.
@@ -1275,8 +1275,8 @@ class RunArgs:
     top_k: Natural = 0  # keep only the k heaviest peers of each agent (0: all)
 
     def __post_init__(self):
-        self.exp_name = self.exp_name or script_of(self).stem
-        is_file = self.communicator not in named_communicators(type(self))
+        self.exp_name = self.exp_name or find_script(self).stem
+        is_file = self.communicator not in list_communicators(type(self))
         if is_file and not self.communicator_matrix:
             # `parse_args` refuses what cannot be read
             with contextlib.suppress(OSError, ValueError):
@@ -1285,18 +1285,18 @@ class RunArgs:
 
 
 @functools.cache
-def named_communicators(Args: type) -> tuple[str, ...]:
+def list_communicators(Args: type) -> tuple[str, ...]:
     """The values of --communicator that are no file."""
     names, _ = typing.get_args(typing.get_type_hints(Args)["communicator"])
     return typing.get_args(names)
 
 
-def local_rank() -> int:
+def get_local_rank() -> int:
     """The number of this rank on its machine; rank 0 reports what the machine lacks."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def script_of(args: RunArgs) -> Path:
+def find_script(args: RunArgs) -> Path:
     """The file of the script whose arguments these are."""
     return Path(sys.modules[type(args).__module__].__file__)
 
@@ -1406,10 +1406,10 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
 
 def _check_communicator(args: RunArgs) -> None:
     """Refuse a communicator that is neither a name nor the file of a matrix, and a large top_k."""
-    names = named_communicators(type(args))
+    names = list_communicators(type(args))
     if args.communicator not in names:
         try:
-            own_matrix(args)
+            load_matrix(args)
         except (OSError, ValueError) as error:
             problem = str(error)
             if not args.communicator.endswith(".csv"):
@@ -1426,7 +1426,7 @@ def _check_device(args: RunArgs) -> None:
         devices += ["cuda", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
     if args.device not in devices:
         message = f"--device {args.device}: choose {', '.join(devices)}"
-        stop(message, WRONG_VALUE, any_rank=local_rank() == 0)
+        stop(message, WRONG_VALUE, any_rank=get_local_rank() == 0)
 
 
 def _check_run_dir(args: RunArgs) -> None:
@@ -1468,8 +1468,8 @@ def read_settings(args: RunArgs, flag: str) -> dict:
         refuse(args, flag, f"must be the folder of a run, with its config.json ({error})")
     stored.pop("elastic_run", None)
     script = stored.pop("script", None)
-    if script != script_of(args).stem or stored.keys() != vars(args).keys():
-        refuse(args, flag, f"must be a run of this version of {script_of(args).name}")
+    if script != find_script(args).stem or stored.keys() != vars(args).keys():
+        refuse(args, flag, f"must be a run of this version of {find_script(args).name}")
     # JSON has no tuples
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
@@ -1943,7 +1943,7 @@ def _write_text(path: Path, text: str) -> None:
 # The cache
 
 
-def cache_folder(name: str, key: object, write: Callable[[Path], None]) -> Path | None:
+def get_cached_folder(name: str, key: object, write: Callable[[Path], None]) -> Path | None:
     """The cache's folder that `write(folder)` has filled for this key; None if it is not writable.
 
     key: what the content depends on, as JSON, for example versions of packages. The cache is in
@@ -2031,7 +2031,7 @@ LOSS_TERMS = (
 )
 
 
-def diverged_agents(metrics: dict[str, list[float]]) -> set[int]:
+def find_diverged_agents(metrics: dict[str, list[float]]) -> set[int]:
     """The agents one of whose losses is not finite. metrics: {key: [agents]}."""
     columns = [metrics[term] for term in LOSS_TERMS if term in metrics]
     return {i for column in columns for i, loss in enumerate(column) if not math.isfinite(loss)}
@@ -2177,9 +2177,9 @@ class Run:
         settings = {
             name: value for name, value in vars(self.args).items() if name not in may_differ
         }
-        code = [path.read_bytes() for path in (script_of(self.args), Path(__file__))]
+        code = [path.read_bytes() for path in (find_script(self.args), Path(__file__))]
         digest = hashlib.sha256(repr((settings, code, torch.__version__)).encode()).digest()
-        different_ranks = self.exchange.agree(int.from_bytes(digest[:7], "big"))
+        different_ranks = self.exchange.find_different_ranks(int.from_bytes(digest[:7], "big"))
         if different_ranks:
             ranks = ", ".join(map(str, different_ranks))
             what = "settings, code or version of torch"
@@ -2192,7 +2192,7 @@ class Run:
         """The folder of --resume, of this torchrun's last attempt, or a new one (as CleanRL)."""
         self.folder = Path(self.args.resume or self.args.run_dir)  # for the line of an error here
         origin = {
-            "script": script_of(self.args).stem,
+            "script": find_script(self.args).stem,
             "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID"),
         }
         config = json.dumps(origin | vars(self.args) | {"resume": ""}, indent=2)
@@ -2208,7 +2208,7 @@ class Run:
             _write_text(runs / f"{prefix}{stamp.item()}" / "config.json", config)
         stamp = self.exchange.broadcast(stamp)
         folder = runs / f"{prefix}{stamp.item()}"
-        if local_rank() == 0 and not folder.exists():  # a machine with a disk of its own
+        if get_local_rank() == 0 and not folder.exists():  # a machine with a disk of its own
             folder.mkdir(parents=True, exist_ok=True)
             _write_text(folder / "config.json", config)
         return folder
@@ -2469,12 +2469,12 @@ class Run:
         communicator, distances: [agents, agents]. scalars: of all agents together. Training time
         stops here. Ranks agree here on an interruption.
         """
-        diverged_before = diverged_agents(self.latest)
+        diverged_before = find_diverged_agents(self.latest)
         self._gather_metrics(rows)
         matrix_changed = self._note_matrices(communicator, distances)
         if not self.chief:
             return
-        for i in sorted(diverged_agents(self.latest) - diverged_before):
+        for i in sorted(find_diverged_agents(self.latest) - diverged_before):
             place = f"{self.counter} {self.iteration}"
             print(f"\n{place}: agent {i} has diverged, it learns no more", flush=True)
         rate = self.iteration * self.work / self.train_seconds
@@ -2707,10 +2707,10 @@ class Run:
             if package.replace("-", "_") in sys.modules:
                 versions[package] = importlib.metadata.version(package)
         summary = {
-            "script": script_of(self.args).stem,
+            "script": find_script(self.args).stem,
             "run": self.folder.name,
             "completed": not self.interrupted,
-            "diverged": sorted(diverged_agents(self.latest)),
+            "diverged": sorted(find_diverged_agents(self.latest)),
             "settings": vars(self.args),
             "seed": self.args.seed,
             "versions": versions,

@@ -361,7 +361,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
     elif name == "surrogate":
         C = communicators.surrogate(gains, args.communicator_temperature)
     else:
-        C = communicators.own_matrix(args)
+        C = communicators.load_matrix(args)
         allowed = C > 0  # the zeros of the file forbid
     keep_self = name == "self-preferred"
     return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
@@ -553,7 +553,7 @@ def main(args: Args) -> dict:
 
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(device) if num_rounds else None
-    peers = Peers(exchange, first, public_states, communicators.neighbours(args))
+    peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
     communicator = peers.communicator  # [agents, agents], changed in place
     last_returns = [deque(maxlen=100) for _ in held]
 
@@ -639,7 +639,7 @@ def main(args: Args) -> dict:
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
                 seed = derive_seed(args.seed, iteration, PARTICIPATION)
-                participating = communicators.participants(n, args.participation, seed)
+                participating = communicators.draw_participants(n, args.participation, seed)
                 if args.communicator == "relative-gain":
                     reported_returns = peers.report(peers.records[:, 1])
                 else:
@@ -658,7 +658,7 @@ def main(args: Args) -> dict:
             if args.communicator == "surrogate":
                 gains = torch.full((n, n), torch.nan)
                 for k, i in enumerate(held):
-                    gains[i] = estimate_gains(i, obs[k], batches[k], peers.candidates(i), n)
+                    gains[i] = estimate_gains(i, obs[k], batches[k], peers.find_candidates(i), n)
             new_communicator = make_communicator(
                 args, reported_returns, peers.log_probs, gains, peers.usable
             )

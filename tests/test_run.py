@@ -601,7 +601,7 @@ def test_ranks_compare_settings_code_and_torch(tmp_path, monkeypatch):
 
     def digest(**settings):
         numbers = []
-        exchange = SimpleNamespace(agree=lambda number: numbers.append(number) or [])
+        exchange = SimpleNamespace(find_different_ranks=lambda number: numbers.append(number) or [])
         communicators.Run._compare_ranks(
             SimpleNamespace(args=toy.Args(**settings), exchange=exchange)
         )
@@ -615,7 +615,7 @@ def test_ranks_compare_settings_code_and_torch(tmp_path, monkeypatch):
     for owner, name, value in (
         (torch, "__version__", "0.0"),
         (communicators, "__file__", str(other_code)),
-        (communicators, "script_of", lambda args: other_code),
+        (communicators, "find_script", lambda args: other_code),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)

@@ -225,7 +225,7 @@ def test_who_sits_out_keeps_its_row(mixed_run):
         of_iteration = rows[rows["iteration"] == iteration]
         matrix = of_iteration["weight"].reshape(3, 3) if len(of_iteration) else before
         seed = communicators.derive_seed(args["seed"], iteration, 7)
-        participating = communicators.participants(3, args["participation"], seed).numpy()
+        participating = communicators.draw_participants(3, args["participation"], seed).numpy()
         assert np.array_equal(matrix[~participating], before[~participating])
         assert (matrix[participating] != before[participating]).any()
         assert (matrix[participating][:, participating] > 0).all()

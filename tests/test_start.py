@@ -65,7 +65,7 @@ def fill_in_a_process(barrier, log, results):
         write_two_files(folder)
 
     barrier.wait()
-    folder = communicators.cache_folder("two", 1, write)
+    folder = communicators.get_cached_folder("two", 1, write)
     results.put([(folder / "text").read_text(), len((folder / "bytes").read_bytes())])
 
 
@@ -105,31 +105,31 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_broken_folder_is_written_anew(damage, cache):
     """An intact one is left alone."""
-    folder = communicators.cache_folder("two", 1, write_two_files)
-    assert communicators.cache_folder("two", 1, pytest.fail) == folder
+    folder = communicators.get_cached_folder("two", 1, write_two_files)
+    assert communicators.get_cached_folder("two", 1, pytest.fail) == folder
     DAMAGE[damage](folder)
-    assert communicators.cache_folder("two", 1, write_two_files) == folder
+    assert communicators.get_cached_folder("two", 1, write_two_files) == folder
     assert (folder / "text").read_text() == "abc"
     assert (folder / "bytes").stat().st_size == 2**23
-    assert communicators.cache_folder("two", 1, pytest.fail) == folder
+    assert communicators.get_cached_folder("two", 1, pytest.fail) == folder
     assert folders_in(cache) == [folder]
 
 
 def test_what_a_killed_process_left_is_removed(cache):
     """Half a model takes disk space, and nobody else would use it."""
-    folder = communicators.cache_folder("two", 1, write_two_files)
-    other = communicators.cache_folder("two", 2, write_two_files)
+    folder = communicators.get_cached_folder("two", 1, write_two_files)
+    other = communicators.get_cached_folder("two", 2, write_two_files)
     shutil.copytree(folder, f"{folder}.abcdefgh")
     shutil.rmtree(folder)
-    communicators.cache_folder("two", 1, write_two_files)
+    communicators.get_cached_folder("two", 1, write_two_files)
     assert folders_in(cache) == sorted([folder, other])
 
 
 def test_a_key_has_a_folder_of_its_own(cache):
     """Two keys do not replace each other's folders."""
-    first = communicators.cache_folder("two", {"a": "1.0", "b": 2}, write_two_files)
-    second = communicators.cache_folder("two", {"a": "1.1", "b": 2}, write_two_files)
-    assert communicators.cache_folder("two", {"b": 2, "a": "1.0"}, pytest.fail) == first
+    first = communicators.get_cached_folder("two", {"a": "1.0", "b": 2}, write_two_files)
+    second = communicators.get_cached_folder("two", {"a": "1.1", "b": 2}, write_two_files)
+    assert communicators.get_cached_folder("two", {"b": 2, "a": "1.0"}, pytest.fail) == first
     assert folders_in(cache) == sorted([first, second])
 
 
@@ -141,19 +141,19 @@ def test_without_a_cache_there_is_no_folder(cache, monkeypatch):
         raise OSError("No space left on device")
 
     with pytest.warns(UserWarning, match="cannot be written.*No space left"):
-        assert communicators.cache_folder("two", 1, write_half) is None
+        assert communicators.get_cached_folder("two", 1, write_half) is None
 
     def interrupt(folder):
         (folder / "text").write_text("a")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        communicators.cache_folder("two", 1, interrupt)
+        communicators.get_cached_folder("two", 1, interrupt)
     assert folders_in(cache) == []
     shutil.rmtree(cache)
     cache.write_text("")
     with pytest.warns(UserWarning, match="cannot be written"):
-        assert communicators.cache_folder("two", 1, write_two_files) is None
+        assert communicators.get_cached_folder("two", 1, write_two_files) is None
 
     def no_home():
         raise RuntimeError("Could not determine home directory.")
@@ -161,7 +161,7 @@ def test_without_a_cache_there_is_no_folder(cache, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.warns(UserWarning, match="home"):
-        assert communicators.cache_folder("two", 1, write_two_files) is None
+        assert communicators.get_cached_folder("two", 1, write_two_files) is None
 
 
 # --- the base model ---

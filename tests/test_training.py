@@ -184,7 +184,7 @@ def plain_training(script, args, communicator):
                     optimizers[i].step()
         if (iteration + 1) % args.local_updates == 0:
             seed = script.derive_seed(args.seed, iteration + 1, 7)
-            participating = communicators.participants(n, args.participation, seed)
+            participating = communicators.draw_participants(n, args.participation, seed)
             part = participating.nonzero().flatten().tolist()
             present = communicator * participating  # nobody listens to who sits out
             present = present / present.sum(1, keepdim=True)
