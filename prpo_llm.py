@@ -1154,7 +1154,7 @@ def rollout(
     uniforms = torch.cat(uniforms)
     prompts = [example["ids"] for example in chosen]
 
-    # So many prompts of each agent at once
+    # Blocks of so many prompts of each agent as are completed at once
     blocks = torch.arange(len(prompts)).view(len(held), -1)
     generated = []
     with select_adapters("policy"):
@@ -2326,9 +2326,11 @@ def compare_once(args: Args, model, folder: Path) -> None:
         "versions": [torch.__version__, transformers.__version__],
         "device": device,
     }
-    if not communicators.get_cached_folder(
-        "compared", key, lambda _: compare_with_plain(args, model)
-    ):
+
+    def compare(_: Path) -> None:
+        compare_with_plain(args, model)
+
+    if not communicators.get_cached_folder("compared", key, compare):
         compare_with_plain(args, model)
 
 

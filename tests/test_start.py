@@ -116,7 +116,7 @@ def test_a_broken_folder_is_written_anew(damage, cache):
 
 
 def test_what_a_killed_process_left_is_removed(cache):
-    """Half a model takes disk space, and nobody else would use it."""
+    """Half a model takes disk space, and no other process would use it."""
     folder = communicators.get_cached_folder("two", 1, write_two_files)
     other = communicators.get_cached_folder("two", 2, write_two_files)
     shutil.copytree(folder, f"{folder}.abcdefgh")
