@@ -1041,8 +1041,6 @@ class Peers:
         latest = self.exchange.all_gather(flatten(snapshots, max(self.sizes)))
         for view in self.views:
             for j in self._senders(view.agent):
-                if j in view:
-                    continue
                 if (j, view.round) not in networks:
                     networks[j, view.round] = self._make_network(j, latest[j])
                 view[j] = networks[j, view.round]

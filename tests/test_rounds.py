@@ -177,6 +177,11 @@ def snapshots_of(peers):
     }
 
 
+def count_networks(peers):
+    """How many networks the agents of this process hold together."""
+    return len({id(network) for view in peers.views for network in view.values()})
+
+
 def alone(num_agents):
     """One process that holds all agents."""
     return Place(num_agents, 0, SimpleNamespace(tables=[None], barrier=threading.Barrier(1)))
@@ -206,7 +211,7 @@ def test_a_view_is_what_came_in_the_last_round_of_its_agent(topology, fraction, 
         if last[i]:
             present = communicators.draw_participants(n, fraction, int(last[i]))
             assert all(present[j] for j in senders)
-    assert len({id(network) for view in peers.views for network in view.values()}) == len(distinct)
+    assert count_networks(peers) == len(distinct)
     assert (peers.communicator.sum(1) - 1).abs().max() < 1e-6 and (
         fraction == 1 or len(set(last.tolist())) > 1
     )
@@ -259,6 +264,14 @@ def test_a_rank_evaluates_only_those_to_whom_its_agents_may_listen(n, expected, 
     assert len(first.received) == len(second.received) == expected
     measured = ~first.distances.isnan()
     assert measured.sum() == (n * n if n == 8 else 3 * n)
+
+
+def test_a_resumed_run_shares_networks_as_before():
+    """Also older ones, which every agent that still listens to their sender has stored."""
+    peers = play(alone(20), "full", 0.5)
+    resumed = play(alone(20), "full", 0.5, resume_after=5)
+    stored = sum(len(view.stored) for view in peers.views)
+    assert count_networks(resumed) == count_networks(peers) < stored
 
 
 def test_a_rank_whose_agents_all_sit_out_goes_on():
