@@ -1033,8 +1033,8 @@ class Peers:
         self.last_rounds[:] = self.exchange.all_gather(rounds).flatten()
         networks = {}  # (sender, iteration) -> network, shared by its listeners
         for view in self.views:
-            for j in view:
-                view[j] = networks.setdefault((j, view.round), view[j])
+            for j, network in view.items():
+                networks.setdefault((j, view.round), network)
         if torch.equal(self.communicator, identity(len(self.sizes))):
             return  # isolated agents send nothing
         snapshots = [view[view.agent] for view in self.views]

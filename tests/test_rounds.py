@@ -266,6 +266,16 @@ def test_a_rank_evaluates_only_those_to_whom_its_agents_may_listen(n, expected, 
     assert measured.sum() == (n * n if n == 8 else 3 * n)
 
 
+@pytest.mark.parametrize("n", [6, 18])
+def test_distances_are_total_variations_on_the_public_states(n):
+    """Of few agents all, of many those that C connects."""
+    peers = play(alone(n), rounds=1)
+    expected = communicators.total_variation(peers.log_probs)
+    if n > communicators.FEW_AGENTS:
+        expected = expected.masked_fill(peers.communicator == 0, math.nan)
+    torch.testing.assert_close(peers.distances, expected, equal_nan=True)
+
+
 def test_a_resumed_run_shares_networks_as_before():
     """Also older ones, which every agent that still listens to their sender has stored."""
     peers = play(alone(20), "full", 0.5)
