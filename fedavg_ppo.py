@@ -5,7 +5,7 @@ The baseline of PR-PPO: `prpo_minigrid.py` or `prpo_atari.py`, chosen by the tas
 "FedAvg" in the loop of these scripts; each agent's KL penalty pulls it towards its own policy
 before the update (eq. 3 of the PRPO paper).
 
-    python fedavg_ppo.py --env-id MiniGrid-DoorKey-6x6-v0        # three agents in one process
+    python fedavg_ppo.py                                         # three agents in one process
     python fedavg_ppo.py --env-id BeamRiderNoFrameskip-v4        # the same on Atari
     python fedavg_ppo.py --communicator similarity               # a weighted average (WeightedAvg)
     torchrun --nproc-per-node 3 fedavg_ppo.py                    # one agent per process

@@ -3,7 +3,7 @@
 Eq. 4 of the PRPO paper. Each agent trains on its own environments; agents exchange parameters and
 a few scalars, never an observation, an action or a reward.
 
-    python prpo_minigrid.py --env-id MiniGrid-DoorKey-6x6-v0     # three agents in one process
+    python prpo_minigrid.py                                      # three agents in one process
     python prpo_minigrid.py --communicator identity              # the same agents, isolated
     python prpo_minigrid.py --aggregation weights                # FedAvg, as fedavg_ppo.py
     torchrun --nproc-per-node 3 prpo_minigrid.py                 # one agent per process
@@ -68,7 +68,7 @@ class Args(RunArgs):
     """cpu, cuda, cuda:N, or auto: the processor, where distinct observations are computed once"""
 
     # The environments
-    env_id: str = "MiniGrid-FourRooms-v0"
+    env_id: str = "MiniGrid-DoorKey-6x6-v0"
     """the task of all agents; of your own as module:id, as Gymnasium has it"""
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
     missions: tuple[str, ...] = ()
@@ -96,10 +96,10 @@ class Args(RunArgs):
     aggregation: Literal["policy", "weights", "none"] = "policy"
     """what agents exchange parameters for: a reference policy (PR-PPO), an average of parameters
     (FedAvg), or nothing (isolated agents)"""
-    local_updates: Count = 32  # iterations between communication rounds
-    kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
+    local_updates: Count = 4  # iterations between communication rounds
+    kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.5
     """coefficient of the KL penalty towards the reference policy"""
-    kl_direction: Literal["forward", "reverse"] = "forward"
+    kl_direction: Literal["forward", "reverse"] = "reverse"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
@@ -110,8 +110,8 @@ class Args(RunArgs):
     """fraction of the agents, drawn anew, that takes part in a communication round"""
 
     # PPO
-    total_timesteps: Count = 5_000_000  # environment steps of each agent
-    learning_rate: Positive = 2.5e-4  # learning rate of Adam
+    total_timesteps: Count = 250_000  # environment steps of each agent
+    learning_rate: Positive = 1e-3  # learning rate of Adam
     num_steps: Count = 512  # steps per environment and rollout
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
     gamma: Fraction = 0.99  # discount factor

@@ -5,7 +5,7 @@ E[KL(C_i pi^k || pi)] <= epsilon, where PR-PPO adds the KL as a penalty. Environ
 rollouts, references and evaluation are those of `prpo_minigrid.py`, by import: this file contains
 what differs.
 
-    python prtrpo_minigrid.py --env-id MiniGrid-DoorKey-6x6-v0   # three agents in one process
+    python prtrpo_minigrid.py                                    # three agents in one process
     python prtrpo_minigrid.py --communicator identity            # the same agents, isolated: TRPO
     python prtrpo_minigrid.py --delta 0.1                        # bounded updates, Observation 1
     torchrun --nproc-per-node 3 prtrpo_minigrid.py               # one agent per process
@@ -73,7 +73,7 @@ class Args(RunArgs):
     """cpu, cuda, cuda:N, or auto: the processor, where distinct observations are computed once"""
 
     # The environments
-    env_id: str = "MiniGrid-FourRooms-v0"
+    env_id: str = "MiniGrid-DoorKey-6x6-v0"
     """the task of all agents; of your own as module:id, as Gymnasium has it"""
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
     missions: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ class Args(RunArgs):
     """length of each candidate step, relative to the one before it"""
 
     # Rollouts, and the value function, a network of its own
-    total_timesteps: Count = 5_000_000  # environment steps of each agent
+    total_timesteps: Count = 250_000  # environment steps of each agent
     learning_rate: Positive = 1e-3  # learning rate of Adam, for the value function
     num_steps: Count = 512  # steps per environment and rollout
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
