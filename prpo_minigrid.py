@@ -511,8 +511,7 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(device) for agent in make_agents(args)]
-    sizes = [sum(parameter.numel() for parameter in agent.parameters()) for agent in first]
-    communicators.unflatten(exchange.broadcast(communicators.flatten(first, max(sizes))), first)
+    exchange.broadcast_networks(first)
     agents = [copy.deepcopy(first[i]) for i in held]
     optimizers = [
         torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
@@ -642,7 +641,7 @@ def main(args: Args) -> dict:
                     senders = communicator[i].nonzero().flatten()
                     if participating[i] and peers.usable[senders].all():
                         networks = [peers.views[k][j] for j in senders.tolist()]
-                        received = communicators.flatten(networks, max(sizes))
+                        received = communicators.flatten(networks)
                         weights = communicator[i : i + 1, senders]
                         average = communicators.average_parameters(weights, received)
                         communicators.unflatten(average, agents[k : k + 1])

@@ -443,8 +443,7 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(device) for agent in make_agents(args)]
-    sizes = [sum(parameter.numel() for parameter in agent.parameters()) for agent in first]
-    communicators.unflatten(exchange.broadcast(communicators.flatten(first, max(sizes))), first)
+    exchange.broadcast_networks(first)
     agents = [Agent(copy.deepcopy(first[i])) for i in held]
     optimizers = [  # of the value functions; policies take steps of their own
         torch.optim.Adam(agent.baseline.parameters(), args.learning_rate, eps=1e-5, fused=True)
