@@ -343,6 +343,23 @@ def test_isolated_agents_send_log_probabilities_for_the_log_and_nothing_else(mon
             assert torch.equal(view[i].head.bias, networks[i].head.bias)
 
 
+def test_an_agent_that_sits_out_sends_zeros(monkeypatch):
+    sent = []
+    gather = Place.all_gather
+
+    def watch(exchange, local):
+        sent.append(local.clone())
+        return gather(exchange, local)
+
+    monkeypatch.setattr(Place, "all_gather", watch)
+    n = 4
+    peers = Peers(alone(n), policies(n), torch.randn(6, 4), torch.ones(n, n, dtype=torch.bool))
+    participating = torch.tensor([True, False, True, True])
+    peers.exchange_snapshots(policies(n, seed=1), participating, peers.neighbours, 1)
+    (parameters,) = sent
+    assert torch.equal(parameters.any(1), participating)
+
+
 @pytest.mark.parametrize("spoiled", ["nan", "huge weight", "huge value"])
 def test_what_is_finite_but_no_policy_is_dropped(spoiled, capsys):
     """Parameters of 3e38 are finite; their log-probabilities, or the squares of their values, are
