@@ -1,4 +1,4 @@
-"""PR-TRPO: the step of eq. 9 against other solvers, what a run does with it, and the theory on small problems."""
+"""PR-TRPO: the step of eq. 9 against other solvers, runs, and the theory on small problems."""
 
 import copy
 import json
@@ -51,7 +51,7 @@ class Small(nn.Module):
 
 
 def problem(seed, distance, policy=None, states=6, samples=80, actions=4):
-    """A policy, what it met, and a reference at some distance: (policy, obs, reference, batch)."""
+    """A policy, its samples, and a reference at some distance: (policy, obs, reference, batch)."""
     torch.manual_seed(seed)
     policy = policy or Small(actions=actions)
     obs = torch.randn(states, 3, dtype=torch.double)
@@ -75,7 +75,7 @@ def problem(seed, distance, policy=None, states=6, samples=80, actions=4):
 
 
 def on_samples(policy, obs, reference, batch):
-    """Surrogate and KL of eq. 9 as they are written: means over all samples, none of them merged."""
+    """Surrogate and KL of eq. 9 as written: means over all samples, none of them merged."""
     probs = policy(obs[batch["states"]])[0].softmax(-1)
     ratio = probs.gather(1, batch["actions"][:, None])[:, 0] / batch["logprobs"].exp()
     kl = kl_divergence(Categorical(logits=reference[batch["states"]]), Categorical(probs))
@@ -83,17 +83,14 @@ def on_samples(policy, obs, reference, batch):
 
 
 def dense_step(policy, obs, reference, batch, epsilon, damping):
-    """g, b, H with its damping, and the step, by automatic differentiation over all samples and a dense solve."""
-    start = {name: own.detach() for name, own in policy.named_parameters()}
-    split = [own.numel() for own in start.values()]
+    """g, b, damped H, c, slack, step and recovery step, from all samples and a dense solve."""
+    start = {name: parameter.detach() for name, parameter in policy.named_parameters()}
+    split = [parameter.numel() for parameter in start.values()]
 
     def at(flat):
-        parts = [
-            part.view_as(own) for part, own in zip(flat.split(split), start.values(), strict=True)
-        ]
-        return lambda obs: torch.func.functional_call(
-            policy, dict(zip(start, parts, strict=True)), (obs,)
-        )
+        pieces = zip(start.items(), flat.split(split), strict=True)
+        parameters = {name: piece.view_as(parameter) for (name, parameter), piece in pieces}
+        return lambda obs: torch.func.functional_call(policy, parameters, (obs,))
 
     flat = parameters_to_vector(start.values())
     before = policy(obs)[0].log_softmax(-1).detach()
@@ -102,7 +99,8 @@ def dense_step(policy, obs, reference, batch, epsilon, damping):
     fisher = torch.func.hessian(lambda x: on_samples(at(x), obs, before, batch)[1])(flat)
     H = fisher + damping * torch.eye(len(flat), dtype=torch.double)
     c = on_samples(policy, obs, reference, batch)[1].item()
-    u, s = torch.linalg.solve(H, b), torch.linalg.solve(H, g)
+    u = torch.linalg.solve(H, b)
+    s = torch.linalg.solve(H, g)
     slack = epsilon - c + (b @ u).item() / 2
     step = math.sqrt(2 * slack / (g @ s).item()) * s - u if slack > 0 else -u
     return g, b, H, c, slack, step, -u
@@ -114,14 +112,15 @@ def dense_step(policy, obs, reference, batch, epsilon, damping):
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**31), size=st.integers(1, 6), epsilon=st.floats(0.01, 2.0))
 def test_the_closed_form_is_what_a_generic_solver_finds(seed, size, epsilon):
-    """scipy maximises g x in the region c + b x + x H x / 2 <= epsilon; an empty region is missed by the least."""
+    """scipy maximises g x in the region c + b x + x H x / 2 <= epsilon.
+
+    If the region is empty, the step minimises the left side.
+    """
     generator = np.random.default_rng(seed)
     root = generator.normal(size=(size, size))
-    H, (g, b), c = (
-        root @ root.T + 0.3 * np.eye(size),
-        generator.normal(size=(2, size)),
-        generator.uniform(0, 1.5),
-    )
+    H = root @ root.T + 0.3 * np.eye(size)
+    g, b = generator.normal(size=(2, size))
+    c = generator.uniform(0, 1.5)
 
     def excess(x):
         return c + b @ x + x @ H @ x / 2 - epsilon
@@ -129,11 +128,11 @@ def test_the_closed_form_is_what_a_generic_solver_finds(seed, size, epsilon):
     tensors = (torch.from_numpy(x) for x in (g, b))
     product = torch.from_numpy(H).__matmul__
     step, centre, slack = prtrpo_minigrid.solve(product, *tensors, c, epsilon, 10 * size)
-    step, centre = step.numpy(), centre.numpy()
+    step = step.numpy()
+    centre = centre.numpy()
     nearest = minimize(excess, np.zeros(size), jac=lambda x: b + H @ x, tol=1e-10)
-    assert excess(centre) == pytest.approx(nearest.fun, abs=1e-4) and slack == pytest.approx(
-        -nearest.fun, abs=1e-4
-    )
+    assert excess(centre) == pytest.approx(nearest.fun, abs=1e-4)
+    assert slack == pytest.approx(-nearest.fun, abs=1e-4)
     if slack <= 0:
         assert np.array_equal(step, centre)
     elif slack > 1e-2:
@@ -147,7 +146,8 @@ def test_the_closed_form_is_what_a_generic_solver_finds(seed, size, epsilon):
             method="SLSQP",
             options=options,
         )
-        assert excess(best.x) < 1e-6 and excess(step) == pytest.approx(0, abs=1e-3)
+        assert excess(best.x) < 1e-6
+        assert excess(step) == pytest.approx(0, abs=1e-3)
         assert g @ step == pytest.approx(g @ best.x, rel=2e-3, abs=2e-3)
 
 
@@ -176,29 +176,32 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_a_dense_solve(case):
-    """With C = I the step is TRPO's; a reference further off makes the others. Damped so much that all are accepted."""
+    """With C = I the step is TRPO's; references further off give the other cases.
+
+    The damping is so large that all steps are accepted.
+    """
     distance, epsilon = CASES[case]
     policy, obs, reference, batch = problem(2, distance)
     start = parameters_to_vector(policy.parameters()).detach()
     *_, c, slack, step, _ = dense_step(policy, obs, reference, batch, epsilon, damping=0.3)
     args = prtrpo_minigrid.Args(damping_coef=0.3, **EXACT)
-    found = prtrpo_minigrid.improve(policy, obs, reference, batch, epsilon, args)
+    step_metrics = prtrpo_minigrid.improve(policy, obs, reference, batch, epsilon, args)
     torch.testing.assert_close(
         parameters_to_vector(policy.parameters()) - start, step, rtol=1e-3, atol=1e-5
     )
-    assert (found["kl_reference_before"], found["slack"]) == pytest.approx(
+    assert (step_metrics["kl_reference_before"], step_metrics["slack"]) == pytest.approx(
         (c, slack), rel=1e-4, abs=1e-8
     )
-    assert found["step"] == (RECOVERY if case == "no slack" else NORMAL)
-    assert (c > epsilon) == (case in ("outside, with slack", "no slack")) and (slack > 0) == (
-        case != "no slack"
-    )
+    assert step_metrics["step"] == (RECOVERY if case == "no slack" else NORMAL)
+    assert (c > epsilon) == (case in ("outside, with slack", "no slack"))
+    assert (slack > 0) == (case != "no slack")
     if distance == 0:
-        assert abs(c) < 1e-12 and slack == pytest.approx(epsilon)
+        assert abs(c) < 1e-12
+        assert slack == pytest.approx(epsilon)
 
 
 def test_a_step_over_patches_is_that_over_observations():
-    """Products with the Fisher matrix, line search and metrics do not depend on how the network is evaluated."""
+    """Fisher products, line search and metrics are the same however the network is evaluated."""
     torch.manual_seed(0)
     policies = [prpo_minigrid.Agent(4, hidden=16)]
     torch.nn.init.orthogonal_(policies[0].actor.weight)
@@ -215,28 +218,40 @@ def test_a_step_over_patches_is_that_over_observations():
     start = parameters_to_vector(policies[0].parameters()).detach()
     shown = obs, communicators.as_patches(obs, policies[1].network)
     assert isinstance(shown[1], communicators.Patches)
-    found = [
-        prtrpo_minigrid.improve(policy, own, reference, batch, 0.1, prtrpo_minigrid.Args(**EXACT))
-        for policy, own in zip(policies, shown, strict=True)
+    metrics = [
+        prtrpo_minigrid.improve(
+            policy, observations, reference, batch, 0.1, prtrpo_minigrid.Args(**EXACT)
+        )
+        for policy, observations in zip(policies, shown, strict=True)
     ]
     moves = [parameters_to_vector(policy.parameters()).detach() - start for policy in policies]
-    assert found[0]["step"] == NORMAL and moves[0].norm() > 0.05
+    assert metrics[0]["step"] == NORMAL
+    assert moves[0].norm() > 0.05
     assert (moves[0] - moves[1]).norm() < 0.01 * moves[0].norm()
-    assert found[1] == pytest.approx(found[0], rel=1e-2, abs=1e-4)
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-2, abs=1e-4)
 
 
 def test_isolated_agents_take_the_steps_of_sb3_contrib():
-    """The same network and rollout: the same parameters after the policy's update, line search included."""
+    """The same network and rollout give the same parameters, line search included."""
     env = gym.make("CartPole-v1")
     options = {"net_arch": {"pi": [8], "vf": [8]}}
-    for epsilon, damping in (
-        (0.01, 0.1),
-        (0.3, 1e-3),
-    ):  # in the second, the first candidates are rejected
-        model = TRPO("MlpPolicy", env, n_steps=256, seed=3, target_kl=epsilon, cg_damping=damping, n_critic_updates=1,
-                     learning_rate=0.0, policy_kwargs=options, device="cpu")  # fmt: skip
+    # With the second pair the first candidates are rejected
+    for epsilon, damping in ((0.01, 0.1), (0.3, 1e-3)):
+        model = TRPO(
+            "MlpPolicy",
+            env,
+            n_steps=256,
+            seed=3,
+            target_kl=epsilon,
+            cg_damping=damping,
+            n_critic_updates=1,
+            learning_rate=0.0,
+            policy_kwargs=options,
+            device="cpu",
+        )
         nn.init.orthogonal_(model.policy.action_net.weight)
-        update, model.train = model.train, lambda: None
+        update = model.train
+        model.train = lambda: None
         model.learn(256)
         actor = copy.deepcopy(
             nn.Sequential(model.policy.mlp_extractor.policy_net, model.policy.action_net)
@@ -253,7 +268,8 @@ def test_isolated_agents_take_the_steps_of_sb3_contrib():
             def forward(self, obs):
                 return self.actor(obs), None
 
-        policy, steps = Policy(actor), torch.arange(256)
+        policy = Policy(actor)
+        steps = torch.arange(256)
         batch = {
             "states": steps,
             "actions": data.actions.long().flatten(),
@@ -262,22 +278,28 @@ def test_isolated_agents_take_the_steps_of_sb3_contrib():
         batch["advantages"] = data.advantages
         reference = policy(data.observations)[0].log_softmax(-1).detach()
         args = prtrpo_minigrid.Args(damping_coef=damping, cg_iters=15)
-        found = prtrpo_minigrid.improve(policy, data.observations, reference, batch, epsilon, args)
+        metrics = prtrpo_minigrid.improve(
+            policy, data.observations, reference, batch, epsilon, args
+        )
         update()
         ours = parameters_to_vector(actor.parameters()) - start
         trained = nn.Sequential(model.policy.mlp_extractor.policy_net, model.policy.action_net)
         theirs = parameters_to_vector(trained.parameters()) - start
-        assert found["step"] == NORMAL and theirs.norm() > 0.05
+        assert metrics["step"] == NORMAL
+        assert theirs.norm() > 0.05
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
-        shrunk = (
-            math.sqrt(2 * epsilon) / found["tv_update"]
-        )  # the whole step is about as far as Pinsker says
+        # The whole step would move the policy by about Pinsker's bound
+        shrunk = math.sqrt(2 * epsilon) / metrics["tv_update"]
         assert shrunk > 1
 
 
 def searched(policy, step, centre, slack, c, epsilon, args, data):
-    """The line search, naively: (kind, the step that is taken, candidates inside the region that gain nothing)."""
-    start, fooled = parameters_to_vector(policy.parameters()).detach().clone(), 0
+    """The line search, naively: (kind, accepted step, number of misleading candidates).
+
+    A misleading candidate lies inside the region but does not raise the surrogate.
+    """
+    start = parameters_to_vector(policy.parameters()).detach().clone()
+    misleading = 0
 
     def at(step):
         vector_to_parameters(start + step, policy.parameters())
@@ -287,57 +309,71 @@ def searched(policy, step, centre, slack, c, epsilon, args, data):
 
     lengths = [args.backtrack_coef**k for k in range(args.backtrack_iters)]
     origin = centre if c > epsilon else torch.zeros_like(centre)
-    for length in lengths if slack > 0 else ():
-        candidate = origin + length * (step - origin)
-        surrogate, kl = at(candidate)
-        if kl <= epsilon:
-            if surrogate > at(origin)[0]:
-                return NORMAL, candidate, fooled
-            fooled += 1
-    for length in lengths if c > epsilon else ():
-        if at(length * centre)[1] < c:
-            return RECOVERY, length * centre, fooled
-    return REJECTED, torch.zeros_like(centre), fooled
+    if slack > 0:
+        for length in lengths:
+            candidate = origin + length * (step - origin)
+            surrogate, kl = at(candidate)
+            if kl <= epsilon:
+                if surrogate > at(origin)[0]:
+                    return NORMAL, candidate, misleading
+                misleading += 1
+    if c > epsilon:
+        for length in lengths:
+            if at(length * centre)[1] < c:
+                return RECOVERY, length * centre, misleading
+    return REJECTED, torch.zeros_like(centre), misleading
 
 
 def test_the_constraint_holds_after_every_accepted_step():
-    """On all samples: normal steps end inside and gain, recoveries come nearer, rejected ones stay; each kind occurs.
+    """On all samples: normal steps end inside and gain, recoveries reduce the KL, others stay.
+
+    Each kind occurs.
 
     Little damping and large regions make the first candidates bad, by KL or by surrogate.
     """
-    kinds, shorter, fooled = {NORMAL: 0, RECOVERY: 0, REJECTED: 0}, 0, 0
+    kinds = {NORMAL: 0, RECOVERY: 0, REJECTED: 0}
+    shorter = 0
+    all_misleading = 0
     for seed in range(60):
         generator = np.random.default_rng(seed)
         policy, obs, reference, batch = problem(seed, generator.choice([0.0, 0.2, 0.5, 0.9]))
         with torch.no_grad():
-            for own in policy.parameters():
-                own.mul_(2.0)  # far from where the model is good
+            for misleading in policy.parameters():
+                misleading.mul_(2.0)  # far from where the model is good
         behaviour = policy(obs)[0].log_softmax(-1).detach()
         batch["logprobs"] = behaviour[batch["states"], batch["actions"]]
-        epsilon, data = 10 ** generator.uniform(-3, 0.7), (obs, reference, batch)
+        epsilon = 10 ** generator.uniform(-3, 0.7)
+        data = (obs, reference, batch)
         args = prtrpo_minigrid.Args(
             damping_coef=1e-3, backtrack_iters=int(generator.integers(1, 9)), **EXACT
         )
         start = parameters_to_vector(policy.parameters()).detach().clone()
         first, c = (value.item() for value in on_samples(policy, *data))
         *_, slack, step, centre = dense_step(policy, *data, epsilon, damping=1e-3)
-        kind, wanted, own = searched(policy, step, centre, slack, c, epsilon, args, data)
-        found = prtrpo_minigrid.improve(policy, *data, epsilon, args)
+        kind, expected_change, misleading = searched(
+            policy, step, centre, slack, c, epsilon, args, data
+        )
+        metrics = prtrpo_minigrid.improve(policy, *data, epsilon, args)
         change = parameters_to_vector(policy.parameters()).detach() - start
-        assert found["step"] == kind and (change - wanted).norm() <= 0.02 * wanted.norm(), seed
+        assert metrics["step"] == kind, seed
+        assert (change - expected_change).norm() <= 0.02 * expected_change.norm(), seed
         surrogate, kl = (value.item() for value in on_samples(policy, *data))
         if kind == NORMAL:
-            assert kl <= epsilon + 1e-12 and (surrogate > first or c > epsilon)
+            assert kl <= epsilon + 1e-12
+            assert surrogate > first or c > epsilon
         elif kind == RECOVERY:
-            assert epsilon < c and kl < c
+            assert epsilon < c
+            assert kl < c
         else:
-            assert not change.any() and surrogate == pytest.approx(first)
-        kinds[kind], fooled = kinds[kind] + 1, fooled + own
+            assert not change.any()
+            assert surrogate == pytest.approx(first)
+        kinds[kind] += 1
+        all_misleading += misleading
         shorter += kind == NORMAL and bool((change - step).norm() > 0.05 * step.norm())
 
         after = policy(obs)[0].log_softmax(-1).detach()
-        told = [
-            found[name]
+        reported = [
+            metrics[name]
             for name in ("kl_reference_before", "kl_reference_after", "policy_loss", "tv_update")
         ]
         rows = batch["states"]
@@ -345,22 +381,24 @@ def test_the_constraint_holds_after_every_accepted_step():
             ((after.exp() - x.exp()).abs().sum(-1) / 2)[rows].mean().item()
             for x in (behaviour, reference)
         ]
-        assert told == pytest.approx([c, kl, -surrogate, movements[0]], rel=1e-5, abs=1e-8)
+        assert reported == pytest.approx([c, kl, -surrogate, movements[0]], rel=1e-5, abs=1e-8)
         entropy = Categorical(logits=after[rows]).entropy().mean().item()
-        assert (found["tv_reference"], found["entropy"]) == pytest.approx(
+        assert (metrics["tv_reference"], metrics["entropy"]) == pytest.approx(
             (movements[1], entropy), rel=1e-5
         )
-    assert min(kinds.values()) >= 3 and shorter >= 5 and fooled >= 2, (kinds, shorter, fooled)
+    assert min(kinds.values()) >= 3, kinds
+    assert shorter >= 5
+    assert all_misleading >= 2
 
 
 def test_a_policy_that_is_no_number_takes_no_step():
     policy, obs, reference, batch = problem(0, 0.3)
     before = parameters_to_vector(policy.parameters()).detach().clone()
     batch["advantages"][3] = torch.nan
-    found = prtrpo_minigrid.improve(policy, obs, reference, batch, 0.5, prtrpo_minigrid.Args())
-    assert (
-        found["step"] == REJECTED and found["tv_update"] == 0 and math.isnan(found["policy_loss"])
-    )
+    metrics = prtrpo_minigrid.improve(policy, obs, reference, batch, 0.5, prtrpo_minigrid.Args())
+    assert metrics["step"] == REJECTED
+    assert metrics["tv_update"] == 0
+    assert math.isnan(metrics["policy_loss"])
     assert torch.equal(parameters_to_vector(policy.parameters()), before)
 
 
@@ -369,27 +407,23 @@ def test_fitting_the_value_function_leaves_the_policy_alone(monkeypatch):
     torch.manual_seed(0)
     agent = prtrpo_minigrid.Agent(prpo_minigrid.Agent(7, hidden=16))
     optimizer = torch.optim.Adam(agent.baseline.parameters(), 1e-3)
-    obs, states = PRTRPO_MINIGRID.random_obs(9), torch.randint(9, (64,))
+    obs = PRTRPO_MINIGRID.random_obs(9)
+    states = torch.randint(9, (64,))
     batch = {"states": states, "returns": torch.randn(9)[states] + 0.1 * torch.randn(64)}
     monkeypatch.setattr(prtrpo_minigrid, "improve", lambda *_: {})
-    args, policy = (
-        prtrpo_minigrid.Args(num_minibatches=1, update_epochs=60),
-        copy.deepcopy(agent.policy),
-    )
-    wanted = 0.5 * (agent(obs)[1][states] - batch["returns"]).square().mean().item()
+    args = prtrpo_minigrid.Args(num_minibatches=1, update_epochs=60)
+    policy = copy.deepcopy(agent.policy)
+    expected_loss = 0.5 * (agent(obs)[1][states] - batch["returns"]).square().mean().item()
     generator = torch.Generator().manual_seed(0)
     _, *fits = prtrpo_minigrid.learn(agent, optimizer, generator, obs, None, batch, 0.01, args)
     losses = [fit["value_loss"] for fit in fits]
-    assert (
-        losses[0] == pytest.approx(wanted, rel=1e-5)
-        and losses[-1] < 0.5 * losses[0]
-        and len(losses) == 60
-    )
-    for own, other in zip(agent.policy.parameters(), policy.parameters(), strict=True):
-        assert torch.equal(own, other)
-    assert torch.equal(agent(obs)[0], policy(obs)[0]) and not torch.allclose(
-        agent(obs)[1], policy(obs)[1]
-    )
+    assert losses[0] == pytest.approx(expected_loss, rel=1e-5)
+    assert losses[-1] < 0.5 * losses[0]
+    assert len(losses) == 60
+    for parameter, other in zip(agent.policy.parameters(), policy.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+    assert torch.equal(agent(obs)[0], policy(obs)[0])
+    assert not torch.allclose(agent(obs)[1], policy(obs)[1])
 
 
 def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
@@ -399,10 +433,8 @@ def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
     optimizer = torch.optim.Adam(agent.baseline.parameters(), 1e-3)
     batch = {"states": torch.arange(8), "returns": torch.randn(8)}
     monkeypatch.setattr(prtrpo_minigrid, "improve", lambda *_: {})
-    args, generator = (
-        prtrpo_minigrid.Args(num_minibatches=1, update_epochs=2),
-        torch.Generator().manual_seed(0),
-    )
+    args = prtrpo_minigrid.Args(num_minibatches=1, update_epochs=2)
+    generator = torch.Generator().manual_seed(0)
     given = agent, optimizer, generator, PRTRPO_MINIGRID.random_obs(8), None, batch, 0.01, args
     assert len([*prtrpo_minigrid.learn(*given)]) == 3
     weights = parameters_to_vector(agent.baseline.parameters()).detach().clone()
@@ -416,16 +448,17 @@ def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
 
 # --- runs ---
 
-# Agents that differ, sit out rounds, and whose epsilons depend on everybody's last update
+# Agents that differ, sit out rounds, and whose epsilons depend on all agents' last updates. Delta
+# is too small for any update, but epsilon has a floor: some updates of each agent exceed the bound
 MIXED = {
+    "num_agents": 3,
     "hidden_sizes": (32, 16, 24),
     "participation": 0.67,
     "communicator": "surrogate",
-    "delta": 0.2,
+    "local_updates": 1,
+    "delta": 0.01,
+    "epsilon_min": 1e-3,
 }
-MIXED |= {"local_updates": 1, "num_agents": 3}
-# Too little for any update, but epsilon has a floor: some updates exceed the bound, of each agent other ones
-MIXED |= {"delta": 0.01, "epsilon_min": 1e-3}
 QUICK = {"hidden_sizes": (16, 16, 16), "local_updates": 1, "eval_episodes": 0}
 
 
@@ -438,7 +471,10 @@ def mixed_run(tmp_path_factory):
 
 
 def test_resume_after_a_crash_equals_a_whole_run(mixed_run, crashing, tmp_path):
-    """N + resume + N = 2N, bit for bit: also snapshots of who sat out, and the movements that set the next epsilon."""
+    """N + resume + N = 2N, bit for bit.
+
+    This includes snapshots of agents that sat out, and the movements that set the next epsilon.
+    """
     args = tiny(PRTRPO_MINIGRID, tmp_path, **MIXED)
     crashing("complete", 0, 4, lambda: prtrpo_minigrid.main(args))
     folder = only_run(tmp_path)
@@ -474,9 +510,11 @@ def expected_epsilon(rows, args, gamma=1.0):
 
 @pytest.mark.parametrize("communicator", ["identity", "asymmetric"])
 def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monkeypatch):
-    """Every update's reference is row i of C applied to the *present* policies, and its epsilon that of the schedule.
+    """Every update's reference is row i of C applied to the *present* policies.
 
-    C is not symmetric, and a round follows every update; an isolated agent's epsilon comes from itself alone.
+    Its epsilon is that of the schedule. C is not symmetric, and a round follows every update; an
+    isolated agent's epsilon comes from
+    itself alone.
     """
     matrix = (
         torch.eye(3)
@@ -486,8 +524,10 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
     (tmp_path / "C.csv").write_text("\n".join(",".join(map(str, row)) for row in matrix.tolist()))
     name = "identity" if communicator == "identity" else str(tmp_path / "C.csv")
     args = tiny(PRTRPO_MINIGRID, tmp_path / "runs", communicator=name, delta=0.2, **QUICK)
-    steps, numbers = [], {}
-    improve, diagnose = prtrpo_minigrid.improve, prtrpo_minigrid.diagnose_update
+    steps = []
+    numbers = {}
+    improve = prtrpo_minigrid.improve
+    diagnose = prtrpo_minigrid.diagnose_update
 
     def note(policy, obs, reference, batch, epsilon, args):
         steps.append((policy, copy.deepcopy(policy), obs, reference, epsilon))
@@ -517,12 +557,16 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
                 for row in rows[3 * k - 3 : 3 * k]
                 if communicator != "identity" or int(row["agent"]) == i
             ]
-            wanted = expected_epsilon(group if k else [], args)
+            expected = expected_epsilon(group if k else [], args)
             row = rows[3 * k + i]
-            assert (float(row["epsilon"]), float(row["bound"])) == pytest.approx(wanted, rel=2e-3)
+            assert (float(row["epsilon"]), float(row["bound"])) == pytest.approx(expected, rel=2e-3)
             assert epsilon == pytest.approx(float(row["epsilon"]), rel=1e-5)
-            own = [float(r["tv_update"]) <= float(r["bound"]) for r in rows[i : 3 * k + i + 1 : 3]]
-            assert float(row["share_within_bound"]) == pytest.approx(np.mean(own), abs=1e-5)
+            within_bound = [
+                float(r["tv_update"]) <= float(r["bound"]) for r in rows[i : 3 * k + i + 1 : 3]
+            ]
+            assert float(row["share_within_bound"]) == pytest.approx(
+                np.mean(within_bound), abs=1e-5
+            )
     kinds = {float(row["step"]) for row in rows}
     for row in rows:
         number = {column: float(row[column]) for column in row.keys() - {"env_id", "exp_name"}}
@@ -532,27 +576,24 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
             assert number["kl_reference_before"] > number["kl_reference_after"]
         else:
             assert number["tv_update"] == 0
-    assert NORMAL in kinds and len({row["epsilon"] for row in rows}) > 5
+    assert NORMAL in kinds
+    assert len({row["epsilon"] for row in rows}) > 5
 
 
-def test_who_talks_to_nobody_trains_like_an_isolated_agent(tmp_path):
-    """--communicator FILE: bit for bit, and nothing is sent for it."""
+def test_an_agent_without_peers_trains_like_an_isolated_one(tmp_path):
+    """--communicator FILE: bit for bit, and nothing is sent to or by it."""
     (tmp_path / "pair.csv").write_text("0.5,0.5,0\n0.5,0.5,0\n0,0,1\n")
     weights = {}
-    for name in (str(tmp_path / "pair.csv"), "identity"):
-        folder = tmp_path / name.rpartition("/")[2].partition(".")[0]
-        prtrpo_minigrid.main(
-            tiny(PRTRPO_MINIGRID, folder, **QUICK | {"iterations": 3}, communicator=name)
-        )
-        weights[name != "identity"] = weights_of(only_run(folder))
-    assert torch.equal(weights[True][2], weights[False][2])
+    for name, communicator in (("pair", str(tmp_path / "pair.csv")), ("isolated", "identity")):
+        changes = QUICK | {"iterations": 3, "communicator": communicator}
+        prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, tmp_path / name, **changes))
+        weights[name] = weights_of(only_run(tmp_path / name))
+    assert torch.equal(weights["pair"][2], weights["isolated"][2])
     for i in range(2):
-        assert not torch.allclose(weights[True][i], weights[False][i], atol=1e-6)
+        assert not torch.allclose(weights["pair"][i], weights["isolated"][i], atol=1e-6)
     summary = json.loads((only_run(tmp_path / "pair") / "summary.json").read_text())
-    numbers = len(
-        parameters_to_vector(prpo_minigrid.Agent(7, hidden=16).parameters())
-    )  # of one policy
-    assert summary["communication_bytes"] == 3 * 2 * numbers * 4  # rounds, listeners, float32
+    policy_size = len(parameters_to_vector(prpo_minigrid.Agent(7, hidden=16).parameters()))
+    assert summary["communication_bytes"] == 3 * 2 * policy_size * 4  # rounds, listeners, float32
 
 
 BAD = {
@@ -578,15 +619,19 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_ends_with_one_line(case):
-    argv, parts = BAD[case]
+    argv, words = BAD[case]
     message = refusal(PRTRPO_MINIGRID.parse_args, argv)
-    assert all(part in message for part in parts), message
+    assert all(word in message for word in words), message
 
 
 def test_defaults_stand():
-    found, expected = vars(PRTRPO_MINIGRID.parse_args([])), vars(prtrpo_minigrid.Args())
-    assert found.pop("precision") == "float32" and expected.pop("precision") == "auto"
-    assert found.pop("device") == "cpu" and expected.pop("device") == "auto" and found == expected
+    parsed = vars(PRTRPO_MINIGRID.parse_args([]))
+    expected = vars(prtrpo_minigrid.Args())
+    assert parsed.pop("precision") == "float32"
+    assert expected.pop("precision") == "auto"
+    assert parsed.pop("device") == "cpu"
+    assert expected.pop("device") == "auto"
+    assert parsed == expected
 
 
 # --- theory ---
@@ -613,26 +658,24 @@ def towards(reference, target, distance):
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**31), n=st.integers(2, 5), delta=st.floats(0.02, 0.9))
 def test_observation_1_holds_along_sequences(seed, n, delta):
-    """Policies that use up every radius, in the worst directions: the schedule keeps each movement within delta.
+    """Policies use up every radius in the worst directions; each movement stays within delta.
 
-    With a constant epsilon it is |pi^k - pi^k+1| <= 2 epsilon + gamma |pi^k-1 - pi^k| (B.5), so Observation 1 itself.
+    With a constant epsilon it is |pi^k - pi^k+1| <= 2 epsilon + gamma |pi^k-1 - pi^k| (B.5), so
+    Observation 1 itself.
     """
     generator = np.random.default_rng(seed)
-    C, corners = stochastic(generator, n), np.eye(3)
+    C = stochastic(generator, n)
+    corners = np.eye(3)
     args = prtrpo_minigrid.Args(delta=delta, epsilon_min=1e-300)
-    policies, variations = (
-        np.broadcast_to(generator.dirichlet(np.ones(3), size=2), (n, 2, 3)),
-        torch.zeros(n, 2),
-    )
+    policies = np.broadcast_to(generator.dirichlet(np.ones(3), size=2), (n, 2, 3))
+    variations = torch.zeros(n, 2)
     levels = set()
     for _ in range(25):
         epsilon, bound = prtrpo_minigrid.compute_radius(
             torch.from_numpy(C), variations.double(), args
         )
-        reference, target = (
-            np.einsum("ij,jsa->isa", C, policies),
-            corners[generator.integers(3, size=(n, 2))],
-        )
+        reference = np.einsum("ij,jsa->isa", C, policies)
+        target = corners[generator.integers(3, size=(n, 2))]
         if generator.random() < 0.3:  # away from where the agent is
             target = corners[policies.argmin(-1)]
         after = towards(reference, target, np.full(n, math.sqrt(epsilon / 2)))
@@ -642,28 +685,29 @@ def test_observation_1_holds_along_sequences(seed, n, delta):
         policies = after
     assert len(levels) > 1
 
-    epsilon, moved = 0.1 * delta, 0.0
-    policies = np.broadcast_to(
-        policies[:1], policies.shape
-    )  # all alike, and so their own reference
+    epsilon = 0.1 * delta
+    moved = 0.0
+    # All policies are equal, so each is its own reference
+    policies = np.broadcast_to(policies[:1], policies.shape)
     for _ in range(25):
-        reference, target = (
-            np.einsum("ij,jsa->isa", C, policies),
-            corners[generator.integers(3, size=(n, 2))],
-        )
+        reference = np.einsum("ij,jsa->isa", C, policies)
+        target = corners[generator.integers(3, size=(n, 2))]
         after = towards(reference, target, np.full(n, epsilon))
         assert tv(policies, after).max() <= 2 * epsilon + moved + 1e-9
         if epsilon <= (delta - moved) / 2:
             assert tv(policies, after).max() <= delta + 1e-9
-        policies, moved = after, tv(policies, after).max()
+        moved = tv(policies, after).max()
+        policies = after
 
 
 def test_the_level_of_observation_1_alone_is_not_enough_if_it_changes():
-    """epsilon_k = (delta - |pi^k-1 - pi^k|) / 2, two agents that swap places: the second update moves 1.25 delta.
+    """epsilon_k = (delta - |pi^k-1 - pi^k|) / 2, two agents that swap policies.
 
-    The proof needs the level also in the update before, where it was still larger. Ours stops that update at delta.
+    The second update moves by 1.25 delta: the proof needs the level also in the update before,
+    where it was still larger. Our schedule stops that update at delta.
     """
-    delta, C = 0.4, np.array([[0.0, 1.0], [1.0, 0.0]])
+    delta = 0.4
+    C = np.array([[0.0, 1.0], [1.0, 0.0]])
     start = np.full((2, 1, 2), 0.5)
     first = towards(start, np.array([[[1.0, 0.0]], [[0.0, 1.0]]]), np.full(2, delta / 2))
     reference = np.einsum("ij,jsa->isa", C, first)
@@ -682,24 +726,28 @@ def test_the_level_of_observation_1_alone_is_not_enough_if_it_changes():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_pr_trpo_in_small_mdps_stays_within_the_bound_and_improves(seed):
-    """Tabular policies, exact advantages, C at random: no update moves further than delta, agents' returns rise."""
-    generator, n, S, A, discount = np.random.default_rng(seed), 3, 5, 3, 0.9
+    """Tabular policies, exact advantages, random C.
+
+    No update moves a policy by more than delta, and all agents' returns rise.
+    """
+    generator = np.random.default_rng(seed)
+    n = 3
+    S = 5
+    A = 3
+    discount = 0.9
     C = torch.from_numpy(stochastic(generator, n))
-    transitions, rewards = generator.dirichlet(np.full(S, 0.3), size=(S, A)), generator.random(S)
+    transitions = generator.dirichlet(np.full(S, 0.3), size=(S, A))
+    rewards = generator.random(S)
     policies = [Small(S, 4, A) for _ in range(n)]
     for policy in policies:
-        policy.layers = (
-            copy.deepcopy(policies[0].layers[:1])
-            if False
-            else nn.Sequential(nn.Linear(S, A, bias=False))
-        )
+        policy.layers = nn.Sequential(nn.Linear(S, A, bias=False))
         nn.init.zeros_(policy.double().layers[0].weight)
-    obs, every = (
-        torch.eye(S, dtype=torch.double),
-        torch.cartesian_prod(torch.arange(S), torch.arange(A)),
-    )
+    obs = torch.eye(S, dtype=torch.double)
+    every = torch.cartesian_prod(torch.arange(S), torch.arange(A))
     args = prtrpo_minigrid.Args(delta=0.15, epsilon_min=1e-9, damping_coef=1e-6, **EXACT)
-    variations, returns, kinds = torch.zeros(n, 2, dtype=torch.double), [], set()
+    variations = torch.zeros(n, 2, dtype=torch.double)
+    returns = []
+    kinds = set()
     for _ in range(40):
         with torch.no_grad():
             log_probs = torch.stack([policy(obs)[0].log_softmax(-1) for policy in policies])
@@ -711,10 +759,8 @@ def test_pr_trpo_in_small_mdps_stays_within_the_bound_and_improves(seed):
                 np.eye(S) - discount * np.einsum("sa,sat->st", pi, transitions), rewards
             )
             advantages = rewards[:, None] + discount * transitions @ values - values[:, None]
-            batch = {
-                "states": every[:, 0],
-                "actions": every[:, 1],
-            }  # each pair once, as if drawn with chance 1 / A
+            # Each pair once, as if drawn with probability 1 / A
+            batch = {"states": every[:, 0], "actions": every[:, 1]}
             batch["logprobs"] = torch.full((S * A,), -math.log(A), dtype=torch.double)
             batch["advantages"] = torch.from_numpy(advantages)[every[:, 0], every[:, 1]]
             reference = communicators.mix_log_probs(log_probs, C[i])
@@ -723,20 +769,25 @@ def test_pr_trpo_in_small_mdps_stays_within_the_bound_and_improves(seed):
         variations = torch.tensor(
             [[step["tv_update"], step["tv_reference"]] for step in steps], dtype=torch.double
         )
-        assert bound == 0.15 and variations[:, 0].max() <= bound + 1e-9
+        assert bound == 0.15
+        assert variations[:, 0].max() <= bound + 1e-9
         kinds |= {step["step"] for step in steps}
         for step in steps:
-            if (
-                step["step"] == NORMAL
-            ):  # Pinsker: the KL that is constrained bounds the total variation
+            # Pinsker: the KL that is constrained bounds the total variation
+            if step["step"] == NORMAL:
                 assert step["tv_reference"] <= math.sqrt(epsilon / 2) + 1e-9
-    assert NORMAL in kinds and min(returns[-n:]) > max(returns[:n]) + 0.1
+    assert NORMAL in kinds
+    assert min(returns[-n:]) > max(returns[:n]) + 0.1
 
 
 def mirror_descent(K, step, gradient, targets, rng, noise):
-    """Eq. 12 with C = 1/n: K iterations from uniform policies. Returns the average of all policies of all agents."""
+    """Eq. 12 with C = 1/n: K iterations from uniform policies.
+
+    Returns the average of all policies of all agents.
+    """
     n, A = targets.shape
-    log_probs, total = torch.full((n, 1, A), -math.log(A), dtype=torch.double), np.zeros(A)
+    log_probs = torch.full((n, 1, A), -math.log(A), dtype=torch.double)
+    total = np.zeros(A)
     mean = communicators.uniform(n)[0].double()
     for _ in range(K):
         policies = log_probs.exp().numpy()[:, 0]
@@ -748,31 +799,34 @@ def mirror_descent(K, step, gradient, targets, rng, noise):
 
 
 @pytest.mark.parametrize(
-    ("noise", "wanted"), [(1.0, -0.5), (0.0, -1.0)], ids=["stochastic", "exact"]
+    ("noise", "expected_slope"), [(1.0, -0.5), (0.0, -1.0)], ids=["stochastic", "exact"]
 )
-def test_mirror_descent_converges_at_the_stated_rate(noise, wanted):
-    """Theorem C.1 on f_i(x) = |x - t_i|^2 / 2, L = 1: error <= 2 D^2 / (step K) + 2 step M^2, and its slope.
+def test_mirror_descent_converges_at_the_stated_rate(noise, expected_slope):
+    """Theorem C.1 on f_i(x) = |x - t_i|^2 / 2, L = 1: error <= 2 D^2 / (step K) + 2 step M^2.
 
-    Noisy gradients of different agents: step D / (sqrt(K) M), slope -1/2 or steeper. Exact and equal ones: step
-    1 / (2 L), the first term alone, slope -1.
+    The slope of the error over K is checked too. Noisy gradients of different agents: step D /
+    (sqrt(K) M), slope -1/2 or steeper. Exact and
+    equal ones: step 1 / (2 L), the first term alone, slope -1.
     """
-    rng, n, A = np.random.default_rng(0), 4, 5
+    rng = np.random.default_rng(0)
+    n = 4
+    A = 5
     targets = (
         rng.dirichlet(np.ones(A), size=n) if noise else np.tile(rng.dirichlet(np.ones(A)), (n, 1))
     )
-    best, D2 = (
-        targets.mean(0),
-        math.log(A),
-    )  # the mean of points of the simplex; the KL from uniform is at most log A
+    best = targets.mean(0)
+    D2 = math.log(A)  # the largest KL from uniform
     M = math.sqrt(1 + noise**2 * 2 * math.log(2 * A)) if noise else 0.0  # of the largest entry
-    lengths, errors = [2**k for k in range(4, 12)], []
+    lengths = [2**k for k in range(4, 12)]
+    errors = []
     for K in lengths:
         step = min(0.5, math.sqrt(D2 / K) / M) if noise else 0.5
-        found = [
+        repetitions = 4 if noise else 1
+        averages = [
             mirror_descent(K, step, lambda x, t: x - t, targets, rng, noise)
-            for _ in range(4 if noise else 1)
+            for _ in range(repetitions)
         ]
-        errors.append(np.mean([((x - best) ** 2).sum() / 2 for x in found]))
+        errors.append(np.mean([((x - best) ** 2).sum() / 2 for x in averages]))
         assert errors[-1] <= 2 * D2 / (step * K) + 2 * step * M**2
     slope = np.polyfit(np.log(lengths), np.log(errors), 1)[0]
-    assert slope <= wanted + 0.1, (slope, errors)
+    assert slope <= expected_slope + 0.1, (slope, errors)

@@ -65,18 +65,18 @@ def test_an_agent_trains_only_on_levels_of_its_missions(levels):
     envs = PRPO_MINIGRID.Envs(args, range(3), 0)
     generator = np.random.default_rng(0)
     assert PRPO_MINIGRID.choose_backend(args) == "gymnasium"
-    met = [set() for _ in range(3)]
+    missions_of = [set() for _ in range(3)]
     screens = [set() for _ in range(3)]
     for _ in range(300):
         before = envs.ended.copy()
         PRPO_MINIGRID.step(envs, generator.integers(3, size=(3, 2)))
         games = list(itertools.chain(*(pool.envs for pool in envs.pools)))
         for k, e in itertools.product(range(3), range(2)):
-            met[k].add(games[2 * k + e].unwrapped.mission)
+            missions_of[k].add(games[2 * k + e].unwrapped.mission)
             if before[k, e]:  # this is the first observation of an episode
                 screens[k].add(envs.obs[k, e].tobytes())
     envs.close()
-    for word, missions, first in zip(args.missions, met, screens, strict=True):
+    for word, missions, first in zip(args.missions, missions_of, screens, strict=True):
         assert all(word in mission for mission in missions)
         assert len(missions) > 1 or levels
         assert len(first) <= levels or levels == 0 and len(first) > 6

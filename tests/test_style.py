@@ -20,7 +20,6 @@ FILES = [
 PENDING = {
     "tests/test_atari.py",
     "tests/test_environments.py",
-    "tests/test_prtrpo.py",
     "tests/test_scripts.py",
     "tests/test_training.py",
 }
