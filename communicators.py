@@ -1013,15 +1013,14 @@ class Peers:
 
     # Resume
 
-    def state(self, k: int) -> dict:
-        """What a checkpoint holds of the k-th agent held; `restore` makes the rest of it."""
-        i = self.held[k]
+    def state(self) -> dict[str, list]:
+        """What checkpoints hold of each agent held; `restore` makes the rest of it."""
         return {
-            "view": self.views[k],
-            "row": self.communicator[i],
-            "distances": self.distances[i],
-            "round_returns": self.round_returns[k],
-            "record": self.records[k],
+            "view": self.views,
+            "row": [self.communicator[i] for i in self.held],
+            "distances": [self.distances[i] for i in self.held],
+            "round_returns": self.round_returns,
+            "record": list(self.records),
         }
 
     def restore(self) -> None:
@@ -2084,8 +2083,8 @@ def _end_in_one_line(method: Callable) -> Callable:
 class Run:
     """What surrounds training, the same for every algorithm; every script's `main` shows its use.
 
-    state: {agent: {name: object}} of the agents held, all that a resumed run needs and the settings
-    do not determine. Modules and optimizers, generators, tensors, lists and deques are saved as
+    state: {name: [object of each agent held]}, all that a resumed run needs and the settings do not
+    determine. Modules and optimizers, generators, tensors, lists and deques are saved as
     they are and restored *in place*, so that one dict is used for both. Every agent has its own
     folder; a checkpoint counts once all agents have completed it.
 
@@ -2257,13 +2256,13 @@ class Run:
         return iterations
 
     @_end_in_one_line
-    def restore(self, state: dict[int, dict]) -> None:
+    def restore(self, state: dict[str, list]) -> None:
         """Go on from the newest checkpoint that all agents completed, if any, and open the logs.
 
         A checkpoint that cannot be read is passed over for the one before it. An agent without any,
         while others are past their first, is an error: it would start anew beside them.
         """
-        self.iteration = self._find_common_iteration(list(state))
+        self.iteration = self._find_common_iteration()
         if self.iteration > self.total:
             done = f"has {self.iteration} {self.counter}s already"
             message = f"{self.folder}: {done}, more than the {self.total} asked for"
@@ -2272,10 +2271,10 @@ class Run:
             self._restore_from_checkpoints(state)
         self._open_logs()
 
-    def _find_common_iteration(self, agents: list[int]) -> int:
+    def _find_common_iteration(self) -> int:
         """The newest iteration that all agents of all ranks can go on from."""
         local = []
-        for i in agents:
+        for i in self.exchange.agents:
             padded = self._candidates(i) + [-1, -1, -1]
             local.append(padded[:3])
         candidates = self.exchange.all_gather(torch.tensor(local)).tolist()  # [agents, 3]
@@ -2289,17 +2288,17 @@ class Run:
             stop(f"{self.folder}: {problem}; bring back what is missing")
         return max(common)
 
-    def _restore_from_checkpoints(self, state: dict[int, dict]) -> None:
+    def _restore_from_checkpoints(self, state: dict[str, list]) -> None:
         """Restore the agents held, the totals of the run, and the last metrics of all agents."""
         latest = []  # of each agent held
-        for i, objects in state.items():
+        for k, i in enumerate(self.exchange.agents):
             stored = self._read_checkpoint(i)
-            missing = ", ".join(sorted(objects.keys() - stored.keys()))
+            missing = ", ".join(sorted(state.keys() - stored.keys()))
             if missing:
                 problem = f"is of another version, its checkpoints have no {missing}"
                 stop(f"{self.folder}: {problem}")
-            for name, target in objects.items():
-                _restore_in_place(target, stored[name])
+            for name, objects in state.items():
+                _restore_in_place(objects[k], stored[name])
             totals = stored["run"]
             latest.append(list(totals["latest"].values()))
         self.train_seconds = totals["train"]
@@ -2329,7 +2328,7 @@ class Run:
         return self.due(self.args.save_every) or self.iteration == self.total or self.interrupted
 
     @_end_in_one_line
-    def save(self, state: dict[int, dict]) -> None:
+    def save(self, state: dict[str, list]) -> None:
         """Write each agent's checkpoint; the one before it is kept. Returns when all ranks have."""
         totals = {
             "train": self.train_seconds,
@@ -2341,10 +2340,10 @@ class Run:
         if self.chief:
             for log in self._logs:
                 log.flush()
-        for i, objects in state.items():
+        for k, i in enumerate(self.exchange.agents):
             latest = {key: column[i] for key, column in self.latest.items()}
             values = {"run": totals | {"latest": latest}}
-            values |= {name: _to_stored(source) for name, source in objects.items()}
+            values |= {name: _to_stored(objects[k]) for name, objects in state.items()}
             folder = self._checkpoints(i)
             folder.mkdir(parents=True, exist_ok=True)
             write = functools.partial(torch.save, values)

@@ -557,15 +557,13 @@ def main(args: Args) -> dict:
     last_returns = [deque(maxlen=100) for _ in held]
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
-    state = {}
-    for k, i in enumerate(held):
-        state[i] = {
-            "agent": agents[k],
-            "optimizer": optimizers[k],
-            "generator": generators[k],
-            "last_returns": last_returns[k],
-            **peers.state(k),
-        }
+    state = {
+        "agent": agents,
+        "optimizer": optimizers,
+        "generator": generators,
+        "last_returns": last_returns,
+        **peers.state(),
+    }
     run.restore(state)
     if run.iteration:
         peers.restore()

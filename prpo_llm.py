@@ -869,18 +869,16 @@ def main(args: Args) -> dict:
     records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
-    state = {}
-    for k, i in enumerate(held):
-        state[i] = {
-            "trained": trained[k],
-            "snapshot": snapshots[i],
-            "round_rewards": round_rewards[k],
-            "record": records[k],
-            **moments[k],
-            "statistics": statistics[k],
-            "communicator": communicator,
-            "distances": distances,
-        }
+    state = {
+        "trained": list(trained),
+        "snapshot": [snapshots[i] for i in held],
+        "round_rewards": round_rewards,
+        "record": list(records),
+        **moments,
+        "statistics": list(statistics),
+        "communicator": [communicator for _ in held],
+        "distances": [distances for _ in held],
+    }
     run.restore(state)
     if run.iteration and not isolated:
         snapshots[:n] = exchange.all_gather(snapshots[rows_held])
@@ -1032,11 +1030,11 @@ def main(args: Args) -> dict:
 
 def make_optimizer(
     args: Args, policy: Tensor, value: Tensor
-) -> tuple[torch.optim.Optimizer, list[dict[str, Tensor]]]:
+) -> tuple[torch.optim.Optimizer, dict[str, list[Tensor]]]:
     """AdamW, in which each agent's parameters count their own steps.
 
-    policy, value: [agents, numel]. Returns it, and each agent's moments by their names in
-    checkpoints, views of the optimizer's state.
+    policy, value: [agents, numel]. Returns it, and name in checkpoints -> each agent's moment, a
+    view of the optimizer's state.
     """
     groups = [{"params": [*policy]}]
     if args.algorithm == "ppo":
@@ -1044,9 +1042,9 @@ def make_optimizer(
     betas = (args.adam_beta1, args.adam_beta2)
     options = {"weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(groups, args.learning_rate, betas, **options)
-    moments = [{} for _ in policy]
+    moments = {}
     for group, prefix in zip(optimizer.param_groups, ("", "value_"), strict=False):
-        for k, row in enumerate(group["params"]):
+        for row in group["params"]:
             # As AdamW would make it in its first step
             moments_of_row = {
                 "step": torch.zeros((), device=row.device),
@@ -1054,7 +1052,8 @@ def make_optimizer(
                 "exp_avg_sq": 0 * row,
             }
             optimizer.state[row] = moments_of_row
-            moments[k] |= {prefix + name: moment for name, moment in moments_of_row.items()}
+            for name, moment in moments_of_row.items():
+                moments.setdefault(prefix + name, []).append(moment)
     return optimizer, moments
 
 

@@ -461,16 +461,14 @@ def main(args: Args) -> dict:
     variations = torch.zeros(n, 3, dtype=torch.float64)
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
-    state = {}
-    for k, i in enumerate(held):
-        state[i] = {
-            "agent": agents[k],
-            "optimizer": optimizers[k],
-            "generator": generators[k],
-            "last_returns": last_returns[k],
-            "variations": variations[i],
-            **peers.state(k),
-        }
+    state = {
+        "agent": agents,
+        "optimizer": optimizers,
+        "generator": generators,
+        "last_returns": last_returns,
+        "variations": [variations[i] for i in held],
+        **peers.state(),
+    }
     run.restore(state)
     if run.iteration:
         peers.restore()

@@ -142,30 +142,30 @@ def play(
             )
         )
         if number == resume_after:
-            stored = [stored_of(peers.state(k)) for k in range(len(held))]
+            stored = stored_of(peers.state())
             peers = start()
-            for k, values in enumerate(stored):
-                load(peers.state(k), values)
+            load(peers.state(), stored)
             peers.restore()
     return peers
 
 
 def stored_of(state):
     """What `Run.save` writes."""
-    plain = {name: copy.deepcopy(value) for name, value in state.items() if name != "view"}
-    return plain | {"view": copy.deepcopy(state["view"].state_dict())}
+    stored = {name: copy.deepcopy(column) for name, column in state.items() if name != "view"}
+    return stored | {"view": [copy.deepcopy(view.state_dict()) for view in state["view"]]}
 
 
-def load(state, values):
+def load(state, stored):
     """What `Run.restore` does."""
-    for name, target in state.items():
-        match target:
-            case torch.Tensor():
-                target.copy_(values[name])
-            case list():
-                target[:] = values[name]
-            case _:
-                target.load_state_dict(values[name])
+    for name, targets in state.items():
+        for target, value in zip(targets, stored[name], strict=True):
+            match target:
+                case torch.Tensor():
+                    target.copy_(value)
+                case list():
+                    target[:] = value
+                case _:
+                    target.load_state_dict(value)
 
 
 def snapshots_of(peers):

@@ -52,14 +52,13 @@ def main(args, name="toy", at=lambda iteration: None):
     C = torch.eye(args.num_agents)
     table = torch.zeros(len(held), 50_000, 2)  # of which each agent's checkpoint holds two numbers
     state = {
-        i: {
-            "module": modules[k],
-            "optimizer": optimizers[k],
-            "generator": generators[k],
-            "tensor": table[k, 0],
-        }
-        | {"list": [0.5], "deque": deque(maxlen=3), "communicator": C}
-        for k, i in enumerate(held)
+        "module": modules,
+        "optimizer": optimizers,
+        "generator": generators,
+        "tensor": [row[0] for row in table],
+        "list": [[0.5] for _ in held],
+        "deque": [deque(maxlen=3) for _ in held],
+        "communicator": [C for _ in held],
     }
     run.restore(state)
     for iteration in run.iterations():
@@ -72,7 +71,7 @@ def main(args, name="toy", at=lambda iteration: None):
             optimizers[k].zero_grad()
             loss.backward()
             optimizers[k].step()
-            objects = state[i]
+            objects = {name: column[k] for name, column in state.items()}
             objects["tensor"] += x[0]
             objects["list"].append(x[0, 0].item())
             objects["deque"].append(iteration)
