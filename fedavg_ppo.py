@@ -61,7 +61,7 @@ def is_atari(env_id: str) -> bool:
     if ":" in env_id:
         try:
             space = gym.make(env_id, disable_env_checker=True).observation_space
-        except Exception:  # the checks of the arguments say why it cannot be made
+        except Exception:  # the checks of the arguments report why it cannot be made
             return False
         return space.shape == (4, 84, 84)
     return env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")

@@ -131,7 +131,7 @@ CONTROL = {
     " over these states",
     "policy/tv_snapshot": "total variation of the policy and the agent's own snapshot of the last"
     " round",
-    "policy/tv_peers": "the same for the snapshots of the peers that it hears, as a mean; nan if"
+    "policy/tv_peers": "the same for the snapshots of the peers in its reference, as a mean; nan if"
     " there are none",
     "charts/learning_rate": "the annealed learning rate",
     "charts/SPS": "all agents' steps per second of training (`agent_steps_per_second` in the CSV"
@@ -159,7 +159,7 @@ LANGUAGE = {
     "objective/reward": "mean reward of the step's completions: the training reward of figures and"
     " tables",
     "objective/score": "the same before penalties: the weighted sum of the rewards",
-    "objective/reward_NAME": "what each `--reward` says by itself, such as `reward_rouge`",
+    "objective/reward_NAME": "the score of each `--reward` by itself, such as `reward_rouge`",
     "objective/reward_std": "its standard deviation over the completions",
     "objective/nan_rewards": "completions whose reward is NaN; they teach nothing",
     "objective/groups_without_signal": "GRPO: share of groups with equal rewards (`no_signal` in"
