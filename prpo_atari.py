@@ -1118,7 +1118,7 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
 
 
 def check_args(args: Args) -> None:
-    """What types cannot express. `refuse` ends with one line: the flag, its value and what is valid."""
+    """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
     args.precision = args.precision.replace("auto", choose_precision(args))
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps

@@ -640,7 +640,7 @@ def evaluate_run(args: Args) -> list[dict]:
 
 
 def check_args(args: Args) -> None:
-    """What types cannot express. `refuse` ends with one line: the flag, its value and what is valid."""
+    """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
     if args.delta is not None and args.delta > 1:
         communicators.refuse(args, "delta", "is a total variation and must lie in (0, 1]")
     if not 0 < args.backtrack_coef < 1:
