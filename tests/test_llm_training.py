@@ -1069,6 +1069,7 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
     statistics = torch.zeros(3, 3, dtype=torch.float64)
     seen = [[], [], []]
     for step in range(3):
+        value_model = torch.cat((model.value_head, model.value_bias), dim=1)
         rewards = torch.tensor([0.0, 12.0, -300.0])[:, None, None] + torch.randn(
             3, 4, 1, generator=generator
         )
@@ -1093,6 +1094,9 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
                 )
                 start = outputs["values"][k][mask[k]].mean()
                 assert float(start) == pytest.approx(float(scaled.nanmean()), rel=1e-4, abs=1e-4)
+            else:  # only the first rewards make a start
+                kept = torch.cat((model.value_head[k], model.value_bias[k]))
+                assert torch.equal(kept, value_model[k])
             values = outputs["values"][k, :, 0]
             expected = hidden[k, :, 0] @ model.value_head[k] + model.value_bias[k]
             torch.testing.assert_close(values, expected * mask[k, :, 0])
