@@ -62,9 +62,10 @@ PARTICIPATION = 7
 @dataclass
 class Args(RunArgs):
     # The environments
+
+    # the game of all agents, as <Game>NoFrameskip-v4 or ALE/<Game>-v5; either way with the usual
+    # wrappers; of your own as module:id, as Gymnasium has it, showing its last four 84x84 frames
     env_id: str = "BeamRiderNoFrameskip-v4"
-    """the game of all agents, as <Game>NoFrameskip-v4 or ALE/<Game>-v5; either way with the usual
-    wrappers; of your own as module:id, as Gymnasium has it, showing its last four 84x84 frames"""
     env_ids: tuple[str, ...] = ()
     """one game per agent, instead of --env-id; they must have the same actions"""
     sticky_actions: bool = False
@@ -72,22 +73,23 @@ class Args(RunArgs):
     full_action_space: bool = False
     """all 18 actions of the console instead of those that the game needs"""
     num_envs: Count = 4  # parallel environments per agent
+    # iterations between checkpoints; the environments start anew at each, so that a resumed run is
+    # the same run
     save_every: Count = 128
-    """iterations between checkpoints; the environments start anew at each, so that a resumed run is
-    the same run"""
     eval_episodes: Natural = 10
     """whole games per agent and task at the end, with unclipped scores (0: no evaluation)"""
     capture_video: bool = False  # record one game per agent at the end
+    # folder of a run: load its agents and play, also on another task, instead of training; prints a
+    # table
     eval_only: str = ""
-    """folder of a run: load its agents and play, also on another task, instead of training; prints
-    a table"""
     greedy: bool = False
     """with --eval-only: play and film the most probable actions instead of sampled ones"""
 
     # Communication
+
+    # what agents exchange parameters for: a reference policy (PR-PPO), an average of
+    # parameters (FedAvg), or nothing (isolated agents)
     aggregation: Literal["policy", "weights", "none"] = "policy"
-    """what agents exchange parameters for: a reference policy (PR-PPO), an average of parameters
-    (FedAvg), or nothing (isolated agents)"""
     local_updates: Count = 16  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the reference policy"""
@@ -95,9 +97,9 @@ class Args(RunArgs):
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
+    # an agent's own component of its reference: its policy before this update, or its snapshot of
+    # the last round
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
-    """an agent's own component of its reference: its policy before this update, or its snapshot of
-    the last round"""
     participation: PositiveFraction = 1.0
     """fraction of the agents, drawn anew, that takes part in a communication round"""
 
@@ -118,12 +120,12 @@ class Args(RunArgs):
     max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
     target_kl: Positive | None = None
     """skip an agent's further epochs once its approximate KL exceeds this"""
+    # of the convolutions (autocast), heads and losses are always float32; auto: bfloat16 where the
+    # hardware has it
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the convolutions (autocast), heads and losses are always float32; auto: bfloat16 where the
-    hardware has it"""
+    # compile the networks with torch.compile, which is not thread-safe: the agents then compute one
+    # after the other
     compile: bool = False
-    """compile the networks with torch.compile, which is not thread-safe: the agents then compute
-    one after the other"""
 
 
 # --- the network ---

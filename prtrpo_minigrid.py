@@ -76,12 +76,12 @@ class Args(RunArgs):
     env_id: str = "MiniGrid-DoorKey-6x6-v0"
     """the task of all agents; of your own as module:id, as Gymnasium has it"""
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
+    # one word per agent, whose levels all have it in their mission, which the agent does not see;
+    # gymnasium only
     missions: tuple[str, ...] = ()
-    """one word per agent, whose levels all have it in their mission, which the agent does not see;
-    gymnasium only"""
+    # width of each agent's hidden layer, a multiple of 8, with its convolutions in
+    # proportion (default: 128 for all)
     hidden_sizes: tuple[int, ...] = ()
-    """width of each agent's hidden layer, a multiple of 8, with its convolutions in proportion
-    (default: 128 for all)"""
     levels_per_agent: Natural = 0
     """agent i trains on K private levels only (0: unlimited); needs the gymnasium backend"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
@@ -91,9 +91,9 @@ class Args(RunArgs):
     """episodes per agent and task in the official environment at the end (0: no evaluation)"""
     capture_video: bool = False
     """record one episode per agent in the official environment at the end"""
+    # folder of a run: load its agents and play, also on another task, instead of training; prints a
+    # table
     eval_only: str = ""
-    """folder of a run: load its agents and play, also on another task, instead of training; prints
-    a table"""
     greedy: bool = False
     """with --eval-only: play and film the most probable actions instead of sampled ones"""
 
@@ -103,18 +103,18 @@ class Args(RunArgs):
     kl_direction = "forward"  # of eq. 9; no flag
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
+    # an agent's own component of its reference: its policy before this update, or its snapshot of
+    # the last round
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
-    """an agent's own component of its reference: its policy before this update, or its snapshot of
-    the last round"""
     participation: PositiveFraction = 1.0
     """fraction of the agents, drawn anew, that takes part in a communication round"""
 
     # The trust region: KL divergences are in nats, total variations lie in [0, 1]
     epsilon: Positive = 0.01
     """the largest KL(reference || policy), as a mean over the rollout's states"""
+    # instead: the largest total variation of an update, from which Observation 1 makes each
+    # update's epsilon
     delta: Positive | None = None
-    """instead: the largest total variation of an update, from which Observation 1 makes each
-    update's epsilon"""
     epsilon_min: Positive = 1e-4  # with --delta: the smallest epsilon, a KL as --epsilon is
     cg_iters: Count = 10  # iterations of conjugate gradients for each of the two systems
     damping_coef: Positive = 0.1  # what is added to the diagonal of the Fisher matrix
@@ -133,9 +133,9 @@ class Args(RunArgs):
     update_epochs: Count = 5  # epochs of the value function per rollout
     norm_adv: bool = True  # normalise advantages over the rollout
     max_grad_norm: Positive = 0.5  # maximum norm of each value function's gradient
+    # of the convolutions (autocast), heads and losses are always float32; auto: float32 for so
+    # small a network
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of the convolutions (autocast), heads and losses are always float32; auto: float32 for so
-    small a network"""
     aggregation = "policy"  # no flag
     compile = False  # no flag
 

@@ -34,15 +34,13 @@ class Args:
     commands: str = "-"  # file with the commands of these runs, one per line (-: standard input)
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # fresh ones, which no tuning run had
     out_dir: str = "runs/selected"  # --run-dir of the printed commands
+    # auc: mean training return; final: the last one; evaluation: the mean over the agents at the
+    # end
     criterion: Literal["auc", "final", "evaluation"] = "auc"
-    """auc: mean training return; final: the last one; evaluation: the mean over the agents at the
-    end
-    """
     method: str = "[^_]+"  # regular expression for the part of --exp-name that is the method
+    # allow different numbers of settings, as in the paper's grids: seeds must be equal still, and
+    # no run missing
     unequal_grids: bool = False
-    """allow different numbers of settings, as in the paper's grids: seeds must be equal still, and
-    no run missing
-    """
     unequal: bool = False
     """go on where methods have different numbers of settings or seeds, or runs are missing"""
 

@@ -90,10 +90,9 @@ TEMPORARY = (408, 409, 425, 429)
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]
     """run folders with completions.jsonl"""
+    # URL of an OpenAI-compatible server, up to and including /v1; its key, if any, in
+    # OPENAI_API_KEY
     server: str = ""
-    """URL of an OpenAI-compatible server, up to and including /v1; its key, if any, in
-    OPENAI_API_KEY
-    """
     model: str = ""
     """the judge's name on that server"""
     reward_model: str = ""
@@ -104,10 +103,9 @@ class Args:
     """judge the agents' completions from before training: where they began"""
     tasks: tuple[str, ...] = ("validation",)
     """what is judged: validation, topics (none: everything)"""
+    # file with another prompt: {prompt}, {response0}, {response1}, other braces doubled (default:
+    # figure 6)
     template: str = ""
-    """file with another prompt: {prompt}, {response0}, {response1}, other braces doubled (default:
-    figure 6)
-    """
     sampling: str = SAMPLING
     """JSON that every request holds besides model and messages (default: table 6's parameters)"""
     max_tokens: int = 4096

@@ -37,17 +37,17 @@ class Args:
     """folder for agent_0.jsonl, agent_1.jsonl, ... and validation.jsonl"""
     partition: Literal["preference", "coverage", "hardness", "iid", "topic"]
     """how prompts are dealt to agents"""
+    # omega of preference, the larger the less alike (default: 0.9); xi of the others, the larger
+    # the more alike (default: 1)
     strength: NonNegative | None = None
-    """omega of preference, the larger the less alike (default: 0.9); xi of the others, the larger
-    the more alike (default: 1)"""
     overlap: Positive = 1.0
     """coverage: agents that have the same prompt, on average; hardness: the same of easy prompts"""
+    # coverage: fewest and most prompts of an agent; hardness: of easy ones (default: half and 3/2
+    # of the mean)
     bounds: tuple[int, int] | None = None
-    """coverage: fewest and most prompts of an agent; hardness: of easy ones (default: half and 3/2
-    of the mean)"""
+    # hardness: column that is larger for easy prompts, such as a success rate (default: short
+    # references are easy)
     easy_column: str = ""
-    """hardness: column that is larger for easy prompts, such as a success rate (default: short
-    references are easy)"""
     num_agents: Count = 3
     """number of agents"""
     prompts_per_agent: Count = 256
@@ -62,9 +62,9 @@ class Args:
     """as in prpo_llm.py"""
     topic_column: str = "topic"
     """as in prpo_llm.py"""
+    # topic: one for each agent (default: the largest); preference: only prompts of these (default:
+    # all)
     topics: tuple[str, ...] = ()
-    """topic: one for each agent (default: the largest); preference: only prompts of these
-    (default: all)"""
     base_model: str = "smollm2"
     """the model whose tokenizer and chat template determine which prompts are too long"""
     max_prompt_tokens: Count = 300

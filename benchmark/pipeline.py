@@ -59,10 +59,9 @@ class Args:
     """what to do"""
     model: str = ""
     """merge: folder of the adapter; accuracy: the reward model, a folder or hub id"""
+    # accuracy: pairs, a JSONL file or the validation split of a hub id: prompt, chosen, rejected,
+    # kind or not
     pairs: str = ""
-    """accuracy: pairs, a JSONL file or the validation split of a hub id: prompt, chosen, rejected,
-    kind or not
-    """
     out: str = ""
     """data, merge: folder to write; accuracy: CSV file, which gets rows for each reward model"""
     max_prompt_tokens: int = 128

@@ -68,20 +68,17 @@ class Args:
     """training return of the table's steps to threshold"""
     points: int = 100
     """points of a curve"""
+    # agents that have different tasks: a panel for each, with the agents that have it, instead of
+    # their mean
     per_task: bool = False
-    """agents that have different tasks: a panel for each, with the agents that have it, instead of
-    their mean
-    """
     matrix: bool = False
     """also OUT_matrix.csv and OUT_matrix.png: every agent's evaluation on every task"""
+    # draw what a search finds instead: the best evaluation to be expected of 1, 2, ... settings
+    # that are tried
     search: bool = False
-    """draw what a search finds instead: the best evaluation to be expected of 1, 2, ... settings
-    that are tried
-    """
+    # only write OUT.png from OUT.csv, and OUT_table.csv and OUT_matrix.png where OUT_runs.csv,
+    # OUT_matrix.csv are
     from_csv: bool = False
-    """only write OUT.png from OUT.csv, and OUT_table.csv and OUT_matrix.png where OUT_runs.csv,
-    OUT_matrix.csv are
-    """
 
 
 # Reading runs

@@ -61,34 +61,30 @@ FOR_A_SHELL = set("|&;<>()$`*?~")
 class Args:
     commands: tyro.conf.Positional[str] = "-"
     """file with one command per line (-: standard input)"""
+    # commands at a time (0: as many as there are cores for); with --slurm tasks at a time per
+    # array (0: no limit)
     jobs: int = 0
-    """commands at a time (0: as many as there are cores for); with --slurm tasks at a time per
-    array (0: no limit)
-    """
     cores: int = 1
     """cores of each command: OMP_NUM_THREADS and, on Linux, the cores that it is pinned to"""
+    # how often a command that failed is tried again, after all others; from its last checkpoint if
+    # there is one
     retries: int = 0
-    """how often a command that failed is tried again, after all others; from its last checkpoint if
-    there is one
-    """
     line: int = 0
     """execute only this command of the list, counted from 1, and leave pinning to Slurm (0: all)"""
     dry_run: bool = False
     """print what would be executed or submitted, and do nothing"""
+    # submit what is not finished as job arrays, a task per command; a task that is requeued resumes
+    # its run
     slurm: bool = False
-    """submit what is not finished as job arrays, a task per command; a task that is requeued
-    resumes its run
-    """
     array_limit: int = 1000
     """most tasks in one array: Slurm's MaxArraySize - 1; a longer list becomes several arrays"""
     time: str = "24:00:00"
     """time limit of a task of the array, as sbatch has it"""
     output: str = "runs/slurm"
     """folder for the list that is submitted and what the tasks print"""
+    # your job script with @ARRAY@ and @COMMAND@, maybe @NAME@, @CORES@, @TIME@, @OUTPUT@ (default:
+    # a plain one)
     template: str = ""
-    """your job script with @ARRAY@ and @COMMAND@, maybe @NAME@, @CORES@, @TIME@, @OUTPUT@ (default:
-    a plain one)
-    """
 
 
 def find_index(words: list[str], condition) -> int | None:

@@ -58,10 +58,9 @@ class Args:
     """folder to write: model/, train.jsonl, and settings.json, which comes last"""
     demo: bool = False
     """then train three agents on it with prpo_llm.py, and print what they have learned"""
+    # write no task but a table of the finished runs in this folder: the rare skill and the others,
+    # before and after
     runs: str = ""
-    """write no task but a table of the finished runs in this folder: the rare skill and the others,
-    before and after
-    """
     csv: str = ""
     """file for this table, a row per run and agent, with its command (empty: standard output)"""
     seed: int = 1
@@ -78,10 +77,9 @@ class Args:
     """shortest and longest word"""
     steps: int = 1200
     """optimizer steps of the pretraining, at most"""
+    # the pretraining ends when the rare skill, sampled, is right this often: it comes suddenly (1:
+    # after all steps)
     rare_success: float = 0.25
-    """the pretraining ends when the rare skill, sampled, is right this often: it comes suddenly (1:
-    after all steps)
-    """
     batch_size: int = 64
     """examples of an optimizer step"""
     learning_rate: float = 4e-3

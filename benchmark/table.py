@@ -30,10 +30,9 @@ class Args:
     methods: tuple[str, ...] = ()
     """only these experiments, in this order; * stands for anything (empty: all)"""
     reference: str = "isolated"  # the method that others are compared with, where it is there
+    # auc: mean training return; final: the last one; win_rate: language models, all agents' against
+    # the references
     measure: Literal["evaluation", "auc", "final", "win_rate"] = "evaluation"
-    """auc: mean training return; final: the last one; win_rate: language models, all agents'
-    against the references
-    """
     threshold: float = 0.8  # score of a success
     success: Literal["min", "mean", "max"] = "min"
     """of a run's agents: has every one to reach it, their mean, or one"""

@@ -42,19 +42,18 @@ class Args:
     """runs of every contender; the table shows medians (0: leave the comparison out)"""
     timesteps: int = 0
     """environment steps per agent of a compared run (0: MiniGrid 65,536, Atari 32,768)"""
+    # iterations between communication rounds; even a short run needs several: C is I before the
+    # first
     local_updates: int = 2
-    """iterations between communication rounds; even a short run needs several: C is I before the
-    first"""
     env_id: str = "MiniGrid-FourRooms-v0"
     """the task, of MiniGrid or Atari"""
     trpo: bool = False
     """PR-TRPO instead, against sb3-contrib's TRPO"""
+    # language models instead: completions per second against TRL, prompts of equal length, full
+    # completions
     llm: bool = False
-    """language models instead: completions per second against TRL, prompts of equal length, full
-    completions"""
+    # tokens of a prompt, tokens of a completion and completions per prompt: a table for each triple
     llm_sizes: tuple[tuple[int, int, int], ...] = ((300, 58, 8), (64, 128, 8))
-    """tokens of a prompt, tokens of a completion and completions per prompt: a table for each
-    triple"""
     total_steps: int = 3
     """steps of a compared run of language models, with four prompts per agent each"""
     sb3_threads: int = 0

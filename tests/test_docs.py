@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from command import parse_args
 from helpers import PRTRPO_MINIGRID, REPOSITORY, SCRIPTS, on, scalars_of
+from tyro._docstrings import get_field_docstring
 
 for folder in ("docs", "benchmark", "benchmark/baselines"):
     sys.path.insert(0, str(REPOSITORY / folder))
@@ -119,6 +120,15 @@ def test_flags_are_those_of_help(script, read_help):
         for choice in re.findall(r"[(,] ?`([^`]+)`", default):
             listed = rf"[{{,|]{re.escape(choice)}[,|}}]"
             assert re.search(listed, text.replace(" ", "")), (flag, choice)
+
+
+@pytest.mark.parametrize("module", [*SCRIPT_NAMES, *BENCHMARKS])
+def test_help_texts_have_no_line_breaks(module):
+    """tyro keeps the line breaks of a docstring, but joins comments above a field."""
+    Args = importlib.import_module(module).Args
+    for field in dataclasses.fields(Args):
+        text = get_field_docstring(Args, field.name, ()) or ""
+        assert "\n" not in text, field.name
 
 
 def list_flags(module):

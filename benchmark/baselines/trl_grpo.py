@@ -53,10 +53,9 @@ class Args:
     """coefficient of the KL penalty towards the base model"""
     lora_rank: int = 64
     """rank of the adapters"""
+    # score the tokens of completions only, which TRL does on GPUs; on processors it scores every
+    # position
     completions_only: bool = False
-    """score the tokens of completions only, which TRL does on GPUs; on processors it scores every
-    position
-    """
     run_dir: str = "runs"
     """folder that holds one folder per run"""
 
