@@ -152,7 +152,7 @@ def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tm
     assert evaluations_of(folder) == evaluations_of(whole_run(script))
 
 
-@on([*MINIGRID, PRPO_ATARI])
+@on([*MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
 def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
     """The same after real SIGKILLs, when nothing in memory reaches the disk any more; TensorBoard
     has no gap.
@@ -402,7 +402,7 @@ def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name,
     parameters = script.parameters
     public = 0
     if name == "identity":
-        public = len(script.public_states(tiny(script, ".", **FOUR))) * script.num_actions
+        public = len(script.collect_public_states(tiny(script, ".", **FOUR))) * script.num_actions
     for calls in (report[f"{script}/{name}"] for report in watched_runs[0]):
         assert not [function for function, _ in calls if "object" in function]
         # Nothing of the agents' is in such a call

@@ -8,7 +8,6 @@ any more.
 """
 
 import contextlib
-import importlib
 import io
 import os
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from command import parse_args
+from command import load_script, parse_args
 
 
 @contextlib.contextmanager
@@ -60,7 +59,7 @@ def crash(moment, agent, iteration, die):
 
 if __name__ == "__main__":
     name, moment, agent, iteration, *argv = sys.argv[1:]
-    script = importlib.import_module(name)
+    script = load_script(name, argv)
     with contextlib.ExitStack() as stack:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             kill = [os.getpid(), signal.SIGKILL]

@@ -4,7 +4,6 @@ RUNS is JSON, name -> [script, flags...]; REPORT becomes JSON, name -> [[functio
 of every tensor]]]. A report is written per rank, with the rank in the place of {rank}.
 """
 
-import importlib
 import inspect
 import json
 import os
@@ -12,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from command import parse_args
+from command import load_script, parse_args
 from torch.distributed import distributed_c10d
 
 calls = []
@@ -59,9 +58,9 @@ for name in distributed_c10d.__all__:
 report = Path(sys.argv[1].format(rank=os.environ["RANK"]))
 runs = json.loads(sys.argv[2])
 calls_of = {}
-for name, (script, *argv) in runs.items():
+for name, (script_name, *argv) in runs.items():
     calls.clear()
-    script = importlib.import_module(script)
+    script = load_script(script_name, argv)
     script.main(parse_args(script, argv))
     calls_of[name] = list(calls)
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
