@@ -1990,9 +1990,12 @@ def _fill(folder: Path, write: Callable[[Path], None]) -> None:
         paths = [path for path in temporary.iterdir() if path.is_file()]
         checksums = {path.name: _checksum(path) for path in paths}
         (temporary / "checksums.json").write_text(json.dumps(checksums))
-        if not _is_intact(folder):  # otherwise a process without a lock was faster
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
             os.replace(temporary, folder)
+        except OSError:  # it is there: damaged, or a process without a lock was faster
+            if not _is_intact(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -1263,6 +1263,22 @@ def test_a_gradient_that_is_not_finite_makes_no_step(
     assert json.loads((run / "summary.json").read_text())["diverged"] == []
 
 
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+def test_no_step_where_the_norm_is_not_finite(wrong):
+    """The second of three agents keeps parameters and moments; the third has no signal."""
+    args = prpo_llm.Args(learning_rate=0.1)
+    trained = torch.ones(3, 4)
+    optimizer, moments = prpo_llm.make_optimizer(args, trained, trained[:, :0])
+    trained.grad = torch.tensor([[1.0, -2.0, 0.5, 3.0], [1.0, wrong, 0.5, 3.0], [0.0] * 4])
+    outputs = prpo_llm.step_optimizer(args, trained, optimizer)
+    assert outputs["skipped_steps"].tolist() == [0, 1, 0]
+    assert (trained[0] != 1).all()
+    assert torch.equal(trained[1:], torch.ones(2, 4))
+    for column in moments.values():
+        assert torch.stack(column)[1:].count_nonzero() == 0
+    assert moments["exp_avg"][0].count_nonzero() == 4
+
+
 def test_a_skipped_step_does_not_hide_the_others(files, tmp_path, monkeypatch):  # noqa: F811
     """Where one of two minibatches is skipped, metrics are means over the other, and no agent has
     diverged."""

@@ -582,6 +582,22 @@ def test_patches_are_the_same_network(name):
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_network_with_a_forward_of_its_own_is_not_read_as_patches():
+    """Patches would leave out what it adds to the layers."""
+
+    class Halved(communicators.ImageNetwork):
+        def forward(self, obs):
+            return super().forward(obs) / 2
+
+    (agent,) = lively_agents(PRPO_MINIGRID, 1)
+    obs = PRPO_MINIGRID.random_obs(40)
+    assert isinstance(communicators.as_patches(obs, agent.network), communicators.Patches)
+    plain = agent.network(obs)
+    agent.network = Halved(*agent.network)
+    assert communicators.as_patches(obs, agent.network) is obs
+    torch.testing.assert_close(agent.network(obs), plain / 2)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
