@@ -1,6 +1,5 @@
 """The commands of the README and of docs/ run as they stand, on a small budget."""
 
-import importlib
 import re
 import shlex
 import subprocess
@@ -9,11 +8,8 @@ from pathlib import Path
 
 import pytest
 import tyro
-from command import options
+from command import load_script, parse_args
 from helpers import REPOSITORY, call, environment, only_run, torchrun
-
-import communicators
-import fedavg_ppo
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCKS = [
@@ -79,19 +75,9 @@ def run(words, *budget, cwd):
         process = torchrun(words[2], REPOSITORY / words[start], *argv, cwd=cwd)
         assert process.returncode == 0, process.stderr
     else:
-        script = importlib.import_module(Path(words[start]).stem)
-        module, Args = find_arguments(script, argv)
-        module.main(communicators.parse_args(Args, module.check_args, argv, **options(script)))
+        script = load_script(Path(words[start]).stem, argv)
+        script.main(parse_args(script, argv))
     return only_run(cwd / "runs")
-
-
-def find_arguments(script, argv):
-    """The module that trains, and the class of its arguments; of FedAvg those of the task's
-    family.
-    """
-    if script is fedavg_ppo:
-        return script.choose_family(argv)
-    return script, script.Args
 
 
 def test_both_set_up_everything_and_ci_runs_the_same_tests():
@@ -144,8 +130,7 @@ def test_sweeps_print_different_commands_that_are_understood(family, mode):
     for line in first[:: 1 + len(first) // 40]:
         script, *argv = re.search(r"(?:python|torchrun --nproc-per-node \d) (.*)", line)[1].split()
         if not script.startswith("benchmark/"):
-            _, Args = find_arguments(importlib.import_module(Path(script).stem), argv)
-            args = tyro.cli(Args, args=argv)
+            args = tyro.cli(load_script(Path(script).stem, argv).Args, args=argv)
             assert f"--seed {args.seed} " in line
             assert args.exp_name in line
 
