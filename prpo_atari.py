@@ -1099,11 +1099,12 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
     communicators.load_agents(args, agents)
     device = "cpu" if args.device == "auto" else args.device
     folder = Path(args.eval_only) / "videos"
+    tests = make_tests(args)
     results = []
     for i, agent in enumerate(agents):
         agent.to(device)
         returns = {}
-        for number, (name, (env_id, levels)) in enumerate(make_tests(args).items()):
+        for number, (name, (env_id, levels)) in enumerate(tests.items()):
             film = ""
             if args.capture_video:
                 film = str(folder / f"eval_agent_{i}_{re.sub(r'[^a-zA-Z0-9_.-]', '-', name)}")
