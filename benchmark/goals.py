@@ -1,0 +1,194 @@
+"""MiniGrid tasks of agents that share skills and have goals of their own.
+
+All agents see the same levels in the same way; what differs is which of two goals an agent is paid
+for. An episode ends at either.
+
+    python prpo_minigrid.py --num-agents 2 --env-ids \\
+        benchmark.goals:DoorKeyGoals-5x5-green-v0 benchmark.goals:DoorKeyGoals-5x5-blue-v0
+
+| task | what is common | what is the agent's own |
+| --- | --- | --- |
+| DoorKeyGoals-SIZE-COLOUR-v0 | key and door | the goal: green (lower corner) or blue (upper one) |
+| DoorKeyGoals-SIZE-COLOUR-PERCENT-v0 | also the goal, in PERCENT of the levels | as above |
+| UnlockGoals-SIZE-OBJECT-v0 | key and door | the object to pick up: ball or box |
+"""
+
+import functools
+
+import gymnasium as gym
+import numpy as np
+from minigrid.core.constants import COLOR_TO_IDX, OBJECT_TO_IDX, STATE_TO_IDX
+from minigrid.core.grid import Grid
+from minigrid.core.mission import MissionSpace
+from minigrid.core.world_object import Ball, Box, Door, Goal, Key, Wall
+from minigrid.minigrid_env import MiniGridEnv
+
+VIEW = 7  # cells, the side of what an agent sees
+EMPTY = (OBJECT_TO_IDX["empty"], 0, 0)
+WALL = (OBJECT_TO_IDX["wall"], COLOR_TO_IDX["grey"], 0)
+
+
+@functools.cache
+def find_visible(opaque: bytes) -> np.ndarray:
+    """Which cells of a view are seen, bool [7, 7, 1]; opaque: bytes of bool [7, 7]."""
+    grid = Grid(VIEW, VIEW)
+    for i, j in np.argwhere(np.frombuffer(opaque, dtype=bool).reshape(VIEW, VIEW)):
+        grid.set(i, j, Wall())
+    return grid.process_vis(agent_pos=(VIEW // 2, VIEW - 1))[..., None]
+
+
+class TwoGoals(MiniGridEnv):
+    """MiniGrid's environment with a faster view: cells are encoded when they change.
+
+    A subclass makes its level in `make_level`.
+    """
+
+    def __init__(self, size: int, mission: str, **options):
+        super().__init__(
+            mission_space=MissionSpace(mission_func=lambda: mission),
+            grid_size=size,
+            max_steps=10 * size**2,
+            agent_view_size=VIEW,
+            **options,
+        )
+        self.mission = mission
+
+    def make_level(self, width: int, height: int) -> None:
+        """Set `grid` and the agent's place."""
+        raise NotImplementedError
+
+    def _gen_grid(self, width: int, height: int) -> None:
+        self.make_level(width, height)
+        # Beyond the grid a view shows walls
+        self.codes = np.full((width + 2 * VIEW, height + 2 * VIEW, 3), WALL, dtype=np.uint8)
+        self.codes[VIEW:-VIEW, VIEW:-VIEW] = self.grid.encode()
+
+    def gen_obs(self) -> dict:
+        """The observation of MiniGridEnv."""
+        # An action changes no cell but the one in front
+        i, j = self.front_pos
+        cell = self.grid.get(i, j)
+        self.codes[i + VIEW, j + VIEW] = cell.encode() if cell else EMPTY
+
+        left, top, _, _ = self.get_view_exts()
+        view = self.codes[left + VIEW : left + 2 * VIEW, top + VIEW : top + 2 * VIEW]
+        view = np.rot90(view, -1 - self.agent_dir)
+        kind = view[..., 0]
+        closed = (kind == OBJECT_TO_IDX["door"]) & (view[..., 2] != STATE_TO_IDX["open"])
+        opaque = (kind == OBJECT_TO_IDX["wall"]) | closed
+        image = view * find_visible(opaque.tobytes())
+        # The agent sees what it carries at its own place
+        image[VIEW // 2, VIEW - 1] = self.carrying.encode() if self.carrying else EMPTY
+        return {"image": image, "direction": self.agent_dir, "mission": self.mission}
+
+    def make_rooms(self, width: int, height: int) -> int:
+        """A room with the agent and a key, and another one behind a locked door.
+
+        The door is in the rows 2 to height - 3, so that it is beside no corner. Returns the column
+        of the wall between the rooms.
+        """
+        self.grid = Grid(width, height)
+        self.grid.wall_rect(0, 0, width, height)
+        column = self._rand_int(2, width - 2)
+        self.grid.vert_wall(column, 0)
+        self.put_obj(Door("yellow", is_locked=True), column, self._rand_int(2, height - 2))
+        self.place_obj(Key("yellow"), top=(0, 0), size=(column, height))
+        self.place_agent(size=(column, height))
+        return column
+
+
+class DoorKeyGoals(TwoGoals):
+    """DoorKey with a green goal in the lower right corner and a blue one in the upper right.
+
+    goal: the colour of the goal that pays. agreement: the share of levels where agents of both
+    colours want the same: these levels have one purple goal, in a corner drawn at random.
+    """
+
+    def __init__(self, size: int, goal: str, agreement: float = 0.0, **options):
+        self.goal = goal
+        self.agreement = agreement
+        super().__init__(size, "use the key to open the door and then get to your goal", **options)
+
+    def make_level(self, width: int, height: int) -> None:
+        corners = {"green": (width - 2, height - 2), "blue": (width - 2, 1)}
+        agrees = self.np_random.random() < self.agreement
+        only = self._rand_elem(sorted(corners))
+        self.make_rooms(width, height)
+        for colour, corner in corners.items():
+            if not agrees:
+                self.put_obj(Goal(), *corner)
+                self.grid.get(*corner).color = colour
+            elif colour == only:
+                self.put_obj(Goal(), *corner)
+                self.grid.get(*corner).color = "purple"
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        if terminated:
+            reached = self.grid.get(*self.agent_pos).color
+            reward *= reached in (self.goal, "purple")
+        return obs, reward, terminated, truncated, info
+
+
+class UnlockGoals(TwoGoals):
+    """Two rooms with a locked door, a ball and a box in the second; one of them pays.
+
+    goal: "ball" or "box". The episode ends when either is picked up, which needs free hands: the
+    key has to be dropped. Colours are drawn at random and have no meaning.
+    """
+
+    def __init__(self, size: int, goal: str, **options):
+        self.goal = goal
+        super().__init__(size, "unlock the door and pick up your object", **options)
+
+    def make_level(self, width: int, height: int) -> None:
+        column = self.make_rooms(width, height)
+        room = {"top": (column + 1, 0), "size": (width - column - 1, height)}
+        places = []
+        while not self.are_reachable(places, column):
+            for place in places:
+                self.grid.set(*place, None)
+            places = [self.place_obj(kind(self._rand_color()), **room) for kind in (Ball, Box)]
+
+    def are_reachable(self, places: list[tuple[int, int]], column: int) -> bool:
+        """Whether each of these places, not empty, is beside a cell that the door leads to."""
+        (door,) = [
+            (column, row) for row in range(self.height) if self.grid.get(column, row).type == "door"
+        ]
+        reached = {door}
+        waiting = [door]
+        beside = set()
+        while waiting:
+            i, j = waiting.pop()
+            for cell in ((i + 1, j), (i - 1, j), (i, j + 1), (i, j - 1)):
+                beside.add(cell)
+                if cell[0] > column and cell not in reached and self.grid.get(*cell) is None:
+                    reached.add(cell)
+                    waiting.append(cell)
+        return bool(places) and beside.issuperset(places)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        if self.carrying is not None and self.carrying.type != "key":
+            terminated = True
+            if self.carrying.type == self.goal:
+                reward = self._reward()
+        return obs, reward, terminated, truncated, info
+
+
+def register() -> None:
+    """Make the tasks known to Gymnasium."""
+    for size in (5, 6, 8):
+        for colour in ("green", "blue"):
+            options = {"size": size, "goal": colour}
+            name = f"DoorKeyGoals-{size}x{size}-{colour}"
+            gym.register(f"{name}-v0", DoorKeyGoals, kwargs=options)
+            for percent in (25, 50, 75, 100):
+                agreement = {"agreement": percent / 100}
+                gym.register(f"{name}-{percent}-v0", DoorKeyGoals, kwargs=options | agreement)
+        for kind in ("ball", "box"):
+            options = {"size": size, "goal": kind}
+            gym.register(f"UnlockGoals-{size}x{size}-{kind}-v0", UnlockGoals, kwargs=options)
+
+
+register()
