@@ -1451,6 +1451,8 @@ def check_aggregation(args: RunArgs) -> None:
             refuse(args, "mixture", "has no effect with --aggregation weights; leave it out")
         if args.self_reference != "behaviour":
             refuse(args, "self_reference", "has no effect with --aggregation weights; leave it out")
+    if args.kl_schedule != "constant" and args.kl_coef == 0:
+        refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
 
 
 # The settings of an existing run: --resume and --eval-only

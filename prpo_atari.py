@@ -93,6 +93,8 @@ class Args(RunArgs):
     local_updates: Count = 16  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the reference policy"""
+    kl_schedule: Literal["constant", "linear"] = "constant"
+    """linear: the coefficient falls to 0 over the run, as the learning rate does"""
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
@@ -412,11 +414,18 @@ def estimate_gains(
 
 @torch.enable_grad()
 def learn(
-    agent: Agent, optimizer, generator, obs: Tensor, batch: dict[str, Tensor], args: Args
+    agent: Agent,
+    optimizer,
+    generator,
+    obs: Tensor,
+    batch: dict[str, Tensor],
+    kl_coef: float,
+    args: Args,
 ) -> Iterator[dict[str, Tensor]]:
     """One agent's epochs over its rollout (eq. 4). Yields the losses of each minibatch.
 
-    obs: its observations; batch: [samples, ...], its `states` are rows of obs.
+    obs: its observations; batch: [samples, ...], its `states` are rows of obs;
+    kl_coef: the coefficient of this iteration.
     """
     for _ in range(args.update_epochs):
         b_inds = torch.randperm(len(batch["states"]), generator=generator)
@@ -458,7 +467,7 @@ def learn(
             ).mean()
 
             loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-            loss = loss + args.kl_coef * kl_reference
+            loss = loss + kl_coef * kl_reference
 
             approx_kl = (ratio - 1 - logratio).mean()  # http://joschu.net/blog/kl-approx.html
             clipfrac = torch.zeros_like(approx_kl)
@@ -573,10 +582,13 @@ def main(args: Args) -> dict:
     actors = make_actors(args, agents)
 
     for iteration in run.iterations():
+        remaining = 1.0 - (iteration - 1) / num_iterations
         if args.anneal_lr:
             for optimizer in optimizers:
-                remaining = 1.0 - (iteration - 1) / num_iterations
                 optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
+        kl_coef = args.kl_coef
+        if args.kl_schedule == "linear":
+            kl_coef = remaining * args.kl_coef
 
         # Rollout
         storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)
@@ -618,8 +630,8 @@ def main(args: Args) -> dict:
         # Update: every agent takes its minibatches in order, and the agents take turns on the cores
         learners = []
         for k in range(len(held)):
-            inputs = agents[k], optimizers[k], generators[k], obs[k], batches[k], args
-            learners.append(learn(*inputs))
+            inputs = agents[k], optimizers[k], generators[k], obs[k], batches[k]
+            learners.append(learn(*inputs, kl_coef, args))
         losses = communicators.take_turns(learners, workers, threads)
         diagnostics = []
         for k, i in enumerate(held):
@@ -694,6 +706,7 @@ def main(args: Args) -> dict:
             rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
+            "charts/kl_coefficient": kl_coef,
             "communication/rounds": iteration // args.local_updates,
         }
         run.log(rows, communicator, peers.distances, scalars)

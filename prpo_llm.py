@@ -138,6 +138,8 @@ class Args(RunArgs):
     """steps between communication rounds, which update the reference"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.1
     """coefficient of the KL penalty towards the reference policy"""
+    kl_schedule: Literal["constant", "linear"] = "constant"
+    """linear: the coefficient falls to 0 over the run"""
     # forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), eq. 7; auto:
     # reverse for GRPO
     kl_direction: Literal["auto", "forward", "reverse"] = "auto"
@@ -598,6 +600,13 @@ def compute_learning_rate(args: Args, step: int, highest: float | None = None) -
     return (highest or args.learning_rate) * rising * falling[args.lr_scheduler_type]
 
 
+def compute_kl_coef(args: Args, step: int) -> float:
+    """The coefficient of the KL penalty in a step, the first of which is 1."""
+    if args.kl_schedule == "linear":
+        return (1.0 - (step - 1) / args.total_steps) * args.kl_coef
+    return args.kl_coef
+
+
 def has_sequence_ratios(args: Args) -> bool:
     """Whether completions have one ratio each: in GSPO, but not in PPO, where each token has an
     advantage of its own."""
@@ -620,12 +629,13 @@ def compute_sequence_logratios(args: Args, model, hidden: Tensor, mb: dict) -> T
 
 
 def compute_token_losses(
-    args: Args, model, states: Tensor, mb: dict, place: tuple, weights: Tensor
+    args: Args, model, states: Tensor, mb: dict, place: tuple, weights: Tensor, kl_coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of some tokens of one agent (eq. 4, eq. 7), and its terms by name, all [tokens].
 
     states: of the minibatch mb [agents, prompts, group, tokens, hidden], of which `place` indexes
-    the tokens, see `split_tokens`; weights: the agent's row of C, of its senders.
+    the tokens, see `split_tokens`; weights: the agent's row of C, of its senders; kl_coef: the
+    coefficient of this step.
     """
     k, m, g, t = place
     tokens = mb["tokens"][place]
@@ -666,7 +676,7 @@ def compute_token_losses(
         kl_anchor = compute_reference_kl(log_policy, log_anchor, tokens, token_ratio, args)
 
     loss = pg_loss - args.ent_coef * entropy
-    loss = loss + args.kl_coef * kl_reference + args.sft_anchor * kl_anchor
+    loss = loss + kl_coef * kl_reference + args.sft_anchor * kl_anchor
     with torch.no_grad():
         approx_kl = token_ratio - 1 - logratio  # k3, http://joschu.net/blog/kl-approx.html
         clipfrac = ((ratio < low) | (ratio > high)).float() * (args.clip_coef > 0)
@@ -710,11 +720,12 @@ def learn(
     batch: dict,
     weights: list[Tensor],
     inds: Tensor,
+    kl_coef: float,
 ) -> dict[str, Tensor]:
     """One optimizer step of all agents on a minibatch of their prompts. Returns losses [agents].
 
     trained: [agents, numel]; inds: the prompts, [agents, minibatch]; weights: each agent's row of
-    C, of its senders.
+    C, of its senders; kl_coef: the coefficient of this step.
     """
     rows = torch.arange(len(inds))[:, None]
     lengths = batch["mask"][rows, inds].sum(-1)  # [agents, minibatch, group]
@@ -738,7 +749,9 @@ def learn(
                 mb["mean_logratio"] = compute_sequence_logratios(args, model, hidden.detach(), mb)
             for place in split_tokens(model, mb["mask"]):
                 k, m, g, _ = place
-                loss, terms = compute_token_losses(args, model, states, mb, place, weights[k])
+                loss, terms = compute_token_losses(
+                    args, model, states, mb, place, weights[k], kl_coef
+                )
                 (count[k, m, g] * loss).sum().backward()
                 for name in LOSSES:
                     losses[name][k] += (count[k, m, g] * terms[name]).sum()
@@ -893,6 +906,7 @@ def main(args: Args) -> dict:
         highest_rates = (args.learning_rate, args.value_learning_rate)
         for group, highest in zip(optimizer.param_groups, highest_rates, strict=False):
             group["lr"] = compute_learning_rate(args, step, highest)
+        kl_coef = compute_kl_coef(args, step)
 
         # Rollout: all agents' prompts are completed together
         if server is None:
@@ -933,7 +947,8 @@ def main(args: Args) -> dict:
         for epoch in range(args.update_epochs):
             order = draw_order(args, step, epoch).expand(len(held), -1)  # [agents, prompts]
             for inds in order.split(args.minibatch_size or args.batch_size, dim=1):
-                losses.append(learn(args, model, trained, optimizer, batch, weights, inds))
+                inputs = args, model, trained, optimizer, batch, weights, inds
+                losses.append(learn(*inputs, kl_coef))
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
@@ -997,6 +1012,7 @@ def main(args: Args) -> dict:
         scalars = {
             "time/tokens_per_second": num_tokens / (time.perf_counter() - began),
             "charts/learning_rate": compute_learning_rate(args, step),
+            "charts/kl_coefficient": kl_coef,
             "communication/rounds": step // args.local_updates,
         }
         run.log(rows, communicator, distances, scalars)
@@ -3165,6 +3181,8 @@ def check_communication(args: Args) -> None:
     if choose_kl_direction(args) == "forward" and args.kl_estimator != "full":
         reason = "must be full for the forward KL, whose samples are the reference's"
         communicators.refuse(args, "kl_estimator", reason)
+    if args.kl_schedule != "constant" and args.kl_coef == 0:
+        communicators.refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
 
 
 def check_adapters(args: Args) -> None:

@@ -101,6 +101,7 @@ class Args(RunArgs):
     local_updates: Count = 1
     """iterations between communication rounds; Observation 1 is about one"""
     kl_direction = "forward"  # of eq. 9; no flag
+    kl_schedule = "constant"  # the KL is a constraint, without a coefficient; no flag
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
     # an agent's own component of its reference: its policy before this update, or its snapshot of
@@ -477,9 +478,9 @@ def main(args: Args) -> dict:
     actors = make_actors(args, agents)
 
     for iteration in run.iterations():
+        remaining = 1.0 - (iteration - 1) / num_iterations
         if args.anneal_lr:
             for optimizer in optimizers:
-                remaining = 1.0 - (iteration - 1) / num_iterations
                 optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
 
         # Rollout

@@ -134,11 +134,18 @@ CONTROL = {
     "policy/tv_peers": "the same for the snapshots of the peers in its reference, as a mean; nan if"
     " there are none",
     "charts/learning_rate": "the annealed learning rate",
+    "charts/kl_coefficient": "the coefficient of the KL penalty, `--kl-coef` by `--kl-schedule`",
     "charts/SPS": "all agents' steps per second of training (`agent_steps_per_second` in the CSV"
     " file)",
 }
-CLIPPING = "losses/kl_reference", "losses/approx_kl", "losses/clipfrac", "losses/old_approx_kl"
-TRPO = {name: meaning for name, meaning in CONTROL.items() if name not in CLIPPING} | {
+PENALTY_AND_CLIPPING = (
+    "losses/kl_reference",
+    "losses/approx_kl",
+    "losses/clipfrac",
+    "losses/old_approx_kl",
+    "charts/kl_coefficient",
+)
+TRPO = {name: meaning for name, meaning in CONTROL.items() if name not in PENALTY_AND_CLIPPING} | {
     "losses/policy_loss": "the surrogate objective of the new policy, negated; 0 where nothing"
     " moved",
     "losses/entropy": "entropy of the new policy, in nats",
@@ -179,6 +186,7 @@ LANGUAGE = {
     " log-probabilities in sampling"
     " and in training, both before the update",
     "charts/learning_rate": "the learning rate of the step",
+    "charts/kl_coefficient": "the coefficient of the KL penalty, `--kl-coef` by `--kl-schedule`",
     "communication/lost_by_average": "FedAvg, `--lora-average exact`, in a step with a round: what"
     " rank r cuts off",
     "time/tokens_per_second": "tokens of completions per second of the whole step",

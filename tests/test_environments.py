@@ -241,12 +241,12 @@ def test_training_advantages_equal_those_of_separate_episodes(backend, tmp_path,
         acted.append(actions.copy())  # each of the two agents is a part
         return send(envs, group, actions)
 
-    def record_batch(agent, optimizer, generator, obs, batch, args):
+    def record_batch(agent, optimizer, generator, obs, batch, *rest):
         samples = {name: tensor.clone() for name, tensor in batch.items()}
         samples["obs"] = obs[batch["states"]]
         batches.setdefault(id(agent), []).append(samples)
         policies.setdefault(id(agent), []).append(copy.deepcopy(agent))
-        return learn(agent, optimizer, generator, obs, batch, args)
+        return learn(agent, optimizer, generator, obs, batch, *rest)
 
     monkeypatch.setattr(script.Envs, "send", record_actions)
     script.patch(monkeypatch, "learn", record_batch)

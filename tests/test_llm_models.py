@@ -627,9 +627,8 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
     optimizer = torch.optim.AdamW([*trained], 1e-3)
     optimizer.step()
     with LiveTensors() as update:
-        prpo_llm.learn(
-            run, model, trained, optimizer, batch | references, weights, torch.arange(4)[None]
-        )
+        inds = torch.arange(4)[None]
+        prpo_llm.learn(run, model, trained, optimizer, batch | references, weights, inds, 0.1)
     kept = parts[
         "update: activations with --gradient-checkpointing"
         if checkpointing

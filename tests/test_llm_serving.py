@@ -97,14 +97,17 @@ def test_an_extended_run_is_the_longer_run(files, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_an_extended_schedule_runs_over_the_new_total(files, tmp_path, schedule):  # noqa: F811
-    """The learning rate goes on where a run of the new length has it."""
+    """Learning rate and KL coefficient go on where a run of the new length has them."""
     changes = {"lr_scheduler_type": schedule, "eval_prompts": 0, "num_agents": 1}
+    changes |= {"kl_schedule": "linear", "kl_coef": 0.5}
     folder, _ = train(files, tmp_path, total_steps=2, **changes)
     prpo_llm.main(parse_args(prpo_llm, [*to_resume(folder), "--total-steps", "5"]))
     rates = [float(row["learning_rate"]) for row in rows_of(folder)]
     done = np.array([0.0, 1 / 2, 2 / 5, 3 / 5, 4 / 5])
     falling = 1 - done if schedule == "linear" else (1 + np.cos(np.pi * done)) / 2
     assert rates == pytest.approx((1e-2 * falling).tolist(), rel=1e-4)
+    coefs = [float(row["kl_coefficient"]) for row in rows_of(folder)]
+    assert coefs == pytest.approx((0.5 * (1 - done)).tolist(), rel=1e-4)
 
 
 def test_two_ranks_save_and_log_like_one_process(files, server, spread, tmp_path):  # noqa: F811

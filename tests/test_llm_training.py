@@ -378,7 +378,7 @@ def plain_losses(args, agent, one):
     return losses
 
 
-def plain_step(args, agent, optimizer, groups):
+def plain_step(args, agent, optimizer, groups, kl_coef):
     """One optimizer step. Returns its metrics."""
     completions = [one for group in groups for one in group]
     metrics = {}
@@ -399,7 +399,7 @@ def plain_step(args, agent, optimizer, groups):
             metrics[name] = metrics.get(name, 0.0) + share * values.sum()
     loss = (
         metrics["policy_loss"]
-        + args.kl_coef * metrics["kl_reference"]
+        + kl_coef * metrics["kl_reference"]
         + args.sft_anchor * metrics["kl_anchor"]
     )
     loss = loss + args.vf_coef * metrics["value_loss"] - args.ent_coef * metrics["entropy"]
@@ -478,6 +478,8 @@ def plain_training(files, args, examples):  # noqa: F811
         )
     C = np.eye(args.num_agents)  # nothing has been sent yet
     for step in range(1, args.total_steps + 1):
+        left = (args.total_steps + 1 - step) / args.total_steps
+        kl_coef = args.kl_coef * (left if args.kl_schedule == "linear" else 1)
         for i, agent in enumerate(agents):
             groups = plain_rollout(args, agent, i, step, examples[i])
             plain_advantages(args, agent, groups)
@@ -504,7 +506,7 @@ def plain_training(files, args, examples):  # noqa: F811
                 size = args.minibatch_size or args.batch_size
                 for first in range(0, args.batch_size, size):
                     minibatch = [groups[place] for place in order[first : first + size]]
-                    updates.append(plain_step(args, agent, optimizers[i], minibatch))
+                    updates.append(plain_step(args, agent, optimizers[i], minibatch, kl_coef))
             rewards = [one["reward"] for group in groups for one in group]
             row = {
                 "step": step,
@@ -565,6 +567,7 @@ PLAIN = {
         "micro_batch_size": 2,
         "loss_type": "dr-grpo",
         "lr_scheduler_type": "cosine",
+        "kl_schedule": "linear",
     },
     "DAPO, no truncated ones, frozen A": {
         "loss_type": "dapo",

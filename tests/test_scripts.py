@@ -200,6 +200,12 @@ BAD_AGGREGATION = {
         ["--self-preference 0", "must be positive"],
     ),
 }
+BAD_AGGREGATION |= {
+    "a schedule of nothing": (
+        ["--kl-schedule", "linear", "--kl-coef", "0"],
+        ["--kl-schedule linear", "no effect with --kl-coef 0"],
+    ),
+}
 BAD_FEDAVG = {
     "no average": (
         ["--hidden-sizes", "64", "64", "32"],
@@ -756,7 +762,13 @@ def test_metrics_table(script, finished):
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     columns = ["iteration", "agent", "env_id", "timesteps", "seed", "exp_name", *METRICS]
-    columns += ["learning_rate", "rounds", "communication_bytes", "agent_steps_per_second"]
+    columns += [
+        "learning_rate",
+        "kl_coefficient",
+        "rounds",
+        "communication_bytes",
+        "agent_steps_per_second",
+    ]
     assert list(rows[0]) == columns
     assert [(row["iteration"], row["agent"]) for row in rows] == [
         (str(k), str(i)) for k in range(1, 7) for i in range(3)
@@ -806,7 +818,7 @@ def test_tensorboard(script, finished):
     expected |= {f"distances/agent_{i}_agent_{j}" for i, j in pairs if i < j}
     expected |= {f"{tag}/agent_{i}" for tag in METRICS.values() for i in range(3)}
     expected |= set(METRICS.values())
-    expected |= {"charts/SPS", "charts/learning_rate"}
+    expected |= {"charts/SPS", "charts/learning_rate", "charts/kl_coefficient"}
     expected |= {"communication/rounds", "communication/bytes"}
     assert expected <= scalars.keys()
     assert {
@@ -997,6 +1009,7 @@ TRUST_REGION = {
         "compile",
         "after the other",
         "learning_rate",
+        "coefficient falls",
         "minibatches",
         "epochs",
         "norm",
@@ -1019,6 +1032,8 @@ TRUST_REGION = {
         "else:",
         "# Update",
         "learn(",
+        "kl_coef",
+        "kl_schedule",
         "learners, workers",
         "group =",
         "epsilon",

@@ -125,7 +125,7 @@ def plain_reference(args, batch, i, communicator, snapshots):
     return product / product.sum(-1, keepdim=True)
 
 
-def plain_loss(script, args, agent, batch):
+def plain_loss(script, args, agent, batch, kl_coef):
     """PPO's loss with the KL penalty of eq. 3 or 4."""
     logits, value = agent(batch["obs"])
     policy = Categorical(logits=logits)
@@ -147,7 +147,7 @@ def plain_loss(script, args, agent, batch):
     forward = args.kl_direction == "forward"
     penalty = kl_divergence(reference, policy) if forward else kl_divergence(policy, reference)
     loss = -objective + args.vf_coef * value_loss / 2 - args.ent_coef * policy.entropy()
-    return (loss + args.kl_coef * penalty).mean()
+    return (loss + kl_coef * penalty).mean()
 
 
 def plain_training(script, args, communicator):
@@ -170,6 +170,8 @@ def plain_training(script, args, communicator):
     optimizers = [torch.optim.Adam(agent.parameters(), eps=1e-5) for agent in agents]
     generators = [torch.Generator().manual_seed(script.derive_seed(args.seed, i)) for i in range(n)]
     for iteration in range(iterations):
+        left = (iterations - iteration) / iterations
+        kl_coef = args.kl_coef * (left if args.kl_schedule == "linear" else 1)
         if iteration % args.save_every == 0:
             envs = [script.Envs(args, range(i, i + 1), iteration) for i in range(n)]
         for i, agent in enumerate(agents):
@@ -181,16 +183,14 @@ def plain_training(script, args, communicator):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
                 for indices in np.array_split(order.numpy(), args.num_minibatches):
                     minibatch = {name: tensor[indices] for name, tensor in batch.items()}
-                    loss = plain_loss(script, args, agent, minibatch)
+                    loss = plain_loss(script, args, agent, minibatch, kl_coef)
                     optimizers[i].zero_grad()
                     loss.backward()
                     norm = sum((parameter.grad**2).sum() for parameter in agent.parameters()).sqrt()
                     for parameter in agent.parameters():
                         parameter.grad *= min(1.0, args.max_grad_norm / norm)
-                    annealed = args.learning_rate * (1 - iteration / iterations)
-                    optimizers[i].param_groups[0]["lr"] = (
-                        annealed if args.anneal_lr else args.learning_rate
-                    )
+                    rate = args.learning_rate * (left if args.anneal_lr else 1)
+                    optimizers[i].param_groups[0]["lr"] = rate
                     optimizers[i].step()
         if (iteration + 1) % args.local_updates == 0:
             seed = script.derive_seed(args.seed, iteration + 1, 7)
@@ -226,6 +226,7 @@ SNAPSHOTS = {
     "self_reference": "snapshot",
     "local_updates": 2,
 }
+FALLING = {"kl_schedule": "linear"}
 APART = {"learning_rate": 3e-3}  # then policies differ so much that it matters how they are mixed
 PLAIN = {
     "one agent": (
@@ -246,6 +247,7 @@ PLAIN = {
             "norm_adv": False,
             "clip_vloss": False,
             "kl_direction": "reverse",
+            "kl_schedule": "linear",
         },
         torch.ones(1, 1),
     ),
@@ -289,10 +291,10 @@ PLAIN = {
     ),
     "any matrix, two agents": (
         ATARI,
-        {"num_agents": 2, "local_updates": 1, "num_steps": 64},
+        {"num_agents": 2, "local_updates": 1, "num_steps": 64, "kl_schedule": "linear"},
         OF_TWO,
     ),
-    "any matrix, snapshots": ([PRPO_MINIGRID], THREE | SNAPSHOTS | APART, OF_THREE),
+    "any matrix, snapshots": ([PRPO_MINIGRID], THREE | SNAPSHOTS | APART | FALLING, OF_THREE),
 }
 
 
@@ -677,9 +679,7 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
     """The network computes each observation of a minibatch once, and every sample counts."""
     script = PRPO_MINIGRID
     torch.manual_seed(seed)
-    args = script.Args(
-        update_epochs=1, num_minibatches=1, max_grad_norm=1e9, kl_coef=3.0, vf_coef=0.1
-    )
+    args = script.Args(update_epochs=1, num_minibatches=1, max_grad_norm=1e9, vf_coef=0.1)
     (agent,) = lively_agents(script, 1)
     obs = script.random_obs(distinct)
     other = copy.deepcopy(agent)
@@ -698,11 +698,11 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
     agent.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
     optimizer = torch.optim.SGD(agent.parameters(), 0.0)
     generator = torch.Generator().manual_seed(seed)
-    (_,) = script.learn(agent, optimizer, generator, obs, batch, args)
+    (_,) = script.learn(agent, optimizer, generator, obs, batch, 3.0, args)
     assert sizes == [len(states.unique())]
     plain = {"obs": obs[states], "reference": batch["reference"].exp()}
     plain |= {name: batch[f"{name}s"] for name in ("action", "logprob", "advantage", "value")}
-    plain_loss(script, args, other, plain).backward()
+    plain_loss(script, args, other, plain, 3.0).backward()
     gradients, expected = (
         [parameter.grad for parameter in network.parameters()] for network in (agent, other)
     )
@@ -728,19 +728,19 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script):
     }
     optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(0)
-    learn = [*script.learn(agent, optimizer, generator, obs, batch, args)]
+    learn = [*script.learn(agent, optimizer, generator, obs, batch, 1.0, args)]
     assert len(learn) == 4
     assert all(math.isfinite(losses["policy_loss"]) for losses in learn)
     weights = parameters_to_vector(agent.parameters()).detach().clone()
     moments = copy.deepcopy(optimizer.state_dict()["state"])
     hook = next(agent.parameters()).register_hook(lambda gradient: gradient * torch.inf)
-    (losses,) = script.learn(agent, optimizer, generator, obs, batch, args)
+    (losses,) = script.learn(agent, optimizer, generator, obs, batch, 1.0, args)
     assert math.isnan(losses["policy_loss"])
     assert math.isfinite(losses["value_loss"])
     assert torch.equal(parameters_to_vector(agent.parameters()), weights)
     torch.testing.assert_close(optimizer.state_dict()["state"], moments, rtol=0, atol=0)
     hook.remove()
-    assert len([*script.learn(agent, optimizer, generator, obs, batch, args)]) == 4
+    assert len([*script.learn(agent, optimizer, generator, obs, batch, 1.0, args)]) == 4
     changed = parameters_to_vector(agent.parameters())
     assert changed.isfinite().all()
     assert not torch.equal(changed, weights)
@@ -1178,12 +1178,12 @@ def first_log_ratios(script, run_dir, monkeypatch, **changes):
     logged = []
     learn = script.learn
 
-    def record(agent, optimizer, generator, obs, batch, args):
+    def record(agent, optimizer, generator, obs, batch, *rest):
         with torch.no_grad():
             logprobs = agent(obs)[0].log_softmax(-1)[batch["states"]]
         now = logprobs.gather(1, batch["actions"][:, None])[:, 0]
         ratios.append((now - batch["logprobs"]).abs().max().item())
-        for number, losses in enumerate(learn(agent, optimizer, generator, obs, batch, args)):
+        for number, losses in enumerate(learn(agent, optimizer, generator, obs, batch, *rest)):
             if number == 0:
                 logged.append(abs(losses["old_approx_kl"].item()))
             yield losses
