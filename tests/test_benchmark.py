@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmark"))
 arguments = importlib.import_module("arguments")
 bound = importlib.import_module("bound")
 choose = importlib.import_module("choose")
+conditions = importlib.import_module("conditions")
 crowd = importlib.import_module("crowd")
 methods = importlib.import_module("methods")
 plot = importlib.import_module("plot")
@@ -775,7 +777,9 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
     for path in RESULTS.glob(f"{name}*.csv"):
         shutil.copy(path, tmp_path)
     before = {path: path.read_text() for path in tmp_path.glob("*_table.csv")}
-    tool = {"trpo_bound": bound, "crowd": crowd}.get(name, plot)
+    tool = {"trpo_bound": bound, "crowd": crowd, "agreement": conditions, "liars": conditions}.get(
+        name, plot
+    )
     figures = []
     draw = tool.draw
     monkeypatch.setattr(tool, "draw", lambda *paths: figures.append(draw(*paths)))
@@ -880,6 +884,44 @@ def test_movements_are_the_largest_of_an_iterations_agents():
         "within": [0.5, 1.0],
         "return_last_100": [0.25, 0.625],
     }
+
+
+@pytest.mark.parametrize(
+    ("names", "agents", "bonus"),
+    [((0, 50, 100), 0, 0.01), ((0, 50, 100), 1, 0.0), (("none", "flipped"), 2, 0.01)],
+)
+def test_methods_are_compared_under_every_condition(names, agents, bonus, tmp_path, capsys):
+    """conditions.py: means over the run and at its end, of the agents that count; each agent of
+    these runs has 0.02 more than the one before.
+    """
+    import matplotlib.pyplot as plt
+
+    for number, name in enumerate(names):
+        for seed in (1, 2, 3):
+            for stamp, method in enumerate(("isolated", "pr-surrogate")):
+                curve = [0.1, 0.1 * number + 0.01 * seed + 0.3 * stamp]
+                exp_name = f"{method}-{name}"
+                fake_run(tmp_path / "runs", seed, curve, stamp=stamp, exp_name=exp_name)
+    out = str(tmp_path / "compared")
+    args = conditions.Args(runs=(str(tmp_path / "runs"),), out=out, agents=agents, label="lies")
+    conditions.main(args)
+    table = pd.read_csv(f"{out}_table.csv", comment="#", dtype={"condition": str})
+    table = table.set_index(["method", "condition"])
+    for number, name in enumerate(names):
+        for stamp, method in enumerate(("isolated", "pr-surrogate")):
+            row = table.loc[method, str(name)]
+            final = 0.1 * number + 0.02 + 0.3 * stamp
+            assert row.final == pytest.approx(final + bonus)
+            assert row.auc == pytest.approx((0.1 + final) / 2 + bonus)
+            # 0.01 / sqrt(3) times the quantile of Student's t with two degrees of freedom
+            half = 0.01 / 3**0.5 * 4.302653
+            assert row.final_ci_high - row.final == pytest.approx(half, rel=1e-4)
+            assert row.seeds == "1 2 3"
+    picture = plt.imread(f"{out}.png")
+    before = Path(f"{out}_table.csv").read_text()
+    conditions.main(conditions.Args(out=out, from_csv=True))  # with the same label
+    assert np.array_equal(plt.imread(f"{out}.png"), picture)
+    assert Path(f"{out}_table.csv").read_text() == before
 
 
 def test_isolated_agents_are_crowds_of_every_size():

@@ -1,0 +1,135 @@
+"""How methods compare under different conditions, such as the share of levels where all agents want
+the same, or what a lying agent sends.
+
+    bash benchmark/sweep.sh agreement | python benchmark/run.py
+    python benchmark/conditions.py --runs runs/agreement-results
+    python benchmark/conditions.py --from-csv  # table and figure again, from the CSV file
+
+An --exp-name is a method and, behind the last hyphen, a condition, as in pr-surrogate-25. Writes
+OUT.csv, a row per run: the training return of its agents, as a mean over the
+run and at its end. From it come OUT_table.csv (means and Student's 95 % intervals over seeds) and
+OUT.png.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from arguments import read_flags
+from methods import style_methods
+from plot import comments_of, finished_runs, with_interval, write
+
+LABEL = "# conditions: "
+MEASURES = {"auc": "training return, mean over the run", "final": "training return at the end"}
+
+
+@dataclass
+class Args:
+    runs: tuple[str, ...] = ("runs/agreement-results",)
+    """folders to search for runs, at any depth"""
+    out: str = "benchmark/results/agreement"
+    """beginning of the names of the files that are written"""
+    agents: int = 0
+    """only the first agents of each run count (0: all)"""
+    label: str = "levels where all agents have the same goal (%)"
+    """what the conditions are, under the figure"""
+    from_csv: bool = False
+    """only write OUT_table.csv and OUT.png from OUT.csv"""
+
+
+def make_rows(runs: pd.DataFrame, agents: int) -> pd.DataFrame:
+    """A row per run, from `load_runs`: the means of its first agents' training returns (0: all)."""
+    if agents:
+        runs = runs[runs.agent < agents]
+    rows = []
+    for (name, seed), run in runs.groupby(["exp_name", "seed"], sort=False):
+        method, _, condition = name.rpartition("-")
+        returns = run.groupby("agent").return_last_100
+        row = {"method": method, "condition": condition, "seed": seed}
+        row["auc"] = returns.mean().mean()
+        row["final"] = returns.last().mean()
+        rows.append(row)
+    return pd.DataFrame(rows).sort_values(["method", "condition", "seed"])
+
+
+def make_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row per method and condition: means over seeds, with intervals."""
+    table = []
+    for (method, condition), seeds in rows.groupby(["method", "condition"]):
+        row = {"method": method, "condition": condition}
+        row["seeds"] = " ".join(map(str, seeds.seed))
+        for measure in MEASURES:
+            interval = with_interval(seeds[[measure]].T).iloc[0]
+            row[measure], row[f"{measure}_ci_low"], row[f"{measure}_ci_high"] = interval
+        table.append(row)
+    return pd.DataFrame(table)
+
+
+def read_rows(path: Path) -> pd.DataFrame:
+    """OUT.csv."""
+    return pd.read_csv(path, comment="#", dtype={"condition": str})
+
+
+def draw(csv_path: Path, png_path: Path):
+    """OUT.png from OUT.csv; conditions that are numbers are drawn to scale. Returns the figure."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    table = make_table(read_rows(csv_path))
+    label = re.search(f"^{LABEL}(.*)$", comments_of(csv_path), re.MULTILINE)[1]
+    figure, axes = plt.subplots(1, 2, figsize=(9.2, 4.2), layout="constrained", sharey=True)
+    styles = style_methods(table.method.unique())
+    conditions = list(table.condition.unique())
+    numbers = pd.to_numeric(table.condition, errors="coerce")
+    if numbers.isna().any():
+        numbers = table.condition.map(conditions.index)
+    shift = 0.01 * (numbers.max() - numbers.min())  # so that intervals do not cover each other
+    for axis, (measure, title) in zip(axes, MEASURES.items(), strict=True):
+        for number, (method, rows) in enumerate(table.groupby("method")):
+            style = styles[method]
+            low = rows[measure] - rows[f"{measure}_ci_low"]
+            high = rows[f"{measure}_ci_high"] - rows[measure]
+            axis.errorbar(
+                numbers[rows.index] + shift * (number - 2),
+                rows[measure],
+                yerr=(low, high),
+                color=style.colour,
+                linestyle=style.dashes,
+                elinewidth=0.8,
+                capsize=2,
+                marker="o",
+                markersize=4,
+                label=f"{style.label} ({rows.seeds.str.split().str.len().max()} seeds)",
+                zorder=3,
+            )
+        axis.set_xticks(numbers[table.drop_duplicates("condition").index], conditions)
+        axis.set_xlabel(label)
+        axis.set_ylabel(title)
+        axis.grid(alpha=0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(png_path, dpi=150)
+    plt.close(figure)
+    return figure
+
+
+def main(args: Args) -> None:
+    path = Path(f"{args.out}.csv")
+    if not args.from_csv:
+        runs, comments = finished_runs(args.runs)
+        comments += f"{LABEL}{args.label}\n"
+        write(path, comments, make_rows(runs, args.agents))
+    table = make_table(read_rows(path))
+    comments = comments_of(path) + "# intervals: 95 %, Student's t over seeds\n"
+    write(Path(f"{args.out}_table.csv"), comments, table)
+    print(table.to_string(index=False))
+    picture = Path(f"{args.out}.png")
+    draw(path, picture)
+    print(f"wrote {picture}")
+
+
+if __name__ == "__main__":
+    main(read_flags(Args))

@@ -1,0 +1,127 @@
+"""MiniGrid with one agent that lies: what the last agent sends is not what it has learned.
+
+    python benchmark/liars.py --lie flipped                            # mixed policies
+    python benchmark/liars.py --lie flipped --aggregation weights      # FedAvg
+    python benchmark/liars.py --lie random --boast --communicator reward
+
+Everything else is `prpo_minigrid.py`, whose flags all apply. The honest agents are on DoorKey-5x5,
+6x6 and 8x8.
+
+| --lie | what the last agent sends |
+| --- | --- |
+| none | its policy, as the others do |
+| random | new random weights in every round, each layer's as large as its own |
+| flipped | its weights, with the signs of the actor's turned |
+| opposite | its policy, trained with the rewards' signs turned |
+"""
+
+import copy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import communicators
+import prpo_minigrid
+
+RANDOM_WEIGHTS = 8  # what a derived seed is for, as in prpo_minigrid.py
+BOAST = 1000.0
+
+
+@dataclass
+class Args(prpo_minigrid.Args):
+    lie: Literal["none", "random", "flipped", "opposite"] = "none"
+    """what the last agent sends instead of its policy"""
+    boast: bool = False
+    """the last agent reports a mean return of 1,000"""
+    num_agents: int = 4
+    env_ids: tuple[str, ...] = (
+        "MiniGrid-DoorKey-5x5-v0",
+        "MiniGrid-DoorKey-6x6-v0",
+        "MiniGrid-DoorKey-8x8-v0",
+        "MiniGrid-DoorKey-6x6-v0",
+    )
+
+
+@torch.no_grad()
+def distort(network: nn.Module, lie: str, seed: int) -> nn.Module:
+    """What a liar with this network sends."""
+    sent = copy.deepcopy(network)
+    if lie == "random":
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in sent.parameters():
+            scale = parameter.square().mean().sqrt()
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.copy_(scale * noise)
+    elif lie == "flipped":
+        for parameter in sent.actor.parameters():
+            parameter.neg_()
+    return sent
+
+
+class LyingPeers(communicators.Peers):
+    """As `Peers`, but what the last agent sends and reports is a lie."""
+
+    def __init__(self, args: Args, *inputs):
+        super().__init__(*inputs)
+        self.args = args
+
+    def report(self, numbers: Tensor) -> Tensor:
+        if self.args.boast and holds_liar(self.args, self.held):
+            numbers = numbers.clone()
+            numbers[-1] = BOAST
+        return super().report(numbers)
+
+    def exchange_snapshots(
+        self, networks: list[nn.Module], participating: Tensor, receives: Tensor, iteration: int
+    ) -> None:
+        networks = list(networks)
+        if holds_liar(self.args, self.held):
+            seed = communicators.derive_seed(self.args.seed, iteration, RANDOM_WEIGHTS)
+            networks[-1] = distort(networks[-1], self.args.lie, seed)
+        super().exchange_snapshots(networks, participating, receives, iteration)
+
+
+def holds_liar(args: Args, held: range) -> bool:
+    """Whether this process holds the last agent, which then is the last of those held."""
+    return args.num_agents - 1 in held
+
+
+def main(args: Args) -> dict:
+    """Train as `prpo_minigrid.py`."""
+    honest_rollout = prpo_minigrid.rollout
+    peers = None
+
+    def make_peers(*inputs) -> LyingPeers:
+        nonlocal peers
+        peers = LyingPeers(args, *inputs)
+        return peers
+
+    def rollout(*inputs):
+        storage, *others = honest_rollout(*inputs)
+        if args.lie == "opposite" and holds_liar(args, peers.held):
+            storage["rewards"][-1] *= -1
+        return storage, *others
+
+    prpo_minigrid.Peers = make_peers
+    prpo_minigrid.rollout = rollout
+    try:
+        return prpo_minigrid.main(args)
+    finally:
+        prpo_minigrid.Peers = communicators.Peers
+        prpo_minigrid.rollout = honest_rollout
+
+
+if __name__ == "__main__":
+    main(
+        communicators.parse_args(
+            Args,
+            prpo_minigrid.check_args,
+            may_change=("capture_video", "eval_episodes", "total_timesteps"),
+        )
+    )
