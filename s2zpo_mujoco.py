@@ -1,0 +1,940 @@
+"""Par-S2ZPO on MuJoCo: agents that send bits, not parameters, learn from comparisons of behaviour.
+
+Zhang, Wang and Ying, Efficient Federated RLHF via Zeroth-Order Policy Optimization, whose authors
+have released no code. There is no reward for the learner and no gradient: in each iteration every
+agent perturbs the policy on its block of the parameters, a panel compares episodes of the policy
+before and after, and all agents move the policy along the perturbations, by the signs of the votes.
+
+    python s2zpo_mujoco.py --env-id CartPole-v1                  # a minute
+    python s2zpo_mujoco.py --env-id HalfCheetah-v5               # four agents, d + 4 bits an update
+    python s2zpo_mujoco.py --algorithm fedavg                    # every agent perturbs everything
+    torchrun --nproc-per-node 4 s2zpo_mujoco.py                  # one agent per process
+    python s2zpo_mujoco.py --env-id CartPole-v1 --human --num-agents 1   # you are the panel
+    python s2zpo_mujoco.py --resume runs/<name>                  # go on where a run was cut off
+"""
+
+import functools
+import importlib
+import itertools
+import math
+import os
+import subprocess
+import sys
+import warnings
+import zlib
+from collections import deque
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+from safetensors.torch import save_file
+from torch import Tensor
+
+import communicators
+from communicators import (
+    Count,
+    Exchange,
+    Natural,
+    NonNegative,
+    Positive,
+    Run,
+    RunArgs,
+    Stacked,
+    derive_seed,
+    mean,
+)
+
+# What a derived seed is for: the last number of its key
+ENVIRONMENTS = 1
+PARTITION = 2
+PERTURBATION = 3
+ACTIONS = 4
+ANSWERS = 5
+TEST_EPISODES = 6
+TEST_ACTIONS = 7
+FILM_EPISODE = 8
+FILM_ACTIONS = 9
+
+# A tenth of a good return in 250 steps of MuJoCo, in 500 of CartPole: a panel's answers to a
+# difference of that size are right in 73 of 100 cases. Of other tasks: 10
+LINK_SCALES = {
+    "CartPole-v1": 10.0,
+    "HalfCheetah-v5": 50.0,
+    "Hopper-v5": 30.0,
+    "Walker2d-v5": 30.0,
+    "Swimmer-v5": 5.0,
+}
+
+
+@dataclass
+class Args(RunArgs):
+    device: str = "auto"
+    """cpu, or auto, which is the same: the networks are too small for a GPU"""
+    num_agents: Count = 4  # K, the number of agents
+    save_every: Count = 50
+    """iterations between checkpoints; the environments start anew at each"""
+
+    # The environments
+    env_id: str = "HalfCheetah-v5"
+    """the task of all agents: MuJoCo's, another one with continuous actions, or CartPole-v1"""
+    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
+    """envpool is several times faster; auto takes it where it is installed and has the task"""
+    # most steps of an episode, also in evaluations (default: 250; of CartPole its 500)
+    horizon: Count | None = None
+    norm_obs: bool = True
+    """normalise observations, with statistics of unperturbed episodes that agents share"""
+    eval_episodes: Natural = 20
+    """episodes in gymnasium's environment at the end (0: no evaluation)"""
+    capture_video: bool = False
+    """film one episode in gymnasium's environment at the end"""
+
+    # The policy
+    hidden_sizes: tuple[int, ...] = (32, 32)
+    """widths of the hidden layers, with tanh"""
+    log_std: float = -1.0  # of the Gaussian of continuous actions; it is not learned
+
+    # The panel, which compares N pairs of batches of episodes in every iteration of every agent
+    num_pairs: Count = 8  # N, pairs of batches that are compared
+    num_trajectories: Count = 1  # D, episodes in a batch
+    num_evaluators: Count = 3  # M, evaluators who compare each pair, with an answer of one bit
+    # sigma, the probability that an evaluator prefers a batch, of the difference of mean returns
+    # over --link-scale; the learner never uses it
+    link: Literal["logistic", "linear", "probit", "noiseless"] = "logistic"
+    # difference of mean returns that is 1 for the link (default: a tenth of a good return, see
+    # LINK_SCALES)
+    link_scale: Positive | None = None
+    human: bool = False
+    """you answer instead, in the terminal, after seeing two clips for each pair"""
+
+    # S2ZPO
+    total_iterations: Count = 300  # updates of the policy
+    # par: every agent perturbs its block of the parameters; fedavg: every agent perturbs all;
+    # central: one agent with all pairs
+    algorithm: Literal["par", "fedavg", "central"] = "par"
+    # par: the parameters are split into equal blocks, at random, in their order, or with an equal
+    # share of every layer
+    partition: Literal["random", "contiguous", "layer"] = "random"
+    # radius of the perturbation of each parameter (default: that of a perturbation of norm 2)
+    mu: Positive | None = None
+    # step size of each parameter, of fedavg where all agents agree (default: that of a step of
+    # norm 2; fedavg's, as a root mean square)
+    eta: Positive | None = None
+    eta_decay: NonNegative = 0.02
+    """after t updates the step size is eta / sqrt(1 + eta_decay * t)"""
+
+
+# --- the policy ---
+
+
+def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
+    """Orthogonal weights of gain `std`, zero bias."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Policy(nn.Module):
+    """The mean of a Gaussian, or logits: a tanh MLP of normalised observations."""
+
+    def __init__(self, obs_size: int, num_outputs: int, hidden_sizes: tuple[int, ...]):
+        super().__init__()
+        layers = []
+        for inputs, outputs in itertools.pairwise((obs_size, *hidden_sizes)):
+            layers += [layer_init(nn.Linear(inputs, outputs)), nn.Tanh()]
+        last_size = (obs_size, *hidden_sizes)[-1]
+        layers.append(layer_init(nn.Linear(last_size, num_outputs), std=0.01))
+        self.network = nn.Sequential(*layers)
+        # Statistics, not parameters: neither perturbed nor learned
+        self.register_buffer("obs_mean", torch.zeros(obs_size))
+        self.register_buffer("obs_std", torch.ones(obs_size))
+
+    def normalise(self, obs: Tensor) -> Tensor:
+        """obs: [..., obs]. Returns [..., obs]."""
+        return ((obs - self.obs_mean) / self.obs_std).clamp(-10, 10)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """obs: [..., obs], as the environment has them. Returns [..., outputs]."""
+        return self.network(self.normalise(obs))
+
+
+def make_policy(args: Args) -> Policy:
+    """The policy from which all agents start."""
+    env = make_env(args)
+    obs_size = env.observation_space.shape[0]
+    num_outputs = int(getattr(env.action_space, "n", 0)) or env.action_space.shape[0]
+    torch.manual_seed(args.seed)
+    return Policy(obs_size, num_outputs, args.hidden_sizes)
+
+
+class Actions:
+    """How outputs of the policy become actions: samples of a Gaussian, clipped, or of a softmax."""
+
+    def __init__(self, args: Args, space: gym.Space):
+        self.space = space
+        self.std = math.exp(args.log_std)
+        self.discrete = isinstance(space, gym.spaces.Discrete)
+
+    def draw_noise(self, *shape: int, generator: torch.Generator) -> np.ndarray:
+        """What makes actions random, for each output of the policy. Returns [*shape, outputs]."""
+        if self.discrete:
+            # The largest of logits plus Gumbel noise is a sample of their softmax
+            noise = torch.empty(*shape, int(self.space.n)).exponential_(generator=generator)
+            return -noise.log().numpy()
+        return torch.randn(*shape, self.space.shape[0], generator=generator).numpy()
+
+    def choose(self, outputs: np.ndarray, noise: np.ndarray | float) -> np.ndarray:
+        """outputs, noise: [..., outputs]; noise 0 gives the most probable action."""
+        if self.discrete:
+            return (outputs + noise).argmax(-1)
+        return (outputs + self.std * noise).clip(self.space.low, self.space.high)
+
+
+# --- S2ZPO: the panel's vote, the perturbation, the step ---
+
+
+def compute_preference(differences: Tensor, link: str) -> Tensor:
+    """sigma: the probability that an evaluator prefers the second batch of each pair.
+
+    differences: mean return of the second batch minus that of the first, over the link's scale.
+    sigma(0) = 1/2, and sigma(-x) = 1 - sigma(x).
+    """
+    if link == "logistic":
+        return differences.sigmoid()
+    if link == "linear":
+        return (0.5 + differences / 2).clamp(0, 1)
+    if link == "probit":
+        return torch.special.ndtr(differences)
+    return 0.5 + differences.sign() / 2  # noiseless
+
+
+def draw_answers(
+    returns: Tensor, args: Args, scale: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """A simulated panel: what M evaluators answer about each pair of batches.
+
+    returns: [2, pairs, trajectories], of the policy before and after the perturbation. Returns the
+    answers [pairs, evaluators], 1 for the perturbed policy and -1 against it, and the differences
+    of mean returns [pairs].
+    """
+    before, after = returns.mean(-1)  # [pairs]
+    differences = after - before
+    preference = compute_preference(differences / scale, args.link)
+    uniform = torch.rand(
+        len(differences), args.num_evaluators, generator=generator, dtype=returns.dtype
+    )
+    answers = torch.where(uniform < preference[:, None], 1, -1)
+    return answers, differences
+
+
+def count_votes(answers: Tensor, generator: torch.Generator) -> int:
+    """The sign of all answers, 1, -1 or 0 each; a fair coin decides a tie."""
+    total = int(answers.sum())
+    if total == 0:
+        total = 2 * int(torch.randint(2, (), generator=generator)) - 1
+    return int(math.copysign(1, total))
+
+
+def split_parameters(args: Args, policy: Policy) -> list[Tensor]:
+    """I_1, ..., I_K: which parameters each agent perturbs, as indices into the flat parameters.
+
+    par: a disjoint cover, of sizes that differ by at most one, or with `layer` one for every tensor
+    of the policy. Otherwise every agent has all.
+    """
+    d = communicators.count_parameters(policy)
+    n = args.num_agents
+    if args.algorithm != "par":
+        return [torch.arange(d)] * n
+    if args.partition == "contiguous":
+        return list(torch.arange(d).tensor_split(n))
+    if args.partition == "random":
+        generator = torch.Generator().manual_seed(derive_seed(args.seed, PARTITION))
+        return list(torch.randperm(d, generator=generator).tensor_split(n))
+    owners = torch.empty(d, dtype=torch.long)
+    first = 0
+    for parameter in policy.parameters():  # of each, every agent has neighbours of equal number
+        size = parameter.numel()
+        shares = torch.arange(size) * n // size
+        owners[first : first + size] = (shares + first) % n  # what is left over goes round
+        first += size
+    return [(owners == i).nonzero().flatten() for i in range(n)]
+
+
+def draw_signs(args: Args, agent: int, iteration: int, number: int) -> Tensor:
+    """v_k: the agent's binary perturbation of its `number` parameters, -1 or 1 with equal chances.
+
+    It is drawn anew for each iteration from the agent's key alone. Returns [number], int8.
+    """
+    seed = derive_seed(args.seed, agent, iteration, PERTURBATION)
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(2, (number,), generator=generator, dtype=torch.int8)
+    return 2 * bits - 1
+
+
+def pack(signs: Tensor, vote: int, num_bytes: int) -> Tensor:
+    """An agent's message: the signs of its perturbation and its vote, a bit each.
+
+    signs: [number], -1 or 1; the message is padded to `num_bytes`. Returns uint8 [num_bytes].
+    """
+    bits = np.append(signs.numpy() > 0, vote > 0)
+    message = np.zeros(num_bytes, dtype=np.uint8)
+    packed = np.packbits(bits)
+    message[: len(packed)] = packed
+    return torch.from_numpy(message)
+
+
+def unpack(message: Tensor, number: int) -> tuple[Tensor, int]:
+    """The inverse of `pack`: signs [number], int8, and the vote."""
+    bits = np.unpackbits(message.numpy(), count=number + 1)
+    values = torch.from_numpy(2 * bits.astype(np.int8) - 1)
+    return values[:-1], int(values[-1])
+
+
+def combine(messages: Tensor, blocks: list[Tensor], d: int) -> Tensor:
+    """sum_k o_k v_k: every agent's perturbation, by the sign of its own vote.
+
+    messages: [agents, bytes], as `pack` makes them; blocks: of each agent. Returns [d].
+    """
+    direction = torch.zeros(d)
+    for message, block in zip(messages, blocks, strict=True):
+        signs, vote = unpack(message, len(block))
+        direction[block] += vote * signs
+    return direction
+
+
+def choose_step_sizes(args: Args, d: int) -> tuple[float, float]:
+    """mu and eta: as given, or those with which a perturbation and a step have the norm 2.
+
+    par: |mu v_k| = mu sqrt(d / K), |eta sum_k o_k v_k| = eta sqrt(d). fedavg: |mu v_k| = mu
+    sqrt(d); the K perturbations are independent, so that their mean has the norm eta sqrt(d / K),
+    as a root mean square.
+    """
+    perturbed = d / args.num_agents if args.algorithm == "par" else d
+    moved = d / args.num_agents if args.algorithm == "fedavg" else d
+    mu = args.mu or 2 / math.sqrt(perturbed)
+    eta = args.eta or 2 / math.sqrt(moved)
+    return mu, eta
+
+
+# --- the loop ---
+
+
+def rollout(
+    args: Args, envs: "Envs", stacked: Stacked, policy: Policy, iteration: int, run: Run
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One episode in every environment, all stepped together.
+
+    stacked: the policies before and after the perturbation, of each agent held in turn. Returns
+    returns and lengths [agents, 2, pairs, trajectories], and the sums of the unperturbed episodes'
+    observations, see `sum_observations`.
+    """
+    shape = len(envs.agents), 2, args.num_pairs, args.num_trajectories
+    episodes = args.num_pairs * args.num_trajectories  # of one policy
+    noise = []
+    for i in envs.agents:
+        seed = derive_seed(args.seed, i, iteration, ACTIONS)
+        generator = torch.Generator().manual_seed(seed)
+        noise.append(envs.actions.draw_noise(envs.horizon, 2 * episodes, generator=generator))
+    noise = np.concatenate(noise, axis=1)  # [steps, rows, outputs]
+
+    obs = envs.reset()  # [rows, obs]
+    running = np.arange(len(obs))
+    returns = np.zeros(len(obs))
+    lengths = np.zeros(len(obs), dtype=int)
+    unperturbed = []  # of each step [agents, episodes, obs]
+    run.tick("environments")
+    for step in range(envs.horizon):
+        policies = torch.from_numpy(obs).view(-1, episodes, obs.shape[1])
+        if args.norm_obs:
+            unperturbed.append(policies[::2].clone())
+        outputs = stacked(policy.normalise(policies)).flatten(0, 1).numpy()
+        actions = envs.actions.choose(outputs, noise[step])
+        run.tick("policies")
+        obs[running], rewards, ended = envs.step(running, actions[running])
+        returns[running] += rewards
+        lengths[running] += 1
+        running = running[~ended]
+        run.tick("environments")
+        if not len(running):
+            break
+
+    returns = torch.from_numpy(returns).view(shape)
+    lengths = torch.from_numpy(lengths).view(shape)
+    sums = torch.zeros(len(envs.agents), 0)
+    if args.norm_obs:
+        unperturbed = torch.stack(unperturbed, dim=2)  # [agents, episodes, steps, obs]
+        sums = sum_observations(unperturbed, lengths[:, 0].flatten(1))
+        run.tick("policies")
+    return returns, lengths, sums
+
+
+def sum_observations(obs: Tensor, lengths: Tensor) -> Tensor:
+    """What normalisation needs: number, sum and sum of squares of the observations.
+
+    obs: [agents, episodes, steps, obs], of which the first `lengths` [agents, episodes] steps
+    count. Returns [agents, 1 + 2 * obs], double.
+    """
+    steps = torch.arange(obs.shape[2])
+    counts = (steps < lengths[..., None])[..., None].double()  # [agents, episodes, steps, 1]
+    obs = obs.double()
+    number = counts.sum((1, 2))
+    total = (counts * obs).sum((1, 2))
+    squares = (counts * obs.square()).sum((1, 2))
+    return torch.cat((number, total, squares), dim=1)
+
+
+def set_normalisation(policy: Policy, sums: Tensor) -> None:
+    """Normalise with the statistics of all agents: sums [agents, 1 + 2 * obs]."""
+    number, *rest = sums.sum(0).split([1, len(policy.obs_mean), len(policy.obs_mean)])
+    average, square = (total / number for total in rest)
+    variance = (square - average.square()).clamp(min=0)
+    policy.obs_mean.copy_(average)
+    policy.obs_std.copy_(variance.sqrt().clamp(min=1e-4))
+
+
+def main(args: Args) -> dict:
+    """Train, evaluate, and return what summary.json holds."""
+    n = args.num_agents
+    torch.set_num_threads(1)  # for so small networks
+    exchange = Exchange(n, "cpu", args.timeout)
+    held = exchange.agents  # the agents of this process: agent i of all is the k-th held
+    policy = make_policy(args).requires_grad_(False)
+    d = communicators.count_parameters(policy)
+    mu, eta = choose_step_sizes(args, d)
+    scale = args.link_scale or LINK_SCALES.get(args.env_id, 10.0)
+    trajectories = 2 * n * args.num_pairs * args.num_trajectories  # of an iteration
+    run = Run(
+        args,
+        exchange,
+        strip_module(args.env_id),
+        total=args.total_iterations,
+        work=trajectories,
+        headline="charts/return_last_100",
+        unit="trajectories",
+        speed="charts/trajectories_per_second",
+        about=f"{args.algorithm}, {d} parameters, mu {mu:.3g}, eta {eta:.3g}",
+    )
+
+    # All agents have the same policy at the start, and remain equal because they take equal steps
+    exchange.broadcast_networks([policy])
+    blocks = split_parameters(args, policy)
+    num_bytes = max(math.ceil((len(block) + 1) / 8) for block in blocks)  # of a message
+    listeners = torch.full((n,), n - 1)
+    networks = [make_policy(args) for _ in range(2 * len(held))]
+    stacked = Stacked([network.network for network in networks])
+
+    # Resume: what a checkpoint holds of each agent; the rest follows from the settings, for what is
+    # random is keyed by (seed, agent, iteration)
+    last_returns = [deque(maxlen=100) for _ in held]
+    statistics = [torch.zeros(1 + 2 * len(policy.obs_mean), dtype=torch.double) for _ in held]
+    steps = [torch.zeros((), dtype=torch.long) for _ in held]  # in environments
+    bits = torch.zeros(2, dtype=torch.long)  # sent by all agents: votes, statistics
+    state = {
+        "policy": [policy] * len(held),
+        "last_returns": last_returns,
+        "statistics": statistics,
+        "steps": steps,
+        "bits": [bits] * len(held),
+    }
+    run.restore(state)
+    envs = Envs(args, held, run.iteration)
+
+    for iteration in run.iterations():
+        eta_t = eta / math.sqrt(1 + args.eta_decay * (iteration - 1))
+
+        # Perturbation: each agent's signs on its block of the parameters, 0 elsewhere
+        parameters = communicators.flatten([policy])[0]  # [d]
+        signs = [draw_signs(args, i, iteration, len(blocks[i])) for i in held]
+        candidates = []
+        for k, i in enumerate(held):
+            perturbed = parameters.clone()
+            perturbed[blocks[i]] += mu * signs[k]
+            candidates += [parameters, perturbed]
+        communicators.unflatten(torch.stack(candidates), networks)
+        stacked.read()
+
+        # Rollout: fresh episodes of both policies for every pair
+        returns, lengths, sums = rollout(args, envs, stacked, policy, iteration, run)
+
+        # Votes: the panel compares the batches of each pair, and the majority of answers counts
+        votes = []
+        panel = []
+        for k, i in enumerate(held):
+            seed = derive_seed(args.seed, i, iteration, ANSWERS)
+            generator = torch.Generator().manual_seed(seed)
+            answers, differences = draw_answers(returns[k], args, scale, generator)
+            if args.human:
+                clips = envs.clips[k]
+                folder = run.folder / "clips"
+                answers = collect_answers(clips, folder, f"{iteration}_agent_{i}", generator)
+            votes.append(count_votes(answers, generator))
+            panel.append(describe_panel(answers, differences, votes[k]))
+        run.tick("panel")
+
+        # Communication: signs and votes, packed as bits; whoever has them can take the step
+        messages = []
+        for k in range(len(held)):
+            messages.append(pack(signs[k], votes[k], num_bytes))
+        messages = exchange.all_gather(torch.stack(messages))  # [agents, bytes]
+        bits[0] += sum(len(block) + 1 for block in blocks)
+        exchange.count_bytes(listeners, [num_bytes] * n, 1)
+
+        # Update: along each perturbation, or against it
+        direction = combine(messages, blocks, d)
+        if args.algorithm == "fedavg":
+            direction /= n
+        communicators.unflatten((parameters + eta_t * direction)[None], [policy])
+
+        # Statistics for normalisation, in iterations 1, 2, 4, 8, ...: few numbers, rarely
+        for k in range(len(held)):
+            steps[k] += lengths[k].sum()
+            if args.norm_obs:
+                statistics[k] += sums[k]
+        if args.norm_obs and iteration & (iteration - 1) == 0:
+            gathered = exchange.all_gather(torch.stack(statistics))
+            set_normalisation(policy, gathered)
+            bits[1] += gathered.numel() * 64
+            exchange.count_bytes(listeners, [gathered.shape[1]] * n, 8)
+        run.tick("exchange")
+
+        # Metrics: declared scalars, one row per agent
+        rows = []
+        for k in range(len(held)):
+            unperturbed = returns[k, 0].flatten().tolist()
+            last_returns[k].extend(unperturbed)
+            row = {
+                "charts/episodic_return": mean(unperturbed),
+                "charts/episodic_length": lengths[k, 0].double().mean().item(),
+                "charts/perturbed_return": returns[k, 1].mean().item(),
+                "charts/return_last_100": mean(last_returns[k]),
+                "charts/environment_steps": steps[k].item(),
+            }
+            rows.append(row | panel[k])
+        scalars = {
+            "charts/learning_rate": eta_t,
+            "charts/trajectories": iteration * trajectories,
+            "communication/bits": bits[0].item(),
+            "communication/statistics_bits": bits[1].item(),
+            "communication/rounds": iteration,
+        }
+        run.log(rows, communicators.uniform(n), torch.full((n, n), torch.nan), scalars)
+
+        # Evaluation
+        is_last = iteration == args.total_iterations
+        if args.eval_episodes and run.due(args.eval_every) and not is_last:
+            run.log_evaluation(evaluate_policy(args, policy, held))
+
+        # Checkpoint; every run, interrupted or not, starts its environments anew here
+        if run.saves():
+            check_equality(exchange, policy)
+            run.save(state)
+            envs.close()
+            envs = Envs(args, held, iteration)
+
+    # Weights, video, and the evaluation in gymnasium's environment
+    envs.close()
+    for i in held:
+        save_file(policy.state_dict(), run.folder / f"agent_{i}.safetensors")
+    if args.capture_video and not run.interrupted and run.chief:
+        film_policy(args, policy, run.folder / "videos" / "policy.mp4")
+    if args.eval_episodes and not run.interrupted:
+        run.log_evaluation(evaluate_policy(args, policy, held))
+    total_steps = sum(run.latest.get("charts/environment_steps", [0]))
+    return run.finish(
+        env_backend=choose_backend(args),
+        parameters=d,
+        trajectories=run.iteration * trajectories,
+        communication_bits=bits[0].item(),
+        statistics_bits=bits[1].item(),
+        timesteps_per_agent=round(total_steps / n),
+        agent_steps_per_second=total_steps / max(run.train_seconds, 1e-9),
+    )
+
+
+def describe_panel(answers: Tensor, differences: Tensor, vote: int) -> dict[str, float]:
+    """What the panel did, for the log: the learner knows the vote alone.
+
+    answers: [pairs, evaluators]; differences: of mean returns [pairs].
+    """
+    correct = answers * differences.sign()[:, None] > 0
+    return {
+        "panel/vote": vote,
+        "panel/agreement": (answers == vote).double().mean().item(),
+        "panel/accuracy": correct.double().mean().item(),
+        "panel/difference": differences.mean().item(),
+    }
+
+
+def check_equality(exchange: Exchange, policy: Policy) -> None:
+    """End where ranks have come apart: equal steps from an equal start must give equal policies."""
+    values = torch.cat([tensor.flatten() for tensor in policy.state_dict().values()])
+    digest = zlib.crc32(values.numpy().tobytes())
+    different_ranks = exchange.find_different_ranks(digest)
+    if different_ranks:
+        ranks = ", ".join(map(str, different_ranks))
+        communicators.stop(f"the policies of ranks {ranks} differ from rank 0's; start all alike")
+
+
+# --- a person as the panel ---
+
+
+def collect_answers(clips: list, folder: Path, name: str, generator: torch.Generator) -> Tensor:
+    """A person's answers: for each pair, a film of both batches side by side, and a question.
+
+    clips: of each pair the frames of both batches. Sides are drawn, so that preferring one side
+    teaches nothing. Returns [pairs, 1]: 1 for the second batch, -1 for the first, 0 for neither.
+    """
+    answers = torch.zeros(len(clips), 1, dtype=torch.long)
+    for number, (before, after) in enumerate(clips):
+        swapped = bool(torch.randint(2, (), generator=generator))
+        sides = (after, before) if swapped else (before, after)
+        path = folder / f"{name}_pair_{number}.gif"
+        write_film(join_clips(*sides), path)
+        question = (
+            f"{path}, pair {number + 1} of {len(clips)}: left (l), right (r), equal (Enter)? "
+        )
+        answer = read_answer(question)
+        if answer:
+            prefers_right = answer == "r"
+            answers[number] = 1 if prefers_right != swapped else -1
+    return answers
+
+
+def read_answer(question: str) -> str:
+    """l, r or nothing, from the terminal."""
+    while True:
+        try:
+            answer = input(question).strip().lower()[:1]
+        except EOFError:
+            communicators.stop("--human needs answers in the terminal; go on with --resume")
+        if answer in ("", "l", "r"):
+            return answer
+
+
+def join_clips(left: list[np.ndarray], right: list[np.ndarray]) -> list[np.ndarray]:
+    """Two films side by side, with a white line between them; the shorter one's end stands still.
+
+    left, right: frames [height, width, 3] uint8.
+    """
+    line = np.full((left[0].shape[0], 4, 3), 255, dtype=np.uint8)
+    frames = []
+    for k in range(max(len(left), len(right))):
+        pair = left[min(k, len(left) - 1)], line, right[min(k, len(right) - 1)]
+        frames.append(np.concatenate(pair, axis=1))
+    return frames
+
+
+def write_film(frames: list[np.ndarray], path: Path, fps: int = 15) -> None:
+    """Frames [height, width, 3] uint8 as a GIF or MP4 file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    film = importlib.import_module("moviepy").ImageSequenceClip(frames, fps=fps)
+    if path.suffix == ".gif":
+        film.write_gif(str(path), logger=None)
+    else:
+        film.write_videofile(str(path), logger=None)
+
+
+# --- the environments ---
+
+
+def strip_module(env_id: str) -> str:
+    """A task's name in logs and folders: its id without the module that registers it."""
+    return env_id.rpartition(":")[2]
+
+
+@functools.cache
+def import_mujoco() -> None:
+    """Import MuJoCo, if it is there, without its warnings about gymnasium's models.
+
+    It would write each to the terminal and to MUJOCO_LOG.TXT in the working directory.
+    """
+
+    def warn(message: str) -> None:
+        if "deprecated" not in str(message):
+            warnings.warn(str(message), stacklevel=2)
+
+    if find_spec("mujoco"):
+        importlib.import_module("mujoco").set_mju_user_warning(warn)
+
+
+@functools.cache
+def find_horizon(env_id: str) -> int:
+    """The most steps of an episode by default: the task's, but 250 where they are 1,000 or more."""
+    import_mujoco()
+    steps = gym.make(env_id, disable_env_checker=True).spec.max_episode_steps
+    return steps if steps and steps < 1000 else 250
+
+
+def make_env(args: Args, film: bool = False) -> gym.Env:
+    """One environment of gymnasium."""
+    import_mujoco()
+    options = {"render_mode": "rgb_array"} if film else {}
+    horizon = args.horizon or find_horizon(args.env_id)
+    return gym.make(args.env_id, max_episode_steps=horizon, disable_env_checker=True, **options)
+
+
+# Tasks of envpool whose dynamics, returns and ends a test compares with gymnasium's
+ENVPOOL_IDS = tuple(LINK_SCALES)
+
+
+def choose_backend(args: Args) -> str:
+    """The environment backend that this run uses; only gymnasium's can be filmed."""
+    if args.env_backend != "auto":
+        return args.env_backend
+    if args.human or not find_spec("envpool"):
+        return "gymnasium"
+    return "envpool" if args.env_id in ENVPOOL_IDS else "gymnasium"
+
+
+class Envs:
+    """An environment for each episode of an iteration: rows [agents, 2, pairs, trajectories].
+
+    Seeds are keyed by (seed, agent, environment, checkpoint), so that nothing depends on which
+    process holds which agent. An environment whose episode has ended waits for the others, without
+    a step, so that its next episode does not depend on theirs.
+    """
+
+    def __init__(self, args: Args, agents: range, checkpoint: int):
+        self.agents = agents
+        env = make_env(args)
+        self.horizon = env.spec.max_episode_steps
+        self.actions = Actions(args, env.action_space)
+        self.pairs = args.num_pairs
+        self.trajectories = args.num_trajectories
+        number = 2 * self.pairs * self.trajectories
+        seeds = [
+            derive_seed(args.seed, agent, number, checkpoint, ENVIRONMENTS)
+            for agent, number in itertools.product(agents, range(number))
+        ]
+        self.pool = None
+        self.envs = []
+        self.films = args.human
+        if choose_backend(args) == "envpool":
+            make = importlib.import_module("envpool").make
+            options = {"num_envs": len(seeds), "seed": seeds, "max_episode_steps": self.horizon}
+            with warnings.catch_warnings(action="ignore"):  # about the precision of unused bounds
+                self.pool = make(args.env_id, env_type="gymnasium", **options)
+        else:
+            self.envs = [make_env(args, self.films) for _ in seeds]
+            self.seeds = seeds
+
+    def reset(self) -> np.ndarray:
+        """Begin an episode in every environment. Returns observations [rows, obs], float32."""
+        if self.pool:
+            return self.pool.reset()[0].astype(np.float32)
+        self.frames = [[] for _ in self.envs]
+        obs = []
+        for env, seed in zip(self.envs, self.seeds, strict=True):
+            obs.append(env.reset(seed=seed)[0])
+        self.seeds = [None] * len(self.envs)  # later episodes follow from the first
+        return np.array(obs, dtype=np.float32)
+
+    def step(self, rows: np.ndarray, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Step some environments. Returns their observations, rewards, and whether they ended."""
+        if self.pool:
+            rows = rows.astype(np.int32)
+            obs, rewards, terminations, truncations, _ = self.pool.step(actions, rows)
+            return obs, rewards, terminations | truncations
+        obs = []
+        rewards = []
+        ended = []
+        for row, action in zip(rows, actions, strict=True):
+            env = self.envs[row]
+            next_obs, reward, terminated, truncated, _ = env.step(action)
+            obs.append(next_obs)
+            rewards.append(reward)
+            ended.append(terminated or truncated)
+            if self.films:
+                self.frames[row].append(draw(env))
+        return np.array(obs), np.array(rewards), np.array(ended)
+
+    @property
+    def clips(self) -> list:
+        """Of each agent, of each pair: the frames of both batches, a batch's episodes in turn."""
+        batches = []  # [agents * 2 * pairs]
+        for first in range(0, len(self.frames), self.trajectories):
+            films = self.frames[first : first + self.trajectories]
+            batches.append(list(itertools.chain(*(shorten(film) for film in films))))
+        clips = []
+        for k in range(len(self.agents)):
+            first = 2 * self.pairs * k
+            before = batches[first : first + self.pairs]
+            after = batches[first + self.pairs : first + 2 * self.pairs]
+            clips.append(list(zip(before, after, strict=True)))
+        return clips
+
+    def close(self) -> None:
+        """Free the environments."""
+        if self.pool:
+            self.pool.close()
+        for env in self.envs:
+            env.close()
+
+
+def draw(env: gym.Env) -> np.ndarray:
+    """The environment's picture at half its size, [height, width, 3] uint8."""
+    return env.render()[::2, ::2]
+
+
+def shorten(film: list, every: int = 3) -> list:
+    """Every third frame, and the last one."""
+    return [*film[:-1:every], film[-1]]
+
+
+# --- evaluation ---
+
+
+def evaluate(
+    args: Args, policy: Policy, seeds: list[int], seed: int, greedy: bool = False, film: str = ""
+) -> np.ndarray:
+    """One episode in gymnasium's environment for each seed. Returns their returns [seeds].
+
+    Actions are sampled, or the most probable ones (greedy). film: path of a video of the first
+    episode.
+    """
+    envs = [make_env(args, film=bool(film)) for _ in seeds]
+    actions = Actions(args, envs[0].action_space)
+    obs = [env.reset(seed=of_env)[0] for env, of_env in zip(envs, seeds, strict=True)]
+    returns = np.zeros(len(envs))
+    frames = []
+    running = list(range(len(envs)))
+    generator = torch.Generator().manual_seed(seed)
+    while running:
+        batch = np.array([obs[k] for k in running], dtype=np.float32)
+        outputs = policy(torch.from_numpy(batch)).numpy()
+        noise = 0.0
+        if not greedy:
+            noise = actions.draw_noise(len(running), generator=generator)
+        chosen = actions.choose(outputs, noise)
+        for k, action in zip(list(running), chosen, strict=True):
+            obs[k], reward, terminated, truncated, _ = envs[k].step(action)
+            returns[k] += reward
+            if film and k == 0:
+                frames.append(envs[k].render())
+            if terminated or truncated:
+                running.remove(k)
+                envs[k].close()
+    if film:
+        write_film(frames, Path(film), fps=envs[0].metadata["render_fps"])
+    return returns
+
+
+def evaluate_policy(args: Args, policy: Policy, held: range) -> list[dict]:
+    """The policy, which all agents have in common: of each agent held {task: {column: [episodes]}}.
+
+    Sampled actions are what agents train with; the most probable ones are played from the same
+    starts.
+    """
+    seeds = [derive_seed(args.seed, k, TEST_EPISODES) for k in range(args.eval_episodes)]
+    seed = derive_seed(args.seed, TEST_ACTIONS)
+    columns = {
+        "return": evaluate(args, policy, seeds, seed),
+        "greedy_return": evaluate(args, policy, seeds, seed, greedy=True),
+    }
+    return [{strip_module(args.env_id): columns}] * len(held)
+
+
+def film_policy(args: Args, policy: Policy, path: Path) -> None:
+    """Record one episode."""
+    seeds = [derive_seed(args.seed, FILM_EPISODE)]
+    evaluate(args, policy, seeds, derive_seed(args.seed, FILM_ACTIONS), film=str(path))
+
+
+# --- checks of arguments ---
+
+
+def check_args(args: Args) -> None:
+    """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
+    args.device = args.device.replace("auto", "cpu")
+    if args.device != "cpu":
+        communicators.refuse(args, "device", "must be cpu: the networks are too small for a GPU")
+    defaults = Args()
+    for flag in (
+        "communicator",
+        "self_preference",
+        "communicator_temperature",
+        "topology",
+        "top_k",
+    ):
+        if getattr(args, flag) != getattr(defaults, flag):
+            valid = "has no effect: all votes count alike, for all agents; leave it out"
+            communicators.refuse(args, flag, valid)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if args.algorithm == "central":  # one agent that has the pairs of all
+        if world_size > 1:
+            communicators.refuse(args, "algorithm", "is one agent, in one process")
+        args.num_pairs *= args.num_agents
+        args.num_agents = 1
+    if args.partition != "random" and args.algorithm != "par":
+        communicators.refuse(args, "partition", "has an effect with --algorithm par only")
+    if any(size < 1 for size in args.hidden_sizes):
+        communicators.refuse(args, "hidden_sizes", "must be at least 1")
+    if args.human:
+        if world_size > 1:
+            communicators.refuse(args, "human", "answers in one process, without torchrun")
+        args.num_evaluators = 1
+    check_env(args)
+    d = communicators.count_parameters(make_policy(args))
+    if args.algorithm == "par" and args.num_agents > d:
+        communicators.refuse(args, "num_agents", f"must be at most {d}, a parameter for each")
+    if args.capture_video or args.human:
+        check_drawing(args)
+
+
+def check_env(args: Args) -> None:
+    """The task can be made, is continuous or CartPole, and is in the backend."""
+    valid = "must be a task of vectors with continuous actions, as MuJoCo's, or CartPole-v1"
+    try:
+        problem = find_env_problem(make_env(args))
+    except Exception as error:  # unknown, maybe with a suggestion, or a package is missing
+        problem = (str(error) or repr(error)).splitlines()[0]
+    if problem:
+        communicators.refuse(args, "env_id", f"{valid}; {problem}")
+    if args.env_backend == "envpool":
+        if not find_spec("envpool"):
+            communicators.refuse(args, "env_backend", "envpool is not installed")
+        if args.env_id not in ENVPOOL_IDS:
+            tasks = ", ".join(ENVPOOL_IDS)
+            communicators.refuse(args, "env_backend", f"is for {tasks}; choose auto or gymnasium")
+        if args.human:
+            communicators.refuse(args, "env_backend", "cannot be filmed; choose auto or gymnasium")
+
+
+def find_env_problem(env: gym.Env) -> str:
+    """What makes an environment unusable here, nothing ("") if it is not."""
+    observations = env.observation_space
+    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
+        return f"it shows no vectors, but {observations}"
+    is_cart_pole = env.spec.id.startswith("CartPole-")
+    is_continuous = isinstance(env.action_space, gym.spaces.Box)
+    if not is_cart_pole and not (is_continuous and len(env.action_space.shape) == 1):
+        return f"its actions are {env.action_space}"
+    return ""
+
+
+def check_drawing(args: Args) -> None:
+    """Films can be made: moviepy is installed, and gymnasium's renderer draws."""
+    flag = "human" if args.human else "capture_video"
+    if not find_spec("moviepy"):
+        communicators.refuse(args, flag, "moviepy is not installed")
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
+    # In a process of its own, because without a screen OpenGL may abort the process
+    program = "import gymnasium, sys; env = gymnasium.make(sys.argv[1], render_mode='rgb_array')"
+    program += "; env.reset(); env.render()"
+    command = [sys.executable, "-c", program, args.env_id]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        renderer = os.environ.get("MUJOCO_GL", "not set")
+        valid = f"{args.env_id} cannot be drawn here, MUJOCO_GL being {renderer}"
+        communicators.refuse(args, flag, f"{valid}; it may be egl, osmesa or glfw")
+
+
+if __name__ == "__main__":
+    args = communicators.parse_args(
+        Args, check_args, may_change=("capture_video", "eval_episodes", "total_iterations")
+    )
+    main(args)
