@@ -253,7 +253,8 @@ def split_parameters(args: Args, policy: Policy) -> list[Tensor]:
         return list(torch.arange(d).tensor_split(n))
     if args.partition == "random":
         generator = torch.Generator().manual_seed(derive_seed(args.seed, PARTITION))
-        return list(torch.randperm(d, generator=generator).tensor_split(n))
+        shuffled = torch.randperm(d, generator=generator)
+        return [block.sort().values for block in shuffled.tensor_split(n)]
     owners = torch.empty(d, dtype=torch.long)
     first = 0
     for parameter in policy.parameters():  # of each, every agent has neighbours of equal number
@@ -716,8 +717,10 @@ class Envs:
         if choose_backend(args) == "envpool":
             make = importlib.import_module("envpool").make
             options = {"num_envs": len(seeds), "seed": seeds, "max_episode_steps": self.horizon}
-            with warnings.catch_warnings(action="ignore"):  # about the precision of unused bounds
+            # Its first reset warns about the precision of bounds that nothing here reads
+            with warnings.catch_warnings(action="ignore"):
                 self.pool = make(args.env_id, env_type="gymnasium", **options)
+                self.pool.reset()
         else:
             self.envs = [make_env(args, self.films) for _ in seeds]
             self.seeds = seeds

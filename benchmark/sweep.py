@@ -4,6 +4,7 @@ A family is a function that yields commands. What it searches over stands in a `
 outermost loop, so that a sweep that is cut off has whole seeds.
 """
 
+import itertools
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills
            [--tune | --results]
        bash benchmark/sweep.sh anchor|trpo [--results]
+       bash benchmark/sweep.sh s2zpo [--quick | --results]
 
 Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as
 Slurm arrays, and goes on where it was cut off. The lines assume the root of the repository as
@@ -51,6 +53,12 @@ of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
 --results  the chosen settings on five fresh seeds (also the default)
 
+s2zpo: Par-S2ZPO, FedAvg-S2ZPO and their centralised counterpart, on the same grid of mu and eta.
+(default)  four tasks of MuJoCo with 1,000 steps, 2, 4 and 8 agents, five seeds: days
+--quick    CartPole-v1, one seed: five minutes on one core
+--results  CartPole-v1 with five seeds, Hopper-v5 with three and a small grid, and three more tasks
+           with each method's default mu and eta: an hour on one core
+
 --exp-name names the method and the settings that are searched over. An estimate of the time goes to
 stderr.
 """
@@ -63,6 +71,7 @@ MODES = {
     "table1": ("", "--quick", "--skills"),
     **{family: ("--results", "--tune") for family in (*SHARING, "skills")},
     **{family: ("--results",) for family in ("anchor", "trpo")},
+    "s2zpo": ("", "--quick", "--results"),
 }
 
 ONE_THREAD = "OMP_NUM_THREADS=1 python"
@@ -432,6 +441,58 @@ def list_trpo(family: str, mode: str) -> Iterator[str]:
                 yield f"{command} --eval-episodes 50 {place}"
 
 
+# Bits instead of parameters
+
+ALGORITHMS = ("par", "fedavg", "central")
+CART_POLE = "--env-id CartPole-v1 --hidden-sizes 32 --num-pairs 4 --total-iterations 60"
+CART_POLE_GRID = list(itertools.product(("0.1", "0.2", "0.4"), ("0.05", "0.1", "0.2", "0.4")))
+HOPPER = "--env-id Hopper-v5 --num-pairs 4 --total-iterations 150"
+# The defaults of the three methods for some 1,600 parameters and four agents
+HOPPER_GRID = list(itertools.product(("0.05", "0.1"), ("0.05", "0.1")))
+MUJOCO_TASKS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Swimmer-v5")
+MUJOCO_GRID = list(itertools.product(("0.02", "0.05", "0.1"), ("0.02", "0.05", "0.1")))
+
+
+def list_s2zpo(family: str, mode: str) -> Iterator[str]:
+    """The same cells of mu and eta for all three algorithms."""
+    folder = name_folder(family, mode)
+    if mode == "--quick":
+        yield from list_cells(CART_POLE, CART_POLE_GRID, (1,), f"{folder}/cartpole")
+    elif mode == "--results":
+        yield from list_cells(CART_POLE, CART_POLE_GRID, FIVE_SEEDS, f"{folder}/cartpole")
+        yield from list_cells(HOPPER, HOPPER_GRID, (1, 2, 3), f"{folder}/hopper")
+        for seed in (1, 2):
+            for task in ("Swimmer-v5", "HalfCheetah-v5", "Walker2d-v5"):
+                flags = HOPPER.replace("Hopper-v5", task)
+                place = f"{folder}/{task.removesuffix('-v5').lower()}"
+                yield from list_cells(flags, [("", "")], (seed,), place)
+    else:
+        for agents in (4, 2, 8):
+            for task in MUJOCO_TASKS:
+                flags = f"--env-id {task} --horizon 1000 --total-iterations 1000"
+                flags += f" --num-agents {agents}"
+                yield from list_cells(flags, MUJOCO_GRID, FIVE_SEEDS, f"{folder}/{agents}/{task}")
+
+
+def list_cells(
+    flags: str, grid: list[tuple[str, str]], seeds: tuple[int, ...], folder: str
+) -> Iterator[str]:
+    """A command for each seed, algorithm and cell (mu, eta), which are empty for the defaults."""
+    for seed in seeds:
+        for mu, eta in grid:
+            for algorithm in ALGORITHMS:
+                name = algorithm
+                sizes = ""
+                if mu:
+                    name = f"{algorithm}_mu{mu}_eta{eta}"
+                    sizes = f"--mu {mu} --eta {eta}"
+                yield join(
+                    f"{ONE_THREAD} s2zpo_mujoco.py --algorithm {algorithm} {flags}",
+                    sizes,
+                    f"--seed {seed} --run-dir {folder} --exp-name {name}",
+                )
+
+
 # Language models
 
 
@@ -599,7 +660,9 @@ def find_family(family: str):
         return list_sharing
     if family in LANGUAGE:
         return list_language
-    return {"anchor": list_anchor, "trpo": list_trpo, "skills": list_skills}[family]
+    others = {"anchor": list_anchor, "trpo": list_trpo, "skills": list_skills}
+    others["s2zpo"] = list_s2zpo
+    return others[family]
 
 
 def read_number(flag: str, line: str, default: int) -> int:
@@ -610,7 +673,7 @@ def read_number(flag: str, line: str, default: int) -> int:
 
 def estimate(family: str, lines: list[str]) -> str:
     """How many runs there are, and of control how long they take; with three agents by default."""
-    if family in LANGUAGE or family == "skills":
+    if family in LANGUAGE or family in ("skills", "s2zpo"):
         return f"{len(lines)} runs"
     hours = 0
     for line in lines:

@@ -31,6 +31,7 @@ MODES = {
     **{family: ("--tune", "--results") for family in SHARING},
     "anchor": ("",),
     "trpo": ("",),
+    "s2zpo": ("", "--quick", "--results"),
 }
 SWEEPS = [(family, mode) for family, modes in MODES.items() for mode in modes]
 
