@@ -14,7 +14,8 @@ Contents
             drop_invalid, restrict
         what is logged of C: non_expansion, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation, diagnose
-        parameters: count_parameters, flatten, unflatten, average_parameters, average_products
+        parameters: count_parameters, flatten, unflatten, average_parameters, median_parameters,
+            trim_parameters, average_products
     2 exchange
         Exchange: which process holds which agents, and all communication between processes
         Peers: what surrounds the communication rounds of the control scripts, with View, what one
@@ -572,7 +573,8 @@ def diagnose(
     agent's own snapshot, of the snapshots of the peers in its reference, and of this reference.
     direction: of the KL penalty. tv_update is |pi^k - pi^k+1| of Observation 1, as a mean over
     states; tv_snapshot and tv_peers (NaN without peers) are the total variations from the agent's
-    own snapshot and, as a mean, from those of its peers; entropy and KL are in nats.
+    own snapshot and, as a mean, from those of its peers, tv_reference that from its reference;
+    entropy and KL are in nats.
     """
 
     def distance(other: Tensor) -> float:
@@ -583,6 +585,7 @@ def diagnose(
         "kl_reference_after": kl_to_reference(after, reference, direction).mean().item(),
         "reference_entropy": -(reference.exp() * reference).nansum(-1).mean().item(),
         "tv_update": distance(before),
+        "tv_reference": distance(reference),
         "tv_snapshot": distance(snapshot),
         "tv_peers": mean([distance(peer) for peer in peers]),
     }
@@ -636,6 +639,39 @@ def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
         raise ValueError("a row of the communicator sums to 0: its agent would lose its parameters")
     weights = communicator.to(parameters)
     return torch.stack([row[row > 0] @ parameters[row > 0] for row in weights])
+
+
+def median_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
+    """Row i is the median of each parameter over the agents of positive weight in row i of C.
+
+    Of an even number, the mean of the two in the middle. It stays within the range of the honest
+    agents' parameters while these are the majority (Yin et al. 2018). Weights count as 0 or
+    positive only. communicator: [rows, agents]; parameters: [agents, numel]. Returns [rows, numel].
+    """
+    medians = []
+    for row in communicator.to(parameters.device):
+        ordered = parameters[row > 0].sort(dim=0).values
+        number = len(ordered)
+        # Halved first, so that the sum of huge numbers stays finite
+        medians.append(ordered[(number - 1) // 2] / 2 + ordered[number // 2] / 2)
+    return torch.stack(medians)
+
+
+def trim_parameters(communicator: Tensor, parameters: Tensor, fraction: float = 0.25) -> Tensor:
+    """Row i is the trimmed mean of each parameter over the agents of positive weight in row i of C.
+
+    The mean without the `fraction` of the values at each end, at least one value (Yin et al. 2018);
+    of fewer than three agents, their mean. It stays within the range of the honest agents'
+    parameters while the others are no more than what is left out at an end. Weights count as 0 or
+    positive only. communicator: [rows, agents]; parameters: [agents, numel]. Returns [rows, numel].
+    """
+    means = []
+    for row in communicator.to(parameters.device):
+        ordered = parameters[row > 0].sort(dim=0).values
+        number = len(ordered)
+        dropped = max(int(fraction * number), 1) if number > 2 else 0
+        means.append(ordered[dropped : number - dropped].mean(0))
+    return torch.stack(means)
 
 
 def average_products(
@@ -1444,9 +1480,13 @@ def check_aggregation(args: RunArgs) -> None:
         if args.communicator not in ("uniform", "identity"):
             refuse(args, "communicator", "has no effect with --aggregation none; leave it out")
         args.communicator = "identity"
+    averages = args.aggregation in ("weights", "both")
+    if averages and swaps and args.num_agents > 1:
+        refuse(args, "self_preference", "must be positive, or agents would swap networks")
+    for flag, without in (("private_heads", ()), ("robust", "none")):
+        if getattr(args, flag) != without and not averages:
+            refuse(args, flag, "needs parameters that are averaged: --aggregation weights or both")
     if args.aggregation == "weights":
-        if swaps and args.num_agents > 1:
-            refuse(args, "self_preference", "must be positive, or agents would swap networks")
         if args.mixture != "arithmetic":
             refuse(args, "mixture", "has no effect with --aggregation weights; leave it out")
         if args.self_reference != "behaviour":

@@ -95,8 +95,14 @@ class Args(RunArgs):
     # Communication
 
     # what agents exchange parameters for: a reference policy (PR-PPO), an average of
-    # parameters (FedAvg), or nothing (isolated agents)
-    aggregation: Literal["policy", "weights", "none"] = "policy"
+    # parameters (FedAvg), both, or nothing (isolated agents)
+    aggregation: Literal["policy", "weights", "both", "none"] = "policy"
+    # heads that averages of parameters leave with their agent (both: FedPer), the trunk is always
+    # averaged
+    private_heads: tuple[Literal["actor", "critic"], ...] = ()
+    # instead of the weighted mean of parameters: of every parameter the median, or the mean
+    # without a quarter of the values at each end
+    robust: Literal["none", "median", "trimmed"] = "none"
     local_updates: Count = 4  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.5
     """coefficient of the KL penalty towards the reference policy"""
@@ -362,6 +368,32 @@ def compute_reference(
             log_probs.append(logits.log_softmax(-1))
     weights = communicator[i, senders].to(behaviour.device)
     return communicators.mix_log_probs(torch.stack(log_probs), weights, args.mixture)
+
+
+def compute_average(
+    i: int, snapshots: dict[int, Agent], communicator: Tensor, args: Args
+) -> Tensor:
+    """The average of agent i's senders (FedAvg): row i of C applied to the parameters.
+
+    snapshots: agent -> network. Returns [1, numel].
+    """
+    senders = communicator[i].nonzero().flatten()
+    parameters = communicators.flatten([snapshots[j] for j in senders.tolist()])
+    weights = communicator[i : i + 1, senders]
+    if args.robust == "median":
+        return communicators.median_parameters(weights, parameters)
+    if args.robust == "trimmed":
+        return communicators.trim_parameters(weights, parameters)
+    return communicators.average_parameters(weights, parameters)
+
+
+def mark_shared(agent: Agent, args: Args) -> Tensor:
+    """Which parameters an average replaces, bool [numel]: all but those of --private-heads."""
+    shared = []
+    for name, parameter in agent.named_parameters():
+        module, *_ = name.split(".")
+        shared.append(torch.full_like(parameter, module not in args.private_heads).flatten())
+    return torch.cat(shared).bool()
 
 
 def estimate_gains(
@@ -647,14 +679,14 @@ def main(args: Args) -> dict:
             peers.update(new_communicator)
 
             # FedAvg: agents that take part go on from the average of what they received
-            if args.aggregation == "weights":
+            if args.aggregation in ("weights", "both"):
                 for k, i in enumerate(held):
-                    senders = communicator[i].nonzero().flatten()
+                    senders = communicator[i] > 0
                     if participating[i] and peers.usable[senders].all():
-                        networks = [peers.views[k][j] for j in senders.tolist()]
-                        received = communicators.flatten(networks)
-                        weights = communicator[i : i + 1, senders]
-                        average = communicators.average_parameters(weights, received)
+                        average = compute_average(i, peers.views[k], communicator, args)
+                        before = communicators.flatten(agents[k : k + 1])
+                        shared = mark_shared(agents[k], args)
+                        average = torch.where(shared, average, before)
                         communicators.unflatten(average, agents[k : k + 1])
         run.tick("exchange")
 
@@ -1133,7 +1165,7 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "env_ids", f"must name one task for each of {n} agents")
     if len(args.hidden_sizes) not in (0, n) or any(x < 8 or x % 8 for x in args.hidden_sizes):
         communicators.refuse(args, "hidden_sizes", f"must be {n} multiples of 8")
-    if args.aggregation == "weights" and len(set(args.hidden_sizes)) > 1:
+    if args.aggregation in ("weights", "both") and len(set(args.hidden_sizes)) > 1:
         valid = "must be equal: networks of different sizes have no average"
         communicators.refuse(args, "hidden_sizes", valid)
     if len(args.missions) not in (0, n):

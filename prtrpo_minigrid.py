@@ -138,6 +138,8 @@ class Args(RunArgs):
     # small a network
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     aggregation = "policy"  # no flag
+    private_heads = ()  # no flag: parameters are not averaged
+    robust = "none"  # no flag
     compile = False  # no flag
 
 

@@ -50,6 +50,7 @@ DIAGNOSTICS = (
     "kl_reference_after",
     "reference_entropy",
     "tv_update",
+    "tv_reference",
     "tv_snapshot",
     "tv_peers",
 )

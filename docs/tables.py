@@ -129,6 +129,8 @@ CONTROL = {
     "policy/reference_entropy": "entropy of the reference policy, in nats",
     "policy/tv_update": "total variation of the policies before and after the update, as a mean"
     " over these states",
+    "policy/tv_reference": "total variation of the policy after the update and its reference: how"
+    " far it is from what it is pulled to",
     "policy/tv_snapshot": "total variation of the policy and the agent's own snapshot of the last"
     " round",
     "policy/tv_peers": "the same for the snapshots of the peers in its reference, as a mean; nan if"

@@ -3,6 +3,7 @@ checkpoint holds of it.
 """
 
 import copy
+import itertools
 import json
 import math
 import threading
@@ -15,7 +16,6 @@ from helpers import (
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
     assert_same_run,
-    on,
     only_run,
     rows_of,
     scalars_of,
@@ -441,20 +441,44 @@ def test_reports_are_bounded_by_the_others_magnitude():
         assert bounded.tolist() == pytest.approx(expected, nan_ok=True, rel=1e-6), reported
 
 
-@on([PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID])
-def test_an_inflated_report_does_not_own_a_row(script, tmp_path, monkeypatch):
-    """Agent 1 reports 1e30, the others 1 and 2: its weight is that of 15."""
-    numbers = iter([1.0, 1e30, 2.0] * 9)
+BOUND = torch.tensor([1.0, 15.0, 2.0])
+BOUNDED = {
+    # As ten times the usual return of the others
+    "reward": ([1.0, 1e30, 2.0], [1 / 18, 15 / 18, 2 / 18]),
+    "softmax-reward": ([1.0, 1e30, 2.0], (BOUND / BOUND.std(correction=0)).softmax(0).tolist()),
+    "rank-reward": ([1.0, 1e30, 2.0], [1 / 6, 3 / 6, 2 / 6]),
+    # As the largest gain there is
+    "relative-gain": ([1.0, 1e30, 0.0], torch.tensor([1.0, 1.0, 0.0]).softmax(0).tolist()),
+    # Nothing that is reported counts
+    "uniform": ([1.0, 1e30, 2.0], [1 / 3] * 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "communicator"),
+    [
+        *((PRPO_MINIGRID, name) for name in BOUNDED),
+        (FEDAVG_MINIGRID, "reward"),
+        (PRTRPO_MINIGRID, "reward"),
+    ],
+    ids=str,
+)
+def test_an_inflated_report_does_not_own_a_row(script, communicator, tmp_path, monkeypatch):
+    """Agent 1 reports 1e30: returns count as ten times the others' at most, gains as 1."""
+    reported, expected = BOUNDED[communicator]
+    numbers = itertools.cycle(reported)
 
     def report(record, returns):
-        return torch.tensor([next(numbers), 0.0, 0.0], dtype=torch.float64)
+        number = next(numbers)
+        return torch.tensor([number, number, 0.0], dtype=torch.float64)
 
     monkeypatch.setattr(communicators, "remember", report)
-    settings = {"communicator": "reward", "iterations": 1, "local_updates": 1, "eval_episodes": 0}
+    settings = {"iterations": 1, "local_updates": 1, "eval_episodes": 0, "num_steps": 16}
+    settings["communicator"] = communicator
     script.main(tiny(script, tmp_path, **settings))
     points = scalars_of(only_run(tmp_path))
     row = [points[f"communicator/c_0_{j}"][-1][1] for j in range(3)]
-    assert row == pytest.approx([1 / 18, 15 / 18, 2 / 18], abs=1e-5)
+    assert row == pytest.approx(expected, abs=1e-5)
 
 
 # --- a matrix of one's own ---

@@ -175,6 +175,7 @@ BAD_ATARI = {
         ["--env-ids", "PongNoFrameskip-v4", "same actions", "--full-action-space"],
     ),
 }
+SWAPPED = ("--communicator", "self-preferred", "--self-preference", "0")
 BAD_AGGREGATION = {
     "a communicator of isolated agents": (
         ["--aggregation", "none", "--communicator", "reward"],
@@ -189,14 +190,7 @@ BAD_AGGREGATION = {
         ["--self-reference snapshot", "no effect with --aggregation weights"],
     ),
     "swapped networks": (
-        [
-            "--aggregation",
-            "weights",
-            "--communicator",
-            "self-preferred",
-            "--self-preference",
-            "0",
-        ],
+        [*SWAPPED, "--aggregation", "weights"],
         ["--self-preference 0", "must be positive"],
     ),
 }
@@ -204,6 +198,26 @@ BAD_AGGREGATION |= {
     "a schedule of nothing": (
         ["--kl-schedule", "linear", "--kl-coef", "0"],
         ["--kl-schedule linear", "no effect with --kl-coef 0"],
+    ),
+}
+NOT_AVERAGED = "needs parameters that are averaged: --aggregation weights or both"
+BAD_AGGREGATION |= {
+    "private heads of policies": (
+        ["--private-heads", "actor", "critic"],
+        ["--private-heads actor critic", NOT_AVERAGED],
+    ),
+    "private heads of isolated agents": (
+        ["--aggregation", "none", "--private-heads", "critic"],
+        ["--private-heads critic", NOT_AVERAGED],
+    ),
+    "a private trunk": (
+        ["--aggregation", "weights", "--private-heads", "network"],
+        ["--private-heads network", "'actor', 'critic'"],
+    ),
+    "a median of policies": (["--robust", "median"], ["--robust median", NOT_AVERAGED]),
+    "swapped networks, with policies mixed": (
+        [*SWAPPED, "--aggregation", "both"],
+        ["--self-preference 0", "must be positive"],
     ),
 }
 BAD_FEDAVG = {
@@ -593,6 +607,7 @@ POLICY = (
     "kl_reference_after",
     "reference_entropy",
     "tv_update",
+    "tv_reference",
     "tv_snapshot",
     "tv_peers",
 )
@@ -994,6 +1009,13 @@ TRUST_REGION = {
         "aggregation",
         "exchange parameters",
         "(FedAvg)",
+        "private_heads",
+        "heads that averages",
+        "FedPer",
+        "# averaged",
+        "robust",
+        "weighted mean",
+        "without a quarter",
         "kl_",
         "KL",
         "epsilon",
@@ -1051,6 +1073,8 @@ TRUST_REGION = {
         "exchange_snapshots(",
         "FedAvg",
         '"weights"',
+        "shared",
+        "before = ",
         "weights = ",
         "(weights, ",
         "for k",

@@ -436,11 +436,12 @@ def test_diagnostics_equal_their_definitions(script, direction):
         "kl_reference_after": kl(after),
         "reference_entropy": on_rollout(reference).entropy().mean().item(),
         "tv_update": tv(behaviour, after),
+        "tv_reference": tv(reference, after),
         "tv_snapshot": tv(snapshot, after),
         "tv_peers": np.mean([tv(reference, after), tv(reference, after), tv(snapshot, after)]),
     }
     assert diagnostics == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    assert len({round(value, 4) for value in diagnostics.values()}) == 6
+    assert len({round(value, 4) for value in diagnostics.values()}) == 7
 
 
 def test_isolated_agents_log_distances_but_send_nothing(tmp_path):

@@ -6,9 +6,10 @@ import re
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from helpers import (
-    ATARI,
+    FEDAVG_ATARI,
     FEDAVG_MINIGRID,
     MINIGRID,
     PRPO_ATARI,
@@ -125,6 +126,17 @@ def plain_reference(args, batch, i, communicator, snapshots):
     return product / product.sum(-1, keepdim=True)
 
 
+def plain_average(args, row, snapshots):
+    """The average of the parameters of the agents of positive weight."""
+    vectors = [parameters_to_vector(agent.parameters()).detach() for agent in snapshots]
+    if args.robust == "none":
+        return sum(weight * vector for weight, vector in zip(row, vectors, strict=True))
+    vectors = np.stack([vector for weight, vector in zip(row, vectors, strict=True) if weight > 0])
+    if args.robust == "median":
+        return torch.from_numpy(np.median(vectors, axis=0)).float()
+    return torch.from_numpy(scipy.stats.trim_mean(vectors, 0.25)).float()
+
+
 def plain_loss(script, args, agent, batch, kl_coef):
     """PPO's loss with the KL penalty of eq. 3 or 4."""
     logits, value = agent(batch["obs"])
@@ -177,7 +189,7 @@ def plain_training(script, args, communicator):
         for i, agent in enumerate(agents):
             batch = plain_batch(args, plain_rollout(script, args, agent, envs[i], generators[i]))
             batch["reference"] = batch["policy"]
-            if not script.averages:
+            if args.aggregation != "weights":
                 batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
@@ -198,16 +210,19 @@ def plain_training(script, args, communicator):
             members = participating.nonzero().flatten().tolist()
             present = communicator * participating  # agents that sit out get no weight
             present = present / present.sum(1, keepdim=True)
-            if script.averages:
-                theta = present @ torch.stack(
-                    [parameters_to_vector(agent.parameters()) for agent in agents]
-                )
-                for i in members:
-                    vector_to_parameters(theta[i].detach(), agents[i].parameters())
             for i in members:
                 matrix[i] = present[i]
                 for j in members:
                     views[i][j] = copy.deepcopy(agents[j])
+            if args.aggregation in ("weights", "both"):
+                for i in members:
+                    before = copy.deepcopy(agents[i])
+                    theta = plain_average(args, present[i], views[i])
+                    vector_to_parameters(theta, agents[i].parameters())
+                    for head in args.private_heads:
+                        agents[i].get_submodule(head).load_state_dict(
+                            before.get_submodule(head).state_dict()
+                        )
     return agents
 
 
@@ -289,8 +304,33 @@ PLAIN = {
         THREE | APART | {"hidden_sizes": (32, 64, 16)},
         OF_THREE,
     ),
+    "private heads": (
+        [FEDAVG_MINIGRID],
+        THREE | APART | {"private_heads": ("actor", "critic")},
+        OF_THREE,
+    ),
+    "averages and mixtures, the critic private": (
+        [PRPO_MINIGRID],
+        THREE | APART | SNAPSHOTS | {"aggregation": "both", "private_heads": ("critic",)},
+        OF_THREE,
+    ),
+    "medians of different agents": (
+        [FEDAVG_MINIGRID],
+        THREE | APART | {"robust": "median"},
+        OF_THREE,
+    ),
+    "averages and mixtures, a trimmed mean of four": (
+        [PRPO_MINIGRID],
+        THREE | APART | {"aggregation": "both", "robust": "trimmed", "num_agents": 4},
+        torch.full((4, 4), 0.25),
+    ),
+    "any matrix, two agents, private actors": (
+        [FEDAVG_ATARI],
+        {"num_agents": 2, "local_updates": 1, "num_steps": 64, "private_heads": ("actor",)},
+        OF_TWO,
+    ),
     "any matrix, two agents": (
-        ATARI,
+        [PRPO_ATARI],
         {"num_agents": 2, "local_updates": 1, "num_steps": 64, "kl_schedule": "linear"},
         OF_TWO,
     ),
