@@ -459,6 +459,7 @@ def learn(
     obs: its observations; batch: [samples, ...], its `states` are rows of obs;
     kl_coef: the coefficient of this iteration.
     """
+    parameters = list(agent.parameters())
     for _ in range(args.update_epochs):
         b_inds = torch.randperm(len(batch["states"]), generator=generator)
         b_inds = b_inds.to(batch["states"].device)
@@ -510,7 +511,7 @@ def learn(
             if finite:
                 optimizer.zero_grad()
                 loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 finite = bool(grad_norm.isfinite())
                 if finite:
                     optimizer.step()

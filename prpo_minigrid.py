@@ -254,19 +254,13 @@ def rollout(
             run.tick("rollout_forward")
 
     # Values and log-probabilities, in the update's precision: rounding must not look like a change
-    states = []
-    obs = []
-    behaviour = []
-    values = []
-    for k, table in enumerate(actors):
-        distinct = {key: row for row, key in enumerate(dict.fromkeys(keys[k]))}
-        table.met.append(list(distinct))
-        rows = torch.tensor([distinct[key] for key in keys[k]]).view(-1, args.num_envs)
-        states.append(rows)  # [steps + 1, envs]
-        obs.append(communicators.as_patches(table.decode(list(distinct)), table.agent.network))
-        logits, value = table.agent.predict(obs[k])
-        behaviour.append(logits.log_softmax(-1))
-        values.append(value.cpu()[rows])
+    calls = []
+    for table, agent_keys in zip(actors, keys, strict=True):
+        calls.append(functools.partial(evaluate_rollout, table, agent_keys))
+    evaluations = communicators.in_parallel(calls, workers)
+    states, obs, behaviour, values = zip(*evaluations, strict=True)
+    states = [rows.view(-1, args.num_envs) for rows in states]  # [steps + 1, envs]
+    values = [value.view(-1, args.num_envs) for value in values]
     states = torch.stack(states)
     values = torch.stack(values)
     storage = {
@@ -288,7 +282,24 @@ def rollout(
     device = behaviour[0].device
     storage = {name: tensor.to(device) for name, tensor in storage.items()}
     run.tick("rollout_forward")
-    return storage, obs, behaviour, episodes
+    return storage, list(obs), list(behaviour), episodes
+
+
+def evaluate_rollout(
+    table: LogitTable, keys: list[bytes]
+) -> tuple[Tensor, Tensor | Patches, Tensor, Tensor]:
+    """An agent's policy and values, once for each distinct observation of its rollout.
+
+    keys: of the observations, [samples]. Returns which of the distinct ones each is [samples];
+    these (see `as_patches`) and the policy's log-probabilities there, [states, ...]; and the value
+    of each sample [samples].
+    """
+    distinct = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+    table.met.append(list(distinct))
+    rows = torch.tensor([distinct[key] for key in keys])
+    obs = communicators.as_patches(table.decode(list(distinct)), table.agent.network)
+    logits, value = table.agent.predict(obs)
+    return rows, obs, logits.log_softmax(-1), value.cpu()[rows]
 
 
 def compute_advantages(
@@ -427,6 +438,7 @@ def learn(
     obs: the distinct observations; batch: [samples, ...], its `states` are rows of obs;
     kl_coef: the coefficient of this iteration.
     """
+    parameters = list(agent.parameters())
     for _ in range(args.update_epochs):
         b_inds = torch.randperm(len(batch["states"]), generator=generator)
         b_inds = b_inds.to(batch["states"].device)
@@ -481,7 +493,7 @@ def learn(
             if finite:
                 optimizer.zero_grad()
                 loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 finite = bool(grad_norm.isfinite())
                 if finite:
                     optimizer.step()
