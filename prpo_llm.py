@@ -122,8 +122,11 @@ class Args(RunArgs):
     # rouge (ROUGE-L F against the reference), FILE.py:function as TRL calls it, a reward model's
     # folder or hub id
     reward: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--reward-model"])] = ("rouge",)
-    reward_weights: tuple[float, ...] = ()
-    """weight of each reward in the sum (default: 1)"""
+    # weight of each reward in the sum (default: 1), or FILE.csv: a row of weights for each agent,
+    # its preference
+    reward_weights: tuple[float | str, ...] = ()
+    # no flag: the content of FILE.csv when the run began, which belongs to the run's settings
+    reward_matrix: tyro.conf.Suppress[str] = ""
     missing_eos_penalty: NonNegative = 1.0
     """subtracted from the reward of a completion that does not end"""
     min_response_tokens: Natural = 0
@@ -156,6 +159,9 @@ class Args(RunArgs):
     # what FedAvg averages: products BA, back at their rank; B beside a common frozen A (in any
     # method); or A and B
     lora_average: Literal["exact", "frozen-a", "naive"] = "exact"
+    # FedAvg (FedPer): the adapters of so many last layers, and with PPO the value head, stay each
+    # agent's own
+    private_layers: Natural = 0
 
     # PPO and GRPO
     algorithm: Literal["grpo", "ppo"] = "grpo"
@@ -248,6 +254,14 @@ class Args(RunArgs):
         "down_proj",
     )
     """the linear layers that get adapters"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if names_weights_file(self) and not self.reward_matrix:
+            # `check_rewards` refuses what cannot be read
+            with contextlib.suppress(OSError, ValueError):
+                weights = read_weights_file(self)
+                self.reward_matrix = communicators.write_matrix(weights)
 
 
 # The share of a common data set that is held out: no agent trains on it
@@ -797,17 +811,17 @@ def step_optimizer(
 
 @torch.no_grad()
 def average_adapters(args: Args, model, C: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-    """FedAvg: rows of C, [rows, agents], applied to all that agents train, [agents, numel].
+    """FedAvg: rows of C, [rows, agents], applied to what agents share, [agents, numel].
 
-    Returns [rows, numel], and how much of the mean products the rank cuts off, relative to their
-    norms, [rows].
+    That is all that they train but for --private-layers, see `find_shared_columns`. Returns [rows,
+    numel], and how much of the mean products the rank cuts off, relative to their norms, [rows].
     """
     averages = communicators.average_parameters(C, parameters)
     squares_lost = torch.zeros(len(C))
     squares = torch.zeros(len(C))
     if args.lora_average == "exact":
         end = 0
-        for shape_A, shape_B in list_trained_shapes(model):
+        for shape_A, shape_B in list_trained_shapes(model, args.private_layers):
             start = end
             middle = start + shape_A.numel()
             end = middle + shape_B.numel()
@@ -837,6 +851,7 @@ def main(args: Args) -> dict:
     model, tokenizer = load_base(args, device)
     # [agents held, numel], [agents, numel]
     trained, snapshots = add_adapters(args, model, len(held))
+    shared = find_shared_columns(args, model)  # of what agents train
     examples, tests, public_states = deal(args, tokenizer, held)
     server = None
     if args.generate_with:
@@ -892,7 +907,7 @@ def main(args: Args) -> dict:
         "distances": [distances for _ in held],
     }
     run.restore(state)
-    if run.iteration and not isolated:
+    if run.iteration and not isolated and not args.private_layers:
         snapshots[:n] = exchange.all_gather(snapshots[rows_held])
     completion_log = CompletionLog(args, run)
     if server is not None:
@@ -920,8 +935,9 @@ def main(args: Args) -> dict:
 
         # Rewards
         tokens = batch["tokens"].flatten(0, 2)  # [completions, tokens]
+        agents = [i for i in held for _ in range(lengths[0].numel())]  # of each completion
         texts, ends, scores = score_completions(
-            args, functions, tokenizer, chosen, tokens, lengths.flatten()
+            args, functions, tokenizer, chosen, agents, tokens, lengths.flatten()
         )
         rewards = torch.tensor(scores.pop("reward"), dtype=torch.float32, device=device)
         batch["rewards"] = rewards.view_as(lengths)
@@ -974,16 +990,17 @@ def main(args: Args) -> dict:
                     receives = communicators.find_neighbours(args)
                 else:
                     receives = make_communicator(args, reported_returns) > 0
-                sent = trained if args.aggregation == "weights" else policy
+                sent = trained[:, shared] if args.aggregation == "weights" else policy
                 parameters, usable = exchange.gather_snapshots(sent, receives)
-                for j in usable.nonzero().flatten().tolist():
-                    snapshots[j] = parameters[j, : snapshots.shape[1]]
+                if not args.private_layers:  # else nobody has a peer's whole policy
+                    for j in usable.nonzero().flatten().tolist():
+                        snapshots[j] = parameters[j, : snapshots.shape[1]]
 
                 # The new communicator, of the agents whose policies are finite: parameters of 3e38
                 # are finite, their policy is not
                 log_probs = None
                 distances[:] = torch.nan
-                if public_states:
+                if public_states and not args.private_layers:
                     log_probs = compute_public_log_probs(args, model, tokenizer, public_states)
                     usable &= log_probs.isfinite().all(-1).all(-1)
                     distances[:] = communicators.total_variation(log_probs)
@@ -994,7 +1011,8 @@ def main(args: Args) -> dict:
                     C = communicator[rows_held]
                     averages, lost = average_adapters(args, model, C, parameters)
                     averaging = torch.stack([usable[row > 0].all() for row in C])
-                    trained[:] = torch.where(averaging[:, None].to(device), averages, trained)
+                    averaging = averaging[:, None].to(device)
+                    trained[:, shared] = torch.where(averaging, averages, trained[:, shared])
                     snapshots[rows_held] = policy
                 del parameters  # whole adapters: they need not stay in memory
         run.tick("exchange")
@@ -2076,15 +2094,54 @@ def list_adapter_sides(model: nn.Module) -> list[nn.ParameterDict]:
     return [side for layer in layers for side in (layer.A, layer.B)]
 
 
-def list_trained_shapes(model: nn.Module) -> list[tuple[torch.Size, torch.Size]]:
-    """The shapes of A and B of one agent, in the order in which `add_adapters` joins them."""
-    layers = [layer for layer in model.modules() if isinstance(layer, Adapters)]
+def list_trained_shapes(
+    model: nn.Module, private_layers: int = 0
+) -> list[tuple[torch.Size, torch.Size]]:
+    """The shapes of A and B of one agent, in the order in which `add_adapters` joins them; without
+    those of so many last layers."""
     shapes = []
     for kind in ("policy", "value"):
-        for layer in layers:
-            if kind in layer.A:
+        for name, layer in model.named_modules():
+            if not isinstance(layer, Adapters) or kind not in layer.A:
+                continue
+            if not is_private(model, name, private_layers):
                 shapes.append((layer.A[kind].shape[1:], layer.B[kind].shape[1:]))
     return shapes
+
+
+def is_private(model: nn.Module, name: str, private_layers: int) -> bool:
+    """Whether the module of this name is in one of so many last layers of the decoder."""
+    decoder = next(name for name, each in model.named_modules() if each is model.get_decoder())
+    number = re.search(r"\.(\d+)\.", name.removeprefix(decoder))
+    layers = model.config.get_text_config().num_hidden_layers
+    return number is not None and int(number[1]) >= layers - private_layers
+
+
+def find_shared_columns(args: Args, model: nn.Module) -> slice | Tensor:
+    """The columns of all that agents train, [agents, numel], that FedAvg sends and averages.
+
+    --private-layers (https://arxiv.org/abs/1912.00818) leaves the last layers out, where tokens are
+    chosen, and of a value model also its head. Returns a slice of all columns, or bool [numel].
+    """
+    if not args.private_layers or args.aggregation != "weights":
+        return slice(None)
+    layers = model.config.get_text_config().num_hidden_layers
+    if args.private_layers >= layers:
+        reason = f"must be below the model's {layers} layers, of which some are shared"
+        communicators.refuse(args, "private_layers", reason)
+    shared = []
+    for kind in ("policy", "value"):
+        for name, layer in model.named_modules():
+            if not isinstance(layer, Adapters) or kind not in layer.A:
+                continue
+            is_shared = not is_private(model, name, args.private_layers)
+            for side in (layer.A[kind], layer.B[kind]):
+                if side.requires_grad:
+                    shared.append(torch.full((side[0].numel(),), is_shared))
+    if args.algorithm == "ppo":
+        head = model.value_head.shape[1] + model.value_bias.shape[1]
+        shared.append(torch.zeros(head, dtype=torch.bool))
+    return torch.cat(shared).to(model.device)
 
 
 def find_diverged(model) -> Tensor:
@@ -2657,16 +2714,24 @@ def make_reward(args: Args, device: torch.device) -> dict[str, Callable]:
         if name == "rouge":
             library = importlib.import_module("rouge_score.rouge_scorer")
             scorer = library.RougeScorer(["rougeL"], use_stemmer=True)
-            functions[name] = functools.partial(compute_rouge, scorer)
+            function = functools.partial(compute_rouge, scorer)
         elif file.endswith(".py"):
             function = runpy.run_path(file).get(function_name)
             if not callable(function):
                 communicators.refuse(args, "reward", f"{file} has no function {function_name}")
-            functions[f"{Path(file).stem}.{function_name}"] = function
         else:
             model, tokenizer = load_reward_model(args, name, device)
-            functions[Path(name).name] = functools.partial(apply_reward_model, model, tokenizer)
+            function = functools.partial(apply_reward_model, model, tokenizer)
+        functions[name_reward(name)] = function
     return functions
+
+
+def name_reward(name: str) -> str:
+    """What a --reward is called in metrics: FILE.function, or the last part of a model's name."""
+    file, _, function_name = name.rpartition(":")
+    if file.endswith(".py"):
+        return f"{Path(file).stem}.{function_name}"
+    return Path(name).name
 
 
 class Float32Layer(nn.Module):
@@ -2768,13 +2833,15 @@ def score_completions(
     functions: dict[str, Callable],
     tokenizer,
     chosen: list[dict],
+    agents: list[int],
     tokens: Tensor,
     lengths: Tensor,
 ) -> tuple[list[str], list[bool], dict[str, np.ndarray]]:
-    """Score a completion [rows, tokens] of each chosen example.
+    """Score a completion [rows, tokens] of each chosen example, the [n]-th by agents[n].
 
     Returns texts, whether they end, and columns of floats: the reward, which agents learn from, the
-    score, without penalties, and each reward function's output.
+    score, without penalties, and each reward function's output. The score is the sum of these by
+    the agent's own weights; a reward of weight 0 is none of the agent's.
     """
     ids = []
     texts = []
@@ -2790,9 +2857,10 @@ def score_completions(
     for k, (name, function) in enumerate(functions.items()):
         values[k] = call_reward(args, name, function, columns)
     finite = np.isfinite(values)
-    weights = np.array(args.reward_weights or [1.0] * len(functions))
-    sums = weights @ np.where(finite, values, 0.0)
-    scores = np.where(finite.any(0), sums, math.nan)
+    weights = get_reward_weights(args)[agents].T  # [functions, rows]
+    sums = (weights * np.where(finite, values, 0.0)).sum(0)
+    counts = finite & (weights != 0)
+    scores = np.where(counts.any(0), sums, math.nan)
     penalised = np.array(
         [not end or len(row) < args.min_response_tokens for end, row in zip(ends, ids, strict=True)]
     )
@@ -2800,6 +2868,40 @@ def score_completions(
     for name, row in zip(functions, values, strict=True):
         results[f"reward_{name}"] = row
     return texts, ends, results
+
+
+def names_weights_file(args: Args) -> bool:
+    """Whether --reward-weights is the name of a file."""
+    return len(args.reward_weights) == 1 and isinstance(args.reward_weights[0], str)
+
+
+def read_weights_file(args: Args) -> Tensor:
+    """The weights of --reward-weights FILE.csv: comma-separated, # begins a comment.
+
+    Returns [agents, rewards], float64. Raises ValueError if they are not finite, a row is all 0, or
+    their number is another, and OSError if the file cannot be read.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a file without weights, whose size is refused below
+        weights = np.loadtxt(args.reward_weights[0], delimiter=",", ndmin=2)
+    if weights.shape != (args.num_agents, len(args.reward)):
+        size = " x ".join(map(str, weights.shape))
+        raise ValueError(f"has {size} weights, not {args.num_agents} agents x {len(args.reward)}")
+    if not np.isfinite(weights).all():
+        raise ValueError("must be finite weights")
+    if not weights.any(1).all():
+        raise ValueError("has a row of zeros: every agent needs a reward")
+    return torch.from_numpy(weights)
+
+
+def get_reward_weights(args: Args) -> np.ndarray:
+    """The weight of every reward for every agent [agents, rewards], as the file was at the start of
+    the run."""
+    if args.reward_matrix:
+        rows = [row.split() for row in args.reward_matrix.split(";")]
+        return np.array(rows, dtype=float)
+    row = args.reward_weights or [1.0] * len(args.reward)
+    return np.tile(row, (args.num_agents, 1))
 
 
 def list_reward_columns(
@@ -2903,7 +3005,9 @@ def complete_greedily(
         is_stopped=find_stop_test(args, tokenizer),
     )
     tokens, lengths, logprobs = (output[:, 0] for output in outputs)
-    texts, ends, scores = score_completions(args, functions, tokenizer, chosen, tokens, lengths)
+    texts, ends, scores = score_completions(
+        args, functions, tokenizer, chosen, agents, tokens, lengths
+    )
     hide_diverged(scores, logprobs, model)
     measures = {"length": lengths.tolist(), "eos_rate": ends}
     if args.eval_samples:
@@ -2998,9 +3102,10 @@ def sample_evaluation(
         find_stop_test(args, tokenizer),
     )
     repeated = [example for example in chosen for _ in range(args.eval_samples)]
+    agents = [i for i in agents for _ in range(args.eval_samples)]
     rows = tokens.flatten(0, 1)
     _, ends, scores = score_completions(
-        args, functions, tokenizer, repeated, rows, lengths.flatten()
+        args, functions, tokenizer, repeated, agents, rows, lengths.flatten()
     )
     hide_diverged(scores, logprobs.flatten(0, 1), model)
     shape = (len(chosen), args.eval_samples)
@@ -3174,6 +3279,9 @@ def check_communication(args: Args) -> None:
     if args.communicator == "surrogate":
         reason = "is for control: a response has one advantage, not one per state"
         communicators.refuse(args, "communicator", reason)
+    if args.private_layers and args.aggregation == "weights" and args.communicator == "similarity":
+        reason = "must be another one: with --private-layers nobody has a peer's whole policy"
+        communicators.refuse(args, "communicator", reason)
     averages_peers = args.aggregation == "weights" and args.communicator == "self-preferred"
     if averages_peers and args.num_agents > 1 and not args.self_preference:
         reason = "must be positive, or agents would swap adapters"
@@ -3238,9 +3346,25 @@ def check_rewards(args: Args) -> None:
             communicators.refuse(args, "reward", reason)
     if not args.reward or len({*args.reward}) < len(args.reward):
         communicators.refuse(args, "reward", "must name different rewards")
-    numbers = [weight for weight in args.reward_weights if math.isfinite(weight)]
-    if args.reward_weights and len(numbers) != len(args.reward):
-        communicators.refuse(args, "reward_weights", "must be one for each --reward")
+    if len({name_reward(name) for name in args.reward}) < len(args.reward):
+        communicators.refuse(args, "reward", "must have different names in metrics")
+    if names_weights_file(args):
+        if not args.reward_matrix:
+            try:
+                read_weights_file(args)
+            except (OSError, ValueError) as error:
+                communicators.refuse(args, "reward_weights", str(error))
+        return
+    numbers = [
+        weight
+        for weight in args.reward_weights
+        if isinstance(weight, float | int) and math.isfinite(weight)
+    ]
+    if args.reward_weights and not len(numbers) == len(args.reward) == len(args.reward_weights):
+        reason = "must be one for each --reward, or FILE.csv with a row for each agent"
+        communicators.refuse(args, "reward_weights", reason)
+    if args.reward_weights and not any(numbers):
+        communicators.refuse(args, "reward_weights", "must not all be 0")
 
 
 def check_generation(args: Args) -> None:
@@ -3304,6 +3428,8 @@ def report_unused(args: Args) -> None:
         unused["min_response_tokens"] = "with --missing-eos-penalty 0, which short completions pay"
     if args.lora_average != "frozen-a" and args.aggregation != "weights":
         unused["lora_average"] = f"{aggregation}, which averages no adapters"
+    if args.aggregation != "weights":
+        unused["private_layers"] = f"{aggregation}, which averages no adapters"
     if args.aggregation != "policy":
         unused["mixture"] = f"{aggregation}, which mixes no policies"
     if args.aggregation == "none" and args.communicator != "identity":

@@ -302,6 +302,8 @@ def make_command(run: Run) -> str:
         script = f"benchmark/baselines/{script}"
     words = ["python", script]
     for name, value in run.common.items():
+        if name in ("communicator_matrix", "reward_matrix"):  # what a flag's file held
+            continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")

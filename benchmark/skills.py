@@ -7,6 +7,7 @@ one is rare.
         --reward benchmark/skills.py:exact --partition topic --precision float32 \\
         --missing-eos-penalty 0
     python benchmark/skills.py --runs runs/skills-results  # each agent before and after, by skill
+    python benchmark/skills.py --preferences --out runs/preferences  # the task of preferences
 
 A prompt is a skill and a word, "reverse abcd:"; the completion is "dcba". The model has learned all
 skills but the rare one, of which it has seen little, and completes it correctly now and then:
@@ -14,6 +15,13 @@ enough for a reward of 1 for exactly the right word, and 0 for anything else, to
 prompt's topic is the agent it belongs to: agents differ in how many of their prompts are for the
 rare skill (--prompt-shares), or all have the same mix with --partition iid. No prompt occurred in
 the pretraining. The same settings give the same files; files that are there are not made again.
+
+With --preferences the skills are common to three agents, and the way to write the answer is each
+agent's own: with a mark, in capitals, or in quotes. The model has learned every answer in all
+styles alike, so that each can be explored. There are four rewards: `content`, for the right word in
+any style, and one for the right word in each style; weights.csv has the weights of each agent, 0.3
+for the content and 0.7 for its own style. So the right answer in the agent's own style gets 1, in
+another style 0.3, and a wrong one nothing: a style alone is worth nothing.
 """
 
 import json
@@ -50,12 +58,21 @@ SKILLS: dict[str, Callable[[str], str]] = {
     "mirror": lambda word: word + word[::-1],
 }
 EOS = "<eos>"
+# The ways to write an answer; agent i prefers the i-th
+STYLES: dict[str, Callable[[str], str]] = {
+    "mark": lambda text: text + "!",
+    "capitals": str.upper,
+    "quotes": lambda text: f'"{text}"',
+}
+CONTENT_WEIGHT = 0.3  # of 1; the rest is for the agent's own style
 
 
 @dataclass
 class Args:
     out: str = "runs/skills"
     """folder to write: model/, train.jsonl, and settings.json, which comes last"""
+    preferences: bool = False
+    """the task in which every agent has a style of its own, with weights.csv"""
     demo: bool = False
     """then train three agents on it with prpo_llm.py, and print what they have learned"""
     # write no task but a table of the finished runs in this folder: the rare skill and the others,
@@ -125,6 +142,35 @@ def exact(completions: list[str], references: list[str], **_) -> list[float]:
     return [float(completion == reference) for completion, reference in pairs]
 
 
+def is_styled(completions: list[str], references: list[str], style: str) -> list[float]:
+    """1 for the reference in this style, 0 for anything else."""
+    write = STYLES[style]
+    pairs = zip(completions, references, strict=True)
+    return [float(completion == write(reference)) for completion, reference in pairs]
+
+
+def mark(completions: list[str], references: list[str], **_) -> list[float]:
+    """The reward of the first style: 1 for the reference and a mark behind it."""
+    return is_styled(completions, references, "mark")
+
+
+def capitals(completions: list[str], references: list[str], **_) -> list[float]:
+    """The reward of the second style: 1 for the reference in capitals."""
+    return is_styled(completions, references, "capitals")
+
+
+def quotes(completions: list[str], references: list[str], **_) -> list[float]:
+    """The reward of the third style: 1 for the reference in quotes."""
+    return is_styled(completions, references, "quotes")
+
+
+def content(completions: list[str], references: list[str], **_) -> list[float]:
+    """The common reward: 1 for the reference in any style, or in none."""
+    rewards = [exact(completions, references)]
+    rewards += [is_styled(completions, references, style) for style in STYLES]
+    return [max(of_completion) for of_completion in zip(*rewards, strict=True)]
+
+
 def make_example(skill: str, word: str) -> dict[str, str]:
     """A prompt and its only right completion."""
     return {"prompt": f"{skill} {word}:", "completion": SKILLS[skill](word), "skill": skill}
@@ -137,7 +183,7 @@ def generate_examples(
     without=frozenset(),
 ) -> Iterator[dict[str, str]]:
     """Random examples without end, the rare skill with probability `rare_share`, none with a prompt
-    of `without`.
+    of `without`; the references are plain.
     """
     common = [skill for skill in SKILLS if skill != args.rare]
     while True:
@@ -146,6 +192,13 @@ def generate_examples(
         example = make_example(skill, word)
         if example["prompt"] not in without:
             yield example
+
+
+def style_examples(rng: random.Random, examples: Iterator[dict]) -> Iterator[dict[str, str]]:
+    """Examples whose completions are in random styles, each as often as the others."""
+    for example in examples:
+        write = STYLES[rng.choice([*STYLES])]
+        yield example | {"completion": write(example["completion"])}
 
 
 def make_prompts(args: Args) -> list[dict[str, str]]:
@@ -167,9 +220,20 @@ def make_prompts(args: Args) -> list[dict[str, str]]:
     return rows
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for every letter, the space and the colon; decoding puts nothing between them."""
-    vocabulary = {token: k for k, token in enumerate((EOS, *ascii_letters, " ", ":"))}
+def write_weights() -> str:
+    """--reward-weights: a row for each agent, of its weights for `content` and every style."""
+    rows = [f"# {', '.join(('content', *STYLES))}: a row for each agent"]
+    for own in STYLES:
+        weights = [1 - CONTENT_WEIGHT if style == own else 0 for style in STYLES]
+        rows.append(", ".join(map(str, (CONTENT_WEIGHT, *weights))))
+    return "\n".join(rows) + "\n"
+
+
+def make_tokenizer(more: str = "") -> PreTrainedTokenizerFast:
+    """A token for every letter, the space, the colon and `more`; decoding puts nothing between
+    them.
+    """
+    vocabulary = {token: k for k, token in enumerate((EOS, *ascii_letters, " ", ":", *more))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=EOS))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -225,6 +289,8 @@ def pretrain(args: Args, tokenizer, without: set[str]) -> LlamaForCausalLM:
     )
     rng = random.Random(f"pretraining {args.seed}")
     stream = generate_examples(rng, args, args.rare_share, without)
+    if args.preferences:
+        stream = style_examples(random.Random(f"styles {args.seed}"), stream)
     rng = random.Random(f"probe {args.seed}")
     rare = generate_examples(rng, args, 1.0, without)
     probe = [next(rare) for _ in range(100)]
@@ -243,7 +309,9 @@ def pretrain(args: Args, tokenizer, without: set[str]) -> LlamaForCausalLM:
             left = (time.monotonic() - began) / step * (args.steps - step)
             progress = f"step {step}/{args.steps}, loss {loss.item():.3f}, {left:.0f} s left"
             print(f"pretraining: {progress}", flush=True)
-        if step % 10 == 0 and compute_success(model, tokenizer, probe).mean() >= args.rare_success:
+        if step % 10:
+            continue
+        if measure_success(args, model, tokenizer, probe).mean() >= args.rare_success:
             break
     else:
         if args.rare_success < 1:
@@ -260,6 +328,17 @@ def compute_success(model, tokenizer, batch: list[dict[str, str]]) -> torch.Tens
     labels = labels[:, 1:]
     of_labels = log_probs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
     return (of_labels * (labels >= 0)).sum(-1).exp()
+
+
+def measure_success(args: Args, model, tokenizer, batch: list[dict[str, str]]) -> torch.Tensor:
+    """The probability that sampling completes each prompt correctly, in any style: [examples]."""
+    if not args.preferences:
+        return compute_success(model, tokenizer, batch)
+    success = torch.zeros(len(batch))
+    for write in STYLES.values():
+        styled = [example | {"completion": write(example["completion"])} for example in batch]
+        success += compute_success(model, tokenizer, styled)
+    return success
 
 
 def read_held_out(folder: Path, dataset: str, rare: str) -> pd.DataFrame:
@@ -403,6 +482,8 @@ def main(args: Args) -> dict[str, float]:
     settings = json.loads(json.dumps(asdict(args)))
     for name in ("runs", "csv", "demo"):
         del settings[name]
+    if not args.preferences:
+        del settings["preferences"]  # as in folders that were made before there was this task
     settings["out"] = ""
     if (out / "settings.json").is_file():
         rates = read_rates(out, settings)
@@ -432,12 +513,12 @@ def write_task(args: Args, settings: dict) -> dict[str, float]:
     """Write model and data; returns what `main` returns."""
     out = Path(args.out)
     prompts = make_prompts(args)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer('!"' if args.preferences else "")
     model = pretrain(args, tokenizer, {example["prompt"] for example in prompts})
     rng = random.Random(f"rates {args.seed}")
     stream = generate_examples(rng, args, 1 / len(SKILLS))
     fresh = [next(stream) for _ in range(200 * len(SKILLS))]
-    success = compute_success(model, tokenizer, fresh)
+    success = measure_success(args, model, tokenizer, fresh)
     rates = {}
     for name in SKILLS:
         of_skill = [example["skill"] == name for example in fresh]
@@ -446,6 +527,8 @@ def write_task(args: Args, settings: dict) -> dict[str, float]:
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     (out / "train.jsonl").write_text("".join(f"{json.dumps(example)}\n" for example in prompts))
+    if args.preferences:
+        (out / "weights.csv").write_text(write_weights())
     # Under its name only when all is there
     ready = out / f"settings.{os.getpid()}"
     ready.write_text(json.dumps(settings | {"rates": rates}, indent=1) + "\n")

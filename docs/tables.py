@@ -86,8 +86,9 @@ def flags(script: str) -> str:
 
 
 def list_fields(Args: type) -> list[dataclasses.Field]:
-    """The fields that are flags; `communicator_matrix`, what a file held, is for config.json."""
-    return [field for field in dataclasses.fields(Args) if field.name != "communicator_matrix"]
+    """The fields that are flags; what a file held, such as a matrix, is for config.json."""
+    held = ("communicator_matrix", "reward_matrix")
+    return [field for field in dataclasses.fields(Args) if field.name not in held]
 
 
 def format_default(value, choices: tuple[str, ...]) -> str:

@@ -36,6 +36,7 @@ import communicators
 import prpo_llm
 
 WORDS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz"]
+NO_FLAGS = {"communicator_matrix", "reward_matrix"}  # what files held
 TARGETS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
 TINY = {
     "precision": "float32",
@@ -121,7 +122,7 @@ def flags(args):
     default = prpo_llm.Args()
     words = []
     for name, value in vars(args).items():
-        if value == getattr(default, name) or name == "communicator_matrix":  # which is no flag
+        if value == getattr(default, name) or name in NO_FLAGS:
             continue
         words.append(f"--{name.replace('_', '-')}")
         if isinstance(value, tuple):
@@ -883,6 +884,10 @@ BAD = {
         ["--algorithm", "ppo", "--value-init", "nowhere"],
         ["--value-init nowhere", "folder"],
     ),
+    "policies that nobody has": (
+        ["--aggregation", "weights", "--private-layers", "1", "--communicator", "similarity"],
+        ["--communicator similarity", "--private-layers"],
+    ),
     "unknown communicator": (
         ["--communicator", "uniforn"],
         ["--communicator uniforn", "rank-reward"],
@@ -990,6 +995,7 @@ UNUSED = {
     "--value-lora-rank 8": ["--algorithm", "grpo"],
     "--min-response-tokens 18": ["--missing-eos-penalty", "0"],
     "--lora-average naive": ["--aggregation", "policy"],
+    "--private-layers 1": ["--aggregation", "policy"],
     "--mixture geometric": ["--aggregation", "weights"],
     "--communicator similarity": ["--aggregation", "none"],
 }
@@ -1034,6 +1040,6 @@ def test_help_explains_every_flag(capsys):
     with pytest.raises(SystemExit):
         parse_args(prpo_llm, ["--help"])
     shown = capsys.readouterr().out
-    flags_of_args = vars(prpo_llm.Args()).keys() - {"communicator_matrix"}
+    flags_of_args = vars(prpo_llm.Args()).keys() - NO_FLAGS
     assert all(f"--{name.replace('_', '-')}" in shown for name in flags_of_args)
-    assert "--communicator-matrix" not in shown
+    assert all(f"--{name.replace('_', '-')}" not in shown for name in NO_FLAGS)

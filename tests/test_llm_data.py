@@ -698,7 +698,7 @@ def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, c
 # --- rewards ---
 
 
-def score(args, tokenizer, functions, texts, rows, ended=True):
+def score(args, tokenizer, functions, texts, rows, ended=True, agents=None):
     """The output of `score_completions` for these completions."""
     chosen = [
         {"row": row, "completion": prpo_llm.get_text(row[args.completion_column]), "ids": []}
@@ -707,7 +707,8 @@ def score(args, tokenizer, functions, texts, rows, ended=True):
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * ended for text in texts]
     (tokens, lengths) = prpo_llm.pad(ids)
     tokenizer.ends = [tokenizer.eos_token_id]
-    return prpo_llm.score_completions(args, functions, tokenizer, chosen, tokens, lengths)
+    agents = agents or [0] * len(texts)
+    return prpo_llm.score_completions(args, functions, tokenizer, chosen, agents, tokens, lengths)
 
 
 def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
@@ -931,8 +932,9 @@ def test_a_completion_keeps_the_space_before_it(files, tmp_path, decoder):
     assert all(ids[: len(prompt)] == prompt for ids in whole)
     (tokens, lengths) = prpo_llm.pad([[*ids[len(prompt) :], 1] for ids in whole])
     chosen = [{"row": {"prompt": "TL;DR:", "completion": ""}, "completion": "", "ids": prompt}] * 4
+    args.reward = ("see", "model")
     texts, ends, columns = prpo_llm.score_completions(
-        args, functions, tokenizer, chosen, tokens, lengths
+        args, functions, tokenizer, chosen, [0] * 4, tokens, lengths
     )
     assert texts == seen == [" I am", " am I", "I", ""] and ends == [True] * 4
     with torch.no_grad():
@@ -944,8 +946,9 @@ def test_a_completion_keeps_the_space_before_it(files, tmp_path, decoder):
         {"row": {"prompt": [{"role": "user", "content": "am"}]}, "completion": "", "ids": prompt}
     ]
     functions = {"see": lambda completions: [0.0]}
+    args.reward = ("see",)
     texts, *_ = prpo_llm.score_completions(
-        args, functions, tokenizer, talk, tokens[:1], lengths[:1]
+        args, functions, tokenizer, talk, [0], tokens[:1], lengths[:1]
     )
     assert texts == ["I am"]
     # What changes the text before it is decoded alone

@@ -753,7 +753,7 @@ def test_every_token_that_ends_a_text_ends_it(tmp_path):
     args.missing_eos_penalty = 1.0
     functions = {"none": lambda completions: [0.0 for _ in completions]}
     texts, ends, columns = prpo_llm.score_completions(
-        args, functions, tokenizer, examples, tokens[0], lengths[0]
+        args, functions, tokenizer, examples, [0] * len(examples), tokens[0], lengths[0]
     )
     assert list(map(bool, ends)) == [True, True, True, False] and columns["reward"].tolist() == [
         0.0,

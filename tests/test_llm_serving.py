@@ -426,7 +426,13 @@ def test_stop_strings_end_completions(files, stacked):  # noqa: F811
     functions = {"none": lambda completions, **_: [0.0] * len(completions)}
     for agent in range(3):
         texts, ends, _ = prpo_llm.score_completions(
-            args, functions, tokenizer, examples, tokens[agent], lengths[agent]
+            args,
+            functions,
+            tokenizer,
+            examples,
+            [agent] * len(examples),
+            tokens[agent],
+            lengths[agent],
         )
         for g in range(64):
             row = free[agent, g].tolist()
