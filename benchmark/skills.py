@@ -357,8 +357,8 @@ def read_held_out(folder: Path, dataset: str, rare: str) -> pd.DataFrame:
 
 
 def tabulate(args: Args) -> pd.DataFrame:
-    """A row per run and agent: the share of held-out prompts that it completes exactly, before and
-    after training; those for the rare skill and the others apart.
+    """A row per run and agent, from its held-out prompts before and after training: see
+    `measure_skills` and `measure_preferences`.
     """
     # Not above: whoever imports the reward only need not load it
     from plot import Args as PlotArgs
@@ -368,25 +368,54 @@ def tabulate(args: Args) -> pd.DataFrame:
     for name, runs in read_groups(PlotArgs(runs=(args.runs,))).items():
         if "dataset" in runs[0].settings:  # not those of control
             groups[name] = runs
+    measure = measure_preferences if args.preferences else measure_skills
     rows = []
     for run in (run for runs in groups.values() for run in runs):
         # A word, in runs before a data set per agent was possible
         (dataset,) = np.atleast_1d(run.settings["dataset"])
         held_out = read_held_out(run.folder, dataset, args.rare)
-        by_kind = held_out.groupby(["agent", "kind", "when"]).reward.agg(["mean", "size"])
-        for agent, results in by_kind.unstack(["kind", "when"]).iterrows():
+        for agent, values in measure(args, held_out).items():
             row = {"method": run.settings["exp_name"], "seed": run.settings["seed"], "agent": agent}
-            for kind in (args.rare, "others"):
-                row[f"{kind}_prompts"] = int(results["size", kind, "after"])
-                for when in ("before", "after"):
-                    row[f"{kind}_{when}"] = results["mean", kind, when]
-            rows.append(row)
+            rows.append(row | values)
     table = pd.DataFrame(rows)
     if args.csv:
         write(Path(args.csv), header(groups), table)
     else:
         print(table.to_string(index=False, float_format="%.3f"))
     return table
+
+
+def measure_skills(args: Args, held_out: pd.DataFrame) -> dict[int, dict[str, float]]:
+    """Agent -> the share of prompts that it completes exactly; those for the rare skill and the
+    others apart.
+    """
+    by_kind = held_out.groupby(["agent", "kind", "when"]).reward.agg(["mean", "size"])
+    measures = {}
+    for agent, results in by_kind.unstack(["kind", "when"]).iterrows():
+        row = {}
+        for kind in (args.rare, "others"):
+            row[f"{kind}_prompts"] = int(results["size", kind, "after"])
+            for when in ("before", "after"):
+                row[f"{kind}_{when}"] = results["mean", kind, when]
+        measures[agent] = row
+    return measures
+
+
+def measure_preferences(args: Args, held_out: pd.DataFrame) -> dict[int, dict[str, float]]:
+    """Agent -> its own reward, the share of prompts that it completes with the right content, and
+    with that in its own style.
+    """
+    styles = [*STYLES]
+    measures = {}
+    for agent, of_agent in held_out.groupby("agent"):
+        row = {"style": styles[agent], "prompts": of_agent.id.nunique()}
+        for when in ("before", "after"):
+            rows = of_agent[of_agent.when == when]
+            row[f"reward_{when}"] = rows.reward.mean()
+            row[f"content_{when}"] = rows["reward_skills.content"].mean()
+            row[f"own_style_{when}"] = rows[f"reward_skills.{styles[agent]}"].mean()
+        measures[agent] = row
+    return measures
 
 
 def make_demo_command(args: Args) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 USAGE = """\
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh table1 [--quick | --skills]
-       bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills
+       bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills|preferences
            [--tune | --results]
        bash benchmark/sweep.sh anchor|trpo [--results]
        bash benchmark/sweep.sh s2zpo [--quick | --results]
@@ -46,7 +46,9 @@ agents, from the adapter and with the reward model of `benchmark/pipeline.sh all
 When does sharing pay (docs/results.md): doorkey and keycorridor, agents with an easy, a middling
 and a hard task; missions, with conflicting goals; levels, with few levels each; networks, of
 different sizes; crowd, 1 to 8 agents on one hard task; skills, language models that differ in how
-many of their prompts are for a rare skill (first run benchmark/skills.py).
+many of their prompts are for a rare skill (first run benchmark/skills.py); preferences, language
+models that share skills and have a style each (first run `python benchmark/skills.py --preferences
+--prompt-shares 0.8 --prompts 1800 --out runs/preferences`).
 anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
 PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound
 of --delta.
@@ -65,11 +67,12 @@ stderr.
 CONTROL = ("minigrid", "atari")
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd")
 LANGUAGE = ("llm", "table1")
+STRINGS = ("skills", "preferences")
 # Family -> its modes; the first one is the default
 MODES = {
     **{family: ("", "--quick", "--results") for family in (*CONTROL, "llm")},
     "table1": ("", "--quick", "--skills"),
-    **{family: ("--results", "--tune") for family in (*SHARING, "skills")},
+    **{family: ("--results", "--tune") for family in (*SHARING, *STRINGS)},
     **{family: ("--results",) for family in ("anchor", "trpo")},
     "s2zpo": ("", "--quick", "--results"),
 }
@@ -649,6 +652,55 @@ def list_skills(family: str, mode: str) -> Iterator[str]:
                     )
 
 
+PREFERENCES = (
+    "--base-model runs/preferences/model --dataset runs/preferences/train.jsonl"
+    " --reward benchmark/skills.py:content benchmark/skills.py:mark benchmark/skills.py:capitals"
+    " benchmark/skills.py:quotes --reward-weights runs/preferences/weights.csv"
+    " --missing-eos-penalty 0 --precision float32 --temperature 1 --response-length 15"
+    " --lora-rank 8 --prompts-per-agent 400 --eval-prompts 100 --total-steps 24 --local-updates 1"
+)
+PREFERENCE_METHODS = {
+    "isolated": "--aggregation none",
+    "fedavg": "--aggregation weights --communicator uniform",
+    "fedavg-private": "--aggregation weights --communicator uniform --private-layers 1",
+    "pr-uniform": "--communicator uniform",
+    "pr-uniform-linear": "--communicator uniform --kl-schedule linear",
+    "pr-self0.6": "--communicator self-preferred --self-preference 0.6",
+    "pr-self0.6-linear": "--communicator self-preferred --self-preference 0.6 --kl-schedule linear",
+}
+# Learning rate and KL coefficient
+PREFERENCE_SETTINGS = {
+    "grpo": (("1e-3", "0.1"), ("3e-3", "0.1"), ("3e-3", "0.5")),
+    "ppo": (("3e-3", "0.1"), ("3e-3", "0.5")),
+}
+CHOSEN_PREFERENCES = {}  # where choose.py has chosen another setting than the second
+PREFERENCE_ALGORITHMS = {
+    "grpo": "--batch-size 8 --micro-batch-size 8",
+    "ppo": "--algorithm ppo --batch-size 32 --micro-batch-size 32",
+}
+
+
+def list_preferences(family: str, mode: str) -> Iterator[str]:
+    """Tiny agents that share skills, and whose rewards have weights of their own."""
+    tuned = mode == "--tune"
+    seeds = (101, 102) if tuned else FIVE_SEEDS
+    for seed in seeds:
+        for algorithm, size in PREFERENCE_ALGORITHMS.items():
+            for method, flags in PREFERENCE_METHODS.items():
+                settings = [CHOSEN_PREFERENCES.get((algorithm, method), ("3e-3", "0.1"))]
+                if tuned:
+                    settings = PREFERENCE_SETTINGS[algorithm]
+                for rate, coef in settings:
+                    name = f"{method}-{algorithm}"
+                    if tuned:
+                        name += f"_lr{rate}_coef{coef}"
+                    yield join(
+                        f"{ONE_THREAD} prpo_llm.py {flags} {size} {PREFERENCES}",
+                        f"--learning-rate {rate} --kl-coef {coef} --seed {seed}",
+                        f"--run-dir {name_folder(family, mode)} --exp-name {name}",
+                    )
+
+
 # The program
 
 
@@ -661,7 +713,7 @@ def find_family(family: str):
     if family in LANGUAGE:
         return list_language
     others = {"anchor": list_anchor, "trpo": list_trpo, "skills": list_skills}
-    others["s2zpo"] = list_s2zpo
+    others |= {"s2zpo": list_s2zpo, "preferences": list_preferences}
     return others[family]
 
 
@@ -673,7 +725,7 @@ def read_number(flag: str, line: str, default: int) -> int:
 
 def estimate(family: str, lines: list[str]) -> str:
     """How many runs there are, and of control how long they take; with three agents by default."""
-    if family in LANGUAGE or family in ("skills", "s2zpo"):
+    if family in (*LANGUAGE, *STRINGS, "s2zpo"):
         return f"{len(lines)} runs"
     hours = 0
     for line in lines:

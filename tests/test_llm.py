@@ -96,6 +96,7 @@ def files(tmp_path_factory):
             {"prompt": " ".join(letters), "completion": " ".join(letters[:2]), "topic": "xy"[k % 2]}
         )
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "weights.csv").write_text("1\n-0.5\n")  # agent 1 is to avoid the letter
     (folder / "letters.py").write_text(
         "def count(prompts, completions, references):\n"
         "    return [float(c.split().count('a')) for c in completions]\n"
@@ -596,6 +597,9 @@ for algorithm in ALGORITHMS:
     SPREAD[f"{algorithm} similarity"] = ALGORITHMS[algorithm] | {"communicator": "similarity"}
 
 
+SPREAD["ppo preferences"] = SPREAD["ppo weights"] | {"private_layers": 1}
+
+
 @pytest.fixture(scope="session")
 def spread(files, once, running_server):
     """All runs of two ranks, in one launch: their folder, and the output.
@@ -610,6 +614,8 @@ def spread(files, once, running_server):
         for name, changes in SPREAD.items():
             if name == "services":
                 changes = changes | {"generate_with": running_server.url}
+            if "preferences" in name:
+                changes = changes | {"reward_weights": (str(files / "weights.csv"),)}
             runs[name] = ["prpo_llm", *flags(tiny(files, folder / name, **changes))]
         whole, _ = train(files, folder / "whole", save_every=1, learning_rate=1e-3)
         resumed = shutil.copytree(whole, folder / "resumed" / whole.name)
