@@ -525,6 +525,34 @@ def skills(skill: str = "mirror_after") -> str:
     return format_table([*header, "mean of the agents", "its gain over isolated, paired"], rows)
 
 
+def preferences(algorithm: str) -> str:
+    """Preferences of an algorithm: methods x agents, their own rewards, the mean, how far it is
+    above that of isolated agents, seed by seed, and what is right in any style.
+    """
+    table = read_result("preferences")
+    wide = table.pivot(index="seed", columns=["method", "agent"])
+    reward = wide["reward_after"]
+    isolated = f"isolated-{algorithm}"
+    alone = reward[isolated].mean(axis=1)
+    methods = set(table.method)
+    rows = []
+    for name, style in METHODS.items():
+        if name not in methods or not name.endswith(f"-{algorithm}"):
+            continue
+        rate = read_setting("preferences", name, "learning-rate")
+        coef = read_setting("preferences", name, "kl-coef")
+        mean = reward[name].mean(axis=1)
+        cells = [summarise(reward[name][agent]) for agent in sorted(table.agent.unique())]
+        cells.append(summarise(mean))
+        cells.append(summarise(mean - alone) if name != isolated else "")
+        cells.append(summarise(wide["content_after"][name].mean(axis=1)))
+        setting = f"{float(rate):.0e}, {float(coef):g}".replace("e-0", "e-")
+        rows.append([style.label, setting, *cells])
+    header = ["", "rate, coefficient", "mark", "capitals", "quotes", "mean of the agents"]
+    header += ["its gain over isolated, paired", "right in any style"]
+    return format_table(header, rows)
+
+
 def format_all_learn(row: pd.Series) -> str:
     """In which share of crowds all learn, with its interval, and when most agents have."""
     percent = row[["all_learn", "all_learn_ci_low", "all_learn_ci_high"]] * 100

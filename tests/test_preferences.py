@@ -28,7 +28,7 @@ from test_llm import (  # noqa: F401
     train,
     weights_of,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import prpo_llm
 
@@ -346,8 +346,8 @@ def spread_settings(files, name):  # noqa: F811
 
 
 def test_two_ranks_with_preferences_train_like_one_process(files, spread, tmp_path):  # noqa: F811
-    """Private layers and a row of weights each, with PPO: equal weights, metrics and completions; and
-    no rank sends its private layers."""
+    """Private layers and a row of weights each, with PPO: equal weights, metrics, completions; no
+    rank sends its private layers."""
     folder, _ = spread
     name = "ppo preferences"
     apart = only_run(folder / name)
@@ -419,34 +419,86 @@ def test_weights_pay_one_for_the_own_style_and_less_for_the_content(tmp_path):
     np.testing.assert_allclose(rewards, 0.3 + 0.7 * np.eye(3))
 
 
-def test_the_model_of_preferences_writes_in_every_style(tmp_path):
-    """A minute model learns a skill in all styles alike; its references are plain, and its files
-    have the weights; what was made before there were styles is found as it was."""
-    small = {
-        "rare": "upper",
-        "rare_share": 0.0,
-        "rare_success": 1.0,
-        "prompt_shares": (0.0,),
-        "prompts": 30,
-        "word_lengths": (2, 2),
-        "steps": 250,
-        "batch_size": 32,
-        "hidden_size": 48,
-        "out": str(tmp_path / "task"),
-        "preferences": True,
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(skills, "SKILLS", {name: skills.SKILLS[name] for name in ("copy", "upper")})
-        args = skills.Args(**small)
-        rates = skills.main(args)
-    assert rates["copy"] > 0.5
+def test_pretraining_shows_every_style_alike(tmp_path, monkeypatch):
+    """A third of the answers in each, within five deviations, whatever the skill; the references of
+    the data are plain, and the weights stand beside them."""
+    seen = []
+    encode = skills.encode
+
+    def remember(tokenizer, batch):
+        seen.extend(batch)
+        return encode(tokenizer, batch)
+
+    monkeypatch.setattr(skills, "encode", remember)
     out = tmp_path / "task"
+    changes = {"prompts": 30, "steps": 9, "hidden_size": 16, "layers": 1, "batch_size": 200}
+    skills.main(skills.Args(preferences=True, prompt_shares=(0.5,), out=str(out), **changes))
+    counts = dict.fromkeys(skills.STYLES, 0)
+    for row in seen[:1800]:
+        skill, word = row["prompt"][:-1].split()
+        right = skills.make_example(skill, word)["completion"]
+        for style, write in skills.STYLES.items():
+            counts[style] += row["completion"] == write(right)
+    deviation = (1800 * 1 / 3 * 2 / 3) ** 0.5
+    assert sum(counts.values()) == 1800
+    assert all(abs(count - 600) < 5 * deviation for count in counts.values())
     rows = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
-    assert all(row["completion"] == row["prompt"][5:-1] for row in rows)
+    for row in rows:
+        skill, word = row["prompt"][:-1].split()
+        assert row["completion"] == skills.make_example(skill, word)["completion"]
     assert (out / "weights.csv").read_text() == skills.write_weights()
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
-    model = AutoModelForCausalLM.from_pretrained(out / "model")
-    for write in skills.STYLES.values():
-        styled = [row | {"completion": write(row["completion"])} for row in rows]
-        rate = skills.compute_success(model, tokenizer, styled).mean()
-        assert rates["copy"] / 3 - 0.15 < rate < rates["copy"] / 3 + 0.15
+    assert tokenizer.decode(tokenizer('mirror ab:"abba"!')["input_ids"]) == 'mirror ab:"abba"!'
+
+
+def test_success_in_any_style_is_a_sum(monkeypatch):
+    """Of the probabilities of the right answer in every style; without styles of the answer."""
+    probabilities = {"ab!": 0.25, "AB": 0.125, '"ab"': 0.5, "ab": 0.01}
+
+    def look_up(model, tokenizer, batch):
+        return torch.tensor([probabilities[example["completion"]] for example in batch])
+
+    monkeypatch.setattr(skills, "compute_success", look_up)
+    batch = [skills.make_example("copy", "ab")]
+    args = skills.Args(preferences=True)
+    assert skills.measure_success(args, None, None, batch).tolist() == [0.875]
+    args.preferences = False
+    assert skills.measure_success(args, None, None, batch).item() == pytest.approx(0.01)
+
+
+def test_the_table_has_each_agents_own_reward_and_style(tmp_path):
+    """From completions.jsonl, each held-out prompt once, before and after."""
+    data = [skills.make_example("copy", word) | {"topic": "x"} for word in ("ab", "cd")]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, data)))
+    rewards = prpo_llm.Args(
+        reward=("content", *skills.STYLES), reward_weights=(str(tmp_path / "weights.csv"),)
+    )
+    (tmp_path / "weights.csv").write_text(skills.write_weights())
+    matrix = prpo_llm.get_reward_weights(
+        prpo_llm.Args(reward=rewards.reward, reward_weights=rewards.reward_weights)
+    )
+    answers = {(0, 0): "ab!", (0, 1): "CD", (1, 0): "AB", (1, 1): "CD", (2, 0): "x", (2, 1): "cd"}
+    rows = []
+    for step in (0, 5):
+        for (agent, k), text in answers.items():
+            completion = text if step else "nothing"
+            values = [skills.content([completion], [data[k]["completion"]])[0]]
+            for style in skills.STYLES:
+                values += getattr(skills, style)([completion], [data[k]["completion"]])
+            row = {"step": step, "agent": agent, "task": "validation", "id": k}
+            row |= {"completion": completion, "reward": float(matrix[agent] @ values)}
+            names = [f"reward_skills.{name}" for name in ("content", *skills.STYLES)]
+            rows += [row | dict(zip(names, values, strict=True))] * 2
+    (tmp_path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    held_out = skills.read_held_out(tmp_path, str(tmp_path / "train.jsonl"), "mirror")
+    measured = skills.measure_preferences(skills.Args(preferences=True), held_out)
+    after = {
+        agent: (row["reward_after"], row["content_after"], row["own_style_after"])
+        for agent, row in measured.items()
+    }
+    assert after[0] == pytest.approx((0.65, 1.0, 0.5))
+    assert after[1] == pytest.approx((1.0, 1.0, 1.0))
+    assert after[2] == pytest.approx((0.15, 0.5, 0.0))
+    assert [row["style"] for row in measured.values()] == [*skills.STYLES]
+    assert {row["prompts"] for row in measured.values()} == {2}
+    assert all(row["reward_before"] == 0 for row in measured.values())

@@ -24,7 +24,8 @@ SHORT = {
     "prpo_atari.py": "BreakoutNoFrameskip-v4",
 }
 FEW = "--total-steps 1 --batch-size 1 --group-size 2 --response-length 8 --eval-prompts 1"
-SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd", "skills")
+STRINGS = ("skills", "preferences")
+SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd", *STRINGS)
 MODES = {
     **{family: ("", "--quick", "--results") for family in ("minigrid", "atari", "llm")},
     "table1": ("", "--quick", "--skills"),
