@@ -223,8 +223,8 @@ def make_prompts(args: Args) -> list[dict[str, str]]:
 def write_weights() -> str:
     """--reward-weights: a row for each agent, of its weights for `content` and every style."""
     rows = [f"# {', '.join(('content', *STYLES))}: a row for each agent"]
-    for own in STYLES:
-        weights = [1 - CONTENT_WEIGHT if style == own else 0 for style in STYLES]
+    for preferred in STYLES:
+        weights = [1 - CONTENT_WEIGHT if style == preferred else 0 for style in STYLES]
         rows.append(", ".join(map(str, (CONTENT_WEIGHT, *weights))))
     return "\n".join(rows) + "\n"
 

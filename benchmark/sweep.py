@@ -668,12 +668,9 @@ PREFERENCE_METHODS = {
     "pr-self0.6": "--communicator self-preferred --self-preference 0.6",
     "pr-self0.6-linear": "--communicator self-preferred --self-preference 0.6 --kl-schedule linear",
 }
-# Learning rate and KL coefficient
-PREFERENCE_SETTINGS = {
-    "grpo": (("1e-3", "0.1"), ("3e-3", "0.1"), ("3e-3", "0.5")),
-    "ppo": (("3e-3", "0.1"), ("3e-3", "0.5")),
-}
-CHOSEN_PREFERENCES = {}  # where choose.py has chosen another setting than the second
+# Learning rate and KL coefficient; those that choose.py has chosen for GRPO, which PPO takes over
+PREFERENCE_SETTINGS = (("1e-3", "0.1"), ("3e-3", "0.1"), ("3e-3", "0.5"))
+CHOSEN_PREFERENCES = {method: ("3e-3", "0.1") for method in PREFERENCE_METHODS}
 PREFERENCE_ALGORITHMS = {
     "grpo": "--batch-size 8 --micro-batch-size 8",
     "ppo": "--algorithm ppo --batch-size 32 --micro-batch-size 32",
@@ -684,12 +681,12 @@ def list_preferences(family: str, mode: str) -> Iterator[str]:
     """Tiny agents that share skills, and whose rewards have weights of their own."""
     tuned = mode == "--tune"
     seeds = (101, 102) if tuned else FIVE_SEEDS
-    for seed in seeds:
-        for algorithm, size in PREFERENCE_ALGORITHMS.items():
+    for algorithm, size in PREFERENCE_ALGORITHMS.items():
+        if tuned and algorithm == "ppo":
+            continue
+        for seed in seeds:
             for method, flags in PREFERENCE_METHODS.items():
-                settings = [CHOSEN_PREFERENCES.get((algorithm, method), ("3e-3", "0.1"))]
-                if tuned:
-                    settings = PREFERENCE_SETTINGS[algorithm]
+                settings = PREFERENCE_SETTINGS if tuned else [CHOSEN_PREFERENCES[method]]
                 for rate, coef in settings:
                     name = f"{method}-{algorithm}"
                     if tuned:

@@ -529,7 +529,7 @@ def preferences(algorithm: str) -> str:
     """Preferences of an algorithm: methods x agents, their own rewards, the mean, how far it is
     above that of isolated agents, seed by seed, and what is right in any style.
     """
-    table = read_result("preferences")
+    table = read_result("preferences_styles")
     wide = table.pivot(index="seed", columns=["method", "agent"])
     reward = wide["reward_after"]
     isolated = f"isolated-{algorithm}"
@@ -539,8 +539,8 @@ def preferences(algorithm: str) -> str:
     for name, style in METHODS.items():
         if name not in methods or not name.endswith(f"-{algorithm}"):
             continue
-        rate = read_setting("preferences", name, "learning-rate")
-        coef = read_setting("preferences", name, "kl-coef")
+        rate = read_setting("preferences_styles", name, "learning-rate")
+        coef = read_setting("preferences_styles", name, "kl-coef")
         mean = reward[name].mean(axis=1)
         cells = [summarise(reward[name][agent]) for agent in sorted(table.agent.unique())]
         cells.append(summarise(mean))

@@ -49,8 +49,8 @@ def early(completions, **_):  # unknown of an empty text
 def write_rewards(files, folder):  # noqa: F811
     """Three --reward values, of which one may be unknown."""
     (folder / "more.py").write_text(REWARDS)
-    own = (f"{folder / 'more.py'}:length", f"{folder / 'more.py'}:early")
-    return (f"{files / 'letters.py'}:count", *own)
+    more = (f"{folder / 'more.py'}:length", f"{folder / 'more.py'}:early")
+    return (f"{files / 'letters.py'}:count", *more)
 
 
 def write_matrix(path, rows):
@@ -77,9 +77,9 @@ def test_scores_are_sums_by_the_agents_own_weights(data):
     matrix = data.draw(
         st.lists(st.lists(weight, min_size=rewards, max_size=rewards), min_size=n, max_size=n)
     )
-    known = st.one_of(NUMBERS, st.just(math.nan), st.just(math.inf), st.none())
+    number = st.one_of(NUMBERS, st.just(math.nan), st.just(math.inf), st.none())
     values = data.draw(
-        st.lists(st.lists(known, min_size=rows, max_size=rows), min_size=rewards, max_size=rewards)
+        st.lists(st.lists(number, min_size=rows, max_size=rows), min_size=rewards, max_size=rewards)
     )
     agents = data.draw(st.lists(st.integers(0, n - 1), min_size=rows, max_size=rows))
     args = prpo_llm.Args(num_agents=n, reward=tuple(map(str, range(rewards))))
@@ -335,8 +335,8 @@ def test_the_average_of_shared_layers_is_that_of_all_layers(files, tmp_path):  #
     whole, lost_whole = prpo_llm.average_adapters(args, model, C, trained.clone())
     args.private_layers = 1
     shared = prpo_llm.find_shared_columns(args, model)
-    part, lost = prpo_llm.average_adapters(args, model, C, trained[:, shared])
-    torch.testing.assert_close(part, whole[:, shared])
+    averages, lost = prpo_llm.average_adapters(args, model, C, trained[:, shared])
+    torch.testing.assert_close(averages, whole[:, shared])
     assert not torch.allclose(lost, lost_whole)  # of the shared layers alone
 
 
