@@ -671,6 +671,8 @@ PREFERENCE_METHODS = {
 # Learning rate and KL coefficient; those that choose.py has chosen for GRPO, which PPO takes over
 PREFERENCE_SETTINGS = (("1e-3", "0.1"), ("3e-3", "0.1"), ("3e-3", "0.5"))
 CHOSEN_PREFERENCES = {method: ("3e-3", "0.1") for method in PREFERENCE_METHODS}
+for method in ("isolated", "fedavg-private", "pr-self0.6-linear"):
+    CHOSEN_PREFERENCES[method] = ("3e-3", "0.5")
 PREFERENCE_ALGORITHMS = {
     "grpo": "--batch-size 8 --micro-batch-size 8",
     "ppo": "--algorithm ppo --batch-size 32 --micro-batch-size 32",
@@ -680,7 +682,7 @@ PREFERENCE_ALGORITHMS = {
 def list_preferences(family: str, mode: str) -> Iterator[str]:
     """Tiny agents that share skills, and whose rewards have weights of their own."""
     tuned = mode == "--tune"
-    seeds = (101, 102) if tuned else FIVE_SEEDS
+    seeds = TUNING_SEEDS if tuned else FIVE_SEEDS
     for algorithm, size in PREFERENCE_ALGORITHMS.items():
         if tuned and algorithm == "ppo":
             continue
