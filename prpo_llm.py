@@ -852,6 +852,7 @@ def main(args: Args) -> dict:
     # [agents held, numel], [agents, numel]
     trained, snapshots = add_adapters(args, model, len(held))
     shared = find_shared_columns(args, model)  # of what agents train
+    shares_all = isinstance(shared, slice)
     examples, tests, public_states = deal(args, tokenizer, held)
     server = None
     if args.generate_with:
@@ -907,7 +908,7 @@ def main(args: Args) -> dict:
         "distances": [distances for _ in held],
     }
     run.restore(state)
-    if run.iteration and not isolated and not args.private_layers:
+    if run.iteration and not isolated and shares_all:
         snapshots[:n] = exchange.all_gather(snapshots[rows_held])
     completion_log = CompletionLog(args, run)
     if server is not None:
@@ -992,7 +993,7 @@ def main(args: Args) -> dict:
                     receives = make_communicator(args, reported_returns) > 0
                 sent = trained[:, shared] if args.aggregation == "weights" else policy
                 parameters, usable = exchange.gather_snapshots(sent, receives)
-                if not args.private_layers:  # else nobody has a peer's whole policy
+                if shares_all:  # else nobody has a peer's whole policy
                     for j in usable.nonzero().flatten().tolist():
                         snapshots[j] = parameters[j, : snapshots.shape[1]]
 
@@ -1000,7 +1001,7 @@ def main(args: Args) -> dict:
                 # are finite, their policy is not
                 log_probs = None
                 distances[:] = torch.nan
-                if public_states and not args.private_layers:
+                if public_states and shares_all:
                     log_probs = compute_public_log_probs(args, model, tokenizer, public_states)
                     usable &= log_probs.isfinite().all(-1).all(-1)
                     distances[:] = communicators.total_variation(log_probs)
@@ -2120,8 +2121,8 @@ def is_private(model: nn.Module, name: str, private_layers: int) -> bool:
 def find_shared_columns(args: Args, model: nn.Module) -> slice | Tensor:
     """The columns of all that agents train, [agents, numel], that FedAvg sends and averages.
 
-    --private-layers (https://arxiv.org/abs/1912.00818) leaves the last layers out, where tokens are
-    chosen, and of a value model also its head. Returns a slice of all columns, or bool [numel].
+    --private-layers (https://arxiv.org/abs/1912.00818) leaves out the last layers, and of a value
+    model also its head. Returns a slice of all columns, or bool [numel].
     """
     if not args.private_layers or args.aggregation != "weights":
         return slice(None)

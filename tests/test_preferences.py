@@ -304,6 +304,16 @@ def test_private_layers_stay_each_agents_own(files, tmp_path, average, private):
     assert summary["completed"]
 
 
+def test_private_layers_change_nothing_but_fedavg(files, tmp_path):  # noqa: F811
+    """Agents that mix policies send, and compare, whole policies: bit for bit the same run."""
+    results = []
+    for private in (0, 1):
+        folder, _ = train(files, tmp_path / str(private), private_layers=private)
+        results.append((rows_of(folder), weights_of(folder)))
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
 def test_the_value_head_is_private_with_the_layers(files, tmp_path):  # noqa: F811
     """Of all that an agent trains: what is shared is that of the first layer's modules, in the
     policy and in the value model."""
