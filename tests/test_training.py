@@ -518,18 +518,18 @@ def test_references_are_rows_of_the_communicator_applied_to_policies(
 
 
 class Screens:
-    """Environments whose observations are given: one rollout [steps + 1, envs, 7, 7, 3]."""
+    """Environments whose observations are given: of each agent [steps + 1, envs, 7, 7, 3]."""
 
-    def __init__(self, rollout):
-        self.rows = iter(rollout)
-        self.obs = next(self.rows)[None]
-        self.groups = [slice(0, 1)]
+    def __init__(self, *rollouts):
+        self.rows = zip(*rollouts, strict=True)
+        self.obs = np.stack(next(self.rows))
+        self.groups = [slice(0, len(rollouts))]
 
     def send(self, group, actions):
         self.obs = None  # the next observation is not known before it is received
 
     def receive(self, group):
-        self.obs = next(self.rows)[None]
+        self.obs = np.stack(next(self.rows))
         nothing = np.zeros(self.obs.shape[:2])
         return nothing, nothing > 0, nothing > 0, nothing == 0, []
 
@@ -711,6 +711,36 @@ def test_each_observation_is_computed_once_and_kept_for_eight_rollouts(seed, num
             torch.testing.assert_close(storage[name].flatten(), expected, rtol=0, atol=1e-5)
         chosen = log_probs.gather(1, storage["actions"].flatten()[:, None])[:, 0]
         torch.testing.assert_close(storage["logprobs"].flatten(), chosen, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_agents_side_by_side_evaluate_their_own_rollouts(cores, monkeypatch):
+    """Each with its own network, and on a small or large number of distinct observations."""
+    script = PRPO_MINIGRID
+    torch.manual_seed(0)
+    monkeypatch.setattr(NoRun, "cores", cores)
+    agents = lively_agents(script, 3)
+    args = script.Args(num_agents=3, num_envs=2, num_steps=30)
+    pools = [script.random_obs(number).numpy() for number in (5, 40, 12)]
+    draw = np.random.default_rng(0).integers
+    rollouts = [pool[draw(len(pool), size=(31, 2))] for pool in pools]
+    generators = [torch.Generator().manual_seed(k) for k in range(3)]
+    actors = script.make_actors(args, agents)
+    storage, obs, behaviour, _ = script.rollout(
+        args, Screens(*rollouts), actors, generators, NoRun()
+    )
+    for k, agent in enumerate(agents):
+        states = storage["states"][k]
+        assert np.array_equal(obs[k][states].numpy(), rollouts[k][:-1])
+        with torch.no_grad():
+            logits, values = agent(torch.from_numpy(rollouts[k]).flatten(0, 1))
+        log_probs = behaviour[k][states].flatten(0, 1)
+        torch.testing.assert_close(log_probs, logits.log_softmax(-1)[:-2], rtol=0, atol=1e-5)
+        values = values.view(31, 2)
+        torch.testing.assert_close(storage["values"][k], values[:-1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(storage["next_values"][k], values[1:], rtol=0, atol=1e-5)
+        chosen = log_probs.gather(1, storage["actions"][k].flatten()[:, None])[:, 0]
+        torch.testing.assert_close(storage["logprobs"][k].flatten(), chosen, rtol=0, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=15)
