@@ -1,15 +1,21 @@
 """What the tests of the scripts share: tiny runs, and how to read and compare their files."""
 
+import atexit
 import contextlib
 import csv
 import io
 import json
+import multiprocessing
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -195,6 +201,112 @@ def torchrun(nproc, *command, cwd, options=(), **env):
     """Run a Python command in `nproc` processes."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, *options)
     return call(*launcher, *command, cwd=cwd, **env)
+
+
+class Child:
+    """`python COMMAND` in a fork of a server that has imported the scripts, so that it starts at
+    once; with the methods of subprocess.Popen.
+
+    Importing takes a process longer than a tiny run. What torchrun and a shell do is tested with
+    processes of their own.
+    """
+
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["helpers"])
+
+    def __init__(self, *command, cwd, **env):
+        self.logs = tempfile.TemporaryDirectory()
+        words = [*map(str, command)]
+        there = words, cwd, environment(**env), self.logs.name
+        self.process = self.server.Process(target=be, args=there)
+        # Where the server finds what it imports
+        with mock.patch.dict(os.environ, environment(PYTHONPATH=os.pathsep.join(sys.path))):
+            self.process.start()
+
+    @property
+    def returncode(self):
+        return self.process.exitcode
+
+    def poll(self):
+        return self.process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+    def communicate(self, timeout=None):
+        """Wait for its end. Returns both outputs."""
+        self.process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.process.name, timeout)
+        return tuple(Path(self.logs.name, name).read_text() for name in ("out", "err"))
+
+
+def be(words, cwd, env, logs):
+    """Go on as `python WORDS` in that folder and environment; outputs go to files."""
+    for number, name in enumerate(("out", "err"), 1):
+        os.dup2(os.open(f"{logs}/{name}", os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = words
+    sys.path[:0] = [str(Path(words[0]).parent), *env["PYTHONPATH"].split(os.pathsep)]
+    torch.set_num_threads(1)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def free_port():
+    """A port that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def place_in_group(number, rank, port):
+    """The environment variables by which torchrun tells a process its place in a group."""
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": number,
+        "LOCAL_WORLD_SIZE": number,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in place.items()}
+
+
+def start_ranks(number, *command, cwd, **env):
+    """The same Python command in `number` processes that form a group, without torchrun to look
+    after them.
+    """
+    port = free_port()
+    ranks = []
+    for rank in range(number):
+        place = place_in_group(number, rank, port)
+        ranks.append(Child(*command, cwd=cwd, **place, **env))
+    return ranks
+
+
+def outcomes(processes, timeout=120):
+    """((stdout, stderr), return code) of every process; none is left behind."""
+    try:
+        return [(process.communicate(timeout=timeout), process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def run_ranks(number, *command, cwd, **env):
+    """Run a Python command in `number` processes, without a fault. Returns what they print."""
+    results = outcomes(start_ranks(number, *command, cwd=cwd, **env), timeout=240)
+    assert [code for _, code in results] == [0] * number, results
+    return "".join(output for (output, _), _ in results)
 
 
 def refusal(function, *arguments, code=2, **options):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from command import parse_args
 from completion_server import CompletionServer
-from helpers import REPOSITORY, call, only_run, refusal, torchrun
+from helpers import REPOSITORY, call, only_run, refusal, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
@@ -622,9 +622,7 @@ def spread(files, once, running_server):
         (resumed / "checkpoints" / "agent_1" / "4.pt").unlink()
         runs["resumed"] = ["prpo_llm", *to_resume(resumed)]
         wire = REPOSITORY / "tests" / "tools" / "wire.py"
-        run = torchrun(2, wire, folder / "{rank}.json", json.dumps(runs), cwd=folder)
-        assert run.returncode == 0, run.stderr
-        return run.stdout
+        return run_ranks(2, wire, folder / "{rank}.json", json.dumps(runs), cwd=folder)
 
     return once("spread_llm", launch)
 
@@ -632,7 +630,7 @@ def spread(files, once, running_server):
 @every_algorithm
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
 def test_two_ranks_train_like_one_process(files, spread, tmp_path, algorithm, aggregation):
-    """torchrun with one agent per rank: the same weights, metrics and completions, in one file."""
+    """One agent per rank: the same weights, metrics and completions, in one file."""
     folder, _ = spread
     name = f"{algorithm} {aggregation}"
     spread = only_run(folder / name)

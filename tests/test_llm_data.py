@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn as nn
 from command import parse_args
-from helpers import REPOSITORY, only_run, refusal, torchrun
+from helpers import REPOSITORY, only_run, refusal, run_ranks
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_llm import files, rows_of, tiny, train, weights_of  # noqa: F401
@@ -564,8 +564,7 @@ def test_ranks_share_nothing_but_the_wire(many, files, tmp_path, monkeypatch):
         "eval_every": 2,
     }
     argv = flags_of(tiny(files, "runs", **changes))
-    run = torchrun(2, tmp_path / "alone.py", REPOSITORY / "tests" / "tools", *argv, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    run_ranks(2, tmp_path / "alone.py", REPOSITORY / "tests" / "tools", *argv, cwd=tmp_path)
     monkeypatch.chdir(one)
     prpo_llm.main(parse_args(prpo_llm, argv))
     together = only_run(one / "runs")

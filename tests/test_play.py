@@ -15,12 +15,13 @@ from helpers import (
     PRTRPO_MINIGRID,
     REPOSITORY,
     SCRIPTS,
-    call,
+    Child,
     flags,
     on,
     only_run,
+    outcomes,
     rows_of,
-    torchrun,
+    run_ranks,
 )
 
 MINIGRID_SCRIPTS = on([PRPO_MINIGRID, PRTRPO_MINIGRID])
@@ -123,8 +124,7 @@ def test_the_page_s_example_trains_on_ranks_resumes_and_plays(my_tasks, tmp_path
     at = args.index("--env-ids")
     args[at + 1 : at + 2] = [FRUGAL, DOOR_KEY, DOOR_KEY]
     env = {"PYTHONPATH": f"{REPOSITORY}:{my_tasks}", "cwd": tmp_path}
-    run = torchrun(3, REPOSITORY / "prpo_minigrid.py", *args, "--capture-video", **env)
-    assert run.returncode == 0, run.stderr
+    run_ranks(3, REPOSITORY / "prpo_minigrid.py", *args, "--capture-video", **env)
     folder = only_run(tmp_path / "runs")
     assert folder.name.startswith(f"FrugalDoorKey-v0+{DOOR_KEY}__")
     assert [row["env_id"] for row in rows_of(folder)[:3]] == [
@@ -147,10 +147,10 @@ def test_the_page_s_example_trains_on_ranks_resumes_and_plays(my_tasks, tmp_path
     before = contents(folder)
     play = ["--eval-only", folder, "--env-id", FRUGAL, "--eval-episodes", "1", "--greedy"]
     play += ["--capture-video"]
-    run = call(REPOSITORY / "prpo_minigrid.py", *play, **env)
-    assert run.returncode == 0, run.stderr
-    assert "FrugalDoorKey-v0" in run.stdout
-    assert f"videos in {folder / 'videos'}" in run.stdout
+    [((output, errors), code)] = outcomes([Child(REPOSITORY / "prpo_minigrid.py", *play, **env)])
+    assert code == 0, errors
+    assert "FrugalDoorKey-v0" in output
+    assert f"videos in {folder / 'videos'}" in output
     after = contents(folder)
     films = after.keys() - before.keys()
     form = r"eval_agent_(\d)_FrugalDoorKey-v0.*\.mp4$"

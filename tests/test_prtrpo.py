@@ -18,8 +18,8 @@ from helpers import (
     only_run,
     refusal,
     rows_of,
+    run_ranks,
     tiny,
-    torchrun,
     weights_of,
 )
 from hypothesis import given, settings
@@ -486,8 +486,7 @@ def test_three_ranks_train_like_one_process(mixed_run, tmp_path):
     args = flags(PRTRPO_MINIGRID, tmp_path / "runs", **MIXED | {"hidden_sizes": ""})
     at = args.index("--hidden-sizes")
     args[at + 1 : at + 2] = map(str, MIXED["hidden_sizes"])
-    run = torchrun(3, REPOSITORY / "prtrpo_minigrid.py", *args, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    run_ranks(3, REPOSITORY / "prtrpo_minigrid.py", *args, cwd=tmp_path)
     assert_same_run(only_run(tmp_path / "runs"), mixed_run)
     shares = [row["share_within_bound"] for row in rows_of(mixed_run)[-3:]]
     assert len(set(shares)) > 1  # so that it matters whose is whose

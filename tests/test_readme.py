@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tyro
 from command import load_script, parse_args
-from helpers import REPOSITORY, call, environment, only_run, torchrun
+from helpers import REPOSITORY, call, environment, only_run, run_ranks, torchrun
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCKS = [
@@ -18,12 +18,16 @@ BLOCKS = [
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 # Appended to a command: of a flag that is given twice, the last one counts
 SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "2", "--run-dir"]
+# Whole games are long: only those of SHORT are played
+SMALL_ATARI = ["--total-timesteps", "64", "--num-steps", "16", "--eval-episodes", "0"]
+SMALL_ATARI += ["--num-envs", "2"]
 # Whose films are short
 SHORT = {
     "prpo_minigrid.py": "MiniGrid-Empty-5x5-v0",
     "prpo_atari.py": "BreakoutNoFrameskip-v4",
 }
 FEW = "--total-steps 1 --batch-size 1 --group-size 2 --response-length 8 --eval-prompts 1"
+FEW += " --update-epochs 1 --num-agents 2 --lora-rank 4 --value-lora-rank 4"
 STRINGS = ("skills", "preferences")
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd", *STRINGS)
 MODES = {
@@ -69,13 +73,19 @@ def runs_slow(request):
 def run(words, *budget, cwd):
     """Run the command with a small budget, in this process if it is for one. Returns the run's
     folder.
+
+    torchrun starts one of the scripts; the ranks of the others are forked.
     """
     start = next(k for k, word in enumerate(words) if word.endswith(".py"))
     argv = [*words[start + 1 :], *budget, "--run-dir", str(cwd / "runs")]
     if words[0] == "torchrun":
         assert words[1] == "--nproc-per-node"
-        process = torchrun(words[2], REPOSITORY / words[start], *argv, cwd=cwd)
-        assert process.returncode == 0, process.stderr
+        command = REPOSITORY / words[start], *argv
+        if words[start] == "prpo_minigrid.py":
+            process = torchrun(words[2], *command, cwd=cwd)
+            assert process.returncode == 0, process.stderr
+        else:
+            run_ranks(int(words[2]), *command, cwd=cwd)
     else:
         script = load_script(Path(words[start]).stem, argv)
         script.main(parse_args(script, argv))
@@ -98,14 +108,14 @@ def test_both_set_up_everything_and_ci_runs_the_same_tests():
 
 
 @on_commands("prpo_minigrid", "prpo_atari", "fedavg_ppo", "prtrpo_minigrid")
-def test_training_commands_run(words, tmp_path, request):
-    """Every training command ends with a summary; only its budget is cut. Three processes of Atari
-    in `-m slow`.
-    """
-    if words[0] == "torchrun" and "prpo_atari.py" in words and not runs_slow(request):
-        pytest.skip("a minute: -m slow")
-    short = ["--env-id", SHORT[words[1]]] if "--capture-video" in words else []
-    folder = run(words, *SMALL[:-1], *short, cwd=tmp_path)
+def test_training_commands_run(words, tmp_path):
+    """Every training command ends with a summary; only its budget is cut."""
+    budget = SMALL[:-1]
+    if re.search("atari|NoFrameskip", " ".join(words)):
+        budget = SMALL_ATARI
+    if "--capture-video" in words:
+        budget = [*budget, "--env-id", SHORT[words[1]], "--eval-episodes", "2"]
+    folder = run(words, *budget, cwd=tmp_path)
     assert (folder / "summary.json").exists()
     assert len(list(folder.glob("videos/*.mp4"))) == (3 if "--capture-video" in words else 0)
 

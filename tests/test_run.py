@@ -23,9 +23,19 @@ import pandas
 import pytest
 import torch
 import toy
-from helpers import REPOSITORY, environment, only_run, refusal, scalars_of, torchrun
+from helpers import (
+    REPOSITORY,
+    Child,
+    environment,
+    free_port,
+    only_run,
+    outcomes,
+    place_in_group,
+    refusal,
+    scalars_of,
+    torchrun,
+)
 from scipy import stats
-from test_running import free_port, outcomes, place_in_group
 
 import communicators
 
@@ -570,27 +580,11 @@ def test_a_signal_ends_the_run_after_its_iteration(whole, tmp_path, capsys):
 def test_ranks_with_other_settings_are_refused(other, tmp_path):
     """Before there is a folder: rank 0's config.json would not be true."""
     port = free_port()
-    processes = []
+    ranks = []
     for rank in range(2):
-        command = [
-            sys.executable,
-            TOY,
-            "--num-agents",
-            "2",
-            "--run-dir",
-            tmp_path / "runs",
-            *(other if rank else []),
-        ]
-        pipes = {
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "text": True,
-            "cwd": tmp_path,
-        }
-        processes.append(
-            subprocess.Popen(command, env=environment(**place_in_group(2, rank, port)), **pipes)
-        )
-    results = outcomes(processes)
+        argv = "--num-agents", "2", "--run-dir", tmp_path / "runs", *(other if rank else [])
+        ranks.append(Child(TOY, *argv, cwd=tmp_path, **place_in_group(2, rank, port)))
+    results = outcomes(ranks)
     assert [code for _, code in results] == [1, 1]
     assert "ranks 1 differ from rank 0 in settings" in results[0][0][1] and results[1][0][1] == ""
     assert not (tmp_path / "runs").exists()

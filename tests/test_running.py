@@ -5,12 +5,10 @@ processes.
 import json
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,16 +18,20 @@ from helpers import (
     PRPO_ATARI,
     PRPO_MINIGRID,
     REPOSITORY,
+    Child,
     assert_same_run,
-    call,
-    environment,
     evaluations_of,
     flags,
+    free_port,
     on,
     on_minigrid,
     only_run,
+    outcomes,
+    place_in_group,
     rows_of,
+    run_ranks,
     scalars_of,
+    start_ranks,
     tiny,
     torchrun,
     weights_of,
@@ -59,12 +61,13 @@ def crash_command(moment, agent, iteration, script):
 
 @on([*MINIGRID, PRPO_ATARI])
 def test_three_ranks_train_like_one_process(script, whole_run, tmp_path):
-    """torchrun with one agent per rank gives the metrics, weights, evaluation and bytes of one
-    process.
+    """One agent per rank gives the metrics, weights, evaluation and bytes of one process; what
+    moves is what may.
     """
-    run = torchrun(3, script_file(script), *flags(script, tmp_path / "runs"), cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    reports = watch(3, {"run": [script.__name__, *flags(script, tmp_path / "runs")]}, tmp_path)
     assert_same_placement(only_run(tmp_path / "runs"), whole_run(script), ranks=3)
+    for report in reports:
+        assert_declared(report["run"], script, num_agents=3, held=1)
 
 
 @on_minigrid
@@ -160,13 +163,13 @@ def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
     The second one comes as soon as the resumed run learns: what the first one left is not lost.
     """
     command = crash_command("complete", 2, 4, script)
-    killed = call(*command, *flags(script, tmp_path), cwd=tmp_path)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    words = *command, *flags(script, tmp_path)
+    assert outcomes([Child(*words, cwd=tmp_path)]) == [(mock.ANY, -signal.SIGKILL)]
     folder = only_run(tmp_path)
     assert iterations_on_disk(folder) == {f"agent_{i}": [2, 4] for i in range(3)}
     assert not (folder / "summary.json").exists()
-    again = call(*command[:2], "update", 0, 0, "--resume", folder, cwd=tmp_path)
-    assert again.returncode == -signal.SIGKILL, again.stderr
+    words = *command[:2], "update", 0, 0, "--resume", folder
+    assert outcomes([Child(*words, cwd=tmp_path)]) == [(mock.ANY, -signal.SIGKILL)]
     time.sleep(1)  # TensorBoard orders its files by the second
     resume(script, folder)
     assert_same_run(folder, whole_run(script), exactly=True)
@@ -196,48 +199,6 @@ def test_a_finished_run_can_be_resumed_for_its_evaluation(script, whole_run, tmp
         "completed",
     )
     assert {name: summary[name] for name in unchanged} == {name: before[name] for name in unchanged}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def place_in_group(number, rank, port):
-    """The environment variables by which torchrun tells a process its place in a group."""
-    place = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": number,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    return {name: str(value) for name, value in place.items()}
-
-
-def start_ranks(number, *command, cwd):
-    """The same Python command in `number` processes that form a group, without torchrun to look
-    after them.
-    """
-    command = [sys.executable, *map(str, command)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    places = [
-        place_in_group(number, rank, port) for port in [free_port()] for rank in range(number)
-    ]
-    return [
-        subprocess.Popen(command, env=environment(**place), cwd=cwd, text=True, **pipes)
-        for place in places
-    ]
-
-
-def outcomes(processes, timeout=120):
-    """(return code, stdout, stderr) of every process; none is left behind."""
-    try:
-        return [(process.communicate(timeout=timeout), process.returncode) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def test_a_dead_rank_ends_the_others_and_the_run_goes_on_elsewhere(whole_run, tmp_path):
@@ -312,9 +273,8 @@ def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
     """Ctrl-C and SIGTERM: the iteration is finished and saved, and the command in the message goes
     on with the run.
     """
-    command = [sys.executable, script_file(script), *flags(script, tmp_path / "runs", **LONG)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), **pipes)
+    words = script_file(script), *flags(script, tmp_path / "runs", **LONG)
+    process = Child(*words, cwd=tmp_path)
     wait_for_rows(tmp_path / "runs", process)
     process.send_signal(number)
     [((output, errors), code)] = outcomes([process])
@@ -355,19 +315,27 @@ def test_a_signal_to_one_rank_ends_all_ranks_at_the_same_iteration(tmp_path):
 
 FOUR = {"num_agents": 4, "num_envs": 1, "num_minibatches": 1}
 WATCHED = [(script, name) for script in MINIGRID for name in ("uniform", "similarity", "identity")]
-WATCHED += [(PRPO_ATARI, "similarity")]
 
 
-@pytest.fixture(scope="session")
-def watched_runs(once):
-    """Runs of four agents on two ranks while torch.distributed is watched: (a report for each rank,
-    their folder).
+def watch(ranks, runs, folder):
+    """Run name -> [script, flags...] on ranks while torch.distributed is watched: every rank's
+    report.
 
     A report says for each run which functions were called, with the dtype and size of every tensor
     in their arguments.
     """
+    wire = REPOSITORY / "tests" / "tools" / "wire.py"
+    run_ranks(ranks, wire, folder / "{rank}.json", json.dumps(runs), cwd=folder)
+    reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    assert all(report.keys() == runs.keys() for report in reports)
+    return reports
 
-    def watch(folder):
+
+@pytest.fixture(scope="session")
+def watched_runs(once):
+    """Watched runs of four agents on two ranks: (a report for each rank, their folder)."""
+
+    def make(folder):
         runs = {
             f"{script}/{name}": [
                 script.__name__,
@@ -375,62 +343,53 @@ def watched_runs(once):
             ]
             for script, name in WATCHED
         }
-        command = (
-            REPOSITORY / "tests" / "tools" / "wire.py",
-            folder / "{rank}.json",
-            json.dumps(runs),
-        )
-        results = outcomes(start_ranks(2, *command, cwd=folder), timeout=240)
-        assert [code for _, code in results] == [0, 0], results
-        reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-        assert all(report.keys() == runs.keys() for report in reports)
-        return reports
+        return watch(2, runs, folder)
 
-    folder, reports = once("watched", watch)
+    folder, reports = once("watched", make)
     return reports, folder
 
 
 @pytest.mark.parametrize(("script", "name"), WATCHED, ids=str)
 def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name, watched_runs):
+    """With communicators of parameters, of distributions and of nothing."""
+    public = 0
+    if name == "identity":
+        public = len(script.collect_public_states(tiny(script, ".", **FOUR))) * script.num_actions
+    for report in watched_runs[0]:
+        assert_declared(report[f"{script}/{name}"], script, 4, 2, name == "identity", public)
+
+
+def assert_declared(calls, script, num_agents, held, isolated=False, public=0):
     """What moves is whole parameters, the run's stamp, and per agent fewer numbers than a rollout
     has steps.
 
-    Nothing is pickled; the parameters move at the common start and in every round, those of
+    Nothing is pickled; the parameters move at the common start and in both rounds, those of
     isolated agents never: in their place, for the log, distributions over actions on public states,
     which show nothing of what an agent has met.
     """
     parameters = script.parameters
-    public = 0
-    if name == "identity":
-        public = len(script.collect_public_states(tiny(script, ".", **FOUR))) * script.num_actions
-    for calls in (report[f"{script}/{name}"] for report in watched_runs[0]):
-        assert not [function for function, _ in calls if "object" in function]
-        # Nothing of the agents' is in such a call
-        silent = {function for function, tensors in calls if not tensors}
-        assert silent <= {
-            "init_process_group",
-            "new_group",
-            "monitored_barrier",
-            "destroy_process_group",
-        }
-        for _, tensors in calls:
-            for dtype, numel in tensors:
-                if numel >= parameters:
-                    assert dtype == "float32" and numel in (
-                        parameters,
-                        2 * parameters,
-                        4 * parameters,
-                    )
-                elif dtype == "float32":
-                    assert numel == 2 * public
-                else:
-                    assert (
-                        dtype in ("float64", "int64")
-                        and numel <= 4 * 32 < 4 * script.tiny["num_steps"]
-                    )
-        # A number of each agent held
-        reports = [tensors for _, tensors in calls if ["float64", 2] in tensors]
-        assert bool(reports) == (name != "identity")
-        moved = Counter(tensors[0][1] >= parameters for _, tensors in calls if tensors)
-        assert moved[True] == 1 + (0 if name == "identity" else 2)
-        assert moved[False] >= 6  # the metrics of every iteration, so the watch is awake
+    assert not [function for function, _ in calls if "object" in function]
+    # Nothing of the agents' is in such a call
+    silent = {function for function, tensors in calls if not tensors}
+    assert silent <= {
+        "init_process_group",
+        "new_group",
+        "monitored_barrier",
+        "destroy_process_group",
+    }
+    for _, tensors in calls:
+        for dtype, numel in tensors:
+            if numel >= parameters:
+                assert dtype == "float32"
+                assert numel in (parameters, held * parameters, num_agents * parameters)
+            elif dtype == "float32":
+                assert numel == held * public
+            else:
+                assert dtype in ("float64", "int64")
+                assert numel <= num_agents * 32 < num_agents * script.tiny["num_steps"]
+    # A number of each agent held
+    reports = [tensors for _, tensors in calls if ["float64", held] in tensors]
+    assert bool(reports) == (not isolated)
+    moved = Counter(tensors[0][1] >= parameters for _, tensors in calls if tensors)
+    assert moved[True] == 1 + (0 if isolated else 2)
+    assert moved[False] >= 6  # the metrics of every iteration, so the watch is awake

@@ -453,6 +453,7 @@ def test_a_compiled_network_computes_in_one_thread(script, tmp_path, monkeypatch
     try:
         for compiled in (False, True):
             changes = {"iterations": 1, "num_steps": 8, "eval_episodes": 0, "compile": compiled}
+            changes["num_agents"] = 2
             script.main(tiny(script, tmp_path / str(compiled), **changes))
     finally:
         torch.set_num_threads(1)

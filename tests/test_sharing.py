@@ -18,8 +18,8 @@ from helpers import (
     on,
     only_run,
     rows_of,
+    run_ranks,
     tiny,
-    torchrun,
     weights_of,
 )
 from safetensors.torch import load_file
@@ -198,8 +198,7 @@ def test_mixed_agents_train_alike_on_three_ranks(mixed, mixed_run, tmp_path):
     args = flags(script, tmp_path / "runs", **settings | {"hidden_sizes": ""})
     at = args.index("--hidden-sizes")
     args[at + 1 : at + 2] = map(str, settings["hidden_sizes"])
-    run = torchrun(3, REPOSITORY / f"{script.__name__}.py", *args, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    run_ranks(3, REPOSITORY / f"{script.__name__}.py", *args, cwd=tmp_path)
     folder = only_run(tmp_path / "runs")
     assert_same_run(folder, mixed_run)
     assert summary_of(folder)["communication_bytes"] == summary_of(mixed_run)["communication_bytes"]
