@@ -4,6 +4,7 @@ is refused.
 
 import csv
 import errno
+import functools
 import importlib
 import json
 import math
@@ -116,19 +117,19 @@ def files_of(folder):
 
 
 @pytest.mark.parametrize(
-    ("moment", "agent", "iteration", "left"),
+    ("moment", "agent", "iteration", "left", "newest"),
     [
-        ("half a file", 1, 4, [[2, 4], [2], [2]]),
-        ("not in its place", 1, 4, [[2, 4], [2], [2]]),
-        ("complete", 0, 4, [[2, 4], [2], [2]]),
-        ("complete", 2, 4, [[2, 4]] * 3),
-        ("complete", 0, 6, [[2, 4, 6], [2, 4], [2, 4]]),
-        ("complete", 0, 2, [[2]]),
-        ("half a file", 0, 2, [[]]),
+        ("half a file", 1, 4, [[2, 4], [2], [2]], 2),
+        ("not in its place", 1, 4, [[2, 4], [2], [2]], 2),
+        ("complete", 0, 4, [[2, 4], [2], [2]], 2),
+        ("complete", 2, 4, [[2, 4]] * 3, 4),
+        ("complete", 0, 6, [[2, 4, 6], [2, 4], [2, 4]], 4),
+        ("complete", 0, 2, [[2]], 0),
+        ("half a file", 0, 2, [[]], 0),
     ],
 )
 def test_a_crash_anywhere_in_a_save_changes_nothing(
-    moment, agent, iteration, left, whole, crashing, tmp_path
+    moment, agent, iteration, left, newest, whole, crashing, tmp_path, capsys
 ):
     """All agents go on from the newest checkpoint that all completed, and the run becomes the
     uninterrupted one.
@@ -138,7 +139,10 @@ def test_a_crash_anywhere_in_a_save_changes_nothing(
     assert files_of(folder) == left
     if agent < 2:  # and again in the same place
         crashing(moment, agent, iteration, lambda: resume(folder))
+    capsys.readouterr()
     resume(folder)
+    started = re.findall(r"resuming after iteration (\d) of 6", capsys.readouterr().out)
+    assert started == [str(newest)] * (newest > 0)
     assert_same(folder, whole)
     assert files_of(folder) == [[4, 6]] * 3
 
@@ -252,7 +256,67 @@ def test_a_full_disk_ends_with_one_line_and_keeps_what_was_saved(whole, tmp_path
     assert logs_of(folder) == logs_of(whole)
 
 
+def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    """Or a power cut could leave a file without content where there was a whole one."""
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    synced = []
+    fsync = os.fsync
+
+    def note(descriptor):
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_size, path.read_bytes()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    communicators.write_atomically(path, lambda file: file.write(b"new content"))
+    assert synced == [(11, b"old")]
+    assert path.read_bytes() == b"new content"
+
+
 # --- names, folders, logs ---
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 9.5)
+    stamps = [communicators.Run._make_folder(tmp_path, "toy__1__") for _ in range(3)]
+    assert stamps == [9, 10, 11]
+    assert {path.name for path in tmp_path.iterdir()} == {f"toy__1__{stamp}" for stamp in stamps}
+
+
+def test_a_restart_finds_the_newest_run_with_its_settings(tmp_path, monkeypatch):
+    """The newest by number; the first start of a torchrun makes a new folder."""
+    configs = {"toy__1__9": "mine", "toy__1__10": "mine", "toy__1__11": "other"}
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    find = functools.partial(communicators.Run._find_last_attempt, tmp_path, "toy__1__")
+    assert find("mine") == 0
+    for attempt, last in (("0", 0), ("1", 10), ("2", 10)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert find("mine") == last
+        assert find("new") == 0
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(1234.56, "1,235"), (20.6, "21"), (19.96, "19.96"), (0.054, "0.05")],
+)
+def test_slow_progress_has_decimals(rate, text, capsys):
+    """Few completions a second, thousands of steps; and the time left, of half of the run."""
+    run = SimpleNamespace(
+        iteration=3,
+        total=6,
+        train_seconds=3725.4,
+        latest={"x": [1.0, math.nan]},
+        headline="x",
+        counter="step",
+        unit="completions",
+        measure="reward",
+    )
+    for is_terminal in (False, True):
+        communicators.Run._print_progress(run, rate, is_terminal)
+    line = f"step 3/6  {text} completions/s  01:02:05 left  reward 1.00 nan"
+    assert capsys.readouterr().out == f"{line}\n\r\033[K{line}"
 
 
 @pytest.mark.parametrize("name", ["../..", "/etc", "a/b\\c", "x" * 300, "..", "ü?*:"])
@@ -290,7 +354,7 @@ def test_tables_that_a_person_analyses(whole):
     )
     communicator = pandas.read_csv(whole / "communicator.csv")
     weights = communicator.query("listener == 0 and peer == 2").set_index("iteration")["weight"]
-    assert weights.to_dict() == pytest.approx({k: k / 10 for k in range(1, 7)})
+    assert weights.to_dict() == pytest.approx({1: 0.0, 2: 0.1, 4: 0.2, 6: 0.3})
     assert communicator.query("listener == 2 and peer == 0")["weight"].eq(0).all()
 
 

@@ -62,8 +62,8 @@ def main(args, name="toy", at=lambda iteration: None):
     }
     run.restore(state)
     for iteration in run.iterations():
-        C[0, -1] = iteration / 10
-        C[0, 0] = 1 - iteration / 10
+        C[0, -1] = iteration // 2 / 10  # a new C in every second iteration
+        C[0, 0] = 1 - iteration // 2 / 10
         rows = []
         for k, i in enumerate(held):
             x = torch.randn(8, 2, generator=generators[k])
