@@ -1486,11 +1486,17 @@ def check_aggregation(args: RunArgs) -> None:
     for flag, without in (("private_heads", ()), ("robust", "none")):
         if getattr(args, flag) != without and not averages:
             refuse(args, flag, "needs parameters that are averaged: --aggregation weights or both")
-    if args.aggregation == "weights":
-        if args.mixture != "arithmetic":
-            refuse(args, "mixture", "has no effect with --aggregation weights; leave it out")
-        if args.self_reference != "behaviour":
-            refuse(args, "self_reference", "has no effect with --aggregation weights; leave it out")
+    for flag, without in (("mixture", "arithmetic"), ("self_reference", "behaviour")):
+        if getattr(args, flag) != without and args.aggregation in ("weights", "proximal"):
+            refuse(args, flag, f"has no effect with --aggregation {args.aggregation}; leave it out")
+    if args.prox_coef != type(args).prox_coef and args.aggregation != "proximal":
+        refuse(args, "prox_coef", "needs --aggregation proximal")
+    if args.distill_epochs and args.aggregation not in ("policy", "both"):
+        refuse(
+            args, "distill_epochs", "needs policies that are mixed: --aggregation policy or both"
+        )
+    if args.communication_end != 1 and args.aggregation == "none":
+        refuse(args, "communication_end", "has no effect with --aggregation none; leave it out")
     if args.kl_schedule != "constant" and args.kl_coef == 0:
         refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
 

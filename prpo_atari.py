@@ -88,8 +88,11 @@ class Args(RunArgs):
     # Communication
 
     # what agents exchange parameters for: a reference policy (PR-PPO), an average of
-    # parameters (FedAvg), both, or nothing (isolated agents)
-    aggregation: Literal["policy", "weights", "both", "none"] = "policy"
+    # parameters (FedAvg), both, an average that only pulls (proximal), or nothing (isolated agents)
+    aggregation: Literal["policy", "weights", "both", "proximal", "none"] = "policy"
+    # with --aggregation proximal: coefficient of half the squared distance of an agent's
+    # parameters from the average, a term of its loss
+    prox_coef: NonNegative = 0.01
     # heads that averages of parameters leave with their agent (both: FedPer), the trunk is always
     # averaged
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
@@ -110,6 +113,10 @@ class Args(RunArgs):
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     participation: PositiveFraction = 1.0
     """fraction of the agents, drawn anew, that takes part in a communication round"""
+    communication_end: PositiveFraction = 1.0
+    """fraction of the iterations after which there is no more round, and agents are isolated"""
+    distill_epochs: Natural = 0
+    """after a round: epochs towards the new reference policy, on the states of the last rollout"""
 
     # PPO
     total_timesteps: Count = 10_000_000  # environment steps of each agent; a step is four frames
@@ -453,11 +460,12 @@ def learn(
     batch: dict[str, Tensor],
     kl_coef: float,
     args: Args,
+    anchor: Tensor | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """One agent's epochs over its rollout (eq. 4). Yields the losses of each minibatch.
 
     obs: its observations; batch: [samples, ...], its `states` are rows of obs;
-    kl_coef: the coefficient of this iteration.
+    kl_coef: the coefficient of this iteration; anchor: the average that pulls, if one does [numel].
     """
     parameters = list(agent.parameters())
     for _ in range(args.update_epochs):
@@ -502,6 +510,13 @@ def learn(
             loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
             loss = loss + kl_coef * kl_reference
 
+            # Distance to the average of parameters (proximal)
+            proximal_loss = torch.zeros_like(pg_loss)
+            if anchor is not None:
+                parameters = nn.utils.parameters_to_vector(agent.parameters())
+                proximal_loss = 0.5 * (parameters - anchor).square().sum()
+                loss = loss + args.prox_coef * proximal_loss
+
             approx_kl = (ratio - 1 - logratio).mean()  # http://joschu.net/blog/kl-approx.html
             clipfrac = torch.zeros_like(approx_kl)
             if args.clip_coef > 0:
@@ -517,7 +532,7 @@ def learn(
                     optimizer.step()
                 else:  # a step would ruin the optimizer's moments; report it as such a loss
                     pg_loss = torch.full_like(pg_loss, torch.nan)
-            yield {
+            losses = {
                 "value_loss": v_loss.detach(),
                 "policy_loss": pg_loss.detach(),
                 "entropy": entropy.detach(),
@@ -526,10 +541,55 @@ def learn(
                 "clipfrac": clipfrac,
                 "kl_reference": kl_reference.detach(),
             }
+            if args.aggregation == "proximal":
+                losses["proximal_loss"] = proximal_loss.detach()
+            yield losses
             if not finite:  # this agent has diverged and learns no more, but its peers do
                 return
         if args.target_kl is not None and approx_kl > args.target_kl:
             return
+
+
+@torch.enable_grad()
+def distill(
+    agent: Agent,
+    optimizer,
+    generator,
+    obs: Tensor,
+    states: Tensor,
+    reference: Tensor,
+    args: Args,
+) -> Iterator[Tensor]:
+    """One agent's epochs towards its new reference policy, on the states of its rollout.
+
+    Only the KL is minimised: the value function's head gets no gradient.
+    obs: its observations; states: [samples], rows of obs;
+    reference: log-probabilities at obs [states, actions]. Yields the mean KL over all samples
+    before the first step, that of each minibatch, and that over all samples after the last step.
+    """
+
+    def measure() -> Tensor:
+        logits, _ = agent.predict(obs)
+        kl = communicators.kl_to_reference(logits.log_softmax(-1), reference, args.kl_direction)
+        return kl[states].mean()
+
+    yield measure()
+    for _ in range(args.distill_epochs):
+        b_inds = torch.randperm(len(states), generator=generator).to(states.device)
+        for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
+            distinct, rows = states[mb_inds].unique(return_inverse=True)
+            logits, _ = agent(obs[distinct])
+            newlogprobs = logits.log_softmax(-1)
+            kl = communicators.kl_to_reference(newlogprobs, reference[distinct], args.kl_direction)
+            loss = kl.index_select(0, rows).mean()
+            if loss.isfinite():
+                optimizer.zero_grad()
+                loss.backward()
+                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                if grad_norm.isfinite():
+                    optimizer.step()
+            yield loss.detach()
+    yield measure()
 
 
 def diagnose_update(
@@ -563,7 +623,8 @@ def main(args: Args) -> dict:
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    num_rounds = num_iterations // args.local_updates
+    last_communication = round(args.communication_end * num_iterations)  # an iteration
+    num_rounds = last_communication // args.local_updates
     tasks = name_tasks(args)
     exchange = Exchange(n, args.device, args.timeout)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
@@ -623,6 +684,9 @@ def main(args: Args) -> dict:
         if args.kl_schedule == "linear":
             kl_coef = remaining * args.kl_coef
 
+        if iteration > last_communication:  # from here on agents are isolated
+            communicator.copy_(communicators.identity(n))
+
         # Rollout
         storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)
 
@@ -648,7 +712,7 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        if args.aggregation == "weights":
+        if args.aggregation in ("weights", "proximal"):
             references = behaviour  # the agent's own policy: PPO with a KL penalty (eq. 3)
         else:
             calls = []
@@ -658,13 +722,19 @@ def main(args: Args) -> dict:
             references = communicators.in_parallel(calls, workers, threads)
         for batch, reference in zip(batches, references, strict=True):
             batch["reference"] = reference[batch["states"]]
+        anchors = [None] * len(held)
+        if args.aggregation == "proximal":
+            # Row i of C applied to the parameters, frozen too; an agent without peers is free
+            for k, i in enumerate(held):
+                if communicator[i, i] < 1:
+                    (anchors[k],) = compute_average(i, peers.views[k], communicator, args)
         run.tick("reference")
 
         # Update: every agent takes its minibatches in order, and the agents take turns on the cores
         learners = []
         for k in range(len(held)):
             inputs = agents[k], optimizers[k], generators[k], obs[k], batches[k]
-            learners.append(learn(*inputs, kl_coef, args))
+            learners.append(learn(*inputs, kl_coef, args, anchors[k]))
         losses = communicators.take_turns(learners, workers, threads)
         diagnostics = []
         for k, i in enumerate(held):
@@ -673,11 +743,12 @@ def main(args: Args) -> dict:
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
+        distill_kls = [[torch.nan]] * len(held)
         for k in range(len(held)):
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
-        if iteration % args.local_updates == 0:
+        if iteration % args.local_updates == 0 and iteration <= last_communication:
             peers.remember_returns()
             participating = torch.ones(n, dtype=torch.bool)
             reported_returns = None
@@ -718,6 +789,22 @@ def main(args: Args) -> dict:
                         shared = mark_shared(agents[k], args)
                         average = torch.where(shared, average, before)
                         communicators.unflatten(average, agents[k : k + 1])
+
+            # Distillation: agents that take part and have peers learn their new reference policy
+            if args.distill_epochs:
+                run.tick("exchange")
+                distillers = {}  # k -> generator
+                for k, i in enumerate(held):
+                    if participating[i] and peers.usable[i] and communicator[i, i] < 1:
+                        logits, _ = peers.views[k][i].predict(obs[k])
+                        inputs = logits.log_softmax(-1), peers.views[k], communicator, args
+                        reference = compute_reference(i, obs[k], *inputs)
+                        inputs = agents[k], optimizers[k], generators[k], obs[k]
+                        distillers[k] = distill(*inputs, batches[k]["states"], reference, args)
+                yielded = communicators.take_turns([*distillers.values()], workers, threads)
+                for k, kls in zip(distillers, yielded, strict=True):
+                    distill_kls[k] = kls
+                run.tick("update")
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -734,13 +821,16 @@ def main(args: Args) -> dict:
             }
             for name in losses[k][0]:
                 row[f"losses/{name}"] = mean([loss[name].item() for loss in losses[k]])
+            if args.distill_epochs:
+                row["losses/distill_kl_before"] = float(distill_kls[k][0])
+                row["losses/distill_kl_after"] = float(distill_kls[k][-1])
             for name, value in diagnostics[k].items():
                 row[f"policy/{name}"] = value
             rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
             "charts/kl_coefficient": kl_coef,
-            "communication/rounds": iteration // args.local_updates,
+            "communication/rounds": min(iteration, last_communication) // args.local_updates,
         }
         run.log(rows, communicator, peers.distances, scalars)
 
@@ -764,7 +854,7 @@ def main(args: Args) -> dict:
         run.log_evaluation(evaluate_agents(args, agents, held))
     return run.finish(
         env_backend=choose_backend(args),
-        communication_rounds=run.iteration // args.local_updates,
+        communication_rounds=min(run.iteration, last_communication) // args.local_updates,
     )
 
 

@@ -109,6 +109,8 @@ class Args(RunArgs):
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     participation: PositiveFraction = 1.0
     """fraction of the agents, drawn anew, that takes part in a communication round"""
+    communication_end: PositiveFraction = 1.0
+    """fraction of the iterations after which there is no more round, and agents are isolated"""
 
     # The trust region: KL divergences are in nats, total variations lie in [0, 1]
     epsilon: Positive = 0.01
@@ -140,6 +142,8 @@ class Args(RunArgs):
     aggregation = "policy"  # no flag
     private_heads = ()  # no flag: parameters are not averaged
     robust = "none"  # no flag
+    prox_coef = 0.0  # no flag
+    distill_epochs = 0  # no flag
     compile = False  # no flag
 
 
@@ -426,7 +430,8 @@ def main(args: Args) -> dict:
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    num_rounds = num_iterations // args.local_updates
+    last_communication = round(args.communication_end * num_iterations)  # an iteration
+    num_rounds = last_communication // args.local_updates
     tasks = name_tasks(args)
     exchange = Exchange(n, args.device, args.timeout)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
@@ -485,6 +490,9 @@ def main(args: Args) -> dict:
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
 
+        if iteration > last_communication:  # from here on agents are isolated
+            communicator.copy_(communicators.identity(n))
+
         # Rollout
         storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)
 
@@ -523,7 +531,8 @@ def main(args: Args) -> dict:
         learners = []
         bounds = []
         for k, i in enumerate(held):
-            group = [i] if args.communicator == "identity" else list(range(n))
+            isolated = args.communicator == "identity" or iteration > last_communication
+            group = [i] if isolated else list(range(n))
             epsilon, bound = compute_radius(communicator, variations[group, :2], args)
             bounds.append(bound)
             inputs = agents[k], optimizers[k], generators[k], obs[k], references[k], batches[k]
@@ -547,7 +556,7 @@ def main(args: Args) -> dict:
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
-        if iteration % args.local_updates == 0:
+        if iteration % args.local_updates == 0 and iteration <= last_communication:
             peers.remember_returns()
             participating = torch.ones(n, dtype=torch.bool)
             reported_returns = None
@@ -605,7 +614,7 @@ def main(args: Args) -> dict:
             rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
-            "communication/rounds": iteration // args.local_updates,
+            "communication/rounds": min(iteration, last_communication) // args.local_updates,
         }
         run.log(rows, communicator, peers.distances, scalars)
 
@@ -630,7 +639,7 @@ def main(args: Args) -> dict:
         run.log_evaluation(evaluate_agents(args, agents, held))
     return run.finish(
         env_backend=choose_backend(args),
-        communication_rounds=run.iteration // args.local_updates,
+        communication_rounds=min(run.iteration, last_communication) // args.local_updates,
     )
 
 

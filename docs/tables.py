@@ -123,6 +123,11 @@ CONTROL = {
     " tables",
     **SHARED,
     "losses/old_approx_kl": "the same distance, estimated without correction (k1)",
+    "losses/proximal_loss": "`--aggregation proximal`: half the squared distance of the parameters"
+    " from the average; 0 without peers",
+    "losses/distill_kl_before": "`--distill-epochs`, in an iteration with a round: KL between"
+    " policy and new reference on the rollout's states",
+    "losses/distill_kl_after": "the same after the epochs",
     "losses/explained_variance": "how much of the returns' variance the value function explains",
     "policy/kl_reference_before": "KL between policy and reference before the update, on 128"
     " states of the rollout",
@@ -141,12 +146,15 @@ CONTROL = {
     "charts/SPS": "all agents' steps per second of training (`agent_steps_per_second` in the CSV"
     " file)",
 }
+# Written only with the flag that its meaning names
+WITH_FLAGS = "losses/proximal_loss", "losses/distill_kl_before", "losses/distill_kl_after"
 PENALTY_AND_CLIPPING = (
     "losses/kl_reference",
     "losses/approx_kl",
     "losses/clipfrac",
     "losses/old_approx_kl",
     "charts/kl_coefficient",
+    *WITH_FLAGS,
 )
 TRPO = {name: meaning for name, meaning in CONTROL.items() if name not in PENALTY_AND_CLIPPING} | {
     "losses/policy_loss": "the surrogate objective of the new policy, negated; 0 where nothing"

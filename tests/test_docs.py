@@ -225,6 +225,9 @@ def test_metrics_are_those_of_a_run(script, whole_run):
     kind = tables.TRPO if script is PRTRPO_MINIGRID else tables.CONTROL
     explained = set(kind) | set(tables.COMMUNICATION)
     tags = scalars_of(folder)
+    page = (REPOSITORY / "docs" / f"{script.module.__name__}.md").read_text()
+    assert all(f"| `{key}` |" in page for key in explained)
+    explained -= set(tables.WITH_FLAGS)
     assert {name_in_page(tag) for tag in tags} == explained
     evaluations = [tag for tag in tags if tag.startswith("eval/")]
     assert evaluations and all(re.fullmatch(r"eval/.+/agent_\d+", tag) for tag in evaluations)
@@ -236,8 +239,6 @@ def test_metrics_are_those_of_a_run(script, whole_run):
     in_rows = {key.rpartition("/")[2] for key in explained if not key.startswith(elsewhere)}
     in_rows -= {"bytes", "SPS", "non_expansion"}
     assert columns == in_rows | {"communication_bytes", "agent_steps_per_second"}
-    page = (REPOSITORY / "docs" / f"{script.module.__name__}.md").read_text()
-    assert all(f"| `{key}` |" in page for key in explained)
 
 
 def list_imports(file):

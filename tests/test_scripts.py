@@ -200,6 +200,7 @@ BAD_AGGREGATION |= {
         ["--kl-schedule linear", "no effect with --kl-coef 0"],
     ),
 }
+NOT_MIXED = "needs policies that are mixed: --aggregation policy or both"
 NOT_AVERAGED = "needs parameters that are averaged: --aggregation weights or both"
 BAD_AGGREGATION |= {
     "private heads of policies": (
@@ -213,6 +214,30 @@ BAD_AGGREGATION |= {
     "a private trunk": (
         ["--aggregation", "weights", "--private-heads", "network"],
         ["--private-heads network", "'actor', 'critic'"],
+    ),
+    "private heads beside a pull": (
+        ["--aggregation", "proximal", "--private-heads", "critic"],
+        ["--private-heads critic", NOT_AVERAGED],
+    ),
+    "a mixture of pulls": (
+        ["--aggregation", "proximal", "--mixture", "geometric"],
+        ["--mixture geometric", "no effect with --aggregation proximal"],
+    ),
+    "a pull without averages": (
+        ["--prox-coef", "0.02"],
+        ["--prox-coef 0.02", "needs --aggregation proximal"],
+    ),
+    "distilled averages": (
+        ["--aggregation", "weights", "--distill-epochs", "2"],
+        ["--distill-epochs 2", NOT_MIXED],
+    ),
+    "no end of no communication": (
+        ["--aggregation", "none", "--communication-end", "0.5"],
+        ["--communication-end 0.5", "no effect with --aggregation none"],
+    ),
+    "an end before the beginning": (
+        ["--communication-end", "0"],
+        ["--communication-end 0", "(0, 1]"],
     ),
     "a median of policies": (["--robust", "median"], ["--robust median", NOT_AVERAGED]),
     "swapped networks, with policies mixed": (
@@ -994,8 +1019,17 @@ FAMILIES = {
         "small a network",
         "hardware has it",
     ),
-    "check_args": ("precision", "missions", "hidden_sizes", "args.device", "no average", "valid)"),
+    "check_args": (
+        "averages",
+        "precision",
+        "missions",
+        "hidden_sizes",
+        "args.device",
+        "no average",
+        "valid)",
+    ),
     "diagnose_update": ("obs: Tensor",),
+    "distill": ("obs: ",),
     "compute_reference": ("obs: Tensor",),
     "estimate_gains": ("obs: Tensor",),
     # MiniGrid's observations repeat
@@ -1017,6 +1051,11 @@ TRUST_REGION = {
         "robust",
         "weighted mean",
         "without a quarter",
+        "prox_coef",
+        "proximal",
+        "parameters from the average",
+        "distill_epochs",
+        "after a round: epochs",
         "kl_",
         "KL",
         "epsilon",
@@ -1076,6 +1115,17 @@ TRUST_REGION = {
         '"weights"',
         "shared",
         "before = ",
+        "anchors",
+        "if communicator[i, i]",
+        "isolated = ",
+        "                run.tick(",
+        "proximal",
+        "Row i of C applied to the parameters",
+        "distill",
+        "Distill",
+        "participating[i] and",
+        "logits",
+        "inputs",
         "weights = ",
         "(weights, ",
         "for k",
@@ -1143,6 +1193,7 @@ def test_what_has_the_same_name_is_the_same():
         "evaluate_agents",
         "evaluate_run",
         "layer_init",
+        "distill",
         "learn",
         "list_env_ids",
         "main",

@@ -154,7 +154,7 @@ def test_networks_of_different_sizes_are_counted_without_padding(tmp_path):
 
 
 MIXED_RUNS = {
-    "PR-PPO, surrogate": (PRPO_MINIGRID, MIXED),
+    "PR-PPO, surrogate": (PRPO_MINIGRID, MIXED | {"distill_epochs": 1, "kl_schedule": "linear"}),
     "FedAvg, relative-gain": (
         FEDAVG_MINIGRID,
         MIXED | {"communicator": "relative-gain", "hidden_sizes": (16, 16, 16)},
@@ -207,6 +207,33 @@ def test_mixed_agents_train_alike_on_three_ranks(mixed, mixed_run, tmp_path):
         for path in (folder, mixed_run)
     )
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+ENDING = {"communication_end": 0.7, "save_every": 1, "eval_episodes": 0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"aggregation": "proximal", "prox_coef": 1.0},
+        {"aggregation": "both", "private_heads": ("critic",), "robust": "median"},
+    ],
+    ids=lambda settings: settings["aggregation"],
+)
+def test_what_pulls_and_the_end_of_communication_survive_crashes(settings, crashing, tmp_path):
+    """After the first round, of two, and after the end of all rounds."""
+    script = PRPO_MINIGRID
+    settings = settings | ENDING | {"local_updates": 2}
+    script.main(tiny(script, tmp_path / "whole", **settings))
+    whole = only_run(tmp_path / "whole")
+    assert summary_of(whole)["communication_rounds"] == 2
+    crashing("complete", 0, 3, lambda: script.main(tiny(script, tmp_path / "again", **settings)))
+    folder = only_run(tmp_path / "again")
+    args = script.parse_args(["--resume", str(folder)])
+    crashing("complete", 0, 5, lambda: script.main(args))
+    script.main(script.parse_args(["--resume", str(folder)]))
+    assert_same_run(folder, whole, exactly=True)
+    assert (folder / "communicator.csv").read_text() == (whole / "communicator.csv").read_text()
 
 
 def test_who_sits_out_keeps_its_row(mixed_run):

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ def plain_average(args, row, snapshots):
     return torch.from_numpy(scipy.stats.trim_mean(vectors, 0.25)).float()
 
 
-def plain_loss(script, args, agent, batch, kl_coef):
+def plain_loss(script, args, agent, batch, kl_coef, anchor=None):
     """PPO's loss with the KL penalty of eq. 3 or 4."""
     logits, value = agent(batch["obs"])
     policy = Categorical(logits=logits)
@@ -159,7 +160,34 @@ def plain_loss(script, args, agent, batch, kl_coef):
     forward = args.kl_direction == "forward"
     penalty = kl_divergence(reference, policy) if forward else kl_divergence(policy, reference)
     loss = -objective + args.vf_coef * value_loss / 2 - args.ent_coef * policy.entropy()
-    return (loss + kl_coef * penalty).mean()
+    loss = (loss + kl_coef * penalty).mean()
+    if anchor is not None:
+        for name, parameter in agent.named_parameters():
+            pull = (parameter - anchor.get_parameter(name)) ** 2
+            loss = loss + args.prox_coef / 2 * pull.sum()
+    return loss
+
+
+def plain_step(args, agent, optimizer, loss):
+    """One step of Adam, with the gradient's norm clipped."""
+    optimizer.zero_grad()
+    loss.backward()
+    learned = [parameter for parameter in agent.parameters() if parameter.grad is not None]
+    norm = sum((parameter.grad**2).sum() for parameter in learned).sqrt()
+    for parameter in learned:
+        parameter.grad *= min(1.0, args.max_grad_norm / norm)
+    optimizer.step()
+
+
+def plain_distillation(args, agent, optimizer, generator, batch, reference):
+    """Epochs in which the policy moves towards the reference."""
+    for _ in range(args.distill_epochs):
+        order = torch.randperm(len(batch["obs"]), generator=generator)
+        for indices in np.array_split(order.numpy(), args.num_minibatches):
+            policy = Categorical(logits=agent(batch["obs"][indices])[0])
+            other = Categorical(probs=reference[indices])
+            pair = (other, policy) if args.kl_direction == "forward" else (policy, other)
+            plain_step(args, agent, optimizer, kl_divergence(*pair).mean())
 
 
 def plain_training(script, args, communicator):
@@ -181,30 +209,39 @@ def plain_training(script, args, communicator):
     matrix = torch.eye(n)  # no round has taken place
     optimizers = [torch.optim.Adam(agent.parameters(), eps=1e-5) for agent in agents]
     generators = [torch.Generator().manual_seed(script.derive_seed(args.seed, i)) for i in range(n)]
+
+    def ended(iteration):
+        """Whether this iteration, counted from 1, is without communication."""
+        return iteration / iterations > args.communication_end + 1e-9
+
     for iteration in range(iterations):
         left = (iterations - iteration) / iterations
         kl_coef = args.kl_coef * (left if args.kl_schedule == "linear" else 1)
         if iteration % args.save_every == 0:
             envs = [script.Envs(args, range(i, i + 1), iteration) for i in range(n)]
+        if ended(iteration + 1):
+            matrix = torch.eye(n)
+        batches = []
         for i, agent in enumerate(agents):
             batch = plain_batch(args, plain_rollout(script, args, agent, envs[i], generators[i]))
+            batches.append(batch)
+            anchor = None
+            if args.aggregation == "proximal" and matrix[i, i] < 1:
+                anchor = copy.deepcopy(agent)
+                vector_to_parameters(plain_average(args, matrix[i], views[i]), anchor.parameters())
+                anchor.requires_grad_(False)
             batch["reference"] = batch["policy"]
-            if args.aggregation != "weights":
+            if args.aggregation in ("policy", "both"):
                 batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
                 for indices in np.array_split(order.numpy(), args.num_minibatches):
                     minibatch = {name: tensor[indices] for name, tensor in batch.items()}
-                    loss = plain_loss(script, args, agent, minibatch, kl_coef)
-                    optimizers[i].zero_grad()
-                    loss.backward()
-                    norm = sum((parameter.grad**2).sum() for parameter in agent.parameters()).sqrt()
-                    for parameter in agent.parameters():
-                        parameter.grad *= min(1.0, args.max_grad_norm / norm)
                     rate = args.learning_rate * (left if args.anneal_lr else 1)
                     optimizers[i].param_groups[0]["lr"] = rate
-                    optimizers[i].step()
-        if (iteration + 1) % args.local_updates == 0:
+                    loss = plain_loss(script, args, agent, minibatch, kl_coef, anchor)
+                    plain_step(args, agent, optimizers[i], loss)
+        if (iteration + 1) % args.local_updates == 0 and not ended(iteration + 1):
             seed = script.derive_seed(args.seed, iteration + 1, 7)
             participating = communicators.draw_participants(n, args.participation, seed)
             members = participating.nonzero().flatten().tolist()
@@ -223,6 +260,12 @@ def plain_training(script, args, communicator):
                         agents[i].get_submodule(head).load_state_dict(
                             before.get_submodule(head).state_dict()
                         )
+            for i in members:
+                if matrix[i, i] < 1:
+                    snapshots = SimpleNamespace(self_reference="snapshot", mixture=args.mixture)
+                    reference = plain_reference(snapshots, batches[i], i, matrix, views[i])
+                    given = agents[i], optimizers[i], generators[i], batches[i], reference
+                    plain_distillation(args, *given)
     return agents
 
 
@@ -312,6 +355,31 @@ PLAIN = {
     "averages and mixtures, the critic private": (
         [PRPO_MINIGRID],
         THREE | APART | SNAPSHOTS | {"aggregation": "both", "private_heads": ("critic",)},
+        OF_THREE,
+    ),
+    "pulled to averages": (
+        [PRPO_MINIGRID],
+        THREE | APART | {"aggregation": "proximal", "prox_coef": 2.0, "local_updates": 2},
+        OF_THREE,
+    ),
+    "averages for half of the time": (
+        [FEDAVG_MINIGRID],
+        THREE | APART | {"communication_end": 0.5},
+        OF_THREE,
+    ),
+    "mixtures for half of the time, two of three take part": (
+        [PRPO_MINIGRID],
+        THREE | APART | {"communication_end": 0.5, "participation": 0.67, "iterations": 6},
+        OF_THREE,
+    ),
+    "distilled, forward": (
+        [PRPO_MINIGRID],
+        THREE | APART | {"distill_epochs": 2, "kl_direction": "forward", "participation": 0.67},
+        OF_THREE,
+    ),
+    "averages and mixtures, distilled": (
+        [PRPO_MINIGRID],
+        THREE | APART | SNAPSHOTS | {"aggregation": "both", "distill_epochs": 1},
         OF_THREE,
     ),
     "medians of different agents": (
@@ -877,6 +945,70 @@ def test_coefficient_zero_is_isolated_without_penalty(tmp_path):
         assert torch.equal(runs["uniform", 0.0][i], runs["identity", 0.0][i])
         assert (runs["uniform", 1.0][i] - runs["identity", 1.0][i]).abs().max() > 1e-4
         assert (runs["identity", 1.0][i] - runs["identity", 0.0][i]).abs().max() > 1e-4
+
+
+def test_a_pull_without_coefficient_or_peers_is_isolated_training(tmp_path):
+    """Bit for bit; otherwise agents are nearer to each other."""
+    cases = {
+        "isolated": {"communicator": "identity"},
+        "coefficient 0": {"aggregation": "proximal", "prox_coef": 0.0},
+        "alone": {"aggregation": "proximal", "prox_coef": 3.0, "num_agents": 1},
+        "pulled": {"aggregation": "proximal", "prox_coef": 3.0},
+    }
+    settings = {"communicator": "uniform", "iterations": 4, "local_updates": 1, "eval_episodes": 0}
+    runs = {}
+    for name, changes in cases.items():
+        folder, _ = train(PRPO_MINIGRID, tmp_path / name, **settings | changes)
+        runs[name] = weights_of(folder)
+        losses = [float(row.get("proximal_loss", 0)) for row in rows_of(folder)]
+        # No agent has peers before the first round, which ends the first iteration
+        assert losses[0] == 0
+        assert (max(losses) > 0) == (name in ("coefficient 0", "pulled"))
+    for i in range(3):
+        assert torch.equal(runs["coefficient 0"][i], runs["isolated"][i])
+    assert torch.equal(runs["alone"][0], runs["isolated"][0])
+    apart, near = ((runs[name][0] - runs[name][1]).norm() for name in ("isolated", "pulled"))
+    assert near < 0.9 * apart
+
+
+@every_family
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_distillation_moves_the_policy_alone(script, direction):
+    """Towards the reference, on all samples; the value function's head has no gradient."""
+    torch.manual_seed(0)
+    args = script.Args(distill_epochs=6, num_minibatches=3, kl_direction=direction)
+    agent, other = lively_agents(script, 2)
+    obs = script.random_obs(12)
+    states = torch.randint(12, (30,))
+    reference = other.predict(obs)[0].log_softmax(-1)
+    policy = agent.predict(obs)[0].log_softmax(-1)
+    pair = (reference, policy) if direction == "forward" else (policy, reference)
+    expected = communicators.categorical_kl(*pair)[states].mean()
+    critic = copy.deepcopy(agent.critic.state_dict())
+    rate = {"MiniGrid": 1e-2, "Atari": 3e-4}[script.family]
+    optimizer = torch.optim.Adam(agent.parameters(), rate)
+    generator = torch.Generator().manual_seed(0)
+    given = agent, optimizer, generator, obs, states, reference, args
+    first, *steps, last = script.distill(*given)
+    assert first == pytest.approx(expected.item(), rel=1e-4)
+    assert len(steps) == 18
+    assert last < 0.8 * first
+    torch.testing.assert_close(agent.critic.state_dict(), critic, rtol=0, atol=0)
+    assert agent.critic.weight.grad is None
+    assert agent.actor.weight.grad is not None
+
+
+def test_distillation_is_logged_in_iterations_with_a_round(tmp_path):
+    """For the agents that take part; the KL falls."""
+    changes = {"distill_epochs": 3, "local_updates": 2, "participation": 0.67, "iterations": 4}
+    folder, _ = train(PRPO_MINIGRID, tmp_path, eval_episodes=0, learning_rate=3e-3, **changes)
+    logged = []
+    for row in rows_of(folder):
+        before, after = (float(row[f"distill_kl_{when}"]) for when in ("before", "after"))
+        if not math.isnan(before):
+            logged.append((row["iteration"], before, after))
+    assert [iteration for iteration, *_ in logged] == ["2", "2", "4", "4"]
+    assert all(0 < after < before for _, before, after in logged)
 
 
 @pytest.mark.parametrize(("name", "preference"), [("uniform", 1 / 3), ("self-preferred", 0.6)])
