@@ -495,8 +495,8 @@ def learn(
             # Distance to the average of parameters (proximal)
             proximal_loss = torch.zeros_like(pg_loss)
             if anchor is not None:
-                parameters = nn.utils.parameters_to_vector(agent.parameters())
-                proximal_loss = 0.5 * (parameters - anchor).square().sum()
+                theta = nn.utils.parameters_to_vector(parameters)
+                proximal_loss = 0.5 * (theta - anchor).square().sum()
                 loss = loss + args.prox_coef * proximal_loss
 
             approx_kl = (ratio - 1 - logratio).mean()  # http://joschu.net/blog/kl-approx.html
