@@ -27,7 +27,7 @@ SHORT = {
     "prpo_atari.py": "BreakoutNoFrameskip-v4",
 }
 FEW = "--total-steps 1 --batch-size 1 --group-size 2 --response-length 8 --eval-prompts 1"
-FEW += " --update-epochs 1 --num-agents 2 --lora-rank 4 --value-lora-rank 4"
+FEW += " --update-epochs 1 --lora-rank 4 --value-lora-rank 4"
 STRINGS = ("skills", "preferences")
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd", *STRINGS)
 MODES = {
