@@ -482,18 +482,30 @@ def test_resume_after_a_crash_equals_a_whole_run(mixed_run, crashing, tmp_path):
     assert_same_run(folder, mixed_run, exactly=True)
 
 
+# Where epsilon depends on what the last updates of all agents did, instead of on its minimum
+BOUNDED = MIXED | {"delta": 0.2, "epsilon_min": 1e-6, "iterations": 3, "eval_episodes": 0}
+
+
 def test_three_ranks_train_like_one_process(mixed_run, tmp_path):
-    args = flags(PRTRPO_MINIGRID, tmp_path / "runs", **MIXED | {"hidden_sizes": ""})
-    at = args.index("--hidden-sizes")
-    args[at + 1 : at + 2] = map(str, MIXED["hidden_sizes"])
-    run_ranks(3, REPOSITORY / "prtrpo_minigrid.py", *args, cwd=tmp_path)
-    assert_same_run(only_run(tmp_path / "runs"), mixed_run)
+    """Also where what ranks report sets the next epsilon of all."""
+    runs = {}
+    for name, changes in (("mixed", MIXED), ("bounded", BOUNDED)):
+        argv = flags(PRTRPO_MINIGRID, tmp_path / name, **changes | {"hidden_sizes": ""})
+        at = argv.index("--hidden-sizes")
+        argv[at + 1 : at + 2] = map(str, changes["hidden_sizes"])
+        runs[name] = ["prtrpo_minigrid", *argv]
+    wire = REPOSITORY / "tests" / "tools" / "wire.py"
+    run_ranks(3, wire, tmp_path / "{rank}.json", json.dumps(runs), cwd=tmp_path)
+    prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, tmp_path / "one process", **BOUNDED))
+    bounded_run = only_run(tmp_path / "one process")
+    assert_same_run(only_run(tmp_path / "bounded"), bounded_run)
+    epsilons = {float(row["epsilon"]) for row in rows_of(bounded_run)}
+    assert len(epsilons) == 3 and min(epsilons) > 1e-6
+    folder = only_run(tmp_path / "mixed")
+    assert_same_run(folder, mixed_run)
     shares = [row["share_within_bound"] for row in rows_of(mixed_run)[-3:]]
     assert len(set(shares)) > 1  # so that it matters whose is whose
-    summaries = [
-        json.loads((path / "summary.json").read_text())
-        for path in (only_run(tmp_path / "runs"), mixed_run)
-    ]
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, mixed_run)]
     assert summaries[0]["communication_bytes"] == summaries[1]["communication_bytes"] > 0
 
 
