@@ -330,6 +330,35 @@ def test_agents_play_other_tasks_than_their_own(script, whole_run):
     assert [list(row) for row in script.evaluate_run(args)] == [[other, script.tiny["env_id"]]] * 3
 
 
+def test_what_belongs_to_a_task_is_replaced_with_it(whole_run, tmp_path):
+    """Missions, private levels and the backend of a run are those of its own tasks only.
+
+    What agents do not need to play, the file of a matrix, may be gone.
+    """
+    script = PRPO_MINIGRID
+    task = "BabyAI-GoToLocalS5N2-v0"
+    words = ["red", "green", "blue"]
+    config = json.loads((whole_run(script) / "config.json").read_text())
+    config |= {"env_id": task, "missions": words, "levels_per_agent": 2}
+    config |= {"env_backend": "gymnasium", "communicator": "gone.csv"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    play = ["--eval-only", str(tmp_path)]
+
+    def parse(*argv):
+        args = script.parse_args([*play, *argv])
+        return args.env_id, args.env_ids, args.missions, args.levels_per_agent, args.env_backend
+
+    assert parse() == (task, (), tuple(words), 2, "gymnasium")
+    for env_id in (DOOR_KEY, task):
+        assert parse("--env-id", env_id) == (env_id, (), (), 0, "auto")
+    assert parse("--env-ids", *[DOOR_KEY] * 3) == (task, (DOOR_KEY,) * 3, (), 0, "auto")
+    assert parse("--env-id", DOOR_KEY, "--levels-per-agent", "3")[3] == 3
+    with pytest.raises(SystemExit):
+        parse("--seed", "5")
+    assert REFUSED[-1].startswith(f"--seed 5: must be 1 as in {tmp_path}")
+    assert script.parse_args([*play, "--seed", "5", "--env-id", DOOR_KEY]).seed == 5
+
+
 @on([PRPO_MINIGRID, PRPO_ATARI, PRTRPO_MINIGRID])
 def test_what_cannot_be_played_is_refused_in_one_line(script, whole_run, tmp_path, monkeypatch):
     folder = whole_run(script)
@@ -346,10 +375,13 @@ def test_what_cannot_be_played_is_refused_in_one_line(script, whole_run, tmp_pat
         with pytest.raises(SystemExit):
             script.parse_args(argv)
         assert all(word in REFUSED[-1] for word in words), REFUSED[-1]
-    with pytest.raises(SystemExit):
-        script.evaluate_run(script.parse_args(["--eval-only", str(empty)]))
-    assert "agent_0.safetensors" in REFUSED[-1]
-    assert "\n" not in REFUSED[-1]
+    for write in (lambda path: None, lambda path: path.write_bytes(b"damaged")):
+        write(empty / "agent_0.safetensors")
+        REFUSED.clear()
+        with pytest.raises(SystemExit):
+            script.evaluate_run(script.parse_args(["--eval-only", str(empty)]))
+        assert "agent_0.safetensors cannot be loaded" in REFUSED[-1]
+        assert "\n" not in REFUSED[-1]
     if script.family == "MiniGrid":
         fewer = [*play, "--env-id", "MiniGrid-Dynamic-Obstacles-6x6-v0"]
         with pytest.raises(SystemExit):

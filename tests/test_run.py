@@ -6,6 +6,7 @@ import csv
 import errno
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -507,6 +508,14 @@ def resume_longer(folder, iterations):
 
 
 # --- evaluations ---
+
+
+def test_seeds_of_different_keys_differ():
+    """Whatever the order of the numbers; they have 31 bits."""
+    keys = list(itertools.product(range(1, 6), repeat=3))
+    seeds = [communicators.derive_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert 2**30 < max(seeds) < 2**31
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 10, 30, 99, 1000])
