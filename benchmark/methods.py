@@ -22,9 +22,10 @@ PINK = "#CC79A7"
 PURPLE = "#5D3A9B"
 WINE = "#882255"
 BLACK = "#000000"
+OCHRE = "#999933"
 
 DASHES = ("-", "--", ":", "-.")
-OTHER_COLOURS = ("#999933", "#44AA99", "#AA4499", "#661100", "#332288")  # of names not listed below
+OTHER_COLOURS = ("#44AA99", "#AA4499", "#661100", "#332288")  # of names not listed below
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,22 @@ METHODS = {
     "fedavg-uniform": Method("FedAvg, uniform", VERMILION),
     "fedavg-reward": Method("FedAvg, reward", ORANGE),
     "fedavg-similarity": Method("FedAvg, similarity", ORANGE, "--"),
+    "fedavg-surrogate": Method("FedAvg, surrogate", OCHRE),
+    "fedavg-pairs": Method("FedAvg, of the pairs that want the same", VERMILION, "-."),
+    "fedper-uniform": Method("FedPer: FedAvg, uniform, private heads", ORANGE, ":"),
+    "fedavg-then-alone": Method("FedAvg, uniform, then alone", VERMILION, ":"),
+    "proximal-uniform": Method("pulled to the average of parameters, uniform", OCHRE, "--"),
+    "both-surrogate": Method("PR-PPO, surrogate, and a common trunk", PINK, ":"),
     "pr-uniform": Method("PR-PPO, uniform", BLUE),
     "pr-uniform-forward": Method("PR-PPO, uniform, forward KL as in eq. 4", BLUE, "--"),
     "pr-similarity": Method("PR-PPO, similarity", SKY),
     "pr-surrogate": Method("PR-PPO, surrogate", PINK),
+    "pr-pairs": Method("PR-PPO, of the pairs that want the same", BLUE, "-."),
     "pr-reward": Method("PR-PPO, reward", GREEN),
+    "fedavg-median": Method("FedAvg, coordinate-wise median", OCHRE, ":"),
+    "fedavg-trimmed": Method("FedAvg, trimmed mean", OCHRE, "-."),
+    "fedavg-relative-gain": Method("FedAvg, relative-gain", BLACK, "--"),
+    "pr-relative-gain": Method("PR-PPO, relative-gain", BLACK),
     "reward-easy-times-10": Method("PR-PPO, reward", GREEN),
     "relative-gain-easy-times-10": Method("PR-PPO, relative-gain", BLACK),
     "pr-self0.2": Method("PR-PPO, self-preferred 0.2", PURPLE, "--"),

@@ -16,7 +16,8 @@ usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh table1 [--quick | --skills]
        bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills|preferences
            [--tune | --results]
-       bash benchmark/sweep.sh anchor|trpo [--results]
+       bash benchmark/sweep.sh goals|unlock-goals [--tune | --results]
+       bash benchmark/sweep.sh anchor|trpo|agreement|liars|strength [--results]
        bash benchmark/sweep.sh s2zpo [--quick | --results]
 
 Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as
@@ -48,7 +49,11 @@ and a hard task; missions, with conflicting goals; levels, with few levels each;
 different sizes; crowd, 1 to 8 agents on one hard task; skills, language models that differ in how
 many of their prompts are for a rare skill (first run benchmark/skills.py); preferences, language
 models that share skills and have a style each (first run `python benchmark/skills.py --preferences
---prompt-shares 0.8 --prompts 1800 --out runs/preferences`).
+--prompt-shares 0.8 --prompts 1800 --out runs/preferences`); goals and unlock-goals, agents that
+share skills and have goals of their own, on two kinds of tasks; agreement, as goals, where the
+goals agree in a part of the levels.
+liars: one agent of four sends what it has not learned. strength: FedAvg of parts of the network,
+and PR-PPO with other coefficients, schedules and distillation.
 anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
 PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound
 of --delta.
@@ -66,14 +71,16 @@ stderr.
 """
 CONTROL = ("minigrid", "atari")
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd")
+OWN_GOALS = ("goals", "unlock-goals")
+OTHERS = ("anchor", "trpo", "agreement", "liars", "strength")
 LANGUAGE = ("llm", "table1")
 STRINGS = ("skills", "preferences")
 # Family -> its modes; the first one is the default
 MODES = {
     **{family: ("", "--quick", "--results") for family in (*CONTROL, "llm")},
     "table1": ("", "--quick", "--skills"),
-    **{family: ("--results", "--tune") for family in (*SHARING, *STRINGS)},
-    **{family: ("--results",) for family in ("anchor", "trpo")},
+    **{family: ("--results", "--tune") for family in (*SHARING, *OWN_GOALS, *STRINGS)},
+    **{family: ("--results",) for family in OTHERS},
     "s2zpo": ("", "--quick", "--results"),
 }
 
@@ -371,6 +378,181 @@ def choose_method(method: str) -> str:
         script = "prpo_minigrid.py --communicator self-preferred"
         return f"{script} --self-preference {preference}"
     return f"prpo_minigrid.py --communicator {communicator}"
+
+
+# Shared skills, own goals: two pairs of agents, one on an easy and one on a hard task each
+
+FEDAVG = "fedavg_ppo.py --communicator"
+PR_PPO = "prpo_minigrid.py --communicator"
+PAIRS = "benchmark/pairs.csv"  # the agents that want the same, which nobody could know
+PRIVATE_HEADS = "--private-heads actor critic"
+GOAL_METHODS = {
+    "isolated": f"{PR_PPO} identity",
+    "fedavg-uniform": f"{FEDAVG} uniform",
+    "fedavg-surrogate": f"{FEDAVG} surrogate",
+    "fedavg-pairs": f"{FEDAVG} {PAIRS}",
+    "pr-uniform": f"{PR_PPO} uniform",
+    "pr-reward": f"{PR_PPO} reward",
+    "pr-surrogate": f"{PR_PPO} surrogate",
+    "pr-pairs": f"{PR_PPO} {PAIRS}",
+    # The relatives of FedAvg that were made for agents with goals of their own
+    "fedper-uniform": f"{FEDAVG} uniform {PRIVATE_HEADS}",
+    "fedavg-then-alone": f"{FEDAVG} uniform --communication-end 0.8",
+    "proximal-uniform": f"{PR_PPO} uniform --aggregation proximal",
+    # Both at once: a common trunk, private heads, and mixed policies
+    "both-surrogate": f"{PR_PPO} surrogate --aggregation both {PRIVATE_HEADS}",
+}
+GOAL_TASKS = {
+    "goals": [
+        f"benchmark.goals:DoorKeyGoals-{task}-v0"
+        for task in ("5x5-green", "8x8-green", "5x5-blue", "8x8-blue")
+    ],
+    "unlock-goals": [
+        f"benchmark.goals:UnlockGoals-{task}-v0"
+        for task in ("5x5-ball", "6x6-ball", "5x5-box", "6x6-box")
+    ],
+}
+GOAL_COEFS = ("0.1", "0.5", "2", "10")
+# Of the pull towards the average parameters, which has a coefficient of its own
+PROXIMAL_COEFS = ("0.001", "0.01", "0.1", "1")
+# Also with a coefficient that falls to 0
+LINEAR_METHODS = ("fedavg-surrogate", "pr-reward", "pr-surrogate")
+# Method -> coefficient, as choose.py has chosen it (docs/results.md, section 12); else 0.5
+CHOSEN_GOALS = {"goals": {}, "unlock-goals": {}}
+
+
+def list_goals(family: str, mode: str) -> Iterator[str]:
+    """Four agents with goals of their own, by every method; tuned in runs of half the length."""
+    tuned = mode == "--tune"
+    seeds = TUNING_SEEDS if tuned else FIVE_SEEDS
+    steps = 124928 if tuned else 249856
+    episodes = 0 if tuned else 20
+    for seed in seeds:
+        common = f"--num-agents 4 --env-ids {' '.join(GOAL_TASKS[family])} --seed {seed}"
+        common += f" --total-timesteps {steps} --learning-rate 1e-3 --kl-direction reverse"
+        common += f" --local-updates 4 --eval-episodes {episodes}"
+        common += f" --run-dir {name_folder(family, mode)}"
+        for method, flags in GOAL_METHODS.items():
+            coef_flag = "--kl-coef"
+            coefs = GOAL_COEFS
+            if method.startswith("proximal"):
+                coef_flag = "--prox-coef"
+                coefs = PROXIMAL_COEFS
+            if tuned:
+                for coef in coefs:
+                    name = f"{method}_coef{coef}"
+                    yield f"{ONE_THREAD} {flags} {coef_flag} {coef} {common} --exp-name {name}"
+                continue
+            coef = CHOSEN_GOALS[family].get(method, "0.5")
+            flags += f" {coef_flag} {coef}"
+            yield f"{ONE_THREAD} {flags} {common} --exp-name {method}"
+            if method in LINEAR_METHODS:
+                flags += " --kl-schedule linear"
+                yield f"{ONE_THREAD} {flags} {common} --exp-name {method}-linear"
+
+
+AGREEMENTS = ("0", "25", "50", "75", "100")
+AGREEMENT_METHODS = ("isolated", "fedavg-uniform", "fedavg-surrogate", "pr-uniform", "pr-surrogate")
+
+
+def list_agreement(family: str, mode: str) -> Iterator[str]:
+    """As goals, on an easy and a middling task, where goals agree in a part of the levels."""
+    for seed in FIVE_SEEDS:
+        for percent in AGREEMENTS:
+            suffix = "" if percent == "0" else f"-{percent}"
+            tasks = [
+                f"benchmark.goals:DoorKeyGoals-{task}{suffix}-v0"
+                for task in ("5x5-green", "6x6-green", "5x5-blue", "6x6-blue")
+            ]
+            for method in AGREEMENT_METHODS:
+                coef = CHOSEN_GOALS["goals"].get(method, "0.5")
+                yield join(
+                    f"{ONE_THREAD} {GOAL_METHODS[method]} --kl-coef {coef}",
+                    f"--num-agents 4 --env-ids {' '.join(tasks)} --seed {seed}",
+                    "--total-timesteps 122880 --learning-rate 1e-3 --kl-direction reverse",
+                    "--local-updates 4 --eval-episodes 0",
+                    f"--run-dir {name_folder(family, mode)} --exp-name {method}-{percent}",
+                )
+
+
+# One agent of four that lies
+
+LIES = ("none", "random", "flipped", "opposite")
+AVERAGE = "--aggregation weights --communicator"
+LIAR_METHODS = {
+    "fedavg-uniform": f"{AVERAGE} uniform",
+    "fedavg-median": f"{AVERAGE} uniform --robust median",
+    "fedavg-trimmed": f"{AVERAGE} uniform --robust trimmed",
+    "fedavg-reward": f"{AVERAGE} reward",
+    "fedavg-similarity": f"{AVERAGE} similarity",
+    "fedavg-relative-gain": f"{AVERAGE} relative-gain",
+    "fedavg-surrogate": f"{AVERAGE} surrogate",
+    "pr-uniform": "--communicator uniform",
+    "pr-reward": "--communicator reward",
+    "pr-similarity": "--communicator similarity",
+    "pr-relative-gain": "--communicator relative-gain",
+    "pr-surrogate": "--communicator surrogate",
+}
+
+
+def list_liars(family: str, mode: str) -> Iterator[str]:
+    """Every method with every lie, and with a boast where agents report what it is about."""
+    for seed in FIVE_SEEDS:
+        for method, flags in LIAR_METHODS.items():
+            reports = method.endswith(("-reward", "-relative-gain"))
+            conditions = {lie: f"--lie {lie}" for lie in LIES}
+            if reports:
+                for lie in LIES[1:]:
+                    conditions[f"{lie}+boast"] = f"--lie {lie} --boast"
+            for condition, lie in conditions.items():
+                yield join(
+                    f"{ONE_THREAD} benchmark/liars.py {flags} {lie} --seed {seed}",
+                    "--total-timesteps 122880 --learning-rate 1e-3 --kl-coef 0.5",
+                    "--kl-direction reverse --local-updates 4 --eval-episodes 0",
+                    f"--run-dir {name_folder(family, mode)} --exp-name {method}-{condition}",
+                )
+
+
+# Why averaging wins where all want the same: strength, schedule, critic
+
+STRENGTH_METHODS = {
+    "isolated": f"{PR_PPO} identity --kl-coef 0.5",
+    "fedavg-uniform": f"{FEDAVG} uniform --kl-coef 0.5",
+    "fedavg-uniform-policy": f"{FEDAVG} uniform --kl-coef 0.5 --private-heads critic",
+    "fedavg-uniform-critic": f"{FEDAVG} uniform --kl-coef 0.5 --private-heads actor",
+    "fedavg-uniform-trunk": f"{FEDAVG} uniform --kl-coef 0.5 {PRIVATE_HEADS}",
+    **{
+        f"pr-uniform-{coef}": f"{PR_PPO} uniform --kl-coef {coef}"
+        for coef in ("0.1", "0.5", "2", "10", "50")
+    },
+    **{
+        f"pr-uniform-{coef}-linear": f"{PR_PPO} uniform --kl-coef {coef} --kl-schedule linear"
+        for coef in ("0.5", "2", "10")
+    },
+    **{
+        f"pr-uniform-distill{epochs}": f"{PR_PPO} uniform --kl-coef 0.5 --distill-epochs {epochs}"
+        for epochs in (1, 4)
+    },
+}
+# Experiment -> its tasks and steps
+STRENGTH = {
+    "doorkey": (THREE_DOORS, 122880),
+    "fourrooms": ("--env-id MiniGrid-FourRooms-v0", 249856),
+    "goals": (f"--num-agents 4 --env-ids {' '.join(GOAL_TASKS['goals'])}", 249856),
+}
+
+
+def list_strength(family: str, mode: str) -> Iterator[str]:
+    """FedAvg of parts of the network, and PR-PPO of other strengths, schedules and distillation."""
+    for seed in FIVE_SEEDS:
+        for experiment, (task, steps) in STRENGTH.items():
+            for method, flags in STRENGTH_METHODS.items():
+                yield join(
+                    f"{ONE_THREAD} {flags} {task} --seed {seed} --total-timesteps {steps}",
+                    "--learning-rate 1e-3 --kl-direction reverse --local-updates 4",
+                    "--eval-episodes 0",
+                    f"--run-dir {name_folder(family, mode)}/{experiment} --exp-name {method}",
+                )
 
 
 # What slows mixing down: agents of the doorkey family, and on BeamRider
@@ -711,8 +893,18 @@ def find_family(family: str):
         return list_sharing
     if family in LANGUAGE:
         return list_language
-    others = {"anchor": list_anchor, "trpo": list_trpo, "skills": list_skills}
-    others |= {"s2zpo": list_s2zpo, "preferences": list_preferences}
+    if family in OWN_GOALS:
+        return list_goals
+    others = {
+        "anchor": list_anchor,
+        "trpo": list_trpo,
+        "agreement": list_agreement,
+        "liars": list_liars,
+        "strength": list_strength,
+        "skills": list_skills,
+        "preferences": list_preferences,
+        "s2zpo": list_s2zpo,
+    }
     return others[family]
 
 

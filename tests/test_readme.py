@@ -30,12 +30,12 @@ FEW = "--total-steps 1 --batch-size 1 --group-size 2 --response-length 8 --eval-
 FEW += " --update-epochs 1 --lora-rank 4 --value-lora-rank 4"
 STRINGS = ("skills", "preferences")
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd", *STRINGS)
+SHARING += ("goals", "unlock-goals")
 MODES = {
     **{family: ("", "--quick", "--results") for family in ("minigrid", "atari", "llm")},
     "table1": ("", "--quick", "--skills"),
     **{family: ("--tune", "--results") for family in SHARING},
-    "anchor": ("",),
-    "trpo": ("",),
+    **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength")},
     "s2zpo": ("", "--quick", "--results"),
 }
 SWEEPS = [(family, mode) for family, modes in MODES.items() for mode in modes]
