@@ -1,14 +1,16 @@
 """benchmark/liars.py: what a lying agent sends and reports, and that the others are honest."""
 
 import copy
+import subprocess
 
 import pytest
 import torch
-from helpers import PRPO_MINIGRID, assert_same_run, only_run, tiny
+from helpers import PRPO_MINIGRID, REPOSITORY, assert_same_run, only_run, tiny
 
 import communicators
 import prpo_minigrid
 from benchmark import liars
+from communicators import parse_args
 
 EMPTY = "MiniGrid-Empty-Random-5x5-v0"
 
@@ -104,3 +106,21 @@ def test_an_opposite_agent_learns_from_turned_rewards(tmp_path, monkeypatch):
     assert (of_agents[:3] > 0).all()
     assert of_agents[3] < 0
     assert prpo_minigrid.Peers is communicators.Peers  # nothing is left behind
+
+
+def test_the_sweep_has_every_lie_and_boasts_only_where_returns_are_reported():
+    words = ["bash", "benchmark/sweep.sh", "liars"]
+    output = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout
+    lines = [line for line in output.splitlines() if "--seed 1 " in line]
+    boasting = set()
+    for line in lines:
+        argv = line.partition("benchmark/liars.py ")[2].split()
+        args = parse_args(liars.Args, prpo_minigrid.check_args, argv)
+        method, _, condition = args.exp_name.rpartition("-")
+        assert condition == args.lie + "+boast" * args.boast
+        assert (args.aggregation == "weights") == method.startswith("fedavg")
+        assert args.communicator in method or args.robust in method
+        if args.boast:
+            boasting.add(args.communicator)
+    assert boasting == {"reward", "relative-gain"}
+    assert len(lines) == 12 * 4 + 4 * 3
