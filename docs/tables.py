@@ -499,10 +499,11 @@ def table1_gains(name: str) -> str:
     return format_table(["", "above isolated agents", "in how many pairs"], rows)
 
 
-def summarise(values, digits: int = 2) -> str:
-    """A mean over seeds with its interval by Student's t."""
+def summarise(values, digits: int = 2, **limits: float) -> str:
+    """A mean over seeds with its interval by Student's t, cut at the limits `low` and `high`."""
     mean, low, high = with_interval(pd.DataFrame([[*values]])).iloc[0]
-    return format_mean(pd.Series({"x": mean, "x_ci_low": low, "x_ci_high": high}), "x", digits)
+    row = pd.Series({"x": mean, "x_ci_low": low, "x_ci_high": high})
+    return format_mean(row, "x", digits, **limits)
 
 
 def skills(skill: str = "mirror_after") -> str:
@@ -550,10 +551,13 @@ def preferences(algorithm: str) -> str:
         rate = read_setting("preferences_styles", name, "learning-rate")
         coef = read_setting("preferences_styles", name, "kl-coef")
         mean = reward[name].mean(axis=1)
-        cells = [summarise(reward[name][agent]) for agent in sorted(table.agent.unique())]
-        cells.append(summarise(mean))
+        content = wide["content_after"][name].mean(axis=1)
+        cells = [
+            summarise(reward[name][agent], low=0, high=1) for agent in sorted(table.agent.unique())
+        ]
+        cells.append(summarise(mean, low=0, high=1))
         cells.append(summarise(mean - alone) if name != isolated else "")
-        cells.append(summarise(wide["content_after"][name].mean(axis=1)))
+        cells.append(summarise(content, low=0, high=1))
         setting = f"{float(rate):.0e}, {float(coef):g}".replace("e-0", "e-")
         rows.append([style.label, setting, *cells])
     header = ["", "rate, coefficient", "mark", "capitals", "quotes", "mean of the agents"]

@@ -350,6 +350,37 @@ def test_the_average_of_shared_layers_is_that_of_all_layers(files, tmp_path):  #
     assert not torch.allclose(lost, lost_whole)  # of the shared layers alone
 
 
+def test_every_agent_goes_on_from_its_own_row(files, tmp_path, monkeypatch):  # noqa: F811
+    """With an asymmetric C the shared layers after a round are the agent's own average, not a
+    peer's, and the private ones are those from before."""
+    (tmp_path / "C.csv").write_text("0.5, 0.35, 0.15\n0, 0.4, 0.6\n0.7, 0.1, 0.2\n")
+    average = prpo_llm.average_adapters
+    averages = []
+
+    def average_and_remember(*given):
+        result = average(*given)
+        averages.append(result[0])
+        return result
+
+    monkeypatch.setattr(prpo_llm, "average_adapters", average_and_remember)
+    changes = {"num_agents": 3, "prompts_per_agent": 4, "eval_prompts": 0, "total_steps": 2}
+    changes |= {"aggregation": "weights", "communicator": str(tmp_path / "C.csv")}
+    folder, _ = train(files, tmp_path / "runs", private_layers=1, **changes)
+    (averages,) = averages
+    args = tiny(files, tmp_path, private_layers=1, **changes)
+    model, _ = prpo_llm.load_base(args)
+    prpo_llm.add_adapters(args, model, 3)
+    shared = prpo_llm.find_shared_columns(args, model)
+    assert not torch.allclose(averages[0], averages[1])
+    private = []
+    for i in range(3):
+        path = folder / "checkpoints" / f"agent_{i}" / "2.pt"
+        trained = torch.load(path, weights_only=True)["trained"]
+        assert torch.equal(trained[shared], averages[i])
+        private.append(trained[~shared])
+    assert not torch.allclose(private[0], private[1])
+
+
 def spread_settings(files, name):  # noqa: F811
     """The settings of a run of SPREAD."""
     return SPREAD[name] | {"reward_weights": (str(files / "weights.csv"),)}
