@@ -209,6 +209,9 @@ class Args(RunArgs):
     """clip range of the surrogate objective (0: no clipping)"""
     clip_higher: NonNegative = 0.0
     """its upper side, if it is to be wider (0: the same; DAPO: 0.28)"""
+    # tokens with a negative advantage lose at most so many times its size, whatever the ratio (0:
+    # no such bound)
+    dual_clip: NonNegative = 0.0
     # divide by the group's deviation and a completion's length (grpo; gspo, whose ratio is the
     # completion's geometric mean), all tokens' (dapo), or by neither (dr-grpo)
     loss_type: Literal["grpo", "dr-grpo", "dapo", "gspo"] = "grpo"
@@ -669,6 +672,9 @@ def compute_token_losses(
     pg_loss = -mb_advantages * ratio
     if args.clip_coef > 0:
         pg_loss = torch.max(pg_loss, -mb_advantages * ratio.clamp(low, high))
+    if args.dual_clip > 0:  # https://arxiv.org/abs/1912.09729
+        bounded = torch.min(pg_loss, -args.dual_clip * mb_advantages)
+        pg_loss = torch.where(mb_advantages < 0, bounded, pg_loss)
     if args.importance_cap:
         pg_loss = mb["importance"][place] * pg_loss
 
@@ -1797,7 +1803,7 @@ def collect_hidden(
     shape = (*batch["tokens"].shape, model.get_output_embeddings().in_features)
     states = model.get_input_embeddings().weight.new_zeros(shape)
     with select_adapters(name, numbers):
-        for inds in torch.arange(args.batch_size).split(args.micro_batch_size):
+        for inds in torch.arange(shape[1]).split(args.micro_batch_size):
             hidden = compute_hidden(model, select_prompts(batch, inds.expand(shape[0], -1)))
             states[:, inds, :, : hidden.shape[3]] = hidden
     return states
@@ -3266,6 +3272,8 @@ def check_batches(args: Args) -> None:
     if 0 < args.clip_higher < args.clip_coef:
         reason = f"must be at least --clip-coef {args.clip_coef}"
         communicators.refuse(args, "clip_higher", reason)
+    if 0 < args.dual_clip <= 1:
+        communicators.refuse(args, "dual_clip", "must be more than 1, or 0 for no such bound")
     if args.algorithm == "grpo" and args.group_size < 2:
         communicators.refuse(args, "group_size", "must be at least 2 for GRPO")
     if args.min_response_tokens > args.response_length:
