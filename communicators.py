@@ -1316,6 +1316,11 @@ class RunArgs:
                 matrix = from_csv(self.communicator, self.num_agents)
                 self.communicator_matrix = write_matrix(matrix)
 
+    @property
+    def agents_at_once(self) -> int:
+        """How many agents train at the same time: all, unless a script draws some of them."""
+        return self.num_agents
+
 
 @functools.cache
 def list_communicators(Args: type) -> tuple[str, ...]:
@@ -1426,8 +1431,9 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     elif args.resume:
         args = _read_resumed_settings(args, argv, may_change, again)
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
-    if args.num_agents % world_size:
-        refuse(args, "num_agents", f"must be a multiple of the {world_size} processes")
+    if args.agents_at_once % world_size:
+        flag = "num_agents" if args.agents_at_once == args.num_agents else "agents_per_round"
+        refuse(args, flag, f"must be a multiple of the {world_size} processes")
     _check_communicator(args)
     _check_device(args)
     if args.track and not importlib.util.find_spec("wandb"):
@@ -1468,7 +1474,7 @@ def _check_run_dir(args: RunArgs) -> None:
     folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         refuse(args, "run_dir", "must be a folder that can be written to")
-    megabytes = 64 + 64 * args.num_agents
+    megabytes = 64 + 64 * args.agents_at_once
     if shutil.disk_usage(folder).free < megabytes * 2**20:
         refuse(args, "run_dir", f"needs {megabytes} MB of free disk space")
 
@@ -2439,7 +2445,7 @@ class Run:
         if not self.chief:
             return
         start = self.iteration
-        about = f"{self.args.num_agents} agents on {self.exchange.device}"
+        about = f"{self.exchange.num_agents} agents on {self.exchange.device}"
         if self.about:
             about = f"{about}, {self.about}"
         print(f"{self.folder}: {about}", flush=True)
@@ -2562,7 +2568,7 @@ class Run:
         matrix_changed: bool,
     ) -> None:
         """Write this iteration's scalars to TensorBoard."""
-        n = self.args.num_agents
+        n = self.exchange.num_agents
         scalars = scalars | {
             self.speed: rate,
             "communication/bytes": self.exchange.bytes_sent,
@@ -2590,7 +2596,7 @@ class Run:
         common = {key.rpartition("/")[2]: value for key, value in scalars.items()}
         common["communication_bytes"] = self.exchange.bytes_sent
         common[f"{self.unit.replace('-', '_')}_per_second"] = rate
-        for i in range(self.args.num_agents):
+        for i in range(self.exchange.num_agents):
             row = {self.counter: self.iteration, "agent": i}
             if self.env_ids:
                 row["env_id"] = self.env_ids[i]
@@ -2605,7 +2611,7 @@ class Run:
 
     def _log_communicator(self, communicator: Tensor, distances: Tensor) -> None:
         """Write C and the distances to communicator.csv: all pairs of few agents, else of C's."""
-        n = self.args.num_agents
+        n = self.exchange.num_agents
         pairs = torch.ones(n, n) if n <= FEW_AGENTS else communicator
         for i, j in pairs.nonzero().tolist():
             row = {
@@ -2661,7 +2667,7 @@ class Run:
         if not self.chief:
             return
         step = self.iteration * self.stride
-        for i in range(self.args.num_agents):
+        for i in range(self.exchange.num_agents):
             for task, columns in tasks.items():
                 value, half, *others = self.results[task][i]
                 self.writer.add_scalar(f"eval/{task}/agent_{i}", value, step)
@@ -2723,7 +2729,7 @@ class Run:
 
     def _recent(self) -> list[float]:
         """The headline metric of each agent."""
-        return self.latest.get(self.headline, [math.nan] * self.args.num_agents)
+        return self.latest.get(self.headline, [math.nan] * self.exchange.num_agents)
 
     def _rate(self) -> float:
         """Units of work per second of training."""
@@ -2738,7 +2744,7 @@ class Run:
 
     def _summarize(self) -> dict:
         """What summary.json holds of every run."""
-        agents = range(self.args.num_agents)
+        agents = range(self.exchange.num_agents)
         recent = self._recent()
         evaluations = [self._evaluation_of(i) for i in agents]
         judged_by = self.env_ids  # the task by which each agent is judged
