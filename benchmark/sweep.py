@@ -19,6 +19,7 @@ usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh goals|unlock-goals [--tune | --results]
        bash benchmark/sweep.sh anchor|trpo|agreement|liars|strength [--results]
        bash benchmark/sweep.sh s2zpo [--quick | --results]
+       bash benchmark/sweep.sh fedagent [--quick]
 
 Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as
 Slurm arrays, and goes on where it was cut off. The lines assume the root of the repository as
@@ -57,6 +58,10 @@ and PR-PPO with other coefficients, schedules and distillation.
 anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
 PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound
 of --delta.
+fedagent: agents in text worlds, the FedAgent paper's table 1, with PR-GRPO beside it.
+(default)  the paper's size: Qwen2.5-1.5B-Instruct in ALFWorld, 100 clients of which two train in a
+           round, 70 rounds of three epochs; two GPUs each
+--quick    the small model in BabyAI (first run benchmark/babyai.py): 12 clients, three at a time
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
 --results  the chosen settings on five fresh seeds (also the default)
 
@@ -82,6 +87,7 @@ MODES = {
     **{family: ("--results", "--tune") for family in (*SHARING, *OWN_GOALS, *STRINGS)},
     **{family: ("--results",) for family in OTHERS},
     "s2zpo": ("", "--quick", "--results"),
+    "fedagent": ("", "--quick"),
 }
 
 ONE_THREAD = "OMP_NUM_THREADS=1 python"
@@ -882,6 +888,56 @@ def list_preferences(family: str, mode: str) -> Iterator[str]:
                     )
 
 
+# Agents in text worlds
+
+# Table 1 of the FedAgent paper: 70 rounds x 3 epochs, 8 tasks x 8 episodes
+FEDAGENT_FULL = (
+    "--base-model Qwen/Qwen2.5-1.5B-Instruct --precision bfloat16 --gradient-checkpointing"
+    " --env benchmark/worlds/alfworld.py:make --tasks 3000 --max-turns 50 --num-agents 100"
+    " --local-updates 3 --total-steps 210 --batch-size 8 --group-size 8 --max-prompt-tokens 2048"
+    " --response-length 512 --minibatch-size 64 --micro-batch-size 4 --learning-rate 1e-6"
+    " --weight-decay 0.01 --lora-rank 64 --lora-alpha 64 --advantage-over turns"
+)
+FEDAGENT_QUICK = "--num-agents 12 --local-updates 3 --total-steps 30"
+# Method -> flags, with {n} agents at the same time
+FEDAGENT_METHODS = {
+    "local": "--aggregation none --agents-per-round {n}",
+    "centralised": "--aggregation none --centralised",
+    "fedagent": "--aggregation weights --agents-per-round {n}",
+    "pr-uniform": "--aggregation policy --agents-per-round {n}",
+    "pr-self0.6": "--aggregation policy --agents-per-round {n} --communicator self-preferred",
+}
+# Partition -> two strengths
+HETEROGENEITY = {
+    "preference": ("0.5", "2"),
+    "coverage": ("0.2", "5"),
+    "hardness": ("0.2", "5"),
+}
+
+
+def list_fedagent(family: str, mode: str) -> Iterator[str]:
+    """Table 1 of the FedAgent paper, and with --quick its three kinds of heterogeneity."""
+    small = mode == "--quick"
+    common = FEDAGENT_QUICK if small else FEDAGENT_FULL
+    number = 3 if small else 2
+    for seed in (1, 2, 3):
+        for partition, strengths in {"iid": ("",), **HETEROGENEITY}.items():
+            for strength in strengths:
+                for method, flags in FEDAGENT_METHODS.items():
+                    name = f"{method}_{partition}{strength}"
+                    if partition != "iid":
+                        if not small or method in ("centralised", "pr-self0.6"):
+                            continue
+                        flags += f" --partition {partition} --strength {strength}"
+                    launch = ONE_THREAD
+                    if not small and method != "centralised":
+                        launch = f"torchrun --nproc-per-node {number}"
+                    yield join(
+                        f"{launch} prpo_babyai.py {flags.format(n=number)} {common}",
+                        f"--seed {seed} --run-dir {name_folder(family, mode)} --exp-name {name}",
+                    )
+
+
 # The program
 
 
@@ -904,6 +960,7 @@ def find_family(family: str):
         "skills": list_skills,
         "preferences": list_preferences,
         "s2zpo": list_s2zpo,
+        "fedagent": list_fedagent,
     }
     return others[family]
 
@@ -916,7 +973,7 @@ def read_number(flag: str, line: str, default: int) -> int:
 
 def estimate(family: str, lines: list[str]) -> str:
     """How many runs there are, and of control how long they take; with three agents by default."""
-    if family in (*LANGUAGE, *STRINGS, "s2zpo"):
+    if family in (*LANGUAGE, *STRINGS, "s2zpo", "fedagent"):
         return f"{len(lines)} runs"
     hours = 0
     for line in lines:

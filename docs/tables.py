@@ -203,6 +203,33 @@ LANGUAGE = {
     "time/tokens_per_second": "tokens of completions per second of the whole step",
     "time/completions_per_second": "all agents' completions per second of training",
 }
+EPISODES = (
+    "losses/kl_anchor",
+    "losses/ratio",
+    "losses/first_log_ratio",
+    "losses/grad_norm",
+    "losses/skipped_steps",
+    "losses/sampling_gap",
+    "communication/lost_by_average",
+    "time/tokens_per_second",
+)
+AGENTS = {
+    "episode/client": "the number of the client that the agent has been in this step",
+    "episode/success": "share of the step's episodes that succeed: the training success of tables",
+    "episode/return": "their mean return: what the world gives, less penalties",
+    "episode/length": "their mean length in turns",
+    "episode/invalid": "share of answers that name no admissible action",
+    "episode/answer_tokens": "mean length of an answer in tokens",
+    "episode/groups_without_signal": "share of groups with equal returns",
+    "episode/success_CATEGORY": "`episode/success` of one category; nan where none was played",
+    **{name: meaning for name, meaning in SHARED.items() if name != "losses/value_loss"},
+    **{name: LANGUAGE[name] for name in EPISODES},
+    "losses/first_log_ratio": "largest log-ratio in the first minibatch of an agent: 0 but for"
+    " rounding",
+    "time/episodes_per_second": "all agents' episodes per second of training",
+    "time/peak_memory": "the most memory that rank 0's process has had, in GiB (the GPU's, or the"
+    " processor's)",
+}
 COMMUNICATION = {
     "communication/rounds": "communication rounds so far",
     "communication/bytes": "parameters times listeners, in bytes (`communication_bytes` in the CSV"
@@ -217,8 +244,11 @@ COMMUNICATION = {
 
 
 def metrics(kind: str) -> str:
-    """What TensorBoard and the CSV files hold, of `control`, `trpo` or `language` models."""
-    of_kind = {"control": CONTROL, "trpo": TRPO, "language": LANGUAGE}[kind]
+    """What TensorBoard and the CSV files hold, of `control`, `trpo`, `language` models or
+    `agents`.
+    """
+    tables_of_kinds = {"control": CONTROL, "trpo": TRPO, "language": LANGUAGE, "agents": AGENTS}
+    of_kind = tables_of_kinds[kind]
     meanings = of_kind | COMMUNICATION
     rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
     return format_table(["metric", "meaning"], rows)

@@ -21,7 +21,7 @@ tables = importlib.import_module("tables")
 
 PAGES = [*tables.PAGES, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"]
 # fedavg_ppo.py has the flags of the first two, see test_scripts.py
-SCRIPT_NAMES = ("prpo_minigrid", "prpo_atari", "prpo_llm", "prtrpo_minigrid")
+SCRIPT_NAMES = ("prpo_minigrid", "prpo_atari", "prpo_llm", "prtrpo_minigrid", "prpo_babyai")
 BENCHMARKS = (
     "rounds",
     "plot",
@@ -31,6 +31,7 @@ BENCHMARKS = (
     "judge",
     "pipeline",
     "skills",
+    "babyai",
     "throughput",
     "bound",
     "crowd",

@@ -37,6 +37,7 @@ MODES = {
     **{family: ("--tune", "--results") for family in SHARING},
     **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength")},
     "s2zpo": ("", "--quick", "--results"),
+    "fedagent": ("", "--quick"),
 }
 SWEEPS = [(family, mode) for family, modes in MODES.items() for mode in modes]
 
@@ -128,6 +129,15 @@ def test_language_model_commands_run(words, tmp_path, request):
     if "ppo" not in words and not runs_slow(request):
         pytest.skip("a minute each: -m slow")
     assert (run(words, *FEW.split(), cwd=tmp_path) / "summary.json").exists()
+
+
+@on_commands("prpo_babyai")
+def test_commands_of_agents_in_text_worlds_are_understood(words):
+    """Their flags are parsed; that such runs work is tested with the script."""
+    start = next(k for k, word in enumerate(words) if word.endswith(".py"))
+    argv = list(words[start + 1 :])
+    args = tyro.cli(load_script("prpo_babyai", argv).Args, args=argv)
+    assert args.agents_at_once in (1, 2, 3)
 
 
 @pytest.mark.parametrize(("family", "mode"), SWEEPS)

@@ -1,0 +1,236 @@
+"""A small language model for prpo_babyai.py, which has seen the levels' bot a little.
+
+    python benchmark/babyai.py  # two minutes, once: runs/babyai/model, an ordinary folder
+
+A Llama of two million parameters with a tokenizer of words, trained to answer as BabyAI's own bot
+acts in a few episodes of every level. It then solves a fifth to a third of new tasks, which is
+enough for reinforcement learning to begin. None of the episodes is of a task of prpo_babyai.py. The
+same settings give the same files; files that are there are not made again.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from minigrid.utils.baby_ai_bot import BabyAIBot
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import prpo_babyai
+from communicators import Count, Natural, Positive, read_flags, stop
+
+EOS = "<eos>"
+UNKNOWN = "<unknown>"
+# Fixed phrases that are a token each; what else there is are words, numbers and signs
+STEPS = ("1 step", "2 steps", "3 steps", "4 steps", "5 steps", "6 steps")
+PHRASES = [
+    prpo_babyai.INSTRUCTION,
+    f"Actions: {', '.join(prpo_babyai.ACTIONS)}",
+    *(f", You see {article}" for article in ("an", "a")),
+    *(f"You see {article}" for article in ("an", "a")),
+    "You see nothing",
+    "You carry a",
+    *(f"and {steps} forward" for steps in STEPS),
+    *(f"{steps} {way}" for steps in STEPS for way in ("left", "right", "forward")),
+    "Task:",
+    "Turn",
+    "of 24",
+    "Before:",
+    "Action:",
+    "Now:",
+    "<action>",
+    "</action>",
+    *prpo_babyai.ACTIONS,
+]
+WORDS = """
+go to the a an pick up open door key ball box put next red green blue purple yellow grey
+wall goal lava floor agent closed locked behind you on your left right in front of and then
+after unlock drop toggle turn forward object
+"""
+FIRST_SEED = 2_000_000  # of the episodes here: training and evaluation have others
+
+
+@dataclass
+class Args:
+    out: str = "runs/babyai"
+    """folder for the model"""
+    episodes: Count = 60
+    """episodes of the bot in each level"""
+    steps: Count = 220
+    """optimizer steps"""
+    batch_size: Count = 32
+    """turns per step"""
+    learning_rate: Positive = 2e-3
+    """highest learning rate of AdamW"""
+    hidden_size: Count = 192
+    """of the model"""
+    layers: Count = 5
+    """of the model"""
+    probe: Natural = 20
+    """new tasks of each level, by which its success is measured in the end"""
+    seed: Natural = 1
+    """seed of everything random"""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every fixed phrase, word, number and sign of BabyAI's texts."""
+    tokens = [EOS, UNKNOWN, *PHRASES, *WORDS.split(), *map(str, range(1, 65)), *",.:<>/"]
+    vocabulary = {token: k for k, token in enumerate(dict.fromkeys(tokens))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    escaped = []
+    for phrase in PHRASES:
+        text = "".join(f"\\{letter}" if letter in ".<>/()" else letter for letter in phrase)
+        # Not the beginning of a longer word, such as "an" of "and"
+        escaped.append(f"{text}\\b" if phrase[-1].isalpha() else text)
+    pattern = Regex("|".join([*escaped, "\\w+", "[^\\w\\s]"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "removed", invert=True)
+    special = {"eos_token": EOS, "pad_token": EOS, "unk_token": UNKNOWN}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special
+    )
+
+
+def show_bot(level: str, seed: int) -> Iterator[tuple[str, str]]:
+    """The prompts of an episode of the bot, with its answers."""
+    settings = prpo_babyai.Args()
+
+    def make(split: str, index: int) -> prpo_babyai.TextLevel:
+        return prpo_babyai.TextLevel(level, seed)
+
+    episode = prpo_babyai.Episode(settings, make, "train", 0)
+    bot = BabyAIBot(episode.env.level)
+    while not episode.ended:
+        action = prpo_babyai.ACTIONS[int(bot.replan())]
+        answer = f"<action>{action}</action>"
+        yield episode.write_prompt(settings.history), answer
+        episode.act([], [], torch.empty(0), answer)
+
+
+def collect(args: Args) -> list[tuple[str, str]]:
+    """Prompts and answers of the bot's episodes in all levels."""
+    examples = []
+    for level in prpo_babyai.LEVELS:
+        for number in range(args.episodes):
+            examples += show_bot(level, FIRST_SEED + 1000 * args.seed + number)
+    return examples
+
+
+def train(args: Args, tokenizer, examples: list[tuple[str, str]]) -> LlamaForCausalLM:
+    """The model, trained on the answers."""
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        intermediate_size=8 * args.hidden_size // 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=6,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.learning_rate, args.steps, pct_start=0.1, final_div_factor=1e6
+    )
+    prompts = tokenizer([prompt for prompt, _ in examples])["input_ids"]
+    answers = tokenizer([answer for _, answer in examples])["input_ids"]
+    generator = torch.Generator().manual_seed(args.seed)
+    began = time.monotonic()
+    for step in range(1, args.steps + 1):
+        inds = torch.randint(len(examples), (args.batch_size,), generator=generator).tolist()
+        tokens, labels = pad_examples([(prompts[k], answers[k]) for k in inds], config.eos_token_id)
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % max(args.steps // 10, 1) == 0:
+            left = (time.monotonic() - began) / step * (args.steps - step)
+            progress = f"step {step}/{args.steps}, loss {loss.item():.3f}, {left:.0f} s left"
+            print(f"warm start: {progress}", flush=True)
+    return model.eval()
+
+
+def pad_examples(pairs: list[tuple], eos: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [examples, longest], padded with EOS, and labels: the answer and EOS, else -100."""
+    longest = max(len(prompt) + len(answer) for prompt, answer in pairs) + 1
+    tokens = torch.full((len(pairs), longest), eos)
+    labels = torch.full((len(pairs), longest), -100)
+    for k, (prompt, answer) in enumerate(pairs):
+        ids = torch.tensor([*prompt, *answer, eos])
+        tokens[k, : len(ids)] = ids
+        labels[k, len(prompt) : len(ids)] = ids[len(prompt) :]
+    return tokens, labels
+
+
+def measure_success(args: Args, folder: Path) -> dict[str, float]:
+    """How many new tasks of each level the model solves, when it samples."""
+    settings = prpo_babyai.Args(base_model=str(folder), seed=args.seed, device="cpu")
+    model, tokenizer = prpo_babyai.load_base(settings, "cpu")
+    prpo_babyai.add_adapters(settings, model, 1)
+    rates = {}
+    for level in prpo_babyai.LEVELS:
+
+        def make(split: str, seed: int, level: str = level) -> prpo_babyai.TextLevel:
+            return prpo_babyai.TextLevel(level, seed)
+
+        episodes = []
+        for number in range(args.probe):
+            episode = prpo_babyai.Episode(settings, make, "train", FIRST_SEED - 1 - number)
+            shape = (settings.max_turns, settings.response_length)
+            generator = torch.Generator().manual_seed(number)
+            episode.uniforms = torch.rand(shape, generator=generator)
+            episodes.append(episode)
+        prpo_babyai.play(settings, model, tokenizer, [episodes], settings.temperature, (0,))
+        rates[level] = sum(episode.success for episode in episodes) / max(len(episodes), 1)
+    return rates
+
+
+def main(args: Args) -> dict[str, float]:
+    """Write the model, if it is not there. Returns its success in each level."""
+    if args.hidden_size % 12:
+        stop(f"--hidden-size {args.hidden_size}: must be a multiple of 12", 2)
+    out = Path(args.out)
+    settings = asdict(args) | {"out": ""}
+    ready = out / "settings.json"
+    if ready.is_file():
+        stored = json.loads(ready.read_text())
+        rates = stored.pop("rates")
+        if stored != settings:
+            hint = "choose another folder, or delete it"
+            stop(f"--out {out}: was made with other settings; {hint}", 2)
+        print(f"{out}: there already")
+    else:
+        tokenizer = make_tokenizer()
+        model = train(args, tokenizer, collect(args))
+        shutil.rmtree(out / "model", ignore_errors=True)
+        model.save_pretrained(out / "model")
+        tokenizer.save_pretrained(out / "model")
+        rates = measure_success(args, out / "model")
+        # Under its name only when all is there
+        temporary = out / f"settings.{os.getpid()}"
+        temporary.write_text(json.dumps(settings | {"rates": rates}, indent=1) + "\n")
+        temporary.replace(ready)
+    for level, rate in rates.items():
+        print(f"{level:17} solved {rate:6.1%}")
+    print(f"{'all':17} solved {sum(rates.values()) / len(rates):6.1%}")
+    return rates
+
+
+if __name__ == "__main__":
+    main(read_flags(Args))

