@@ -409,7 +409,7 @@ def test_minibatches_contain_every_turn_once():
     inds = torch.cat(batches, dim=1)
     assert sorted(inds[0].tolist()) == [0, 1, 2] + [10] * 9
     assert sorted(inds[1].tolist()) == [*range(10), 10, 10]
-    assert (batches[1][0] == 10).all()
+    assert (batches[0][0] < 10).sum() == 3
     alone = prpo_babyai.draw_minibatches(args, [2], [10], step=1, epoch=0)
     assert all(torch.equal(a[0], b[1]) for a, b in zip(alone, batches, strict=True))
     for client, epoch in ((2, 1), (3, 0)):
