@@ -450,3 +450,26 @@ def test_greedy_games_draw_nothing_at_random(monkeypatch):
     assert np.array_equal(
         np.stack(taken), torch.stack([logits.argmax(-1) for logits, _ in predictions]).numpy()
     )
+
+
+def test_an_evaluation_begins_with_every_level(monkeypatch):
+    """And an agent that has diverged has no return."""
+    env_id = "MiniGrid-DoorKey-6x6-v0"
+    args = PRPO_MINIGRID.Args(env_id=env_id, device="cpu", precision="float32")
+    agent = PRPO_MINIGRID.new_agent()
+    seen = []
+    predict = agent.predict
+
+    def spy(obs):
+        seen.append(obs.numpy().copy())
+        return predict(obs)
+
+    monkeypatch.setattr(agent, "predict", spy)
+    levels = [5, 6, 7]
+    PRPO_MINIGRID.evaluate(args, agent, env_id, levels, 0)
+    env = PRPO_MINIGRID.make_env(env_id)
+    starts = [env.reset(seed=level)[0] for level in levels]
+    assert np.array_equal(seen[0], starts)
+    assert not np.array_equal(starts[0], starts[1])
+    agent.critic.weight.data[0, 0] = torch.nan
+    assert np.isnan(PRPO_MINIGRID.evaluate(args, agent, env_id, levels, 0)).all()
