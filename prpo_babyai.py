@@ -144,9 +144,9 @@ class Args(RunArgs):
     lora_average: Literal["exact", "frozen-a", "naive"] = "exact"
 
     # GRPO over episodes
-    total_steps: Count = 30
+    total_steps: Count = 12
     """steps of each agent: episodes are played and learned from"""
-    batch_size: Count = 8
+    batch_size: Count = 4
     """tasks per agent and step"""
     group_size: Count = 8
     """episodes of each task"""

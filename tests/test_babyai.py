@@ -588,6 +588,21 @@ def test_the_words_of_all_levels_are_tokens():
         assert len(of_answer) < prpo_babyai.Args.response_length
 
 
+def test_the_small_model_is_made_once(tmp_path, capsys):
+    """An ordinary folder of transformers; the same settings find it, others are refused."""
+    out = str(tmp_path / "model")
+    size = {"hidden_size": 24, "layers": 1, "steps": 3, "batch_size": 2, "episodes": 1, "probe": 1}
+    rates = babyai.main(babyai.Args(out=out, **size))
+    assert [*rates] == [*prpo_babyai.LEVELS]
+    model = AutoModelForCausalLM.from_pretrained(Path(out, "model"))
+    assert model.config.num_hidden_layers == 1
+    capsys.readouterr()
+    assert babyai.main(babyai.Args(out=out, **size)) == rates
+    assert "there already" in capsys.readouterr().out
+    message = refusal(babyai.main, babyai.Args(out=out, **size | {"steps": 4}))
+    assert message.startswith(f"--out {out}: was made with other settings")
+
+
 # --- tasks and agents ---
 
 
