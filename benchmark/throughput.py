@@ -3,6 +3,7 @@
     python benchmark/throughput.py  # the comparison, and where the time goes
     python benchmark/throughput.py --env-id BeamRiderNoFrameskip-v4 --repeats 3  # the same on Atari
     python benchmark/throughput.py --trpo  # PR-TRPO against sb3-contrib
+    python benchmark/throughput.py --zeroth  # Par-S2ZPO against a plain loop over environments
     python benchmark/throughput.py --llm --repeats 3  # language models against TRL
     python benchmark/throughput.py --scaling  # and the cost per agent as agents are added
     python benchmark/throughput.py --csv benchmark/results/throughput.csv
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SB3 = "stable-baselines3"
 CONTRIB = "sb3-contrib's TRPO"
 TRL = "TRL's GRPOTrainer"
+LOOP = "a plain loop over environments"
 
 
 @dataclass
@@ -49,6 +51,11 @@ class Args:
     """the task, of MiniGrid or Atari"""
     trpo: bool = False
     """PR-TRPO instead, against sb3-contrib's TRPO"""
+    # Par-S2ZPO instead, on HalfCheetah-v5 or --env-id, against a plain loop over gymnasium's
+    # environments with one call of the policy per step
+    zeroth: bool = False
+    zeroth_iterations: int = 5
+    """updates of a compared run of it, with 64 episodes each"""
     # language models instead: completions per second against TRL, prompts of equal length, full
     # completions
     llm: bool = False
@@ -160,6 +167,18 @@ def trpo_contenders(args: Args) -> dict[str, list[str]]:
     }
 
 
+def zeroth_contenders(args: Args) -> dict[str, list[str]]:
+    """What is compared with a plain loop: name -> command."""
+    common = ["--env-id", args.env_id, "--total-iterations", str(args.zeroth_iterations)]
+    s2zpo = ["s2zpo_mujoco.py", *common, "--eval-episodes", "0"]
+    horizon = "500" if args.env_id == "CartPole-v1" else "250"
+    return {
+        LOOP: ["benchmark/baselines/zeroth_loop.py", *common, "--horizon", horizon],
+        "4 agents, gymnasium": [*s2zpo, "--env-backend", "gymnasium"],
+        "4 agents, envpool": [*s2zpo, "--env-backend", "envpool"],
+    }
+
+
 def comparisons(args: Args) -> dict[str, Args]:
     """The tables to be made: name -> arguments, of one size."""
     tables = {"comparison": replace(args, llm_sizes=args.llm_sizes[:1])}
@@ -176,6 +195,8 @@ def contenders(args: Args) -> dict[str, list[str]]:
         return llm_contenders(args)
     if args.trpo:
         return trpo_contenders(args)
+    if args.zeroth:
+        return zeroth_contenders(args)
     timesteps = args.timesteps or (32_768 if is_atari(args.env_id) else 65_536)
     common = ["--env-id", args.env_id, "--total-timesteps", str(timesteps), "--eval-episodes", "0"]
     prpo = [*choose_program(args.env_id), *common]
@@ -356,7 +377,7 @@ def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) 
                 row = describe_run(args, table, name, run)
                 if table != "scaling":
                     ratio = run["speed"] / other["speed"]
-                    row["ratio_to_trl" if args.llm else "ratio_to_sb3"] = f"{ratio:.3f}"
+                    row[f"ratio_to_{name_yardstick(args)}"] = f"{ratio:.3f}"
                 for phase, microseconds in measure_phases(run).items():
                     row[f"{phase}_us"] = f"{microseconds:.2f}"
                 rows.append(row)
@@ -381,6 +402,13 @@ def write_csv(path: Path, args: Args, tables: dict[str, dict[str, list[dict]]]) 
         writer.writeheader()
         writer.writerows(rows)
     print(f"\nwrote {path}")
+
+
+def name_yardstick(args: Args) -> str:
+    """What the speeds are compared with, in the name of a column."""
+    if args.llm:
+        return "trl"
+    return "loop" if args.zeroth else "sb3"
 
 
 def describe_run(args: Args, table: str, name: str, run: dict) -> dict:
@@ -428,6 +456,8 @@ def main(args: Args) -> None:
     # As Ctrl-C does, it also ends the contender that runs
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     tables = {}
+    if args.zeroth and "MiniGrid" in args.env_id:
+        args = replace(args, env_id="HalfCheetah-v5")
     if args.llm and args.repeats:
         prepare_llm_tasks(args)
     if args.repeats:

@@ -1,0 +1,225 @@
+"""Runs of s2zpo_mujoco.py: returns over updates, trajectories and bits, and over a shared grid.
+
+    bash benchmark/sweep.sh s2zpo --quick | python benchmark/run.py
+    python benchmark/zeroth.py --runs runs/s2zpo-quick --out s2zpo-quick
+    python benchmark/zeroth.py --from-csv --out benchmark/results/s2zpo  # again, from CSV files
+
+Writes OUT_runs.csv (a row per run), OUT.csv (curves) and from these OUT.png and OUT_table.csv. A
+method is an algorithm; a cell is a pair of mu and eta, which all algorithms of a task have in
+common. The grid is the mean over all cells, within a seed. The best cell of a seed is the one with
+the highest mean over the *other* seeds, so that chance is not rewarded; with one seed it is that
+seed's best. Curves are means over seeds of the best cells, with 95 % intervals by Student's t.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from arguments import read_flags, refuse
+from plot import comments_of, run_folders, with_interval, write
+
+ALGORITHMS = {
+    "par": ("Par-S2ZPO", "#0072B2"),
+    "fedavg": ("FedAvg-S2ZPO", "#D55E00"),
+    "central": ("central S2ZPO", "#7F7F7F"),
+}
+AXES = {"iteration": "updates", "trajectories": "trajectories", "bits": "bits"}
+SETTINGS = ["task", "algorithm", "mu", "eta", "seed"]
+
+
+@dataclass
+class Args:
+    runs: tuple[str, ...] = ("runs",)  # folders to search for runs, at any depth
+    out: str = "benchmark/results/s2zpo"  # beginning of the names of the files that are written
+    from_csv: bool = False
+    """only write OUT.png and OUT_table.csv, from OUT.csv and OUT_runs.csv"""
+
+
+def describe_command(settings: dict) -> str:
+    """The command of a run, without seed, mu and eta, which the rows have."""
+    pairs = settings["num_pairs"]
+    agents = settings["num_agents"]
+    words = [f"python s2zpo_mujoco.py --env-id {settings['env_id']}"]
+    words.append(f"--algorithm {settings['algorithm']} --num-agents {agents} --num-pairs {pairs}")
+    words.append(f"--hidden-sizes {' '.join(map(str, settings['hidden_sizes']))}")
+    words.append(f"--total-iterations {settings['total_iterations']}")
+    return " ".join(words)
+
+
+def read_run(folder: Path) -> tuple[dict, pd.DataFrame, str, str] | None:
+    """A finished run of s2zpo_mujoco.py: its row, its curve by iteration, its command and the
+    versions of packages; None for other runs.
+    """
+    path = folder / "summary.json"
+    if not path.is_file():
+        return None
+    summary = json.loads(path.read_text())
+    if summary["script"] != "s2zpo_mujoco" or not summary["completed"]:
+        return None
+    settings = summary["settings"]
+    curve = pd.read_csv(folder / "metrics.csv").groupby("iteration")
+    curve = curve[["episodic_return", "trajectories", "bits"]].mean().reset_index()
+    row = {
+        "task": settings["env_id"],
+        "algorithm": settings["algorithm"],
+        "mu": settings["mu"] or "default",
+        "eta": settings["eta"] or "default",
+        "seed": summary["seed"],
+        "parameters": summary["parameters"],
+        "iterations": summary["iterations"],
+        "trajectories": summary["trajectories"],
+        "bits": summary["communication_bits"],
+        "statistics_bits": summary["statistics_bits"],
+        "over_the_run": curve.episodic_return.mean(),
+        "evaluation": summary["evaluation"]["group"],
+    }
+    versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
+    return row, curve, describe_command(settings), versions
+
+
+def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, dict[tuple, pd.DataFrame], str]:
+    """A row per run, the curves by their settings, and comments with commands and versions.
+
+    Of repeated runs the newest counts.
+    """
+    rows = {}
+    curves = {}
+    commands = {}
+    versions = set()
+    for folder in run_folders(folders):
+        run = read_run(folder)
+        if run:
+            row, curve, command, packages = run
+            key = tuple(row[name] for name in SETTINGS)
+            rows[key] = row
+            curves[key] = curve
+            commands.setdefault(command, set()).add(row["seed"])
+            versions.add(packages)
+    if not rows:
+        sys.exit(f"--runs {' '.join(folders)}: no finished run of s2zpo_mujoco.py in there")
+    lines = [f"# {' or '.join(sorted(versions))}\n"]
+    for command, seeds in commands.items():
+        lines.append(f"# {command}  (--seed {' '.join(map(str, sorted(seeds)))})\n")
+    return pd.DataFrame(list(rows.values())), curves, "".join(lines)
+
+
+def choose_cells(runs: pd.DataFrame, column: str) -> pd.Series:
+    """The best cell of each seed: seed -> (mu, eta). runs: of one task and algorithm."""
+    scores = runs.pivot_table(index="seed", columns=["mu", "eta"], values=column)
+    chosen = {}
+    for seed in scores.index:
+        others = scores.drop(index=seed) if len(scores) > 1 else scores
+        chosen[seed] = others.mean().idxmax()
+    return pd.Series(chosen)
+
+
+def take_best(runs: pd.DataFrame, column: str) -> pd.DataFrame:
+    """The rows of the best cells, one for each seed."""
+    chosen = choose_cells(runs, column)
+    keep = [chosen[row.seed] == (row.mu, row.eta) for row in runs.itertuples()]
+    return runs[keep]
+
+
+def make_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """A row per task and algorithm: the grid's means and the best cell's, with intervals."""
+    rows = []
+    for (task, algorithm), group in runs.groupby(["task", "algorithm"], sort=False):
+        complete = group.groupby(["mu", "eta"]).seed.nunique()
+        row = {
+            "task": task,
+            "algorithm": algorithm,
+            "cells": len(complete),
+            "seeds": group.seed.nunique(),
+            "iterations": group.iterations.iloc[0],
+            "trajectories": group.trajectories.iloc[0],
+            "bits_per_update": group.bits.iloc[0] / group.iterations.iloc[0],
+            "bits": group.bits.iloc[0],
+            "statistics_bits": group.statistics_bits.iloc[0],
+        }
+        for column in ("over_the_run", "evaluation"):
+            best = take_best(group, column)
+            samples = {
+                f"{column}_grid": group.groupby("seed")[column].mean(),
+                f"{column}_best": best.set_index("seed")[column],
+            }
+            for name, values in samples.items():
+                average, low, high = with_interval(pd.DataFrame([[*values]])).iloc[0]
+                row |= {name: average, f"{name}_ci_low": low, f"{name}_ci_high": high}
+            cell = best[["mu", "eta"]].mode().iloc[0]
+            row[f"{column}_cell"] = f"{cell.mu} {cell.eta}"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def make_curves(runs: pd.DataFrame, curves: dict[tuple, pd.DataFrame]) -> pd.DataFrame:
+    """The best cells' returns, best over the run, as means over seeds."""
+    tables = []
+    for (task, algorithm), group in runs.groupby(["task", "algorithm"], sort=False):
+        best = take_best(group, "over_the_run")
+        of_seeds = [curves[tuple(row[name] for name in SETTINGS)] for _, row in best.iterrows()]
+        returns = pd.concat([curve.episodic_return for curve in of_seeds], axis=1)
+        table = with_interval(returns)
+        table.columns = ["mean", "ci_low", "ci_high"]
+        first = of_seeds[0]
+        table.insert(0, "bits", first.bits)
+        table.insert(0, "trajectories", first.trajectories)
+        table.insert(0, "iteration", first.iteration)
+        table.insert(0, "algorithm", algorithm)
+        table.insert(0, "task", task)
+        tables.append(table)
+    return pd.concat(tables, ignore_index=True)
+
+
+def draw(curves: pd.DataFrame, path: Path) -> None:
+    """A row of panels for each task: over updates, trajectories and bits."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = list(dict.fromkeys(curves.task))
+    size = (11, 2.6 * len(tasks))
+    figure, panels = plt.subplots(len(tasks), 3, figsize=size, squeeze=False, sharey="row")
+    for row, task in zip(panels, tasks, strict=True):
+        for panel, (axis, label) in zip(row, AXES.items(), strict=True):
+            for algorithm, (name, colour) in ALGORITHMS.items():
+                curve = curves[(curves.task == task) & (curves.algorithm == algorithm)]
+                if len(curve):
+                    panel.plot(curve[axis], curve["mean"], color=colour, label=name)
+                    band = {"color": colour, "alpha": 0.15, "linewidth": 0}
+                    panel.fill_between(curve[axis], curve.ci_low, curve.ci_high, **band)
+            if axis == "bits":
+                panel.set_xscale("log")
+            panel.set_xlabel(label)
+            panel.grid(alpha=0.3)
+        row[0].set_ylabel(f"{task}\nreturn")
+    panels[0, 0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main(args: Args) -> None:
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if args.from_csv:
+        if not Path(f"{out}_runs.csv").is_file():
+            refuse(f"--from-csv: there is no {out}_runs.csv")
+        runs = pd.read_csv(f"{out}_runs.csv", comment="#")
+        curves = pd.read_csv(f"{out}.csv", comment="#")
+    else:
+        runs, of_runs, comments = read_runs(args.runs)
+        curves = make_curves(runs, of_runs)
+        write(Path(f"{out}_runs.csv"), comments, runs)
+        write(Path(f"{out}.csv"), comments, curves)
+    comments = comments_of(Path(f"{out}_runs.csv"))
+    table = make_table(runs)
+    write(Path(f"{out}_table.csv"), comments, table)
+    draw(curves, Path(f"{out}.png"))
+    print(table.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
+
+
+if __name__ == "__main__":
+    main(read_flags(Args))
