@@ -8,7 +8,7 @@ of the PRPO paper.
 Contents
     1 mathematics
         communicators: identity, uniform, self_preferred, similarity, reward, softmax_reward,
-            rank_reward, relative_gain, surrogate, from_csv
+            rank_reward, relative_gain, samples, surrogate, from_csv
         what they are computed from: bound_returns, remember, surrogate_gains
         who may listen to whom: find_neighbours, draw_participants, ring, top_k, sparsify,
             drop_invalid, restrict
@@ -185,6 +185,20 @@ def relative_gain(gains: Tensor, temperature: float = 1.0) -> Tensor:
     """
     gains = gains.detach().double().nan_to_num(nan=0.0)
     return _softmax_rows(gains.clamp(-1, 1), temperature)
+
+
+def samples(numbers: Tensor) -> Tensor:
+    """c_ij = m_j / sum_k m_k: each agent by its amount of data, the same row for every agent.
+
+    With averages of parameters this is FedAvg (McMahan et al., 2017), and FedRLHF's rule. numbers:
+    [agents], environment steps or completions that counted since the last round; what is not finite
+    counts as 0. If no agent has any, the rows are uniform. Returns [agents, agents].
+    """
+    numbers = numbers.detach().double()
+    numbers = torch.where(numbers.isfinite(), numbers, 0.0).clamp(min=0.0)
+    # Scaled first, so that the sum stays finite
+    numbers = numbers / numbers.max().clamp(min=torch.finfo(numbers.dtype).tiny)
+    return _normalise_rows(numbers.expand(len(numbers), -1))
 
 
 def surrogate(gains: Tensor, temperature: float = 1.0) -> Tensor:
@@ -997,6 +1011,8 @@ class Peers:
         the same snapshot share one network;
     round_returns, records: of each agent held, the returns since the last round, and what
         `remember` makes of them;
+    round_samples, samples: of each agent held, the steps that counted since the last round, and
+        those between the last two rounds;
     and, of the last round,
     received: sender -> network;
     usable: bool [agents], whose snapshot is here and is valid;
@@ -1036,6 +1052,8 @@ class Peers:
         self.round_returns = [[] for _ in self.held]
         # Mean, gain and baseline
         self.records = torch.full((len(self.held), 3), torch.nan, dtype=torch.float64)
+        self.round_samples = torch.zeros(len(self.held), dtype=torch.float64)
+        self.samples = torch.zeros(len(self.held), dtype=torch.float64)
 
     def _senders(self, i: int) -> list[int]:
         """The agents to which agent i listens."""
@@ -1057,6 +1075,7 @@ class Peers:
             "distances": [self.distances[i] for i in self.held],
             "round_returns": self.round_returns,
             "record": list(self.records),
+            "round_samples": list(self.round_samples),
         }
 
     def restore(self) -> None:
@@ -1083,7 +1102,9 @@ class Peers:
     # A round: reports, snapshots, the new C
 
     def remember_returns(self) -> None:
-        """End the interval of returns that this round closes."""
+        """End the interval of returns and samples that this round closes."""
+        self.samples[:] = self.round_samples
+        self.round_samples.zero_()
         for k, returns in enumerate(self.round_returns):
             self.records[k] = remember(self.records[k], returns)
             returns.clear()
@@ -1269,6 +1290,7 @@ CommunicatorName = Literal[
     "softmax-reward",
     "rank-reward",
     "relative-gain",
+    "samples",
     "surrogate",
 ]
 

@@ -448,9 +448,9 @@ def compute_advantages(args: Args, model, batch: dict, statistics: Tensor) -> di
 def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i, on the simplex, weights agent i's peers.
 
-    returns [agents]: last means, or gains; log_probs [agents, states, actions]: on the public
-    states; usable, bool [agents]: whose snapshot is valid. Another communicator is two more lines
-    here and a word in RunArgs.
+    returns [agents]: last means, gains, or numbers of samples; log_probs [agents, states, actions]:
+    on the public states; usable, bool [agents]: whose snapshot is valid. Another communicator is
+    two more lines here and a word in RunArgs.
     """
     n = args.num_agents
     name = args.communicator
@@ -469,6 +469,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
+    elif name == "samples":
+        C = communicators.samples(returns)
     elif name == "relative-gain":
         C = communicators.relative_gain(returns, args.communicator_temperature)
     else:
@@ -901,6 +903,7 @@ def main(args: Args) -> dict:
     round_rewards = [[] for _ in held]  # since the last round
     # Of each agent's rounds: mean, gain, baseline
     records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)
+    samples = torch.zeros(len(held), dtype=torch.float64)  # completions between rounds
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
@@ -981,12 +984,16 @@ def main(args: Args) -> dict:
         if step % args.local_updates == 0:
             for k, returns in enumerate(round_rewards):
                 records[k] = communicators.remember(records[k], returns)
+                samples[k] = np.isfinite(returns).sum()  # a NaN reward teaches nothing
                 returns.clear()
             if isolated:  # nothing leaves an agent
                 snapshots[rows_held] = policy
             else:
                 if args.communicator == "relative-gain":
                     reported_returns = exchange.all_gather(records[:, 1:2]).flatten()
+                elif args.communicator == "samples":
+                    reported_returns = exchange.all_gather(samples[:, None]).flatten()
+                    reported_returns = communicators.bound_returns(reported_returns)
                 else:
                     reported_returns = exchange.all_gather(records[:, :1]).flatten()
                     reported_returns = communicators.bound_returns(reported_returns)

@@ -331,9 +331,9 @@ def compute_advantages(
 def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i, on the simplex, weights agent i's peers.
 
-    returns [agents]: last means, or gains; log_probs [agents, states, actions]: on the public
-    states; gains [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose snapshot is
-    valid. Another communicator is two more lines here and a word in RunArgs.
+    returns [agents]: last means, gains, or numbers of samples; log_probs [agents, states, actions]:
+    on the public states; gains [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose
+    snapshot is valid. Another communicator is two more lines here and a word in RunArgs.
     """
     n = args.num_agents
     name = args.communicator
@@ -352,6 +352,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
+    elif name == "samples":
+        C = communicators.samples(returns)
     elif name == "relative-gain":
         C = communicators.relative_gain(returns, args.communicator_temperature)
     elif name == "surrogate":
@@ -730,6 +732,7 @@ def main(args: Args) -> dict:
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
+            peers.round_samples[k] += len(batches[k]["states"])
         if iteration % args.local_updates == 0 and iteration <= last_communication:
             peers.remember_returns()
             participating = torch.ones(n, dtype=torch.bool)
@@ -739,6 +742,8 @@ def main(args: Args) -> dict:
                 participating = communicators.draw_participants(n, args.participation, seed)
                 if args.communicator == "relative-gain":
                     reported_returns = peers.report(peers.records[:, 1])
+                elif args.communicator == "samples":
+                    reported_returns = communicators.bound_returns(peers.report(peers.samples))
                 else:
                     reported_returns = peers.report(peers.records[:, 0])
                     reported_returns = communicators.bound_returns(reported_returns)

@@ -556,6 +556,7 @@ def main(args: Args) -> dict:
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
+            peers.round_samples[k] += len(batches[k]["states"])
         if iteration % args.local_updates == 0 and iteration <= last_communication:
             peers.remember_returns()
             participating = torch.ones(n, dtype=torch.bool)
@@ -565,6 +566,8 @@ def main(args: Args) -> dict:
                 participating = communicators.draw_participants(n, args.participation, seed)
                 if args.communicator == "relative-gain":
                     reported_returns = peers.report(peers.records[:, 1])
+                elif args.communicator == "samples":
+                    reported_returns = communicators.bound_returns(peers.report(peers.samples))
                 else:
                     reported_returns = peers.report(peers.records[:, 0])
                     reported_returns = communicators.bound_returns(reported_returns)

@@ -150,6 +150,7 @@ def test_rows_on_simplex_for_any_input(name, data):
             for make in (communicators.reward, communicators.softmax_reward)
         ),
         (communicators.rank_reward, torch.tensor([0.5, NAN, 2.0, 0.0])),
+        (communicators.samples, torch.tensor([0.5, NAN, 2.0, 0.0])),
         (lambda matrix: communicators.sparsify(matrix, communicators.ring(4)), simplex(0, 4, 4)),
         (
             lambda matrix: communicators.drop_invalid(
@@ -234,6 +235,10 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
         (communicators.reward, [(1.5e308, 1e308, NAN)], [[0.4, 4 / 15, 1 / 3]] * 3),
         (communicators.reward, [(5e-324, 5e-324, 0)], [[0.5, 0.5, 0]] * 3),
         (communicators.reward, [(0, 0, 0, NAN)], [[0.25] * 4] * 4),
+        (communicators.samples, [(1, 2, 5)], [[0.125, 0.25, 0.625]] * 3),
+        (communicators.samples, [(3, NAN, -1, 1)], [[0.75, 0, 0, 0.25]] * 4),
+        (communicators.samples, [(1e308, 1e308, 0)], [[0.5, 0.5, 0]] * 3),
+        (communicators.samples, [(0, 0, NAN)], [[1 / 3] * 3] * 3),
         (communicators.rank_reward, [(3, 1, 3, 0)], [[0.35, 0.2, 0.35, 0.1]] * 4),
         (communicators.rank_reward, [(-3, NAN, -7)], [[1 / 2, 1 / 3, 1 / 6]] * 3),
         (communicators.rank_reward, [(-2, -2, -2)], [[1 / 3] * 3] * 3),
@@ -386,6 +391,7 @@ def test_every_name_makes_its_own_communicator():
         "softmax-reward": communicators.softmax_reward(returns, 2.0),
         "rank-reward": communicators.rank_reward(returns),
         "relative-gain": communicators.relative_gain(returns, 2.0),
+        "samples": communicators.samples(returns),
         "surrogate": communicators.surrogate(gains_on(log_probs), 2.0),
     }
     options = {

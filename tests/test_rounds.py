@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import (
     FEDAVG_MINIGRID,
+    PRPO_ATARI,
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
     assert_same_run,
@@ -642,3 +643,43 @@ def test_logs_of_many_agents_are_linear(tmp_path):
     }
     ((step, mean_distance),) = points["distances/mean"]
     assert step == 16 and 0 < mean_distance <= points["distances/largest"][0][1] < 1
+
+
+@pytest.mark.parametrize(
+    "script", [PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID, PRPO_ATARI], ids=str
+)
+def test_agents_count_by_their_samples(script, tmp_path, monkeypatch):
+    """c_ij is proportional to the steps of agent j that counted since the last round.
+
+    Also where a run is resumed between two rounds, of which a checkpoint has seen some.
+    """
+    settings = {"communicator": "samples", "num_agents": 2, "eval_episodes": 0}
+    settings |= {"iterations": 4, "local_updates": 2, "save_every": 3, "num_steps": 8}
+    valid = [[6, 3], [2, 4], [1, 7], [4, 1]]  # of 16 steps of each agent, by iteration
+    iterations = []
+    original = script.rollout
+
+    def rollout(*inputs):
+        storage, *others = original(*inputs)
+        numbers = valid[len(iterations)]
+        iterations.append(numbers)
+        for k, number in enumerate(numbers):
+            counted = torch.arange(storage["valid"][k].numel()) < number
+            storage["valid"][k] = counted.view_as(storage["valid"][k])
+        return storage, *others
+
+    for module in {script.module, script.of_family}:
+        if hasattr(module, "rollout"):
+            monkeypatch.setattr(module, "rollout", rollout)
+    script.main(tiny(script, tmp_path, **settings | {"iterations": 3}))
+    folder = only_run(tmp_path)
+    longer = tiny(script, tmp_path, **settings)
+    longer.resume = str(folder)
+    script.main(longer)
+    assert len(iterations) == 4
+    points = scalars_of(folder)
+    for j in range(2):
+        _, second, _, fourth = (value for _, value in points[f"communicator/c_0_{j}"])
+        counts = torch.tensor(valid)
+        assert second == pytest.approx(float(counts[:2, j].sum() / counts[:2].sum()))
+        assert fourth == pytest.approx(float(counts[2:, j].sum() / counts[2:].sum()))
