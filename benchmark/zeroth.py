@@ -194,6 +194,9 @@ def draw(curves: pd.DataFrame, path: Path) -> None:
                 panel.set_xscale("log")
             panel.set_xlabel(label)
             panel.grid(alpha=0.3)
+        means = curves[curves.task == task]["mean"]
+        margin = 0.1 * (means.max() - means.min())
+        row[0].set_ylim(means.min() - margin, means.max() + margin)  # intervals may be far wider
         row[0].set_ylabel(f"{task}\nreturn")
     panels[0, 0].legend(frameon=False, fontsize=8)
     figure.tight_layout()

@@ -148,6 +148,31 @@ CONTROL = {
 }
 # Written only with the flag that its meaning names
 WITH_FLAGS = "losses/proximal_loss", "losses/distill_kl_before", "losses/distill_kl_after"
+ZEROTH = {
+    "charts/episodic_return": "mean over the agent's episodes of the unperturbed policy, in this"
+    " iteration",
+    "charts/episodic_length": "their mean length, in steps",
+    "charts/perturbed_return": "mean over the episodes of its perturbed policy",
+    "charts/return_last_100": "mean over the last 100 unperturbed episodes",
+    "charts/environment_steps": "the agent's environment steps so far",
+    "charts/learning_rate": "the step size of this update, eta / sqrt(1 + eta_decay * t)",
+    "charts/trajectories": "episodes of all agents so far",
+    "charts/trajectories_per_second": "the same per second of training"
+    " (`trajectories_per_second` in the CSV file)",
+    "panel/vote": "the agent's vote: 1 for the perturbed policy, -1 against it",
+    "panel/agreement": "share of answers that are as the vote",
+    "panel/accuracy": "share of answers for the batch with the higher mean return",
+    "panel/difference": "mean return of the perturbed policy minus that of the unperturbed one",
+    "communication/bits": "bits of signs and votes that all agents have sent, each counted once:"
+    " d + K an update with par",
+    "communication/statistics_bits": "bits of the statistics for normalisation, 64 a number, each"
+    " counted once",
+    "communication/rounds": "updates so far",
+    "communication/bytes": "all these messages times their receivers, bits padded to bytes"
+    " (`communication_bytes` in the CSV file)",
+    "eval/TASK/agent_i": "mean of an evaluation, the same for all agents, which have one policy; in"
+    " evaluations.csv",
+}
 PENALTY_AND_CLIPPING = (
     "losses/kl_reference",
     "losses/approx_kl",
@@ -244,12 +269,13 @@ COMMUNICATION = {
 
 
 def metrics(kind: str) -> str:
-    """What TensorBoard and the CSV files hold, of `control`, `trpo`, `language` models or
-    `agents`.
+    """What TensorBoard and the CSV files hold, of `control`, `trpo`, `language` models, `agents` or
+    `zeroth`.
     """
     tables_of_kinds = {"control": CONTROL, "trpo": TRPO, "language": LANGUAGE, "agents": AGENTS}
+    tables_of_kinds["zeroth"] = ZEROTH
     of_kind = tables_of_kinds[kind]
-    meanings = of_kind | COMMUNICATION
+    meanings = of_kind if kind == "zeroth" else of_kind | COMMUNICATION
     rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
     return format_table(["metric", "meaning"], rows)
 
@@ -641,6 +667,20 @@ def crowd_tuned() -> str:
         rows.append([style.label, *cells, format_all_learn(row)])
     header = ["eight agents", "coefficient", "return with 0.5", "return", "share with 0.5", "share"]
     return format_table([*header, "all learn"], rows)
+
+
+def zeroth(column: str = "evaluation") -> str:
+    """Bits instead of parameters: tasks x algorithms, over the shared grid and at the best cell."""
+    names = {"par": "Par-S²ZPO", "fedavg": "FedAvg-S²ZPO", "central": "central"}
+    rows = []
+    for _, row in read_result("s2zpo_table").iterrows():
+        cells = [row.task, names[row.algorithm], f"{row.cells}, {row.seeds}"]
+        for name in (f"{column}_grid", f"{column}_best"):
+            cells.append(format_mean(row, name, 0).replace(" [nan, nan]", ""))
+        mu, eta = row[f"{column}_cell"].split()
+        rows.append([*cells, f"{mu}, {eta}", f"{row.bits_per_update:,.0f}"])
+    header = ["", "", "cells, seeds", "over the grid", "best cell", "its µ, η", "bits per update"]
+    return format_table(header, rows)
 
 
 # Speed

@@ -21,7 +21,14 @@ tables = importlib.import_module("tables")
 
 PAGES = [*tables.PAGES, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"]
 # fedavg_ppo.py has the flags of the first two, see test_scripts.py
-SCRIPT_NAMES = ("prpo_minigrid", "prpo_atari", "prpo_llm", "prtrpo_minigrid", "prpo_babyai")
+SCRIPT_NAMES = (
+    "prpo_minigrid",
+    "prpo_atari",
+    "prpo_llm",
+    "prtrpo_minigrid",
+    "prpo_babyai",
+    "s2zpo_mujoco",
+)
 BENCHMARKS = (
     "rounds",
     "plot",
@@ -41,6 +48,8 @@ BENCHMARKS = (
     "sb3_ppo",
     "sb3_trpo",
     "trl_grpo",
+    "zeroth",
+    "zeroth_loop",
 )
 # Of torchrun, transformers, TensorBoard, pip, trl, pytest, sbatch and bash scripts
 OTHERS = {

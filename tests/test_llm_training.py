@@ -999,6 +999,38 @@ def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
     assert apart > 0.02 and len(rows) >= 18
 
 
+def test_agents_count_by_completions_that_taught(files, tmp_path, monkeypatch):  # noqa: F811
+    """samples: c_ij is proportional to agent j's completions since the last round, without those
+    whose reward is NaN.
+    """
+    score = prpo_llm.score_completions
+    spoilt = [[1, 0], [2, 1], [3, 0], [0, 0]]  # of each agent, by step
+    sizes = []
+
+    def score_and_spoil(*inputs):
+        texts, ends, columns = score(*inputs)
+        rewards = columns["reward"].reshape(2, -1)  # a view
+        for i, number in enumerate(spoilt[len(sizes)]):
+            rewards[i, :number] = math.nan
+        sizes.append(rewards.shape[1])
+        return texts, ends, columns
+
+    monkeypatch.setattr(prpo_llm, "score_completions", score_and_spoil)
+    changes = {"num_agents": 2, "communicator": "samples", "eval_prompts": 0}
+    prpo_llm.main(
+        tiny(files, tmp_path, **changes, local_updates=2, total_steps=4, response_length=8)
+    )
+    with open(only_run(tmp_path) / "communicator.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["step"]) in (2, 4)]
+    counts = sizes[0] - torch.tensor(spoilt)
+    for row in rows:
+        last = int(row["step"])
+        of_round = counts[last - 2 : last].sum(0).double()
+        expected = float((of_round / of_round.sum())[int(row["peer"])])
+        assert float(row["weight"]) == pytest.approx(expected, rel=1e-4), row
+    assert len(rows) == 8
+
+
 # --- exact expectations ---
 
 
