@@ -813,3 +813,13 @@ def test_defaults_of_tasks():
     assert s2zpo_mujoco.find_horizon("HalfCheetah-v5") == 250
     assert s2zpo_mujoco.find_horizon("Pendulum-v1") == 200
     assert s2zpo_mujoco.make_env(Args()).spec.max_episode_steps == 250
+
+
+def test_commands_of_the_page_are_understood():
+    """Every command of the page and of the docstring, as its flags are read."""
+    page = (REPOSITORY / "docs" / "s2zpo_mujoco.md").read_text() + s2zpo_mujoco.__doc__
+    commands = re.findall(r"s2zpo_mujoco\.py (--[^#\n`]*)", page)
+    assert len(commands) >= 8
+    for command in commands:
+        if "--resume" not in command:
+            communicators.read_flags(Args, command.split())
