@@ -473,3 +473,21 @@ def test_an_evaluation_begins_with_every_level(monkeypatch):
     assert not np.array_equal(starts[0], starts[1])
     agent.critic.weight.data[0, 0] = torch.nan
     assert np.isnan(PRPO_MINIGRID.evaluate(args, agent, env_id, levels, 0)).all()
+
+
+def test_every_agent_is_tested_on_the_levels_of_every_task():
+    """Unseen levels of each task, and the private ones of each agent on this agent's task."""
+    env_ids = ("MiniGrid-Fetch-5x5-N2-v0", "MiniGrid-Fetch-6x6-N2-v0")
+    settings = {"num_agents": 2, "env_ids": env_ids, "missions": ("key", "ball")}
+    args = PRPO_MINIGRID.Args(**settings, levels_per_agent=4, eval_episodes=3)
+    tests = PRPO_MINIGRID.make_tests(args)
+    tasks = PRPO_MINIGRID.list_tasks(args)
+    levels = [PRPO_MINIGRID.list_test_levels(args, task) for task in tasks]
+    assert levels[0] != levels[1]
+    private = [PRPO_MINIGRID.list_private_levels(args, i)[:3] for i in range(2)]
+    assert list(tests.values()) == [
+        (env_ids[0], levels[0]),
+        (env_ids[1], levels[1]),
+        (env_ids[0], private[0]),
+        (env_ids[1], private[1]),
+    ]
