@@ -279,6 +279,12 @@ def complaint(script, argv):
     return refusal(script.parse_args, [str(word) for word in argv])
 
 
+@every_family
+def test_bounds_include_their_ends(script):
+    args = script.parse_args(["--gamma", "1", "--gae-lambda", "0", "--participation", "1"])
+    assert (args.gamma, args.gae_lambda, args.participation) == (1, 0, 1)
+
+
 @pytest.mark.parametrize(
     ("script", "argv", "words"),
     [pytest.param(script, *rest, id=f"{case}-{script}") for script, case, *rest in CASES],
