@@ -52,6 +52,7 @@ METHODS = {
     "pr-uniform-forward": Method("PR-PPO, uniform, forward KL as in eq. 4", BLUE, "--"),
     "pr-similarity": Method("PR-PPO, similarity", SKY),
     "pr-surrogate": Method("PR-PPO, surrogate", PINK),
+    "pr-surrogate-linear": Method("PR-PPO, surrogate, coefficient falls to 0", PINK, "--"),
     "pr-pairs": Method("PR-PPO, of the pairs that want the same", BLUE, "-."),
     "pr-reward": Method("PR-PPO, reward", GREEN),
     "fedavg-median": Method("FedAvg, coordinate-wise median", OCHRE, ":"),

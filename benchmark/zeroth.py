@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pandas as pd
 from arguments import read_flags, refuse
+from methods import BLACK, BLUE, VERMILION
 from plot import comments_of, run_folders, with_interval, write
 
 ALGORITHMS = {
-    "par": ("Par-S2ZPO", "#0072B2"),
-    "fedavg": ("FedAvg-S2ZPO", "#D55E00"),
-    "central": ("central S2ZPO", "#7F7F7F"),
+    "par": ("Par-S2ZPO", BLUE),
+    "fedavg": ("FedAvg-S2ZPO", VERMILION),
+    "central": ("central S2ZPO", BLACK),
 }
 AXES = {"iteration": "updates", "trajectories": "trajectories", "bits": "bits"}
 SETTINGS = ["task", "algorithm", "mu", "eta", "seed"]
@@ -172,13 +173,17 @@ def make_curves(runs: pd.DataFrame, curves: dict[tuple, pd.DataFrame]) -> pd.Dat
     return pd.concat(tables, ignore_index=True)
 
 
-def draw(curves: pd.DataFrame, path: Path) -> None:
-    """A row of panels for each task: over updates, trajectories and bits."""
+def draw(csv_path: Path, png_path: Path):
+    """OUT.png from OUT.csv: a row of panels for each task, over updates, trajectories and bits.
+
+    Returns the figure.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    curves = pd.read_csv(csv_path, comment="#")
     tasks = list(dict.fromkeys(curves.task))
     size = (11, 2.6 * len(tasks))
     figure, panels = plt.subplots(len(tasks), 3, figsize=size, squeeze=False, sharey="row")
@@ -200,8 +205,9 @@ def draw(curves: pd.DataFrame, path: Path) -> None:
         row[0].set_ylabel(f"{task}\nreturn")
     panels[0, 0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure.savefig(png_path, dpi=100)
     plt.close(figure)
+    return figure
 
 
 def main(args: Args) -> None:
@@ -211,16 +217,14 @@ def main(args: Args) -> None:
         if not Path(f"{out}_runs.csv").is_file():
             refuse(f"--from-csv: there is no {out}_runs.csv")
         runs = pd.read_csv(f"{out}_runs.csv", comment="#")
-        curves = pd.read_csv(f"{out}.csv", comment="#")
     else:
         runs, of_runs, comments = read_runs(args.runs)
-        curves = make_curves(runs, of_runs)
         write(Path(f"{out}_runs.csv"), comments, runs)
-        write(Path(f"{out}.csv"), comments, curves)
+        write(Path(f"{out}.csv"), comments, make_curves(runs, of_runs))
     comments = comments_of(Path(f"{out}_runs.csv"))
     table = make_table(runs)
     write(Path(f"{out}_table.csv"), comments, table)
-    draw(curves, Path(f"{out}.png"))
+    draw(Path(f"{out}.csv"), Path(f"{out}.png"))
     print(table.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
 
 

@@ -23,6 +23,7 @@ methods = importlib.import_module("methods")
 plot = importlib.import_module("plot")
 table = importlib.import_module("table")
 throughput = importlib.import_module("throughput")
+zeroth = importlib.import_module("zeroth")
 RESULTS = REPOSITORY / "benchmark" / "results"
 
 
@@ -777,9 +778,14 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
     for path in RESULTS.glob(f"{name}*.csv"):
         shutil.copy(path, tmp_path)
     before = {path: path.read_text() for path in tmp_path.glob("*_table.csv")}
-    tool = {"trpo_bound": bound, "crowd": crowd, "agreement": conditions, "liars": conditions}.get(
-        name, plot
-    )
+    tools = {
+        "trpo_bound": bound,
+        "crowd": crowd,
+        "agreement": conditions,
+        "liars": conditions,
+        "s2zpo": zeroth,
+    }
+    tool = tools.get(name, plot)
     figures = []
     draw = tool.draw
     monkeypatch.setattr(tool, "draw", lambda *paths: figures.append(draw(*paths)))
@@ -794,7 +800,7 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
     for axis in figure.axes:
         bands = [band.get_zorder() for band in axis.collections]
         assert max(bands, default=0) < min(line.get_zorder() for line in axis.lines)
-    if tool is bound:
+    if tool in (bound, zeroth):
         return
     names = pd.read_csv(tmp_path / f"{name}.csv", comment="#").method.unique()
     expected = {method.label: method for method in map(methods.find_method, names)}
