@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 from arguments import read_flags
 from methods import BLACK, METHODS
-from plot import finished_runs, write
+from plot import finished_runs, read_table, write
 
 TITLES = {"fixed": "ε = 0.01", "bounded": "δ = 0.2", "tight": "δ = 0.1"}
 # Column -> what it is called, its colour
@@ -59,7 +59,7 @@ def draw(csv_path: Path, png_path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    table = pd.read_csv(csv_path, comment="#")
+    table = read_table(csv_path)
     methods = [method for method in TITLES if method in set(table.method)]
     size = (4.6 * len(methods), 3.8)
     figure, axes = plt.subplots(1, len(methods), figsize=size, sharey=True, squeeze=False)

@@ -20,12 +20,11 @@ import shlex
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import pandas as pd
 import plot
-from arguments import read_flags, refuse
+from arguments import read_flags, read_text, refuse
 
 
 @dataclass
@@ -58,7 +57,10 @@ def parse_line(line: str) -> dict[str, list[str]]:
     """--flag-name value ... -> {flag_name: [value, ...]}, under the present names of flags."""
     flags = {}
     for text in re.split(r"\s--", line)[1:]:
-        name, *values = shlex.split(re.sub("^([a-z_-]+)=", r"\1 ", text))
+        try:
+            name, *values = shlex.split(re.sub("^([a-z_-]+)=", r"\1 ", text))
+        except ValueError as error:
+            sys.exit(f"{line}: is no command ({error})")
         name = name.replace("-", "_")
         flags[plot.FORMER.get(name, name)] = values
     return flags
@@ -139,13 +141,16 @@ def compare(groups: dict[tuple[str, str], list[plot.Run]], args: Args) -> pd.Dat
 
 
 def main(args: Args) -> None:
-    text = sys.stdin.read() if args.commands == "-" else Path(args.commands).read_text()
+    text = sys.stdin.read() if args.commands == "-" else read_text(args.commands)
     named = [line for line in text.splitlines() if re.search(r"--exp[-_]name", line)]
     lines = [line for line in named if "--seed" in line]
     planned = Counter()
     for line in lines:
         flags = parse_line(line)
-        planned[flags["exp_name"][0], int(flags["seed"][0])] += 1
+        try:
+            planned[flags["exp_name"][0], int(flags["seed"][0])] += 1
+        except (LookupError, ValueError):
+            sys.exit(f"{line}: must have an --exp-name and a number behind --seed")
     tuned = {seed for _, seed in planned}
     for folder in plot.run_folders(args.runs):  # unfinished runs too
         tuned.add(plot.read_settings(folder)[1].get("seed"))

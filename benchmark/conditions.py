@@ -18,7 +18,15 @@ from pathlib import Path
 import pandas as pd
 from arguments import read_flags
 from methods import style_methods
-from plot import comments_of, finished_runs, with_interval, write
+from plot import (
+    comments_of,
+    finished_runs,
+    read_table,
+    save_with_legend,
+    with_interval,
+    write,
+    write_results,
+)
 
 LABEL = "# conditions: "
 MEASURES = {"auc": "training return, mean over the run", "final": "training return at the end"}
@@ -68,7 +76,7 @@ def make_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def read_rows(path: Path) -> pd.DataFrame:
     """OUT.csv."""
-    return pd.read_csv(path, comment="#", dtype={"condition": str})
+    return read_table(path, dtype={"condition": str})
 
 
 def draw(csv_path: Path, png_path: Path):
@@ -109,10 +117,7 @@ def draw(csv_path: Path, png_path: Path):
         axis.set_xlabel(label)
         axis.set_ylabel(title)
         axis.grid(alpha=0.3)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(png_path, dpi=150)
-    plt.close(figure)
+    save_with_legend(figure, png_path)
     return figure
 
 
@@ -123,12 +128,7 @@ def main(args: Args) -> None:
         comments += f"{LABEL}{args.label}\n"
         write(path, comments, make_rows(runs, args.agents))
     table = make_table(read_rows(path))
-    comments = comments_of(path) + "# intervals: 95 %, Student's t over seeds\n"
-    write(Path(f"{args.out}_table.csv"), comments, table)
-    print(table.to_string(index=False))
-    picture = Path(f"{args.out}.png")
-    draw(path, picture)
-    print(f"wrote {picture}")
+    write_results(args.out, table, "# intervals: 95 %, Student's t over seeds\n", draw)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 from arguments import read_flags
 from methods import style_methods
-from plot import comments_of, finished_runs, with_interval, write
+from plot import finished_runs, read_table, save_with_legend, with_interval, write, write_results
 from stats import mean_share
 
 MOST = 0.8  # share of a crowd whose steps are reported
@@ -112,7 +112,7 @@ def draw(csv_path: Path, png_path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    crowds = pd.read_csv(csv_path, comment="#")
+    crowds = read_table(csv_path)
     table = average_by_seed(crowds)
     never = 1.1 * crowds.steps.max() / 1000
     figure, axes = plt.subplots(1, 2, figsize=(9.2, 4.2), layout="constrained")
@@ -143,28 +143,20 @@ def draw(csv_path: Path, png_path: Path):
     bottom = axes[1].get_ylim()[0]
     ticks = [tick for tick in axes[1].get_yticks() if bottom < tick < 0.95 * never]
     axes[1].set_yticks([*ticks, never], [*(f"{tick:.0f}" for tick in ticks), "never"])
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(png_path, dpi=150)
-    plt.close(figure)
+    save_with_legend(figure, png_path)
     return figure
 
 
 def main(args: Args) -> None:
     rows = Path(f"{args.out}.csv")
-    picture = Path(f"{args.out}.png")
     if not args.from_csv:
         runs, comments = finished_runs(args.runs)
         comments += f"# threshold {args.threshold}\n"
         write(rows, comments, make_rows(runs, args.threshold))
-    table = make_table(pd.read_csv(rows, comment="#"))
-    comments = comments_of(rows)
-    comments += "# intervals: 95 %; of share and all_learn Wilson's, where a seed is a trial;"
-    comments += " of evaluation Student's t\n"
-    write(Path(f"{args.out}_table.csv"), comments, table)
-    print(table.to_string(index=False))
-    draw(rows, picture)
-    print(f"wrote {picture}")
+    table = make_table(read_table(rows))
+    note = "# intervals: 95 %; of share and all_learn Wilson's, where a seed is a trial;"
+    note += " of evaluation Student's t\n"
+    write_results(args.out, table, note, draw)
 
 
 if __name__ == "__main__":

@@ -81,20 +81,21 @@ class TwoGoals(MiniGridEnv):
         image[VIEW // 2, VIEW - 1] = self.carrying.encode() if self.carrying else EMPTY
         return {"image": image, "direction": self.agent_dir, "mission": self.mission}
 
-    def make_rooms(self, width: int, height: int) -> int:
+    def make_rooms(self, width: int, height: int) -> tuple[int, int]:
         """A room with the agent and a key, and another one behind a locked door.
 
-        The door is in the rows 2 to height - 3, so that it is beside no corner. Returns the column
-        of the wall between the rooms.
+        The door is in the rows 2 to height - 3, so that it is beside no corner. Returns its column,
+        that of the wall between the rooms, and its row.
         """
         self.grid = Grid(width, height)
         self.grid.wall_rect(0, 0, width, height)
         column = self._rand_int(2, width - 2)
         self.grid.vert_wall(column, 0)
-        self.put_obj(Door("yellow", is_locked=True), column, self._rand_int(2, height - 2))
+        row = self._rand_int(2, height - 2)
+        self.put_obj(Door("yellow", is_locked=True), column, row)
         self.place_obj(Key("yellow"), top=(0, 0), size=(column, height))
         self.place_agent(size=(column, height))
-        return column
+        return column, row
 
 
 class DoorKeyGoals(TwoGoals):
@@ -142,19 +143,17 @@ class UnlockGoals(TwoGoals):
         super().__init__(size, "unlock the door and pick up your object", **options)
 
     def make_level(self, width: int, height: int) -> None:
-        column = self.make_rooms(width, height)
+        door = self.make_rooms(width, height)
+        column, _ = door
         room = {"top": (column + 1, 0), "size": (width - column - 1, height)}
         places = []
-        while not self.are_reachable(places, column):
+        while not self.are_reachable(places, door):
             for place in places:
                 self.grid.set(*place, None)
             places = [self.place_obj(kind(self._rand_color()), **room) for kind in (Ball, Box)]
 
-    def are_reachable(self, places: list[tuple[int, int]], column: int) -> bool:
+    def are_reachable(self, places: list[tuple[int, int]], door: tuple[int, int]) -> bool:
         """Whether each of these places, not empty, is beside a cell that the door leads to."""
-        (door,) = [
-            (column, row) for row in range(self.height) if self.grid.get(column, row).type == "door"
-        ]
         reached = {door}
         waiting = [door]
         beside = set()
@@ -162,7 +161,7 @@ class UnlockGoals(TwoGoals):
             i, j = waiting.pop()
             for cell in ((i + 1, j), (i - 1, j), (i, j + 1), (i, j - 1)):
                 beside.add(cell)
-                if cell[0] > column and cell not in reached and self.grid.get(*cell) is None:
+                if cell[0] > door[0] and cell not in reached and self.grid.get(*cell) is None:
                     reached.add(cell)
                     waiting.append(cell)
         return bool(places) and beside.issuperset(places)

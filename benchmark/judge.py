@@ -35,7 +35,7 @@ from typing import Annotated
 import numpy as np
 import pandas as pd
 import tyro
-from arguments import read_flags, refuse
+from arguments import read_flags, read_json_lines, refuse
 from pipeline import load_scorer, read_rows
 from plot import read_settings, write
 from scipy.stats import binomtest
@@ -82,6 +82,7 @@ SAMPLING = (
     '{"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0,'
     ' "chat_template_kwargs": {"enable_thinking": true}}'
 )
+MOST_BYTES = 2**24  # that are read of a response
 # HTTP statuses below 500 after which a repetition may help
 TEMPORARY = (408, 409, 425, 429)
 
@@ -143,11 +144,16 @@ class Judge:
         self.answers = {}  # key -> (answer, reason for its end)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = self.path.read_text(errors="replace") if self.path.exists() else ""
-        for line in text.splitlines():
+        for line in text.split("\n"):
+            if not line:
+                continue
             try:
                 row = json.loads(line)
+                if not isinstance(row["answer"], str):
+                    raise TypeError
                 self.answers[row["key"]] = row["answer"], row["finish"]
-            except (ValueError, KeyError, TypeError):  # cut off in mid-line
+            # Cut off in mid-line
+            except (ValueError, KeyError, TypeError, RecursionError):
                 print(f"{self.path}: a broken line is left out", file=sys.stderr)
         self.ends_in_mid_line = bool(text) and not text.endswith("\n")
 
@@ -173,16 +179,30 @@ class Judge:
                 raise NoAnswer
             try:
                 request = urllib.request.Request(url, body, headers)
-                with urllib.request.urlopen(request, timeout=self.args.answer_timeout) as response:
-                    choice = json.loads(response.read())["choices"][0]
-                return choice["message"]["content"] or "", choice.get("finish_reason") or ""
+                # Only http:// and https://, see check_args
+                timeout = self.args.answer_timeout
+                response = urllib.request.urlopen(request, timeout=timeout)  # nosec B310
+                with response:
+                    choice = json.loads(response.read(MOST_BYTES))["choices"][0]
+                answer = choice["message"]["content"] or ""
+                if not isinstance(answer, str):
+                    raise TypeError(f"an answer that is no text: {answer!r:.60}")
+                return answer, str(choice.get("finish_reason") or "")
             except urllib.error.HTTPError as error:
-                text = " ".join(error.read().decode(errors="replace").split())
+                text = " ".join(error.read(MOST_BYTES).decode(errors="replace").split())
                 reason = f"{error.code} {text[:400]}"
                 if error.code < 500 and error.code not in TEMPORARY:
                     break  # the request is wrong, and will be
-            # The last three: what the server sent is no answer
-            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            # All but the first two: what the server sent is no answer
+            except (
+                OSError,
+                HTTPException,
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+            ) as error:
                 reason = f"{type(error).__name__}: {error}"
         self.reason = self.reason or f"{url}: {reason}"
         self.stop.set()
@@ -243,7 +263,9 @@ def read_completions(folder: str, before: bool = False) -> pd.DataFrame:
     path = Path(folder, "completions.jsonl")
     if not path.is_file():
         sys.exit(f"{folder}: has no completions.jsonl")
-    rows = pd.DataFrame(map(json.loads, path.read_text().splitlines()))
+    rows = pd.DataFrame(read_json_lines(path))
+    if not {"step", "agent", "task", "id", "completion", "reference"} <= {*rows.columns}:
+        sys.exit(f"{path}: is no log of completions")
     step = 0 if before else rows.step.max()
     return rows[rows.step == step].reset_index(drop=True)
 

@@ -71,11 +71,11 @@ class LyingPeers(communicators.Peers):
         super().__init__(*inputs)
         self.args = args
 
-    def report(self, numbers: Tensor) -> Tensor:
+    def report(self, numbers: Tensor, networks: list[nn.Module]) -> Tensor:
         if self.args.boast and holds_liar(self.args, self.held):
             numbers = numbers.clone()
             numbers[-1] = BOAST
-        return super().report(numbers)
+        return super().report(numbers, networks)
 
     def exchange_snapshots(
         self, networks: list[nn.Module], participating: Tensor, receives: Tensor, iteration: int

@@ -37,10 +37,10 @@ import pandas as pd
 import torch
 import transformers
 import tyro
-from arguments import read_flags, refuse
+from arguments import read_flags, read_json, read_json_lines, refuse
 from datasets import load_dataset
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-from plot import comments_of
+from plot import comments_of, read_table
 from rouge_score.rouge_scorer import RougeScorer
 from stats import wilson_interval
 
@@ -112,8 +112,7 @@ def read_rows(
     if name == "docstrings":
         name = docstrings.cached()
     if Path(name).is_file():
-        lines = Path(name).read_bytes().split(b"\n")
-        rows = [json.loads(line) for line in lines if line.strip()]
+        rows = read_json_lines(Path(name))
     else:
         name, _, named_split = name.partition(":")
         rows = load_dataset(name, split=named_split or split).to_list()
@@ -257,7 +256,7 @@ def merge_adapter(args: Args) -> None:
         refuse(f"--model {args.model}: must be a folder with adapter_config.json")
     kind = AutoPeftModelForCausalLM
     options = {"dtype": torch.float32}
-    if json.loads(config.read_text())["task_type"] == "SEQ_CLS":
+    if read_json(config).get("task_type") == "SEQ_CLS":
         kind = AutoPeftModelForSequenceClassification
         options["num_labels"] = 1
     model = kind.from_pretrained(args.model, **options).merge_and_unload()
@@ -350,7 +349,7 @@ def add_to_file(path: Path, table: pd.DataFrame) -> None:
     if path.exists():
         lines = comments_of(path).splitlines(keepends=True)
         comments = [line for line in lines if line not in (command, versions)]
-        old = pd.read_csv(path, comment="#")
+        old = read_table(path)
         model = table.reward_model.iloc[0]
         pairs = table.pairs_from.iloc[0]
         old = old[(old.reward_model != model) | (old.pairs_from != pairs)]

@@ -19,13 +19,14 @@ episodes, or the reward of a step's completions, averaged over the agents of a r
 different seeds give mean and interval. methods.py has the methods' names, colours.
 """
 
+import contextlib
 import fnmatch
-import json
 import os
 import re
 import shlex
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ import pandas as pd
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `from benchmark.plot import load_runs`
-from arguments import read_flags, refuse
+from arguments import Damaged, read_flags, read_json, refuse
 from methods import name_task, style_methods
 
 # What may differ between the runs of a group, and does not belong into its command
@@ -97,17 +98,28 @@ def run_folders(folders: tuple[str, ...]) -> list[Path]:
 
 
 def read_settings(folder: Path) -> tuple[dict, dict]:
-    """summary.json, empty for a run that did not end, and settings under their present names."""
+    """summary.json, empty for a run that did not end, and settings under their present names.
+
+    Raises Damaged.
+    """
     summary = {}
     config = {}
     if (folder / "summary.json").is_file():
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = read_json(folder / "summary.json")
     if (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text())
+        config = read_json(folder / "config.json")
     settings = summary.get("settings")
-    if not settings:
+    if not isinstance(settings, dict):
         settings = {name: config[name] for name in config.keys() - {"script", "elastic_run"}}
     return summary, {FORMER.get(name, name): value for name, value in settings.items()}
+
+
+def read_table(path: Path, **options) -> pd.DataFrame:
+    """A CSV file, in which # begins a comment; raises Damaged."""
+    try:
+        return pd.read_csv(path, **{"comment": "#"} | options)
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
 
 
 def read_evaluations(path: Path, metrics: pd.DataFrame) -> pd.DataFrame:
@@ -118,17 +130,34 @@ def read_evaluations(path: Path, metrics: pd.DataFrame) -> pd.DataFrame:
         "mean_reward": "evaluation",
         "ci95": "evaluation_ci95",
     }
-    rows = pd.read_csv(path).rename(columns=columns)
+    rows = read_table(path, comment=None).rename(columns=columns)
     # An agent is judged by its own task; a language model by the first, the common prompts
     if "env_id" in metrics:
-        rows = rows.merge(metrics[[*key, "env_id"]], on=key).query("task == env_id")
+        rows = rows.merge(metrics[[*key, "env_id"]], on=key)
+        rows = rows[rows["task"] == rows["env_id"]]
     return rows.drop_duplicates(key)[[*key, "evaluation", "evaluation_ci95"]]
 
 
+@contextlib.contextmanager
+def naming_damage(folder: Path) -> Iterator[None]:
+    """Raise Damaged where a file of this run has not what it should."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Damaged(f"{folder}: {problem}") from error
+
+
 def load_run(folder: Path) -> pd.DataFrame:
-    """One run as a table, see `load_runs`."""
+    """One run as a table, see `load_runs`; raises Damaged."""
+    with naming_damage(folder):
+        return join_files(folder)
+
+
+def join_files(folder: Path) -> pd.DataFrame:
+    """One run as a table, from its files."""
     summary, settings = read_settings(folder)
-    table = pd.read_csv(folder / "metrics.csv")
+    table = read_table(folder / "metrics.csv", comment=None)
     path = folder / "evaluations.csv"
     if path.is_file() and path.stat().st_size:
         evaluations = read_evaluations(path, table)
@@ -148,7 +177,12 @@ def load_runs(*folders: str) -> pd.DataFrame:
     setting. A setting with the name of a metric ends in `_setting`, as the rate from which
     `learning_rate` was annealed.
     """
-    tables = [load_run(folder) for folder in run_folders(folders)]
+    tables = []
+    for folder in run_folders(folders):
+        try:
+            tables.append(load_run(folder))
+        except Damaged as error:
+            report(folder, f"damaged, left out ({error})")
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
@@ -199,8 +233,14 @@ def make_run(
 
 
 def read_run(folder: Path) -> Run:
-    """A run from its summary.json and metrics.csv."""
-    return make_run(folder, *read_settings(folder), load_run(folder))
+    """A run from its summary.json and metrics.csv; raises Damaged."""
+    with naming_damage(folder):
+        run = make_run(folder, *read_settings(folder), load_run(folder))
+        # What else the tools need of it
+        name = run.settings["exp_name"] + run.task
+        header({(run.task, name): [run]})
+        float(run.settings["seed"] + run.summary["completed"])
+        return run
 
 
 def split_run(run: Run) -> list[Run]:
@@ -264,7 +304,11 @@ def read_groups(args: Args) -> Groups:
         if not (folder / "summary.json").exists():
             report(folder, "not finished, left out")
             continue
-        run = read_run(folder)
+        try:
+            run = read_run(folder)
+        except Damaged as error:
+            report(folder, f"damaged, left out ({error})")
+            continue
         name = run.settings["exp_name"]
         seed = run.settings["seed"]
         if args.methods and match_pattern(name, args.methods) is None:
@@ -316,7 +360,10 @@ def make_command(run: Run) -> str:
 
 
 def header(groups: Groups) -> str:
-    """Comment lines: every group's command, its seeds, and the versions."""
+    """Comment lines: every group's command, its seeds, and the versions.
+
+    Groups of one run's agents on different tasks have one command.
+    """
     lines = []
     versions = defaultdict(set)
     backends = set()
@@ -330,7 +377,7 @@ def header(groups: Groups) -> str:
     packages = [f"{name} {' or '.join(sorted(each))}" for name, each in versions.items()]
     lines.append(f"# {', '.join(packages)}\n")
     lines.append(f"# environments: {', '.join(sorted(backends))}\n")
-    return "".join(lines)
+    return "".join(dict.fromkeys(lines))
 
 
 def finished_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, str]:
@@ -519,7 +566,7 @@ def draw(csv_path: Path, png_path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    curves = pd.read_csv(csv_path, comment="#")
+    curves = read_table(csv_path)
     x = curves.columns[2]  # timesteps, or settings
     styles = style_methods(curves.method.unique())
     envs = list(curves.env.unique())
@@ -568,7 +615,7 @@ def draw_matrix(csv_path: Path, png_path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    table = pd.read_csv(csv_path, comment="#")
+    table = read_table(csv_path)
     methods = table.method.unique()
     tasks = list(table.task.unique())
     styles = style_methods(methods)
@@ -594,6 +641,29 @@ def draw_matrix(csv_path: Path, png_path: Path):
     return figure
 
 
+def save_with_legend(figure, png_path: Path, columns: int = 4) -> None:
+    """Write the figure, under it the legend of its first axis, and close it."""
+    import matplotlib.pyplot as plt
+
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    figure.savefig(png_path, dpi=150)
+    plt.close(figure)
+
+
+def write_results(out: str, table: pd.DataFrame, note: str, draw: Callable) -> None:
+    """Write OUT_table.csv, print it, and draw OUT.png from OUT.csv.
+
+    note: comment lines of the table, after those of OUT.csv.
+    """
+    path = Path(f"{out}.csv")
+    write(Path(f"{out}_table.csv"), comments_of(path) + note, table)
+    print(table.to_string(index=False))
+    picture = Path(f"{out}.png")
+    draw(path, picture)
+    print(f"wrote {picture}")
+
+
 def main(args: Args) -> None:
     curves = Path(f"{args.out}.csv")
     rows = Path(f"{args.out}_runs.csv")
@@ -616,7 +686,7 @@ def main(args: Args) -> None:
         comments = comments_of(rows)
         comments += "# intervals: 95 %, Student's t over seeds;"
         comments += " steps: `not reached` unless every seed got there\n"
-        results = make_table(pd.read_csv(rows, comment="#"))
+        results = make_table(read_table(rows))
         write(Path(f"{args.out}_table.csv"), comments, results)
         print(results.to_string(index=False))
     if matrix.is_file():

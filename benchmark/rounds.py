@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments import read_flags
+from arguments import read_flags, refuse
 from throughput import ROOT, num_cores
 
 NUM_STEPS = 64
@@ -104,6 +104,8 @@ def format_value(value) -> str:
 
 
 def main(args: Args) -> None:
+    if not hasattr(os, "wait4"):
+        refuse("rounds.py measures memory on Linux and macOS, on Windows in WSL")
     rows = []
     for participation in args.participations:
         for num_agents in args.agents:

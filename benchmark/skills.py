@@ -41,13 +41,13 @@ from string import ascii_letters, ascii_lowercase
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).parent))  # for `--reward benchmark/skills.py:exact`
-from arguments import read_flags, refuse  # noqa: E402
+from arguments import read_flags, read_json, read_json_lines, refuse  # noqa: E402
+from tiny_llama import Trainer, make_model  # noqa: E402
 
 SKILLS: dict[str, Callable[[str], str]] = {
     "copy": lambda word: word,
@@ -260,33 +260,12 @@ def encode(tokenizer, batch: list[dict[str, str]]) -> tuple[torch.Tensor, torch.
     return torch.tensor(tokens), torch.tensor(labels)
 
 
-def make_model(args: Args, tokenizer) -> LlamaForCausalLM:
-    """The tiny model before its pretraining."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        intermediate_size=8 * args.hidden_size // 3,
-        num_hidden_layers=args.layers,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
-
-
 def pretrain(args: Args, tokenizer, without: set[str]) -> LlamaForCausalLM:
     """The tiny model, trained on what follows the prompts of endless examples, on one core."""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # more would be slower at this size, and round differently
-    model = make_model(args, tokenizer)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.learning_rate, args.steps, pct_start=0.1, final_div_factor=1e6
-    )
+    model = make_model(args, tokenizer, num_attention_heads=4, max_position_embeddings=128)
+    trainer = Trainer(args, model)
     rng = random.Random(f"pretraining {args.seed}")
     stream = generate_examples(rng, args, args.rare_share, without)
     if args.preferences:
@@ -298,16 +277,10 @@ def pretrain(args: Args, tokenizer, without: set[str]) -> LlamaForCausalLM:
     steps_per_line = max(args.steps // 10, 1)
     for step in range(1, args.steps + 1):
         tokens, labels = encode(tokenizer, [next(stream) for _ in range(args.batch_size)])
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        loss = trainer.step(tokens, labels)
         if step % steps_per_line == 0:
             left = (time.monotonic() - began) / step * (args.steps - step)
-            progress = f"step {step}/{args.steps}, loss {loss.item():.3f}, {left:.0f} s left"
+            progress = f"step {step}/{args.steps}, loss {loss:.3f}, {left:.0f} s left"
             print(f"pretraining: {progress}", flush=True)
         if step % 10:
             continue
@@ -347,8 +320,8 @@ def read_held_out(folder: Path, dataset: str, rare: str) -> pd.DataFrame:
 
     Columns of completions.jsonl; `prompt`; `kind`, the rare skill or others; `when`.
     """
-    examples = [json.loads(line) for line in Path(dataset).read_text().splitlines()]
-    rows = pd.read_json(folder / "completions.jsonl", lines=True)
+    examples = read_json_lines(Path(dataset))
+    rows = pd.DataFrame(read_json_lines(folder / "completions.jsonl"))
     rows = rows.drop_duplicates(["step", "agent", "id"])
     rows["prompt"] = [examples[k]["prompt"] for k in rows.id]
     rows["kind"] = [rare if examples[k]["skill"] == rare else "others" for k in rows.id]
@@ -529,7 +502,7 @@ def main(args: Args) -> dict[str, float]:
 
 def read_rates(out: Path, settings: dict) -> dict[str, float]:
     """What `main` returns, of a task that is there; ends with one line if its settings differ."""
-    stored = json.loads((out / "settings.json").read_text())
+    stored = read_json(out / "settings.json")
     other = [name for name in settings if stored.get(name) != settings[name]]
     if other:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in other)

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from arguments import read_flags, refuse
 from plot import Args as PlotArgs
-from plot import Run, header, load_run, read_groups, with_interval, write
+from plot import Run, header, load_run, read_groups, read_table, with_interval, write
 from stats import expected_maximum, interquartile_mean, probability_of_improvement, success_rate
 
 
@@ -121,7 +121,7 @@ def score_held_out(run: Run, measure: str) -> float:
     path = run.folder / "win_rates.csv"
     if not path.is_file():
         sys.exit(f"{run.folder}: has no win_rates.csv; run benchmark/judge.py first")
-    rates = pd.read_csv(path)
+    rates = read_table(path, comment=None)
     return rates[(rates.task == "validation") & (rates.agent == "all")].win_rate.iloc[-1]
 
 

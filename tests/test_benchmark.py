@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+import transformers
 import tyro
 from helpers import REPOSITORY, refusal
 
@@ -18,6 +20,7 @@ arguments = importlib.import_module("arguments")
 bound = importlib.import_module("bound")
 choose = importlib.import_module("choose")
 conditions = importlib.import_module("conditions")
+strength = importlib.import_module("strength")
 crowd = importlib.import_module("crowd")
 methods = importlib.import_module("methods")
 plot = importlib.import_module("plot")
@@ -783,6 +786,7 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
         "crowd": crowd,
         "agreement": conditions,
         "liars": conditions,
+        "strength": strength,
         "s2zpo": zeroth,
     }
     tool = tools.get(name, plot)
@@ -928,6 +932,34 @@ def test_methods_are_compared_under_every_condition(names, agents, bonus, tmp_pa
     conditions.main(conditions.Args(out=out, from_csv=True))  # with the same label
     assert np.array_equal(plt.imread(f"{out}.png"), picture)
     assert Path(f"{out}_table.csv").read_text() == before
+
+
+def test_distances_are_of_the_updates_behind_a_round():
+    """strength.py: what precedes the first round does not count, and neither does a third update;
+    each agent's second update is 0.1 farther than its first, agent 1 twice as far as agent 0.
+    """
+    tables = []
+    for experiment, seed in (("doors", 1), ("doors", 2), ("rooms", 1)):
+        rows = []
+        for iteration in range(1, 13):
+            update = (iteration - 1) % 4
+            distance = 9.0 if iteration <= 4 or update == 2 else 0.1 * (update + seed)
+            for agent in range(2):
+                row = {"iteration": iteration, "agent": agent, "return_last_100": 0.01 * iteration}
+                row["tv_peers"] = distance * (1 + agent)
+                row["tv_reference"] = row["tv_peers"] / 3
+                rows.append(row)
+        names = {"run": f"runs/{experiment}/run-{seed}", "exp_name": "pr", "seed": seed}
+        tables.append(pd.DataFrame(rows).assign(local_updates=4, **names))
+    rows = strength.make_rows(pd.concat(tables, ignore_index=True))
+    assert rows.auc.tolist() == pytest.approx([0.065] * 3)
+    assert rows.final.tolist() == pytest.approx([0.12] * 3)
+    table = strength.make_table(rows).set_index("experiment")
+    assert table.seeds.to_dict() == {"doors": "1 2", "rooms": "1"}
+    assert table.tv_peers_1.tolist() == pytest.approx([0.15 * 1.5, 0.1 * 1.5])
+    assert table.tv_peers_2.tolist() == pytest.approx([0.25 * 1.5, 0.2 * 1.5])
+    assert table.tv_peers_4.tolist() == pytest.approx([0.45 * 1.5, 0.4 * 1.5])
+    assert (table.tv_reference_4 * 3).tolist() == pytest.approx(table.tv_peers_4.tolist())
 
 
 def test_isolated_agents_are_crowds_of_every_size():
@@ -1099,6 +1131,40 @@ def test_trl_is_run_at_the_settings_of_language_models():
             assert (rows, run.batch_size, run.update_epochs, run.lora_rank) == (size[2], 4, 2, 64)
             assert (run.kl_coef, run.total_steps) == (0.1, 3)
     assert len(throughput.comparisons(throughput.Args())) == 1
+
+
+def test_generate_is_run_at_the_settings_of_text_worlds(tmp_path):
+    """The yardstick trains at prpo_babyai.py's defaults, as its contenders do; and it runs."""
+    sys.path.insert(0, str(REPOSITORY / "benchmark" / "baselines"))
+    prpo_babyai = importlib.import_module("prpo_babyai")
+    text_loop = importlib.import_module("text_loop")
+    (first, *argv), *others = throughput.contenders(throughput.Args(text=True)).values()
+    assert first == "benchmark/baselines/text_loop.py"
+    yardstick = tyro.cli(text_loop.Args, args=argv)
+    runs = [tyro.cli(prpo_babyai.Args, args=words) for _, *words in others]
+    assert [run.aggregation for run in runs] == ["none", "policy"]
+    for run in runs:
+        for name in ("num_agents", "total_steps", "batch_size", "seed", "base_model"):
+            assert getattr(run, name) == getattr(yardstick, name)
+        assert run.eval_episodes == 0
+
+    babyai = importlib.import_module("babyai")
+    size = {"hidden_size": 24, "layers": 1, "steps": 3, "batch_size": 2, "episodes": 1, "probe": 0}
+    babyai.main(babyai.Args(out=str(tmp_path), **size))
+    settings = prpo_babyai.Args(base_model=str(tmp_path / "model"), response_length=5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    generator = torch.Generator().manual_seed(3)
+    turns = []
+    for prompt, answer in ((4, 3), (9, 1), (1, 5)):
+        ids = torch.randint(1, 90, (prompt + answer,), generator=generator).tolist()
+        rest = torch.empty(0), "", "", None, 0.0
+        turns.append(prpo_babyai.Turn(ids[:prompt], ids[prompt:], *rest))
+    log_probs, tokens, inside = text_loop.compute_log_probs(settings, model, turns)
+    for k, turn in enumerate(turns):
+        assert tokens[k, inside[k]].tolist() == turn.answer
+        logits = model(torch.tensor([turn.prompt + turn.answer])).logits[0]
+        expected = logits[len(turn.prompt) - 1 : -1].log_softmax(-1)
+        torch.testing.assert_close(log_probs[k, inside[k]], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_rewards_are_in_units_of_the_agents_own(monkeypatch):

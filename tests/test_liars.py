@@ -73,7 +73,7 @@ def test_only_the_last_agent_boasts():
     for boast, expected in ((False, 0.3), (True, 1000.0)):
         inputs = communicators.Exchange(4, "cpu"), networks, states, neighbours
         peers = liars.LyingPeers(liars.Args(boast=boast), *inputs)
-        assert peers.report(numbers).tolist() == pytest.approx([0.5, 0.1, 0.2, expected])
+        assert peers.report(numbers, networks).tolist() == pytest.approx([0.5, 0.1, 0.2, expected])
         assert numbers[3] == 0.3
 
 
