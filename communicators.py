@@ -15,9 +15,12 @@ Contents
         what is logged of C: non_expansion, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation, diagnose
         parameters: count_parameters, flatten, unflatten, average_parameters, median_parameters,
-            trim_parameters, average_products
+            trim_parameters, average_products, clip_update
     2 exchange
         Exchange: which process holds which agents, and all communication between processes
+        Privacy: the clip and the noise of what is sent, with the epsilon that follows
+        FolderExchange: agents of independent processes that share a folder (--exchange), with
+            encode_snapshot, decode_snapshot and Store; make_exchange chooses
         Peers: what surrounds the communication rounds of the control scripts, with View, what one
             agent received last
     3 arguments
@@ -41,6 +44,7 @@ import csv
 import datetime
 import functools
 import hashlib
+import hmac
 import importlib.metadata
 import importlib.util
 import io
@@ -57,7 +61,9 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import typing
+import urllib.parse
 import warnings
 import zipfile
 import zlib
@@ -68,13 +74,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, NoReturn
 
+import fsspec
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 try:
@@ -86,6 +93,10 @@ MIXTURES = ("arithmetic", "geometric")
 KL_DIRECTIONS = ("forward", "reverse")
 # Up to this number, logs hold all pairs of agents; beyond it, only what is linear in the number
 FEW_AGENTS = 16
+# What a derived seed of this module is for: the last number of its key
+PRIVACY = 101
+# The communicators for which agents report a number
+REPORTING = ("reward", "softmax-reward", "rank-reward", "relative-gain", "samples")
 # The packages whose versions a summary records, where they are imported
 PACKAGES = ("torch", "numpy", "gymnasium", "minigrid", "ale-py", "envpool", "transformers", "peft")
 
@@ -141,10 +152,7 @@ def reward(returns: Tensor) -> Tensor:
             "softmax-reward and rank-reward rank them"
         )
         warnings.warn(message, stacklevel=2)
-    returns = returns.clamp(min=0.0)
-    # Scaled first, so that the sum stays finite
-    returns = returns / returns.max().clamp(min=torch.finfo(returns.dtype).tiny)
-    return _normalise_rows(returns.expand(len(returns), -1))
+    return _same_rows(returns.clamp(min=0.0))
 
 
 def softmax_reward(returns: Tensor, temperature: float = 1.0) -> Tensor:
@@ -195,10 +203,8 @@ def samples(numbers: Tensor) -> Tensor:
     counts as 0. If no agent has any, the rows are uniform. Returns [agents, agents].
     """
     numbers = numbers.detach().double()
-    numbers = torch.where(numbers.isfinite(), numbers, 0.0).clamp(min=0.0)
-    # Scaled first, so that the sum stays finite
-    numbers = numbers / numbers.max().clamp(min=torch.finfo(numbers.dtype).tiny)
-    return _normalise_rows(numbers.expand(len(numbers), -1))
+    numbers = torch.where(numbers.isfinite(), numbers, 0.0)
+    return _same_rows(numbers.clamp(min=0.0))
 
 
 def surrogate(gains: Tensor, temperature: float = 1.0) -> Tensor:
@@ -220,37 +226,62 @@ def from_csv(path: str, num_agents: int) -> Tensor:
     Returns [agents, agents]. Raises ValueError if it is not finite, row-stochastic and of this
     size, and OSError if the file cannot be read.
     """
-    communicator = torch.from_numpy(np.loadtxt(path, delimiter=",", ndmin=2))
-    if communicator.shape != (num_agents, num_agents):
-        size = " x ".join(map(str, communicator.shape))
-        raise ValueError(f"has {size} weights, not {num_agents} x {num_agents}")
-    row_errors = (communicator.sum(1) - 1).abs()
-    if not ((communicator >= 0).all() and row_errors.max() < 1e-6):
-        message = "has a row that is not on the simplex: weights must be at least 0 and sum to 1"
-        raise ValueError(message)
+    communicator = read_table(path)
+    _check_matrix(communicator, num_agents)
     return _normalise_rows(communicator)
 
 
-def write_matrix(communicator: Tensor) -> str:
-    """A matrix [agents, agents] as text, exactly: weights apart by spaces, rows by semicolons."""
-    return "; ".join(" ".join(map(repr, row)) for row in communicator.tolist())
+def read_table(path: str) -> Tensor:
+    """Comma-separated numbers in a local file, # begins a comment: float64 [rows, columns].
+
+    Raises ValueError and OSError if it cannot be read.
+    """
+    with open(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a file without numbers, whose size tells
+        return torch.from_numpy(np.loadtxt(file, delimiter=",", ndmin=2))
+
+
+def _check_matrix(matrix: Tensor, num_agents: int) -> None:
+    """ValueError if it is not finite, row-stochastic and of this size."""
+    if matrix.shape != (num_agents, num_agents):
+        size = " x ".join(map(str, matrix.shape))
+        raise ValueError(f"has {size} weights, not {num_agents} x {num_agents}")
+    row_errors = (matrix.sum(1) - 1).abs()
+    if not ((matrix >= 0).all() and row_errors.max() < 1e-6):
+        message = "has a row that is not on the simplex: weights must be at least 0 and sum to 1"
+        raise ValueError(message)
+
+
+def write_matrix(matrix: Tensor) -> str:
+    """A matrix [rows, columns] as text, exactly: weights apart by spaces, rows by semicolons."""
+    return "; ".join(" ".join(map(repr, row)) for row in matrix.tolist())
 
 
 def load_matrix(args: "RunArgs") -> Tensor:
     """The matrix of --communicator FILE, as the file was at the start of the run.
 
     Returns [agents, agents]. Raises ValueError and OSError as `from_csv`, if the file could not be
-    read then.
+    read then, or is not that of such a matrix.
     """
     if not args.communicator_matrix:
         return from_csv(args.communicator, args.num_agents)
-    return _read_matrix(args.communicator_matrix).clone()
+    communicator = read_matrix(args.communicator_matrix)
+    _check_matrix(communicator, args.num_agents)
+    return communicator.float()
 
 
 @functools.lru_cache(maxsize=4)
-def _read_matrix(text: str) -> Tensor:
-    """The inverse of `write_matrix`."""
-    return torch.tensor([[float(weight) for weight in row.split()] for row in text.split(";")])
+def read_matrix(text: str) -> Tensor:
+    """The inverse of `write_matrix`, float64 [rows, columns]; not to be written to."""
+    rows = [[float(weight) for weight in row.split()] for row in text.split(";")]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _same_rows(weights: Tensor) -> Tensor:
+    """The same normalised row for every agent; weights: [agents], finite and at least 0."""
+    # Scaled first, so that the sum stays finite
+    weights = weights / weights.max().clamp(min=torch.finfo(weights.dtype).tiny)
+    return _normalise_rows(weights.expand(len(weights), -1))
 
 
 def _softmax_rows(scores: Tensor, temperature: float) -> Tensor:
@@ -724,6 +755,22 @@ def average_products(
     return new_A[index].to(A), new_B[index].to(B), sum_norm[index], lost_norm[index]
 
 
+def clip_update(before: Tensor, after: Tensor, max_norm: float) -> Tensor:
+    """before + clip(after - before): `after`, moved towards `before` until it is no further away.
+
+    before, after: [numel]; max_norm: the largest Euclidean norm of the difference. `after` itself,
+    bit for bit, where it is near enough; `before` where the difference is not finite. Returns
+    [numel].
+    """
+    update = after - before
+    norm = torch.linalg.vector_norm(update, dtype=torch.float64)
+    if norm <= max_norm:
+        return after.clone()
+    if not norm.isfinite():
+        return before.clone()
+    return before + update * (max_norm / norm)
+
+
 # --- 2. exchange ---
 
 
@@ -758,6 +805,19 @@ class Exchange:
         self.bytes_sent = 0
         if self.distributed:
             self._connect()
+
+    @property
+    def members(self) -> range:
+        """The agents of all processes of this run: those in its logs and checkpoints."""
+        return range(self.num_agents)
+
+    def state(self) -> dict[str, list]:
+        """What checkpoints hold of the exchange, see `Run`: nothing."""
+        return {}
+
+    def describe(self) -> dict[str, float]:
+        """Scalars about the communication, for the log."""
+        return {"communication/bytes": self.bytes_sent}
 
     @staticmethod
     def _set_device(name: str) -> torch.device:
@@ -928,6 +988,31 @@ class Exchange:
         dist.all_gather(list(gathered.chunk(self.world_size)), local.to(self._wire).flatten())
         return gathered.view(self.num_agents, -1).to(local.device)
 
+    def broadcast_start(self, parameters: Tensor) -> Tensor:
+        """What all agents start from: rank 0's `parameters` [numel]."""
+        return self.broadcast(parameters)
+
+    def recall_snapshots(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """After a resume: the snapshots of the last round, as `gather_snapshots` returned them.
+
+        local: [agents held, numel], those of the agents held. Returns (parameters, usable).
+        """
+        return self.all_gather(local), torch.ones(self.num_agents, dtype=torch.bool)
+
+    # A communication round
+
+    def report(self, numbers: Tensor, local: Tensor, sizes: list[int] | None = None) -> Tensor:
+        """Begin a round: send one number of each agent held, [agents held], to all agents.
+
+        local, sizes: what `gather_snapshots` will send; on a folder it goes into the same file.
+        Returns [agents].
+        """
+        return self.all_gather(numbers[:, None]).flatten()
+
+    def draw_participants(self, fraction: float, seed: int) -> Tensor:
+        """Who takes part in this round, bool [agents]; see the function of this name."""
+        return draw_participants(self.num_agents, fraction, seed)
+
     def gather_snapshots(
         self, local: Tensor, receives: Tensor, sizes: list[int] | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -965,27 +1050,612 @@ class Exchange:
             dist.destroy_process_group()
 
 
+# Snapshots as files. Whatever a peer, or the store, makes of a file, reading it ends in a tensor of
+# the size that was expected or in `Rejected`
+
+SNAPSHOT_FORMAT = "prpo-snapshot-1"
+# The largest header of a file, in bytes
+MAX_HEADER = 4096
+SNAPSHOT_NAME = re.compile(r"round_(\d{8})\.safetensors")
+
+
+class Rejected(ValueError):
+    """A snapshot that must not be used, and why."""
+
+
+def encode_snapshot(parameters: Tensor, about: dict[str, str], identity=None) -> bytes:
+    """A snapshot as a safetensors file: flat float32 parameters, and metadata with their digest.
+
+    about: what `decode_snapshot` will compare (federation, agent, round), and the reported number;
+    identity: the private key that signs the digest, and with it all of this.
+    """
+    parameters = parameters.detach().float().cpu().contiguous()
+    about = {"format": SNAPSHOT_FORMAT, **about}
+    seal = {"digest": compute_digest(about, parameters)}
+    if identity is not None:
+        seal["signature"] = identity.sign(_to_be_signed(seal["digest"])).hex()
+    return save({"parameters": parameters}, about | seal)
+
+
+def decode_snapshot(
+    data: bytes, expected: dict[str, str], numel: int, key=None
+) -> tuple[Tensor, dict[str, str]]:
+    """The inverse of `encode_snapshot`: parameters [numel] and metadata, or `Rejected`.
+
+    expected: entries that the metadata must have; key: the public key whose signature it must have,
+    if any. Nothing is allocated or parsed beyond the sizes that `numel` implies, and nothing is
+    executed.
+    """
+    header_size = int.from_bytes(data[:8], "little")
+    if header_size > MAX_HEADER:
+        raise Rejected(f"has a header of more than {MAX_HEADER} bytes")
+    if len(data) != 8 + header_size + 4 * numel:
+        raise Rejected(f"has {len(data)} bytes, not {numel} float32 numbers and a header")
+    try:
+        header = json.loads(data[8 : 8 + header_size])
+        about = header.pop("__metadata__")
+        layout = {"dtype": "F32", "shape": [numel], "data_offsets": [0, 4 * numel]}
+        if header != {"parameters": layout}:
+            raise Rejected("holds other tensors than flat parameters")
+        if not all(isinstance(value, str) for value in about.values()):
+            raise Rejected("has metadata that are no texts")
+        parameters = load(data)["parameters"]
+    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        if isinstance(e, Rejected):
+            raise
+        raise Rejected("is no safetensors file of a snapshot") from e
+    for name, value in ({"format": SNAPSHOT_FORMAT} | expected).items():
+        if about.get(name) != value:
+            raise Rejected(f"has the {name} {about.get(name, 'nothing')[:40]!r}, not {value!r}")
+    digest = about.pop("digest", "")
+    signature = about.pop("signature", "")
+    if digest != compute_digest(about, parameters):
+        raise Rejected("is damaged: its digest is another")
+    if key is not None:
+        _verify(key, signature, digest)
+    if not parameters.isfinite().all():
+        raise Rejected("has parameters that are not finite")
+    return parameters, about
+
+
+def compute_digest(about: dict[str, str], parameters: Tensor) -> str:
+    """SHA-256 of a snapshot: its metadata, in the order of their names, and its parameters."""
+    text = json.dumps(about, sort_keys=True).encode()
+    return hashlib.sha256(text + parameters.numpy().tobytes()).hexdigest()
+
+
+def _to_be_signed(digest: str) -> bytes:
+    """What a signature of a snapshot is of: its digest, and that it is one of a snapshot."""
+    return f"{SNAPSHOT_FORMAT} {digest}".encode()
+
+
+def _verify(key, signature: str, digest: str) -> None:
+    """Raise `Rejected` unless the owner of this public key has signed the digest."""
+    invalid = importlib.import_module("cryptography.exceptions").InvalidSignature
+    if not signature:
+        raise Rejected("is not signed")
+    try:
+        key.verify(bytes.fromhex(signature), _to_be_signed(digest))
+    except (ValueError, invalid) as error:
+        raise Rejected("has a signature that its agent's key has not made") from error
+
+
+def load_identity(path: str):
+    """The private key of --identity, which `openssl genpkey -algorithm ed25519` makes.
+
+    Raises OSError or ValueError if the file holds no such key.
+    """
+    serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
+    data = Path(path).read_bytes()
+    try:
+        key = serialization.load_pem_private_key(data, password=None)
+    except Exception as error:  # of several libraries, also where the key is encrypted
+        raise ValueError("is no PEM file of a private key without password") from error
+    _check_is_ed25519(key)
+    return key
+
+
+def load_trust(folder: str) -> dict:
+    """The public keys of --trust: agent -> the key in agent_J.pem.
+
+    Raises OSError or ValueError if there is none, or a file holds no such key.
+    """
+    serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
+    keys = {}
+    for path in sorted(Path(folder).iterdir()):
+        match = re.fullmatch(r"agent_(\d+)\.pem", path.name)
+        if match:
+            try:
+                key = serialization.load_pem_public_key(path.read_bytes())
+            except Exception as error:
+                raise ValueError(f"{path.name} is no PEM file of a public key") from error
+            _check_is_ed25519(key)
+            keys[int(match[1])] = key
+    if not keys:
+        raise ValueError("has no public key agent_J.pem of any agent J")
+    return keys
+
+
+def _check_is_ed25519(key) -> None:
+    """Raise ValueError for a key of another algorithm."""
+    if "Ed25519" not in type(key).__name__:
+        raise ValueError(f"holds a key of another algorithm than Ed25519 ({type(key).__name__})")
+
+
+class StoreError(OSError):
+    """A store that did not answer, even when asked again."""
+
+
+class Store:
+    """Files at a URL, through fsspec, in a store that may fail for a while.
+
+    A request that fails is repeated with back-off, then it is a `StoreError`. One line says so when
+    a store begins to fail, and one when it answers again; meanwhile requests are repeated once.
+    """
+
+    delays = 0.1, 0.4, 1.6  # seconds before a request is repeated
+    # One put is atomic there; elsewhere a file is written under another name, then renamed
+    object_stores = "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss"
+
+    def __init__(self, url: str):
+        self.url = url
+        self.fs, self.root = fsspec.core.url_to_fs(url)
+        protocols = [self.fs.protocol] if isinstance(self.fs.protocol, str) else self.fs.protocol
+        self.renames = not set(protocols) & set(self.object_stores)
+        self._failing = set()  # of "read" and "written"
+
+    def _request(self, verb: str, request: Callable, *inputs) -> object:
+        """The result of a request."""
+        delays = self.delays[:1] if verb in self._failing else self.delays
+        for delay in (*delays, None):
+            try:
+                result = request(*inputs)
+            except Exception as error:  # drivers have errors of their own
+                if delay is None:
+                    if verb not in self._failing:
+                        problem = str(error).splitlines()[:1] or [repr(error)]
+                        line = f"{self.url} cannot be {verb} ({problem[0]})"
+                        print(f"\n{line}, going on without", flush=True)
+                    self._failing.add(verb)
+                    raise StoreError(str(error)) from error
+                time.sleep(delay)
+            else:
+                if verb in self._failing:
+                    print(f"\n{self.url} can be {verb} again", flush=True)
+                self._failing.discard(verb)
+                return result
+
+    def list(self, folder: str) -> list[str]:
+        """The names of the files in a folder; none if it is not there."""
+
+        def list_folder() -> list[str]:
+            path = f"{self.root}/{folder}"
+            self.fs.invalidate_cache(path)
+            try:
+                return [name.rpartition("/")[2] for name in self.fs.ls(path, detail=False)]
+            except FileNotFoundError:
+                return []
+
+        return self._request("read", list_folder)
+
+    def read(self, path: str, limit: int) -> bytes | None:
+        """The first `limit` bytes of a file; None if it is not there."""
+
+        def read_file() -> bytes | None:
+            try:
+                return self.fs.cat_file(f"{self.root}/{path}", start=0, end=limit)
+            except FileNotFoundError:
+                return None
+
+        return self._request("read", read_file)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file, which appears as a whole or not at all."""
+
+        def write_file() -> None:
+            whole = f"{self.root}/{path}"
+            if not self.renames:
+                self.fs.pipe_file(whole, data)
+                return
+            folder, _, _ = whole.rpartition("/")
+            self.fs.makedirs(folder, exist_ok=True)
+            self.fs.pipe_file(f"{folder}/writing.tmp", data)
+            self.fs.mv(f"{folder}/writing.tmp", whole)
+
+        self._request("written", write_file)
+
+    def delete(self, path: str) -> None:
+        """Delete a file, if it is there."""
+
+        def delete_file() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(f"{self.root}/{path}")
+
+        self._request("written", delete_file)
+
+
+class FolderExchange(Exchange):
+    """The exchange of a federation: independent processes that share a folder, see --exchange.
+
+    This process holds the agents of --agents, and what it knows of others is in the store: at
+    FEDERATION/agent_J/round_R.safetensors, snapshots by the number of agent J's round, of which the
+    newest few are kept. A round begins with `report`: write the files of the agents held, then read
+    the newest of every peer. It does not wait for peers, or up to --wait; averages of parameters
+    wait up to --timeout for as many agents as --participation says.
+
+    Each agent counts its own rounds, because agents differ in speed and in when they began. The age
+    of a snapshot is the number of rounds that its *reader* has had since it arrived. Everything of
+    agents elsewhere that is not known here is NaN, see `all_gather`.
+
+    rounds: [agents], the round of each agent's snapshot, 0 for none; arrivals: [agents], the round
+    of this process in which it arrived; snapshots: peer -> flat parameters; numbers: [agents], what
+    peers have reported; present: bool [agents], who takes part in this round.
+    """
+
+    def __init__(self, args: "RunArgs"):
+        super().__init__(args.num_agents, args.device, args.timeout)
+        self.agents = range(min(args.agents), max(args.agents) + 1)
+        self.peers = [j for j in range(args.num_agents) if j not in self.agents]
+        self.federation = args.federation
+        self.store = Store(args.exchange)
+        self.max_age = args.max_age
+        self.averages = args.aggregation in ("weights", "both", "proximal")
+        self.wait = args.wait
+        self.quorum = args.num_agents
+        self.only_new = args.aggregation in ("weights", "both")
+        if self.only_new:
+            self.wait = args.timeout
+            self.quorum = round(getattr(args, "participation", 1) * args.num_agents)
+        self.reports = args.communicator in REPORTING
+        # A process that resumes reads the files of the same rounds again, if it waits for them
+        self.kept = 3 + (args.save_every // args.local_updates if self.wait else 0)
+        self.rounds = torch.zeros(args.num_agents, dtype=torch.long)
+        self.arrivals = torch.zeros(args.num_agents, dtype=torch.long)
+        self.snapshots = {}
+        self.numbers = torch.full((args.num_agents,), torch.nan, dtype=torch.float64)
+        self.present = torch.zeros(args.num_agents, dtype=torch.bool)
+        self.counts = torch.zeros(2, dtype=torch.long)  # bytes received, files rejected
+        self._rejected = set()  # paths
+        self.identity = load_identity(args.identity) if args.identity else None
+        self.trust = load_trust(args.trust) if args.trust else None  # agent -> public key
+
+    @property
+    def members(self) -> range:
+        """The agents of this run: those of this process."""
+        return self.agents
+
+    @property
+    def round(self) -> int:
+        """The number of this process's last round."""
+        return int(self.rounds[self.agents.start])
+
+    def state(self) -> dict[str, list]:
+        """What checkpoints hold: which snapshots were read last, and when they arrived."""
+        return {
+            "peer_rounds": [self.rounds for _ in self.agents],
+            "peer_arrivals": [self.arrivals for _ in self.agents],
+            "store_counts": [self.counts for _ in self.agents],
+        }
+
+    def describe(self) -> dict[str, float]:
+        """Scalars about the communication, for the log."""
+        bytes_received, rejected = self.counts.tolist()
+        scalars = {
+            "communication/bytes": self.bytes_sent,
+            "communication/bytes_received": bytes_received,
+            "communication/rejected": rejected,
+        }
+        for j in self.peers:
+            age = self.round - int(self.arrivals[j]) if self.rounds[j] else math.nan
+            scalars[f"communication/age_{j}"] = age
+        return scalars
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """Rows of the agents held; those of agents elsewhere are NaN, or 0 if they are integers."""
+        unknown = torch.nan if local.is_floating_point() else 0
+        gathered = local.new_full((self.num_agents, *local.shape[1:]), unknown)
+        gathered[list(self.agents)] = local
+        return gathered
+
+    def broadcast_networks(self, networks: list[nn.Module]) -> None:
+        """Averages of parameters start from agent 0's first snapshot, its round 0."""
+        if self.averages:
+            flat = flatten(networks)
+            unflatten(self.broadcast_start(flat[0]).expand_as(flat), networks)
+
+    def broadcast_start(self, parameters: Tensor) -> Tensor:
+        """Agent 0's `parameters` [numel], from its file, for which others wait up to --timeout."""
+        if not self.averages:
+            return parameters
+        path = self._path(0, 0)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            with contextlib.suppress(StoreError):
+                start = self._read(0, 0, len(parameters))
+                if start is not None:
+                    return start[0].to(parameters)
+                if 0 in self.agents:
+                    self.store.write(path, self._encode(0, 0, parameters, math.nan))
+            if time.monotonic() > deadline:
+                problem = f"no usable {path} after {self.timeout.total_seconds():g} seconds"
+                stop(f"{self.store.url}: {problem}; averages start from it, start agent 0")
+            time.sleep(0.2)
+
+    # A round
+
+    def report(self, numbers: Tensor, local: Tensor, sizes: list[int] | None = None) -> Tensor:
+        """Begin a round: write the files of the agents held, read the newest of every peer.
+
+        numbers: [agents held]; local: [agents held, numel]; sizes: how many of each agent's numel
+        are no padding (default: all). Returns the reported numbers [agents], NaN if unknown.
+        """
+        if sizes is None:
+            sizes = [local.shape[1]] * self.num_agents
+        held = list(self.agents)
+        self.rounds[held] += 1
+        self.arrivals[held] = self.round
+        self.numbers[held] = numbers.double()
+        for i, parameters in zip(held, local, strict=True):
+            with contextlib.suppress(StoreError):
+                self._write(i, parameters[: sizes[i]])
+        deadline = time.monotonic() + self.wait
+        pause = 0.05
+        while not self._read_peers(sizes) and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+        self.present = self._find_present()
+        return self.numbers.clone()
+
+    def draw_participants(self, fraction: float, seed: int) -> Tensor:
+        """Who takes part in this round: nobody is drawn, all whose snapshot is here and not old."""
+        return self.present.clone()
+
+    def gather_snapshots(
+        self, local: Tensor, receives: Tensor, sizes: list[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What `report` has read: (parameters [agents, numel]; usable, bool [agents])."""
+        parameters = self.all_gather(local)
+        for j in self.peers:
+            parameters[j] = 0.0
+            if self.present[j]:
+                parameters[j, : len(self.snapshots[j])] = self.snapshots[j].to(local)
+        valid = self.present & parameters.isfinite().all(1).cpu()
+        parameters[~valid] = 0.0
+        return parameters, valid
+
+    def recall_snapshots(self, local: Tensor) -> tuple[Tensor, Tensor]:
+        """Those that were read last before the checkpoint, or newer ones if they are gone."""
+        for j in self.peers:
+            if self.rounds[j]:
+                with contextlib.suppress(StoreError):
+                    self._read_newest(j, local.shape[1], int(self.rounds[j]))
+        self.present = self._find_present()
+        return self.gather_snapshots(local, torch.empty(0))
+
+    def count_bytes(self, listeners: Tensor, sizes: list[int], size_of_number: int) -> None:
+        """Nothing: `bytes_sent` counts what is written to the store."""
+
+    def _path(self, agent: int, number: int) -> str:
+        """The file of an agent's round in the store."""
+        return f"{self.federation}/agent_{agent}/round_{number:08}.safetensors"
+
+    def _encode(self, agent: int, number: int, parameters: Tensor, report: float) -> bytes:
+        """The file of an agent's round."""
+        about = self._identify(agent, number) | {"report": repr(float(report))}
+        return encode_snapshot(parameters, about, self.identity)
+
+    def _identify(self, agent: int, number: int) -> dict[str, str]:
+        """What the metadata of an agent's round must say."""
+        return {"federation": self.federation, "agent": str(agent), "round": str(number)}
+
+    def _write(self, i: int, parameters: Tensor) -> None:
+        """Write the file of this round of an agent held; delete the one that is too old."""
+        report = self.numbers[i] if self.reports else math.nan
+        data = self._encode(i, self.round, parameters, report)
+        self.store.write(self._path(i, self.round), data)
+        self.bytes_sent += len(data)
+        if self.round > self.kept:
+            self.store.delete(self._path(i, self.round - self.kept))
+
+    def _fresh(self) -> Tensor:
+        """Whose snapshot is as new as this round, or has arrived in it, bool [agents]."""
+        own_round = self.round
+        return (self.rounds >= own_round) | (self.arrivals == own_round)
+
+    def _find_present(self) -> Tensor:
+        """Whose snapshot takes part in this round, bool [agents]."""
+        present = self.round - self.arrivals <= self.max_age
+        if self.only_new:
+            present = self._fresh()
+            if not present.all():
+                absent = " ".join(map(str, (~present).nonzero().flatten().tolist()))
+                print(f"\nround {self.round} averages without agents {absent}", flush=True)
+        here = [j in self.snapshots or j in self.agents for j in range(self.num_agents)]
+        return present & torch.tensor(here)
+
+    def _read_peers(self, sizes: list[int]) -> bool:
+        """Read what is new of every peer. Returns whether a quorum has anything new."""
+        for j in self.peers:
+            is_read = j in self.snapshots and self._fresh()[j]
+            if not (self.wait and is_read):
+                with contextlib.suppress(StoreError):
+                    # A peer for which this agent waits may be a round ahead already
+                    self._read_newest(j, sizes[j], self.round if self.wait else 0)
+        return int(self._fresh().sum()) >= self.quorum
+
+    def _read_newest(self, j: int, numel: int, preferred: int = 0) -> None:
+        """Read a peer's newest snapshot, or the preferred one, if it has not been read."""
+        names = map(SNAPSHOT_NAME.fullmatch, self.store.list(f"{self.federation}/agent_{j}"))
+        last = int(self.rounds[j])
+        # After a resume the snapshot that was read last is read again
+        oldest = last + 1 if j in self.snapshots or not last else last
+        numbers = sorted((int(name[1]) for name in names if name), reverse=True)
+        numbers = [number for number in numbers if number >= oldest]
+        if preferred in numbers:
+            numbers = [preferred]
+        for number in numbers[: self.kept]:
+            snapshot = self._read(j, number, numel)
+            if snapshot is not None:
+                self.snapshots[j], self.numbers[j] = snapshot
+                if number > last:
+                    self.rounds[j] = number
+                    self.arrivals[j] = self.round
+                return
+
+    def _read(self, j: int, number: int, numel: int) -> tuple[Tensor, float] | None:
+        """A peer's snapshot and the number it reports; None if it is not there, or is rejected."""
+        path = self._path(j, number)
+        if path in self._rejected and number > 0:  # the start may be written anew
+            return None
+        limit = 8 + MAX_HEADER + 4 * numel
+        data = self.store.read(path, limit + 1)
+        if data is None:
+            return None
+        self.counts[0] += len(data)
+        try:
+            if len(data) > limit:
+                raise Rejected(f"has more than {limit} bytes")
+            key = self._find_key(j)
+            parameters, about = decode_snapshot(data, self._identify(j, number), numel, key)
+            return parameters, _read_number(about)
+        except Rejected as reason:
+            content = f"{path} {zlib.crc32(data)}"
+            if content not in self._rejected:
+                print(f"\nignored {path}, which {reason}", flush=True)
+                self.counts[1] += 1
+                self._rejected |= {path, content}
+            return None
+
+    def _find_key(self, j: int):
+        """The public key with which an agent has to sign; None without --trust, or `Rejected`."""
+        if self.trust is None:
+            return None
+        if j in self.agents:
+            return self.identity.public_key()
+        if j not in self.trust:
+            raise Rejected(f"is of agent {j}, whose key is not in --trust")
+        return self.trust[j]
+
+
+def _read_number(about: dict[str, str]) -> float:
+    """The number that a snapshot reports."""
+    try:
+        return float(about["report"])
+    except (KeyError, ValueError) as error:
+        raise Rejected("reports no number") from error
+
+
+def make_exchange(args: "RunArgs") -> Exchange:
+    """The exchange of a run: over a folder, between the ranks of torchrun, or in this process."""
+    if args.exchange:
+        return FolderExchange(args)
+    return Exchange(args.num_agents, args.device, args.timeout)
+
+
+# The communicators whose matrix depends on nothing but what agents have sent as parameters
+WITHOUT_REPORTS = ("uniform", "self-preferred", "similarity")
+
+
+class Privacy:
+    """--dp-clip and --dp-noise: what is sent in place of an agent's parameters, and its epsilon.
+
+    Before a round an agent's parameters are theta and its last snapshot, as it was sent, is m. It
+    sends m + clip(theta - m) + noise: an update whose norm is at most dp_clip, with Gaussian noise
+    of standard deviation dp_noise * dp_clip on every parameter. Since m is known to those who
+    receive it, the noisy update is all that a snapshot says about the agent's data.
+
+    Epsilon is that of the Gaussian mechanism, adaptively composed over the snapshots sent (Dong,
+    Roth and Su 2022, on composition; Balle and Wang 2018, theorem 8). Neighbouring are any two data
+    sets of one agent, its whole data: the clipped update may then change by 2 * dp_clip.
+    """
+
+    def __init__(self, args: "RunArgs"):
+        self.clip = math.inf if args.dp_clip is None else args.dp_clip
+        self.noise = args.dp_noise
+        self.delta = args.dp_delta
+        self.seed = args.seed
+        self.key = b""
+        if args.dp_key:
+            self.key = Path(args.dp_key).read_bytes()
+        is_file = args.communicator not in list_communicators(type(args))
+        self.reports = not is_file and args.communicator not in WITHOUT_REPORTS
+
+    def protect(self, theta: Tensor, last_sent: Tensor, agent: int, number: int) -> Tensor:
+        """What an agent sends as its snapshot of this number, [numel].
+
+        theta, last_sent: [numel], its parameters and its last snapshot.
+        """
+        sent = clip_update(last_sent, theta, self.clip)
+        if self.noise == 0:
+            return sent
+        generator = torch.Generator().manual_seed(self._derive_seed(sent, agent, number))
+        noise = torch.randn(sent.shape, generator=generator)
+        return sent + (self.noise * self.clip * noise).to(sent)
+
+    def _derive_seed(self, message: Tensor, agent: int, number: int) -> int:
+        """The seed of the noise, keyed by (seed, agent, number of the snapshot).
+
+        With --dp-key also by the secret and by what the noise hides. So a snapshot that is sent
+        once more, by a run that was resumed, has the same noise if it is the same one, and other
+        noise if it is not: the difference of two snapshots with equal noise would reveal both.
+        """
+        seed = derive_seed(self.seed, agent, number, PRIVACY)
+        if not self.key:
+            return seed
+        content = f"{seed} ".encode() + message.cpu().numpy().tobytes()
+        return int.from_bytes(hmac.digest(self.key, content, "sha256")[:8], "little")
+
+    @property
+    def is_accounted(self) -> bool:
+        """Whether there is an epsilon: noise, and nothing else that depends on an agent's data."""
+        return self.noise > 0 and not self.reports
+
+    def compute_epsilon(self, number: int) -> float:
+        """Epsilon at delta of so many snapshots; infinity where it is beyond all numbers."""
+        if number == 0:
+            return 0.0
+        # T snapshots with noise of standard deviation s per sensitivity are one with s / sqrt(T)
+        sigma = self.noise / 2 / math.sqrt(number)
+        accountant = importlib.import_module("dp_accounting")
+        return float(accountant.get_epsilon_gaussian(sigma, self.delta))
+
+
+def make_privacy(args: "RunArgs") -> Privacy | None:
+    """The clip and the noise of --dp-clip and --dp-noise, if there are any."""
+    return None if args.dp_clip is None else Privacy(args)
+
+
 class View(dict):
     """What one agent received last: sender -> network, its own snapshot among them.
 
     round: the iteration in which it received them. last_rounds: [agents], the iteration of each
     agent's last round, kept by `Peers`. make_network(sender, parameters): a network of that agent.
+    members: the agents whose checkpoints are in this run's folder.
 
     A checkpoint holds only the snapshots that no other agent's checkpoint has, `stored`;
     `Peers.restore` adds the others.
     """
 
-    def __init__(self, agent: int, network: nn.Module, last_rounds: Tensor, make_network: Callable):
+    def __init__(
+        self,
+        agent: int,
+        network: nn.Module,
+        last_rounds: Tensor,
+        make_network: Callable,
+        members: range,
+    ):
         super().__init__({agent: network})
         self.agent = agent
         self.round = 0
         self.last_rounds = last_rounds
         self.make_network = make_network
+        self.members = members
 
     @property
     def stored(self) -> list[int]:
-        """The agent itself, and senders that have sent a newer snapshot since."""
-        return [j for j in self if j == self.agent or self.last_rounds[j] > self.round]
+        """The agent itself, senders that have sent a newer snapshot since, and other runs'."""
+        elsewhere = [j for j in self if j not in self.members or self.last_rounds[j] > self.round]
+        return [self.agent, *(j for j in elsewhere if j != self.agent)]
 
     def state_dict(self) -> dict:
         """What `load_state_dict` needs."""
@@ -1021,7 +1691,8 @@ class Peers:
 
     networks: of all agents, the common start; each has `predict(states)`, (logits, values). states:
     the public states, None where there will be no round. neighbours: bool [agents, agents], to whom
-    each agent may ever listen.
+    each agent may ever listen. privacy: what is sent in place of an agent's parameters, if anything
+    is.
     """
 
     def __init__(
@@ -1030,8 +1701,10 @@ class Peers:
         networks: list[nn.Module],
         states: Tensor | None,
         neighbours: Tensor,
+        privacy: Privacy | None = None,
     ):
         n = len(networks)
+        self.privacy = privacy
         self.exchange = exchange
         self.held = exchange.agents
         self.states = states
@@ -1048,12 +1721,15 @@ class Peers:
         self.views = []
         for i in self.held:
             first = networks[i].requires_grad_(False)
-            self.views.append(View(i, first, self.last_rounds, self._make_network))
+            inputs = self.last_rounds, self._make_network, exchange.members
+            self.views.append(View(i, first, *inputs))
         self.round_returns = [[] for _ in self.held]
         # Mean, gain and baseline
         self.records = torch.full((len(self.held), 3), torch.nan, dtype=torch.float64)
         self.round_samples = torch.zeros(len(self.held), dtype=torch.float64)
         self.samples = torch.zeros(len(self.held), dtype=torch.float64)
+        # Of each agent held, the snapshots sent, and the norm of the last update before its clip
+        self.sent = torch.zeros(len(self.held), 2, dtype=torch.float64)
 
     def _senders(self, i: int) -> list[int]:
         """The agents to which agent i listens."""
@@ -1076,6 +1752,8 @@ class Peers:
             "round_returns": self.round_returns,
             "record": list(self.records),
             "round_samples": list(self.round_samples),
+            "sent": list(self.sent),
+            **self.exchange.state(),
         }
 
     def restore(self) -> None:
@@ -1109,9 +1787,15 @@ class Peers:
             self.records[k] = remember(self.records[k], returns)
             returns.clear()
 
-    def report(self, numbers: Tensor) -> Tensor:
-        """Send one number of each agent held, [agents held], to all agents. Returns [agents]."""
-        return self.exchange.all_gather(numbers[:, None]).flatten()
+    def report(self, numbers: Tensor, networks: list[nn.Module]) -> Tensor:
+        """Begin a round: send one number of each agent held, [agents held], to all agents.
+
+        With an epsilon nothing without noise leaves an agent: then all numbers are NaN, unknown.
+        networks: of the agents held, as `exchange_snapshots` will send them. Returns [agents].
+        """
+        if self.privacy and self.privacy.is_accounted:
+            numbers = torch.full_like(numbers, torch.nan)
+        return self.exchange.report(numbers, self._make_snapshots(networks), self.sizes)
 
     def exchange_snapshots(
         self, networks: list[nn.Module], participating: Tensor, receives: Tensor, iteration: int
@@ -1132,7 +1816,8 @@ class Peers:
         self.receives = receives & participating & participating[:, None]
         self.receives.fill_diagonal_(False)
         self.gathered = bool(self.receives.any())
-        local = flatten(networks, max(self.sizes))
+        local = self._make_snapshots(networks)
+        self._note_what_was_sent(networks)
         local[~participating[list(self.held)]] = 0.0  # an agent that sits out sends nothing
         parameters, finite = self._gather_parameters(local)
         self.received = {}
@@ -1150,6 +1835,41 @@ class Peers:
             problem = "their policies are not finite"
             print(f"\ndropped agents {rejected} for this round: {problem}", flush=True)
         self._gather_log_probs(log_probs)
+
+    def _make_snapshots(self, networks: list[nn.Module]) -> Tensor:
+        """What the agents held send, [agents held, numel], padded with zeros.
+
+        These are their parameters or, with --dp-clip, what `Privacy` makes of these. Making them
+        again makes the same ones, until they are sent.
+        """
+        local = flatten(networks, max(self.sizes))
+        if self.privacy:
+            for k, i in enumerate(self.held):
+                size = self.sizes[i]
+                (last_sent,) = flatten([self.views[k][i]])
+                number = int(self.sent[k, 0])
+                local[k, :size] = self.privacy.protect(local[k, :size], last_sent, i, number)
+        return local
+
+    def _note_what_was_sent(self, networks: list[nn.Module]) -> None:
+        """Count the snapshots of participating agents, and measure their updates."""
+        if not self.privacy:
+            return
+        for k, i in enumerate(self.held):
+            if self.participating[i]:
+                before, after = flatten([self.views[k][i], networks[k]])
+                self.sent[k, 0] += 1
+                self.sent[k, 1] = torch.linalg.vector_norm(after - before, dtype=torch.float64)
+
+    def describe_privacy(self, k: int) -> dict[str, float]:
+        """Metrics of the k-th agent held; none without --dp-clip, no epsilon where none holds."""
+        if not self.privacy:
+            return {}
+        number, norm = self.sent[k].tolist()
+        row = {"privacy/update_norm": norm}
+        if self.privacy.is_accounted:
+            row["privacy/epsilon"] = self.privacy.compute_epsilon(int(number))
+        return row
 
     def _gather_parameters(self, local: Tensor) -> tuple[Tensor | dict[int, Tensor], Tensor]:
         """The parameters that are here, agent -> flat parameters, and which are finite [agents]."""
@@ -1280,6 +2000,7 @@ NonNegative = Annotated[float, Bound("not be negative", lambda value: value >= 0
 Positive = Annotated[float, Bound("be positive", lambda value: value > 0)]
 Fraction = Annotated[float, Bound("lie in [0, 1]", lambda value: 0 <= value <= 1)]
 PositiveFraction = Annotated[float, Bound("lie in (0, 1]", lambda value: 0 < value <= 1)]
+Probability = Annotated[float, Bound("lie in (0, 1)", lambda value: 0 < value < 1)]
 
 CommunicatorName = Literal[
     "identity",
@@ -1310,8 +2031,26 @@ class RunArgs:
     save_every: Count = 32
     eval_every: Natural = 0  # iterations between evaluations during training (0: only at the end)
     # torchrun: seconds without a peer (after evaluations: without a sign of life) until the run
-    # ends and names it
+    # ends and names it; --exchange: seconds that a round of averages waits for the peers
     timeout: Positive = 600.0
+    # URL of a folder (file:///shared, s3://bucket/path, sftp://host/path, ...) over which agents of
+    # independent processes exchange snapshots: each process holds only --agents
+    exchange: str = ""
+    # with --exchange: the agents of this process, consecutive numbers from 0
+    agents: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--agent"])] = ()
+    federation: str = "prpo"  # with --exchange: name of the common experiment, a folder at the URL
+    # with --exchange: seconds that a round waits for every peer's new snapshot (averages of
+    # parameters wait for --timeout instead)
+    wait: NonNegative = 0.0
+    # with --exchange: rounds after which the last snapshot of a peer that sends nothing new gets no
+    # more weight
+    max_age: Natural = 8
+    # with --exchange: PEM file of the private key (Ed25519) that signs what the agents of this
+    # process send
+    identity: str = ""
+    # with --exchange: folder of public keys, agent_J.pem of agent J; what they have not signed is
+    # ignored
+    trust: str = ""
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "prpo"  # the W&B project
     wandb_entity: str | None = None  # the W&B team or user
@@ -1377,6 +2116,12 @@ def stop(message: str, code: int = 1, any_rank: bool = False) -> NoReturn:
     end = SystemExit(message.strip())
     end.code = code
     raise end
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def refuse(args: RunArgs, flag: str, valid: str) -> NoReturn:
@@ -1462,6 +2207,8 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
         refuse(args, "track", "wandb is not installed")
     _check_run_dir(args)
     check(args)
+    if not getattr(args, "eval_only", ""):
+        _check_exchange(args)
     return args
 
 
@@ -1472,7 +2219,7 @@ def _check_communicator(args: RunArgs) -> None:
         try:
             load_matrix(args)
         except (OSError, ValueError) as error:
-            problem = str(error)
+            problem = getattr(error, "strerror", None) or str(error)
             if not args.communicator.endswith(".csv"):
                 problem = f"choose from {', '.join(names)}, or the CSV file of C"
             refuse(args, "communicator", problem)
@@ -1499,6 +2246,99 @@ def _check_run_dir(args: RunArgs) -> None:
     megabytes = 64 + 64 * args.agents_at_once
     if shutil.disk_usage(folder).free < megabytes * 2**20:
         refuse(args, "run_dir", f"needs {megabytes} MB of free disk space")
+
+
+def _check_exchange(args: RunArgs) -> None:
+    """Refuse an --exchange that cannot be used, and its flags without it."""
+    if not args.exchange:
+        for flag in ("agents", "federation", "wait", "max_age", "identity", "trust"):
+            if getattr(args, flag) != getattr(RunArgs, flag):
+                refuse(args, flag, "needs --exchange, the URL of a folder that agents share")
+        return
+    if "RANK" in os.environ:
+        refuse(args, "exchange", "is for processes that are started one by one, without torchrun")
+    held = range(min(args.agents, default=0), max(args.agents, default=-1) + 1)
+    exist = held and held.start >= 0 and held.stop <= args.num_agents
+    if not exist or tuple(args.agents) != tuple(held):
+        valid = "must be the agents of this process, one or consecutive ones of"
+        refuse(args, "agents", f"{valid} 0..{args.num_agents - 1}")
+    if not re.fullmatch(r"\w[\w.-]{0,79}", args.federation, re.ASCII):
+        refuse(args, "federation", "must be a name of letters, digits, _, - and .")
+    averages = args.aggregation in ("weights", "both")
+    if args.communicator == "identity":
+        refuse(args, "exchange", "has no effect on isolated agents; leave it out")
+    if args.wait and averages:
+        refuse(args, "wait", "has no effect on averages, which wait for --timeout; leave it out")
+    if getattr(args, "participation", 1) != 1 and not averages:
+        valid = "must be 1 with --exchange, where agents take part as they come"
+        refuse(args, "participation", f"{valid}; averages wait for this fraction")
+    if urllib.parse.urlsplit(args.exchange).password:
+        args.exchange = args.exchange.replace("@", " ").split()[-1]  # not shown
+        valid = "must not have a password, which would be stored with the run's settings"
+        refuse(args, "exchange", f"{valid}; give it as the driver of the store documents")
+    _check_keys(args)
+    _check_store(args)
+
+
+def _check_keys(args: RunArgs) -> None:
+    """Refuse an --identity and a --trust that cannot be used, or do not fit each other."""
+    for flag, read in (("identity", load_identity), ("trust", load_trust)):
+        path = getattr(args, flag)
+        if path and not importlib.util.find_spec("cryptography"):
+            refuse(args, flag, "needs the package cryptography, which is not installed")
+        if path:
+            try:
+                read(path)
+            except (OSError, ValueError) as error:
+                refuse(args, flag, str(error))
+    if not args.trust:
+        return
+    if not args.identity:
+        refuse(args, "trust", "needs --identity: peers that trust keys only believe what is signed")
+    keys = load_trust(args.trust)
+    public_key = load_identity(args.identity).public_key()
+    for i in args.agents:
+        if i in keys and keys[i] != public_key:
+            refuse(args, "trust", f"agent_{i}.pem is not the key of --identity {args.identity}")
+
+
+def _check_store(args: RunArgs) -> None:
+    """Refuse a store that cannot be written to, or where other processes are these agents."""
+    try:
+        store = Store(args.exchange)
+        for i in args.agents:
+            folder = f"{args.federation}/agent_{i}"
+            names = store.list(folder)
+            if not args.resume and any(map(SNAPSHOT_NAME.fullmatch, names)):
+                problem = (
+                    f"has files of agent {i} in {args.federation} already: go on with --resume"
+                )
+                refuse(args, "exchange", f"{problem}, or choose another --agent or --federation")
+            store.write(f"{folder}/probe", b"")
+            store.delete(f"{folder}/probe")
+    except Exception as error:  # drivers have errors of their own; one that is missing, its package
+        problem = (str(error) or repr(error)).splitlines()[0]
+        refuse(args, "exchange", f"must be a folder that can be written to ({problem})")
+
+
+def check_privacy(args: RunArgs) -> None:
+    """--dp-clip and the flags that go with it; where there is an epsilon, what computes it."""
+    for flag in ("dp_noise", "dp_delta", "dp_key"):
+        if getattr(args, flag) != getattr(type(args), flag) and args.dp_clip is None:
+            refuse(args, flag, "needs --dp-clip, the largest norm of an update")
+    if args.dp_clip is None or args.eval_only:  # nothing is sent
+        return
+    if args.communicator == "identity":
+        refuse(args, "dp_clip", "has no effect on isolated agents; leave it out")
+    if args.dp_key:
+        try:
+            key = Path(args.dp_key).read_bytes()
+        except OSError as error:
+            refuse(args, "dp_key", f"must be a file ({error})")
+        if len(key) < 16:
+            refuse(args, "dp_key", "must hold at least 16 bytes, as of `head -c 32 /dev/urandom`")
+    if make_privacy(args).is_accounted and not importlib.util.find_spec("dp_accounting"):
+        refuse(args, "dp_noise", "needs dp-accounting, which is not installed and computes epsilon")
 
 
 def check_aggregation(args: RunArgs) -> None:
@@ -1537,16 +2377,40 @@ def read_settings(args: RunArgs, flag: str) -> dict:
     path = Path(getattr(args, flag), "config.json")
     try:
         stored = dict(json.loads(path.read_text()))
-    except (TypeError, ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError, RecursionError) as error:
         refuse(args, flag, f"must be the folder of a run, with its config.json ({error})")
     stored.pop("elastic_run", None)
     script = stored.pop("script", None)
     if script != find_script(args).stem or stored.keys() != vars(args).keys():
         refuse(args, flag, f"must be a run of this version of {find_script(args).name}")
     # JSON has no tuples
-    return {
+    settings = {
         name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
     }
+    hints = typing.get_type_hints(type(args))
+    for name, value in settings.items():
+        if not _is_of_type(value, hints[name]):
+            refuse(args, flag, f"its config.json has a {name} that is none: {value!r:.60}")
+    return settings
+
+
+def _is_of_type(value: object, hint: object) -> bool:
+    """Whether a value from JSON suits the type of a flag."""
+    kind = typing.get_origin(hint)
+    inner = typing.get_args(hint)
+    if kind is Literal:
+        return value in inner
+    if kind in (typing.Union, types.UnionType):
+        return any(_is_of_type(value, option) for option in inner)
+    if kind is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if inner[-1] is Ellipsis:
+            inner = (inner[0],) * len(value)
+        return len(value) == len(inner) and all(map(_is_of_type, value, inner))
+    if isinstance(value, bool):  # which is an int, too
+        return hint is bool
+    return isinstance(value, float | int if hint is float else hint)
 
 
 def _read_resumed_settings(
@@ -1568,6 +2432,8 @@ def _read_resumed_settings(
     args = read_flags(Args, argv, default=stored)
     free = {"resume", "run_dir", "device", "timeout", "save_every", "eval_every", "track"}
     free |= {"wandb_project_name", "wandb_entity", *may_change}
+    if stored.exchange:
+        free |= {"exchange", "wait", "max_age", "identity", "trust"}
     _refuse_changes(args, stored, free, given.resume)
     return args
 
@@ -1618,16 +2484,24 @@ def _refuse_changes(args: RunArgs, stored: RunArgs, free: set[str], folder: str)
             refuse(args, name, f"must be {getattr(stored, name)} as in {folder}, or left out")
 
 
-def load_agents(args: RunArgs, agents: list[nn.Module]) -> None:
-    """Give the agents the weights of the run in --eval-only, or end with one line."""
-    for i, agent in enumerate(agents):
+def load_agents(args: RunArgs, agents: list[nn.Module]) -> dict[int, nn.Module]:
+    """Give the agents the weights of the run in --eval-only, or end with one line.
+
+    agents: of all numbers. Returns those of the run: with --exchange those that it held.
+    """
+    loaded = {i: agents[i] for i in args.agents or range(len(agents))}
+    for i, agent in loaded.items():
         path = Path(args.eval_only, f"agent_{i}.safetensors")
         try:
-            agent.load_state_dict(load_file(path))
+            weights = load_file(path)
+            agent.load_state_dict(weights)
         # Missing, damaged, or of another number of actions
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[-1].strip()
             refuse(args, "eval_only", f"{path.name} cannot be loaded for these tasks: {reason}")
+        if not all(weight.isfinite().all() for weight in agent.state_dict().values()):
+            refuse(args, "eval_only", f"{path.name} has weights that are not finite")
+    return loaded
 
 
 def print_returns(args: RunArgs, results: list[dict[str, np.ndarray]]) -> None:
@@ -1635,7 +2509,7 @@ def print_returns(args: RunArgs, results: list[dict[str, np.ndarray]]) -> None:
     actions = "greedy" if args.greedy else "sampled"
     print(f"{args.eval_only}: mean return of {args.eval_episodes} episodes, {actions} actions")
     print("agent" + "".join(f"  {task:>17}" for task in results[0]))
-    for i, tasks in enumerate(results):
+    for i, tasks in zip(args.agents or range(len(results)), results, strict=True):
         cells = []
         for task, returns in tasks.items():
             mean_return, half = mean_and_half_interval(returns)
@@ -1998,14 +2872,22 @@ class LogitTable(dict):
 def write_atomically(path: Path, write: Callable) -> None:
     """`write(file)` to a temporary file beside `path`, which it then replaces.
 
-    A crash leaves the old file whole.
+    A crash leaves the old file whole, an error no temporary one, which may fill the disk.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        # torch.save hides the file's error behind one of its own
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -2107,10 +2989,10 @@ LOSS_TERMS = (
 )
 
 
-def find_diverged_agents(metrics: dict[str, list[float]]) -> set[int]:
-    """The agents one of whose losses is not finite. metrics: {key: [agents]}."""
+def find_diverged_agents(metrics: dict[str, list[float]], members: range) -> set[int]:
+    """The agents of `members` one of whose losses is not finite. metrics: {key: [agents]}."""
     columns = [metrics[term] for term in LOSS_TERMS if term in metrics]
-    return {i for column in columns for i, loss in enumerate(column) if not math.isfinite(loss)}
+    return {i for column in columns for i in members if not math.isfinite(column[i])}
 
 
 # What a checkpoint holds
@@ -2143,6 +3025,22 @@ def _restore_in_place(target: object, stored: object) -> None:
             target.load_state_dict(stored)
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether a checkpoint is all there, unchanged, and no larger in memory than on the disk."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in file.infolist())
+            return is_stored and file.testzip() is None  # by the checksums, which torch ignores
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError):
+        return False
+
+
+def _name_agents(args: RunArgs) -> str:
+    """The agents of this process of a federation, in words."""
+    noun = "agents" if len(args.agents) > 1 else "agent"
+    return " ".join((noun, *map(str, args.agents)))
+
+
 def _end_in_one_line(method: Callable) -> Callable:
     """A method of `Run` that ends with one line where a file cannot be read or written.
 
@@ -2157,6 +3055,15 @@ def _end_in_one_line(method: Callable) -> Callable:
             sys.exit(f"{self.folder}: {error}; what was saved before is kept, go on with --resume")
 
     return guarded
+
+
+def _report_error_of_thread(arguments: threading.ExceptHookArgs) -> None:
+    """As `threading.excepthook`, but for errors that a thread keeps for those who wait for it.
+
+    TensorBoard's thread keeps that of a full disk, which the next write raises again.
+    """
+    if getattr(arguments.thread, "exception", None) is not arguments.exc_value:
+        threading.__excepthook__(arguments)
 
 
 class Run:
@@ -2214,7 +3121,10 @@ class Run:
         self._compare_ranks()
         # Long names are cut, and none leaves the folder of runs
         names = [re.sub(r"[^\w.+-]", "-", text)[:80] for text in (name, args.exp_name)]
-        self.folder = self._open(f"{'__'.join(names)}__{args.seed}__")
+        prefix = f"{'__'.join(names)}__{args.seed}__"
+        if args.exchange:
+            prefix += f"{_name_agents(args).replace(' ', '_')}__"
+        self.folder = self._open(prefix)
         self.iteration = 0
         self.interrupted = False
         self.latest = {}  # the last metrics {key: [agents]}
@@ -2272,9 +3182,8 @@ class Run:
             "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID"),
         }
         config = json.dumps(origin | vars(self.args) | {"resume": ""}, indent=2)
+        self._config = config
         if self.args.resume:
-            if self.chief:  # settings changed now are kept when the run is resumed again
-                _write_text(self.folder / "config.json", config)
             return self.folder
         runs = Path(self.args.run_dir)
         stamp = torch.zeros(1, dtype=torch.long)
@@ -2318,18 +3227,23 @@ class Run:
         """The folder of an agent's checkpoints."""
         return self.folder / "checkpoints" / f"agent_{agent}"
 
+    def _list_checkpoints(self, agent: int) -> list[Path]:
+        """The files of an agent's checkpoints, oldest first."""
+        paths = self._checkpoints(agent).glob("*.pt")
+        return sorted((path for path in paths if path.stem.isdecimal()), key=lambda p: int(p.stem))
+
     def _candidates(self, agent: int) -> list[int]:
         """The iterations that an agent can go on from, newest first.
 
         0, the start, is among them where the agent has not written two checkpoints.
         """
-        files = sorted(self._checkpoints(agent).glob("*.pt"), key=lambda path: -int(path.stem))
+        files = self._list_checkpoints(agent)[::-1]
         iterations = []
         for path in files:
-            if zipfile.is_zipfile(path):
+            if _is_whole(path):
                 iterations.append(int(path.stem))
             else:
-                print(f"{path} is truncated, looking for one before it", flush=True)
+                print(f"{path} is damaged, looking for one before it", flush=True)
         if len(files) < 2:
             iterations.append(0)
         return iterations
@@ -2348,6 +3262,9 @@ class Run:
             stop(message, WRONG_VALUE)
         if self.iteration:
             self._restore_from_checkpoints(state)
+        if self.chief and self.args.resume:
+            # Settings changed now are kept when the run is resumed again
+            _write_text(self.folder / "config.json", self._config)
         self._open_logs()
 
     def _find_common_iteration(self) -> int:
@@ -2356,11 +3273,12 @@ class Run:
         for i in self.exchange.agents:
             padded = self._candidates(i) + [-1, -1, -1]
             local.append(padded[:3])
-        candidates = self.exchange.all_gather(torch.tensor(local)).tolist()  # [agents, 3]
-        common = set.intersection(*map(set, candidates)) - {-1}
+        gathered = self.exchange.all_gather(torch.tensor(local)).tolist()  # [agents, 3]
+        candidates = {i: gathered[i] for i in self.exchange.members}
+        common = set.intersection(*map(set, candidates.values())) - {-1}
         if not common:
             descriptions = []
-            for i, row in enumerate(candidates):
+            for i, row in candidates.items():
                 checkpoints = sorted(set(row) - {-1, 0})
                 descriptions.append(f"agent {i}: {checkpoints or 'none'}")
             problem = f"no checkpoint is there for all agents ({'; '.join(descriptions)})"
@@ -2371,15 +3289,20 @@ class Run:
         """Restore the agents held, the totals of the run, and the last metrics of all agents."""
         latest = []  # of each agent held
         for k, i in enumerate(self.exchange.agents):
-            stored = self._read_checkpoint(i)
-            missing = ", ".join(sorted(state.keys() - stored.keys()))
-            if missing:
-                problem = f"is of another version, its checkpoints have no {missing}"
-                stop(f"{self.folder}: {problem}")
-            for name, objects in state.items():
-                _restore_in_place(objects[k], stored[name])
-            totals = stored["run"]
-            latest.append(list(totals["latest"].values()))
+            path = self._checkpoints(i) / f"{self.iteration}.pt"
+            try:
+                stored = torch.load(path, map_location=self.exchange.device, weights_only=True)
+                missing = ", ".join(sorted(state.keys() - stored.keys()))
+                if missing:
+                    problem = f"is of another version, its checkpoints have no {missing}"
+                    stop(f"{self.folder}: {problem}", any_rank=True)
+                for name, objects in state.items():
+                    _restore_in_place(objects[k], stored[name])
+                totals = stored["run"]
+                latest.append(list(totals["latest"].values()))
+            except Exception as error:  # a foreign file may raise anything, but executes nothing
+                stop(f"{path}: cannot be restored: {first_line(error)}", any_rank=True)
+        self._remove_newer_checkpoints()
         self.train_seconds = totals["train"]
         self._wall_seconds = totals["wall"]
         self.clock = Counter(totals["clock"])
@@ -2388,19 +3311,15 @@ class Run:
         gathered = self.exchange.all_gather(torch.tensor(latest, dtype=torch.float64))
         self.latest = dict(zip(totals["latest"], gathered.T.tolist(), strict=True))
 
-    def _read_checkpoint(self, agent: int) -> dict:
-        """An agent's checkpoint of this iteration; its newer ones are deleted.
+    def _remove_newer_checkpoints(self) -> None:
+        """Remove the checkpoints of agents that were ahead.
 
-        An agent that was ahead steps back, or its next save would delete what the others may need
-        again.
+        Or their next save would delete what the others may need again.
         """
-        folder = self._checkpoints(agent)
-        path = folder / f"{self.iteration}.pt"
-        stored = torch.load(path, map_location=self.exchange.device, weights_only=True)
-        for other in folder.glob("*.pt"):
-            if int(other.stem) > self.iteration:
-                other.unlink()
-        return stored
+        for i in self.exchange.agents:
+            for path in self._list_checkpoints(i):
+                if int(path.stem) > self.iteration:
+                    path.unlink()
 
     def saves(self) -> bool:
         """Whether a checkpoint is due: a scheduled one, the last, or that of an interrupted run."""
@@ -2427,8 +3346,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             write = functools.partial(torch.save, values)
             write_atomically(folder / f"{self.iteration}.pt", write)
-            checkpoints = sorted(folder.glob("*.pt"), key=lambda path: int(path.stem))
-            for path in checkpoints[:-2]:
+            for path in self._list_checkpoints(i)[:-2]:
                 path.unlink()
         self.exchange.barrier()
 
@@ -2468,6 +3386,8 @@ class Run:
             return
         start = self.iteration
         about = f"{self.exchange.num_agents} agents on {self.exchange.device}"
+        if self.args.exchange:
+            about = f"{_name_agents(self.args)} of {about}"
         if self.about:
             about = f"{about}, {self.about}"
         print(f"{self.folder}: {about}", flush=True)
@@ -2480,6 +3400,7 @@ class Run:
             self._open_wandb()
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = _report_error_of_thread
         self.writer = SummaryWriter(self.folder, purge_step=start * self.stride + 1)
         table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
@@ -2508,12 +3429,13 @@ class Run:
         path = self.folder / name
         text = io.StringIO(newline="")
         if last and path.exists():
-            with open(path, newline="", errors="replace") as file:
-                lines = (line.replace("\0", "") for line in file)
-                rows = [row for row in csv.reader(lines) if row]
+            text_there = path.read_text(errors="replace").replace("\0", "")
+            lines = re.split("[\r\n]+", text_there)
+            # Each for itself: a damaged one may open a quotation that never ends
+            rows = [next(csv.reader([line])) for line in lines if 0 < len(line) < 2**17]
             kept = rows[:1]
             for row in rows[1:]:
-                is_whole = row[0].isdigit() and len(row) == len(rows[0])
+                is_whole = re.fullmatch("[0-9]{1,18}", row[0]) and len(row) == len(rows[0])
                 if is_whole and int(row[0]) <= last:
                     kept.append(row)
             csv.writer(text).writerows(kept)
@@ -2545,15 +3467,17 @@ class Run:
         communicator, distances: [agents, agents]. scalars: of all agents together. Training time
         stops here. Ranks agree here on an interruption.
         """
-        diverged_before = find_diverged_agents(self.latest)
+        members = self.exchange.members
+        diverged_before = find_diverged_agents(self.latest, members)
         self._gather_metrics(rows)
         matrix_changed = self._note_matrices(communicator, distances)
         if not self.chief:
             return
-        for i in sorted(find_diverged_agents(self.latest) - diverged_before):
+        for i in sorted(find_diverged_agents(self.latest, members) - diverged_before):
             place = f"{self.counter} {self.iteration}"
             print(f"\n{place}: agent {i} has diverged, it learns no more", flush=True)
         rate = self.iteration * self.work / self.train_seconds
+        scalars = scalars | self.exchange.describe()
         self._log_to_tensorboard(scalars, rate, communicator, distances, matrix_changed)
         self._log_metrics(scalars, rate)
         if matrix_changed:
@@ -2568,7 +3492,7 @@ class Run:
         local = [[*row.values(), len(self._signals)] for row in rows]
         gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64))
         *columns, signals = gathered.T.tolist()  # [metrics + 1, agents]
-        self.interrupted = any(signals)
+        self.interrupted = any(signals[i] for i in self.exchange.members)
         self.train_seconds += time.perf_counter() - self._began
         self.latest = dict(zip(rows[0], columns, strict=True))
 
@@ -2591,13 +3515,13 @@ class Run:
     ) -> None:
         """Write this iteration's scalars to TensorBoard."""
         n = self.exchange.num_agents
+        members = self.exchange.members
         scalars = scalars | {
             self.speed: rate,
-            "communication/bytes": self.exchange.bytes_sent,
-            "communication/non_expansion": non_expansion(communicator),
+            "communication/non_expansion": non_expansion(communicator[list(members)]),
         }
         if n <= FEW_AGENTS:
-            for i in range(n):
+            for i in members:
                 for j in range(n):
                     scalars[f"communicator/c_{i}_{j}"] = communicator[i, j].item()
                 for j in range(i + 1, n):
@@ -2616,9 +3540,9 @@ class Run:
     def _log_metrics(self, scalars: dict[str, float], rate: float) -> None:
         """Write a row of metrics.csv for each agent."""
         common = {key.rpartition("/")[2]: value for key, value in scalars.items()}
-        common["communication_bytes"] = self.exchange.bytes_sent
+        common["communication_bytes"] = common.pop("bytes")
         common[f"{self.unit.replace('-', '_')}_per_second"] = rate
-        for i in range(self.exchange.num_agents):
+        for i in self.exchange.members:
             row = {self.counter: self.iteration, "agent": i}
             if self.env_ids:
                 row["env_id"] = self.env_ids[i]
@@ -2636,6 +3560,8 @@ class Run:
         n = self.exchange.num_agents
         pairs = torch.ones(n, n) if n <= FEW_AGENTS else communicator
         for i, j in pairs.nonzero().tolist():
+            if i not in self.exchange.members:
+                continue
             row = {
                 self.counter: self.iteration,
                 "listener": i,
@@ -2650,7 +3576,8 @@ class Run:
         seconds = round((self.total - self.iteration) * self.train_seconds / self.iteration)
         time_left = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
         decimals = 0 if rate > 20 else 2
-        values = " ".join(f"{value:.2f}" for value in self.latest[self.headline])
+        headlines = self.latest[self.headline]
+        values = " ".join(f"{headlines[i]:.2f}" for i in self.exchange.members)
         text = (
             f"{self.counter} {self.iteration}/{self.total}  {rate:,.{decimals}f} {self.unit}/s  "
             f"{time_left} left  {self.measure} {values}"
@@ -2689,7 +3616,7 @@ class Run:
         if not self.chief:
             return
         step = self.iteration * self.stride
-        for i in range(self.exchange.num_agents):
+        for i in self.exchange.members:
             for task, columns in tasks.items():
                 value, half, *others = self.results[task][i]
                 self.writer.add_scalar(f"eval/{task}/agent_{i}", value, step)
@@ -2766,10 +3693,10 @@ class Run:
 
     def _summarize(self) -> dict:
         """What summary.json holds of every run."""
-        agents = range(self.exchange.num_agents)
-        recent = self._recent()
+        agents = self.exchange.members
+        recent = [self._recent()[i] for i in agents]
         evaluations = [self._evaluation_of(i) for i in agents]
-        judged_by = self.env_ids  # the task by which each agent is judged
+        judged_by = [self.env_ids[i] for i in agents if self.env_ids]  # each agent's own task
         if not judged_by:
             first_task = list(self.results)[:1]
             judged_by = first_task * len(agents)
@@ -2786,7 +3713,7 @@ class Run:
             "script": find_script(self.args).stem,
             "run": self.folder.name,
             "completed": not self.interrupted,
-            "diverged": sorted(find_diverged_agents(self.latest)),
+            "diverged": sorted(find_diverged_agents(self.latest, agents)),
             "settings": vars(self.args),
             "seed": self.args.seed,
             "versions": versions,
@@ -2796,6 +3723,9 @@ class Run:
         }
         if self.env_ids:
             summary["timesteps_per_agent"] = self.iteration * self.stride
+        if "privacy/epsilon" in self.latest:
+            epsilons = [self.latest["privacy/epsilon"][i] for i in agents]
+            summary["privacy"] = {"epsilon": epsilons, "delta": self.args.dp_delta}
         return summary | {
             f"{self.unit.replace('-', '_')}_per_second": self._rate(),
             "train_seconds": self.train_seconds,
@@ -2817,8 +3747,9 @@ class Run:
     def _print_end(self) -> None:
         """Print the last evaluation, the speed, and how to go on with an interrupted run."""
         print(f"\nagent  {self.recent}" + "".join(f"  {task:>17}" for task in self.results))
-        for i, recent in enumerate(self._recent()):
-            line = f"{i:>5}  {recent:>{len(self.recent)}.3f}"
+        all_recent = self._recent()
+        for i in self.exchange.members:
+            line = f"{i:>5}  {all_recent[i]:>{len(self.recent)}.3f}"
             for task, measures in self._evaluation_of(i).items():
                 cell = f"{measures['mean']:.3f} ± {measures['ci95']:.3f}"
                 line += f"  {cell:>{max(17, len(task))}}"

@@ -69,7 +69,8 @@ def is_atari(env_id: str) -> bool:
 
 def choose_family(argv: list[str] | None = None) -> tuple[ModuleType, type]:
     """The script of the task's family, and the arguments of FedAvg on it."""
-    if is_atari(find_task(argv)):
+    task = find_task(argv)
+    if is_atari(task):
         return prpo_atari, AtariArgs
     return prpo_minigrid, MiniGridArgs
 

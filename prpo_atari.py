@@ -22,13 +22,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-import ale_py
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import tyro
-from ale_py.vector_env import AtariVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,19 +34,24 @@ from torch import Tensor
 import communicators
 from communicators import (
     Count,
-    Exchange,
     Fraction,
     Natural,
     NonNegative,
     Peers,
     Positive,
     PositiveFraction,
+    Probability,
     Run,
     RunArgs,
     Stacked,
     derive_seed,
     mean,
 )
+
+# requirements-minigrid.txt leaves the emulator out
+if find_spec("ale_py"):
+    import ale_py
+    from ale_py.vector_env import AtariVectorEnv
 
 # What a derived seed is for: the last number of its key
 ENVIRONMENTS = 1
@@ -117,6 +120,18 @@ class Args(RunArgs):
     """fraction of the iterations after which there is no more round, and agents are isolated"""
     distill_epochs: Natural = 0
     """after a round: epochs towards the new reference policy, on the states of the last rollout"""
+
+    # What leaves an agent, see docs/privacy.md
+
+    # largest norm, over all parameters, of an agent's update since the last snapshot that it sent;
+    # beyond it the snapshot that is sent now is clipped
+    dp_clip: Positive | None = None
+    # Gaussian noise on a snapshot that is sent, its standard deviation in units of --dp-clip
+    dp_noise: NonNegative = 0.0
+    dp_delta: Probability = 1e-5  # the delta at which epsilon is logged
+    # file of at least 16 secret bytes that key the noise; without it, everyone who knows --seed
+    # knows the noise
+    dp_key: str = ""
 
     # PPO
     total_timesteps: Count = 10_000_000  # environment steps of each agent; a step is four frames
@@ -628,7 +643,7 @@ def main(args: Args) -> dict:
     last_communication = round(args.communication_end * num_iterations)  # an iteration
     num_rounds = last_communication // args.local_updates
     tasks = name_tasks(args)
-    exchange = Exchange(n, args.device, args.timeout)
+    exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     device = exchange.device
     run = Run(
@@ -636,7 +651,7 @@ def main(args: Args) -> dict:
         exchange,
         "+".join(dict.fromkeys(tasks)),
         total=num_iterations,
-        work=batch_size * n,
+        work=batch_size * len(exchange.members),
         headline="charts/return_last_100",
         env_ids=tasks,
         stride=batch_size,
@@ -659,7 +674,9 @@ def main(args: Args) -> dict:
 
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(device) if num_rounds else None
-    peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
+    neighbours = communicators.find_neighbours(args)
+    privacy = communicators.make_privacy(args)
+    peers = Peers(exchange, first, public_states, neighbours, privacy)
     communicator = peers.communicator  # [agents, agents], changed in place
     last_returns = [deque(maxlen=100) for _ in held]
 
@@ -756,15 +773,16 @@ def main(args: Args) -> dict:
             participating = torch.ones(n, dtype=torch.bool)
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
-                seed = derive_seed(args.seed, iteration, PARTICIPATION)
-                participating = communicators.draw_participants(n, args.participation, seed)
                 if args.communicator == "relative-gain":
-                    reported_returns = peers.report(peers.records[:, 1])
+                    reported_returns = peers.report(peers.records[:, 1], agents)
                 elif args.communicator == "samples":
-                    reported_returns = communicators.bound_returns(peers.report(peers.samples))
-                else:
-                    reported_returns = peers.report(peers.records[:, 0])
+                    reported_returns = peers.report(peers.samples, agents)
                     reported_returns = communicators.bound_returns(reported_returns)
+                else:
+                    reported_returns = peers.report(peers.records[:, 0], agents)
+                    reported_returns = communicators.bound_returns(reported_returns)
+                seed = derive_seed(args.seed, iteration, PARTICIPATION)
+                participating = exchange.draw_participants(args.participation, seed)
 
             # Which snapshots each agent receives: all that it will compare, or of positive weight
             if args.communicator in ("similarity", "surrogate"):
@@ -831,6 +849,7 @@ def main(args: Args) -> dict:
                 row["losses/distill_kl_after"] = float(distill_kls[k][-1])
             for name, value in diagnostics[k].items():
                 row[f"policy/{name}"] = value
+            row |= peers.describe_privacy(k)
             rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
@@ -886,7 +905,7 @@ def is_custom(env_id: str) -> bool:
     return ":" in env_id
 
 
-def list_actions(env_id: str, args: Args) -> list[ale_py.Action] | list[int]:
+def list_actions(env_id: str, args: Args) -> "list[ale_py.Action] | list[int]":
     """The actions of a game, in the order of their numbers."""
     if is_custom(env_id):
         env = gym.make(env_id, disable_env_checker=True)
@@ -918,7 +937,7 @@ def choose_backend(args: Args) -> str:
     return "gymnasium" if any(map(is_custom, list_env_ids(args))) else "ale-py"
 
 
-def make_games(args: Args, env_id: str, number: int, groups: int = 1, **screen) -> AtariVectorEnv:
+def make_games(args: Args, env_id: str, number: int, groups: int = 1, **screen) -> "AtariVectorEnv":
     """Whole games of one title with plain scores: 0-29 random no-ops first, 4 frames per step."""
     # The cores that this process may use: torchrun sets OMP_NUM_THREADS to 1
     cores = os.cpu_count()
@@ -1175,7 +1194,7 @@ def evaluate(
     return returns
 
 
-def make_camera(args: Args, env_id: str) -> AtariVectorEnv | CustomCamera:
+def make_camera(args: Args, env_id: str) -> "AtariVectorEnv | CustomCamera":
     """A game in colour and full size: equal seeds and buttons make equal games."""
     if is_custom(env_id):
         return CustomCamera(env_id)
@@ -1183,7 +1202,7 @@ def make_camera(args: Args, env_id: str) -> AtariVectorEnv | CustomCamera:
     return make_games(args, env_id, 1, **screen)
 
 
-def start_video(film: str, camera: AtariVectorEnv | CustomCamera, level: int):
+def start_video(film: str, camera: "AtariVectorEnv | CustomCamera", level: int):
     """The file of a video, with the first frame of a game. Returns moviepy's writer."""
     from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
 
@@ -1237,12 +1256,12 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
     Nothing is written but films, beside the run's own.
     """
     agents = agents or make_agents(args)
-    communicators.load_agents(args, agents)
+    agents = communicators.load_agents(args, agents)
     device = "cpu" if args.device == "auto" else args.device
     folder = Path(args.eval_only) / "videos"
     tests = make_tests(args)
     results = []
-    for i, agent in enumerate(agents):
+    for i, agent in agents.items():
         agent.to(device)
         returns = {}
         for number, (name, (env_id, levels)) in enumerate(tests.items()):
@@ -1275,6 +1294,7 @@ def check_args(args: Args) -> None:
     if args.participation != 1 and not 2 <= round(args.participation * n) <= n:
         communicators.refuse(args, "participation", f"must let 2..{n} agents take part in a round")
     communicators.check_aggregation(args)
+    communicators.check_privacy(args)
     if args.greedy and not args.eval_only:
         valid = "is for --eval-only; other evaluations report both returns"
         communicators.refuse(args, "greedy", valid)
@@ -1313,7 +1333,9 @@ def find_game_problem(args: Args, env_id: str) -> str:
     name = strip_module(env_id)
     if not is_custom(env_id):
         known_form = env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")
-        return "" if known_form else "is none"
+        if not known_form:
+            return "is none"
+        return "" if find_spec("ale_py") else "ale-py is not installed"
     options = {"render_mode": "rgb_array"} if args.capture_video else {}  # a game may not know it
     env = gym.make(env_id, disable_env_checker=True, **options)
     obs, _ = env.reset(seed=0)

@@ -54,7 +54,6 @@ from torch.utils.checkpoint import checkpoint
 import communicators
 from communicators import (
     Count,
-    Exchange,
     Fraction,
     Natural,
     NonNegative,
@@ -267,6 +266,8 @@ class Args(RunArgs):
                 self.reward_matrix = communicators.write_matrix(weights)
 
 
+# What is read of a server's response, and an adapter's file beyond its weights
+MOST_BYTES = 2**26
 # The share of a common data set that is held out: no agent trains on it
 HELD_OUT = 0.1
 # Snapshots are compared on the reference completions of so many held-out prompts, so many tokens of
@@ -378,13 +379,14 @@ def compute_gae(
 def whiten(advantages: Tensor, inside: Tensor) -> Tensor:
     """Advantages with each agent's mean 0 and variance 1 over the tokens inside, and 0 elsewhere.
 
+    Where all rewards of an agent are equal, what is left is rounding: it is not scaled up.
     advantages, inside (bool): [agents, prompts, group, tokens].
     """
     axes = {"dim": (1, 2, 3), "keepdim": True}
     count = inside.sum(**axes).clamp(min=1)
     centred = (advantages - (advantages * inside).sum(**axes) / count) * inside
-    deviation = (centred.square().sum(**axes) / count).sqrt()
-    return centred / (deviation + 1e-8)
+    variance = centred.square().sum(**axes) / count
+    return centred / (variance + 1e-8).sqrt()
 
 
 @torch.no_grad()
@@ -488,28 +490,41 @@ def compute_references(
 
     The head is common to all, so hidden states are kept, of each sender of positive weight: peers
     [agents, prompts, senders, group, tokens, hidden]. Returns this and the old policy's
-    log-probabilities for the batch, frozen for the update, with importance weights and the states
-    of --sft-anchor where they are needed; and each agent's row of C without the peers of weight 0.
+    log-probabilities, computed here if the batch has none, for the batch, frozen for the update,
+    with importance weights and the states of --sft-anchor where they are needed; and each agent's
+    row of C without the peers of weight 0.
     """
     C = communicator
     if args.aggregation != "policy":
         C = torch.eye(args.num_agents)
     senders = [C[i].nonzero().flatten().tolist() for i in held]  # never a peer of weight 0
-    hidden = collect_hidden(args, model, batch, "policy")
-    logprobs = torch.zeros(batch["mask"].shape, device=model.device)
-    for place in split_tokens(model, batch["mask"]):
-        log_policy = compute_log_probs(args, model, hidden[place])
-        logprobs[place] = log_policy.gather(-1, batch["tokens"][place][:, None]).squeeze(-1)
-    # Agents with fewer senders repeat their last one, with no weight
-    peers = hidden[:, :, None].repeat_interleave(max(map(len, senders)), dim=2)
-    for turn in range(peers.shape[2]):
-        numbers = tuple(row[min(turn, len(row) - 1)] for row in senders)
-        from_snapshot = [
-            args.self_reference == "snapshot" or j != i for i, j in zip(held, numbers, strict=True)
-        ]
-        if any(from_snapshot):
-            snapshots = collect_hidden(args, model, batch, "snapshot", numbers)
-            peers[from_snapshot, :, turn] = snapshots[from_snapshot]
+    # What of each agent's row comes from its present policy; agents with fewer senders repeat their
+    # last one, with no weight
+    turns = range(max(map(len, senders)))
+    numbers = [tuple(row[min(turn, len(row) - 1)] for row in senders) for turn in turns]
+    from_policy = [
+        [args.self_reference == "behaviour" and j == i for i, j in zip(held, row, strict=True)]
+        for row in numbers
+    ]
+    logprobs = batch.get("logprobs")
+    if logprobs is None or any(map(any, from_policy)):
+        hidden = collect_hidden(args, model, batch, "policy")
+    if logprobs is None:
+        logprobs = torch.zeros(batch["mask"].shape, device=model.device)
+        for place in split_tokens(model, batch["mask"]):
+            log_policy = compute_log_probs(args, model, hidden[place])
+            logprobs[place] = log_policy.gather(-1, batch["tokens"][place][:, None]).squeeze(-1)
+    peers = None
+    for turn in turns:
+        if all(from_policy[turn]):
+            states = hidden
+        else:
+            states = collect_hidden(args, model, batch, "snapshot", numbers[turn])
+            if any(from_policy[turn]):
+                states[from_policy[turn]] = hidden[from_policy[turn]]
+        if peers is None:
+            peers = states.new_empty(*states.shape[:2], len(turns), *states.shape[2:])
+        peers[:, :, turn] = states
     references = {"logprobs": logprobs, "peers": peers}
     if args.importance_cap:
         references["importance"] = compute_importance(args, batch, logprobs)
@@ -829,7 +844,11 @@ def average_adapters(args: Args, model, C: Tensor, parameters: Tensor) -> tuple[
     squares = torch.zeros(len(C))
     if args.lora_average == "exact":
         end = 0
-        for shape_A, shape_B in list_trained_shapes(model, args.private_layers):
+        for trained_A, trained_B, is_private in list_trained_adapters(model, args.private_layers):
+            if is_private:
+                continue
+            shape_A = trained_A.shape[1:]
+            shape_B = trained_B.shape[1:]
             start = end
             middle = start + shape_A.numel()
             end = middle + shape_B.numel()
@@ -849,7 +868,7 @@ def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     n = args.num_agents
     isolated = args.aggregation == "none" or args.communicator == "identity"
-    exchange = Exchange(n, args.device, args.timeout)
+    exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     device = exchange.device
     rows_held = slice(held.start, held.stop)
@@ -875,7 +894,7 @@ def main(args: Args) -> dict:
         exchange,
         f"{Path(args.base_model).name}+{dataset}",
         total=args.total_steps,
-        work=n * args.batch_size * get_group_size(args),
+        work=len(exchange.members) * args.batch_size * get_group_size(args),
         unit="completions",
         speed="time/completions_per_second",
         headline="objective/reward",
@@ -891,7 +910,7 @@ def main(args: Args) -> dict:
     )
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
-    trained[:] = exchange.broadcast(trained[0])
+    trained[:] = exchange.broadcast_start(trained[0])
     policy = trained[:, : snapshots.shape[1]]
     optimizer, moments = make_optimizer(args, policy, trained[:, snapshots.shape[1] :])
     # Of each agent's rewards: count, mean, sum of squared deviations
@@ -915,10 +934,12 @@ def main(args: Args) -> dict:
         "statistics": list(statistics),
         "communicator": [communicator for _ in held],
         "distances": [distances for _ in held],
+        **exchange.state(),
     }
     run.restore(state)
     if run.iteration and not isolated and shares_all:
-        snapshots[:n] = exchange.all_gather(snapshots[rows_held])
+        snapshots[:n], usable = exchange.recall_snapshots(snapshots[rows_held])
+        communicator[:] = communicators.drop_invalid(communicator, usable)
     completion_log = CompletionLog(args, run)
     if server is not None:
         with server.ending_the_run(run):
@@ -989,13 +1010,14 @@ def main(args: Args) -> dict:
             if isolated:  # nothing leaves an agent
                 snapshots[rows_held] = policy
             else:
+                sent = trained[:, shared] if args.aggregation == "weights" else policy
                 if args.communicator == "relative-gain":
-                    reported_returns = exchange.all_gather(records[:, 1:2]).flatten()
+                    reported_returns = exchange.report(records[:, 1], sent)
                 elif args.communicator == "samples":
-                    reported_returns = exchange.all_gather(samples[:, None]).flatten()
+                    reported_returns = exchange.report(samples, sent)
                     reported_returns = communicators.bound_returns(reported_returns)
                 else:
-                    reported_returns = exchange.all_gather(records[:, :1]).flatten()
+                    reported_returns = exchange.report(records[:, 0], sent)
                     reported_returns = communicators.bound_returns(reported_returns)
 
                 # Which snapshots each agent receives: all that it will compare, or of positive
@@ -1004,7 +1026,6 @@ def main(args: Args) -> dict:
                     receives = communicators.find_neighbours(args)
                 else:
                     receives = make_communicator(args, reported_returns) > 0
-                sent = trained[:, shared] if args.aggregation == "weights" else policy
                 parameters, usable = exchange.gather_snapshots(sent, receives)
                 if shares_all:  # else nobody has a peer's whole policy
                     for j in usable.nonzero().flatten().tolist():
@@ -1040,7 +1061,7 @@ def main(args: Args) -> dict:
             if args.aggregation == "weights":
                 row["communication/lost_by_average"] = float(lost[k])
             rows.append(row)
-        num_tokens = exchange.all_gather(lengths.sum((1, 2))[:, None].double()).sum().item()
+        num_tokens = exchange.all_gather(lengths.sum((1, 2))[:, None].double()).nansum().item()
         scalars = {
             "time/tokens_per_second": num_tokens / (time.perf_counter() - began),
             "charts/learning_rate": compute_learning_rate(args, step),
@@ -1389,10 +1410,12 @@ class Server:
         for seconds in (1, 4, None):
             try:
                 request = urllib.request.Request(url, data, headers)
-                with urllib.request.urlopen(request, timeout=self.args.timeout) as response:
-                    return response.read().decode()
+                # Only http:// and https://, see check_generation
+                response = urllib.request.urlopen(request, timeout=self.args.timeout)  # nosec B310
+                with response:
+                    return response.read(MOST_BYTES).decode(errors="replace")
             except urllib.error.HTTPError as error:
-                text = " ".join(error.read().decode(errors="replace").split())[:300]
+                text = " ".join(error.read(MOST_BYTES).decode(errors="replace").split())[:300]
                 reason = f"{url}: {error.code} {text}"
                 if error.code < 500 and error.code not in (408, 429):
                     break
@@ -1450,7 +1473,12 @@ class Server:
     def unload_leftovers(self, run: Run) -> None:
         """Unload the adapters that this run left on the server when it was interrupted."""
         prefixes = tuple(f"{run.folder.name}-agent_{i}-" for i in self.held)
-        models = [entry["id"] for entry in json.loads(self.send("models"))["data"]]
+        try:
+            models = [str(entry["id"]) for entry in json.loads(self.send("models"))["data"]]
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ServerError(
+                f"sends no list of models ({communicators.first_line(error)})"
+            ) from error
         self.unload([name for name in models if name.startswith(prefixes)])
         for i in self.held:
             for folder in run.folder.glob(f"serving/agent_{i}-*"):
@@ -1491,7 +1519,7 @@ class Server:
         try:
             choices = sorted(json.loads(response)["choices"], key=lambda choice: choice["index"])
             completions = [self.read_choice(choice) for choice in choices]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             detail = f"({type(error).__name__}: {error})"
             raise ServerError(f"sends no token ids and log-probabilities {detail}") from error
         if len(completions) != self.group_size:
@@ -1504,6 +1532,8 @@ class Server:
         ids = choice.get("token_ids")
         if ids is None:  # before vLLM 0.11
             ids = [int(token.removeprefix("token_id:")) for token in logprobs["tokens"]]
+        if not all(isinstance(token, int) and 0 <= token < 2**31 for token in ids):
+            raise ValueError("tokens are no numbers")
         values = [float(value) for value in logprobs["token_logprobs"]]
         if len(values) != len(ids) or not 1 <= len(ids) <= self.args.response_length:
             raise ValueError(f"{len(ids)} tokens, {len(values)} log-probabilities")
@@ -1778,6 +1808,48 @@ def compute_hidden(model, batch: dict) -> Tensor:
     prompt and to themselves. batch: tokens [..., group, response], lengths [..., group], prompts, a
     list of the token ids of each [...] in turn. Returns [..., group, longest, hidden].
     """
+    if not passes_apart(model, batch):
+        return compute_hidden_together(model, batch)
+    hidden = []
+    for k in range(len(batch["lengths"])):
+        with select_adapter(k):
+            of_agent = compute_hidden_together(model, select_agent(batch, k))
+        hidden.append(of_agent)
+    longest = max(states.shape[-2] for states in hidden)
+    padded = [F.pad(states, (0, 0, 0, longest - states.shape[-2])) for states in hidden]
+    return torch.cat(padded)
+
+
+def passes_apart(model, batch: dict) -> bool:
+    """Whether agents pass through the model one after the other.
+
+    On a processor, where prompts differ so much in length that padding would cost a small model
+    more than larger batches save. Not where layers are computed again in the backward pass, which
+    does not know of single agents.
+    """
+    agents, prompts = batch["lengths"].shape[:2]
+    together = agents == 1 or batch["lengths"].dim() < 3
+    if together or model.device.type != "cpu" or model.dtype != torch.float32:
+        return False
+    if torch.is_grad_enabled() and getattr(model, "computes_layers_again", False):
+        return False
+    sizes = torch.tensor([len(prompt) for prompt in batch["prompts"]]).view(agents, prompts)
+    longest = sizes.amax(1)
+    return agents * int(longest.max()) > 1.1 * int(longest.sum())
+
+
+def select_agent(batch: dict, k: int) -> dict:
+    """What `compute_hidden` needs of the batch of the k-th agent."""
+    number = batch["lengths"].shape[1]
+    return {
+        "prompts": batch["prompts"][k * number : (k + 1) * number],
+        "tokens": batch["tokens"][k : k + 1],
+        "lengths": batch["lengths"][k : k + 1],
+    }
+
+
+def compute_hidden_together(model, batch: dict) -> Tensor:
+    """`compute_hidden` in one pass of all agents."""
     device = model.device
     lengths = batch["lengths"]
     *shape, group_size = lengths.shape
@@ -1882,7 +1954,8 @@ class Selection(NamedTuple):
 
     name: str
     numbers: tuple[int, ...] | None
-    casts: dict  # layer -> A, B in the precision of the base
+    casts: dict  # (layer, numbers) -> A, B in the precision of the base
+    merged: dict  # (layer, numbers) -> the base's weight with each of them added
 
 
 @contextlib.contextmanager
@@ -1893,11 +1966,58 @@ def select_adapters(name: str, numbers: tuple[int, ...] | None = None) -> Iterat
     block, so they must not change in it.
     """
     previous = Adapters.selection
-    Adapters.selection = Selection(name, numbers, {})
+    Adapters.selection = Selection(name, numbers, {}, {})
     try:
         yield
     finally:
         Adapters.selection = previous
+
+
+@contextlib.contextmanager
+def select_adapter(k: int) -> Iterator[None]:
+    """Inside `select_adapters`: pass batches through the k-th of the selected adapters only."""
+    previous = Adapters.selection
+    numbers = (k if previous.numbers is None else previous.numbers[k],)
+    Adapters.selection = previous._replace(numbers=numbers)
+    try:
+        yield
+    finally:
+        Adapters.selection = previous
+
+
+# Weights of a layer and all its selected adapters up to which these are merged
+MERGED_WEIGHTS = 2**20
+
+
+def merge_adapters(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """The weight [out, in] with each adapter added: [adapters, out, in]."""
+    return torch.baddbmm(weight.expand(len(A), -1, -1), B, A, alpha=scale)
+
+
+class MergedAdapters(torch.autograd.Function):
+    """x (W + scale B_k A_k)^T for blocks x [adapters, rows, in], with the gradients of x, A and B.
+
+    The weight is frozen, so its gradient, as large as another forward pass, is never computed.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+        merged = merge_adapters(weight, A, B, scale)
+        ctx.save_for_backward(x, A, B, merged)
+        ctx.scale = scale
+        return x @ merged.mT
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple:
+        x, A, B, merged = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ merged
+        grad_A = None
+        if ctx.needs_input_grad[2]:
+            grad_A = ctx.scale * ((grad @ B).mT @ x)
+        grad_B = ctx.scale * (grad.mT @ (x @ A.mT))
+        return grad_x, None, grad_A, grad_B, None
 
 
 class Adapters(nn.Module):
@@ -1923,6 +2043,8 @@ class Adapters(nn.Module):
             self.scale[name] = alpha / rank
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.merges(x):
+            return self.multiply_merged(x)
         y = self.base(x)
         A, B = self.choose(x.dtype)
         low = x.reshape(len(A), -1, x.shape[-1]) @ A.mT
@@ -1930,12 +2052,38 @@ class Adapters(nn.Module):
         scale = self.scale[self.selection.name]
         return torch.baddbmm(blocks, low, B.mT, alpha=scale).view_as(y)
 
+    def merges(self, x: Tensor) -> bool:
+        """Whether each adapter is added to a copy of the weights, which small models have room for.
+
+        Passes then cost no more than those of the base. bfloat16 weights would lose small updates.
+        """
+        number = len(self.selection.numbers or self.A[self.selection.name])
+        small = number * self.base.weight.numel() <= MERGED_WEIGHTS
+        return small and x.dtype == self.base.weight.dtype == torch.float32
+
+    def multiply_merged(self, x: Tensor) -> Tensor:
+        """`forward` with merged weights."""
+        A, B = self.choose(x.dtype)
+        scale = self.scale[self.selection.name]
+        blocks = x.reshape(len(A), -1, x.shape[-1])
+        if torch.is_grad_enabled():
+            y = MergedAdapters.apply(blocks, self.base.weight, A, B, scale)
+        else:
+            merged = self.selection.merged
+            key = self, self.selection.numbers
+            if key not in merged:
+                merged[key] = merge_adapters(self.base.weight, A, B, scale)
+            y = blocks @ merged[key].mT
+        if self.base.bias is not None:
+            y = y + self.base.bias
+        return y.view(*x.shape[:-1], -1)
+
     def choose(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and B of the selected adapters in this precision."""
-        name, numbers, casts = self.selection
+        name, numbers, casts, _ = self.selection
         learning = torch.is_grad_enabled()
-        if not learning and self in casts:
-            return casts[self]
+        if not learning and (self, numbers) in casts:
+            return casts[self, numbers]
         A = self.A[name]
         B = self.B[name]
         if numbers is not None:
@@ -1944,7 +2092,7 @@ class Adapters(nn.Module):
         A = A.to(dtype)
         B = B.to(dtype)
         if not learning:
-            casts[self] = (A, B)
+            casts[self, numbers] = (A, B)
         return A, B
 
 
@@ -2025,12 +2173,50 @@ def load_start(args: Args, layers: dict[str, nn.Linear]) -> dict[str, Tensor]:
     """The weights of --adapter by PEFT's names, which must be those of these layers; {} without."""
     if not args.adapter:
         return {}
-    start = load_file(Path(args.adapter, "adapter_model.safetensors"))
+    start = read_adapter(args, "adapter", args.adapter, layers)
     names = {f"base_model.model.{name}.lora_{letter}.weight" for name in layers for letter in "AB"}
-    if start.keys() != names or not all(side.isfinite().all() for side in start.values()):
-        reason = "must have the layers of --lora-targets, no other, and finite weights"
+    if start.keys() != names:
+        reason = "must have the layers of --lora-targets and no other"
         communicators.refuse(args, "adapter", reason)
     return start
+
+
+def read_adapter(
+    args: Args, flag: str, folder: str, layers: dict[str, nn.Linear]
+) -> dict[str, Tensor]:
+    """The finite weights of a PEFT adapter, or one line; nothing that is too large is read."""
+    path = Path(folder, "adapter_model.safetensors")
+    # Of full rank, in float32, with a score head
+    most = 8 * sum(layer.weight.numel() for layer in layers.values()) + MOST_BYTES
+    try:
+        if path.stat().st_size > most:
+            raise ValueError(f"is larger than {most} bytes, more than any adapter of this model")
+        weights = load_file(path)
+        is_finite = all(weight.isfinite().all() for weight in weights.values())
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        communicators.refuse(
+            args, flag, f"{path.name} cannot be read: {communicators.first_line(error)}"
+        )
+    if not is_finite:
+        communicators.refuse(args, flag, "must have finite weights")
+    return weights
+
+
+def read_adapter_config(args: Args, flag: str, folder: str) -> dict:
+    """The settings of a PEFT adapter, or one line."""
+    path = Path(folder, "adapter_config.json")
+    try:
+        # What is left out has PEFT's default
+        config = {"r": LoraConfig.r, "lora_alpha": LoraConfig.lora_alpha}
+        config |= json.loads(path.read_text())
+        if not isinstance(config["r"], int) or config["r"] <= 0:
+            raise ValueError("r must be a positive integer")
+        if not 0 < config["lora_alpha"] < math.inf:
+            raise ValueError("lora_alpha must be positive")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = f"{path.name} cannot be read: {communicators.first_line(error)}"
+        communicators.refuse(args, flag, reason)
+    return config
 
 
 @torch.no_grad()
@@ -2042,8 +2228,8 @@ def start_value_model(args: Args, model: nn.Module, layers: dict) -> None:
     the value head.
     """
     folder = args.adapter if args.value_init == "adapter" else args.value_init
-    config = json.loads(Path(folder, "adapter_config.json").read_text())
-    weights = load_file(Path(folder, "adapter_model.safetensors"))
+    config = read_adapter_config(args, "value_init", folder)
+    weights = read_adapter(args, "value_init", folder, layers)
     prefix = "base_model.model."
     if args.value_init != "adapter":
         head = weights.pop(f"{prefix}score.weight", torch.empty(0))
@@ -2060,7 +2246,8 @@ def start_value_model(args: Args, model: nn.Module, layers: dict) -> None:
             continue
         value_A = adapters.A["value"]  # [agents, rank, in]
         value_B = adapters.B["value"]  # [agents, out, rank]
-        if A.shape[1] != value_A.shape[2] or B.shape[0] != value_B.shape[1]:
+        rank = len(A) if A.dim() else 0
+        if A.shape != (rank, value_A.shape[2]) or B.shape != (value_B.shape[1], rank):
             reason = "must be of this model: its layers have other sizes"
             communicators.refuse(args, "value_init", reason)
         if len(A) > args.value_lora_rank:
@@ -2108,27 +2295,29 @@ def list_adapter_sides(model: nn.Module) -> list[nn.ParameterDict]:
     return [side for layer in layers for side in (layer.A, layer.B)]
 
 
-def list_trained_shapes(
-    model: nn.Module, private_layers: int = 0
-) -> list[tuple[torch.Size, torch.Size]]:
-    """The shapes of A and B of one agent, in the order in which `add_adapters` joins them; without
-    those of so many last layers."""
-    shapes = []
+class TrainedAdapter(NamedTuple):
+    """A and B of one layer, of the policy or of the value model."""
+
+    A: nn.Parameter  # [adapters, rank, inputs]
+    B: nn.Parameter  # [adapters, outputs, rank]
+    is_private: bool  # in one of the last layers that --private-layers does not share
+
+
+def list_trained_adapters(model: nn.Module, private_layers: int) -> list[TrainedAdapter]:
+    """The adapters of the policy and then of the value model, as `add_adapters` joins them."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Adapters)}
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    first_private = model.config.get_text_config().num_hidden_layers - private_layers
+    adapters = []
     for kind in ("policy", "value"):
-        for name, layer in model.named_modules():
-            if not isinstance(layer, Adapters) or kind not in layer.A:
+        for name, layer in layers.items():
+            if kind not in layer.A:
                 continue
-            if not is_private(model, name, private_layers):
-                shapes.append((layer.A[kind].shape[1:], layer.B[kind].shape[1:]))
-    return shapes
-
-
-def is_private(model: nn.Module, name: str, private_layers: int) -> bool:
-    """Whether the module of this name is in one of so many last layers of the decoder."""
-    decoder = next(name for name, each in model.named_modules() if each is model.get_decoder())
-    number = re.search(r"\.(\d+)\.", name.removeprefix(decoder))
-    layers = model.config.get_text_config().num_hidden_layers
-    return number is not None and int(number[1]) >= layers - private_layers
+            number = re.search(r"\.(\d+)\.", name.removeprefix(prefix))
+            is_private = number is not None and int(number[1]) >= first_private
+            adapters.append(TrainedAdapter(layer.A[kind], layer.B[kind], is_private))
+    return adapters
 
 
 def find_shared_columns(args: Args, model: nn.Module) -> slice | Tensor:
@@ -2144,14 +2333,10 @@ def find_shared_columns(args: Args, model: nn.Module) -> slice | Tensor:
         reason = f"must be below the model's {layers} layers, of which some are shared"
         communicators.refuse(args, "private_layers", reason)
     shared = []
-    for kind in ("policy", "value"):
-        for name, layer in model.named_modules():
-            if not isinstance(layer, Adapters) or kind not in layer.A:
-                continue
-            is_shared = not is_private(model, name, args.private_layers)
-            for side in (layer.A[kind], layer.B[kind]):
-                if side.requires_grad:
-                    shared.append(torch.full((side[0].numel(),), is_shared))
+    for A, B, is_private in list_trained_adapters(model, args.private_layers):
+        for side in (A, B):
+            if side.requires_grad:
+                shared.append(torch.full((side[0].numel(),), not is_private))
     if args.algorithm == "ppo":
         head = model.value_head.shape[1] + model.value_bias.shape[1]
         shared.append(torch.zeros(head, dtype=torch.bool))
@@ -2261,8 +2446,8 @@ def read_best_reward(folder: Path, last_step: int) -> float:
             header = file.metadata()
         if int(header["step"]) <= last_step:
             return float(header["reward"])
-    except (OSError, SafetensorError, KeyError):
-        pass  # there is none yet
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        pass  # there is none yet, or a damaged one
     return -math.inf
 
 
@@ -2341,15 +2526,21 @@ def load_base(args: Args, device: torch.device | str = "cpu") -> tuple[nn.Module
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, **where, **options)
-    except (OSError, ValueError) as error:
-        reason = f"cannot be loaded: {str(error).splitlines()[0]}"
-        communicators.refuse(args, "base_model", reason)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            name, output_loading_info=True, **where, **options
+        )
     except KeyError as error:
         reason = f"KeyError {error}"
         if "shared_prefix" in str(error):  # the model has a table of attention functions
             reason = "its attention cannot be replaced"
         communicators.refuse(args, "base_model", f"cannot be trained: {reason}")
+    except Exception as error:  # damaged files may raise anything
+        communicators.refuse(
+            args, "base_model", f"cannot be loaded: {communicators.first_line(error)}"
+        )
+    if report["missing_keys"]:  # transformers would draw them at random
+        reason = f"cannot be loaded: {min(report['missing_keys'])} is missing"
+        communicators.refuse(args, "base_model", reason)
     model.requires_grad_(False).eval()
     if args.precision != "float32":
         replace_head(model)
@@ -2388,6 +2579,7 @@ def list_ends(model: nn.Module, tokenizer) -> list[int]:
 
 def checkpoint_layers(model) -> None:
     """Keep the inputs of every layer only, and compute the rest again in the backward pass."""
+    model.computes_layers_again = True
     options = {"use_reentrant": False, "preserve_rng_state": False}
     for layer in model.modules():
         if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
@@ -2465,8 +2657,9 @@ def compare_with_plain(args: Args, model) -> None:
     except (
         Exception
     ) as error:  # an unknown model may raise anything at a call that it does not know
-        reason = (str(error) or repr(error)).splitlines()[0]
-        communicators.refuse(args, "base_model", f"cannot be trained: {reason}")
+        communicators.refuse(
+            args, "base_model", f"cannot be trained: {communicators.first_line(error)}"
+        )
     if not valid:
         reason = f"cannot be trained: log-probabilities are off by {error:.2g}"
         communicators.refuse(args, "base_model", reason)
@@ -2540,6 +2733,20 @@ def get_text(value: str | list[dict]) -> str:
     return value if isinstance(value, str) else value[-1]["content"]
 
 
+def is_text(value: object) -> bool:
+    """Whether this is a text in Unicode, or messages with such a role and content."""
+    if isinstance(value, list) and value:
+        texts = []
+        for message in value:
+            if not isinstance(message, dict):
+                return False
+            texts += [message.get("role"), message.get("content")]
+    else:
+        texts = [value]
+    # Half a pair of UTF-16, which JSON can hold, has no bytes
+    return all(isinstance(text, str) and not re.search("[\ud800-\udfff]", text) for text in texts)
+
+
 def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> list[dict]:
     """What `read_examples` returns; for the docstrings, which take seconds, from the cache."""
     if name != "docstrings":
@@ -2549,7 +2756,7 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
         path = runpy.run_path(tool)["cached"]()
         content = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except (OSError, ValueError) as error:
-        refuse_data(args, flag, name, f"cannot be read: {str(error).splitlines()[0]}")
+        refuse_data(args, flag, name, f"cannot be read: {communicators.first_line(error)}")
     read = functools.partial(read_examples, args, tokenizer, name, path, flag)
     writes_date = "strftime_now" in str(tokenizer.chat_template)
     if writes_date or not hasattr(tokenizer, "backend_tokenizer"):  # nothing else describes it
@@ -2593,16 +2800,15 @@ def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> lis
             path, _, split = path.partition(":")
             datasets = importlib.import_module("datasets")
             rows = list(datasets.load_dataset(path, split=split or "train"))
-    except (OSError, ValueError) as error:
-        refuse_data(args, flag, name, f"cannot be read: {str(error).splitlines()[0]}")
+    except Exception as error:  # damaged files may raise anything
+        refuse_data(args, flag, name, f"cannot be read: {communicators.first_line(error)}")
     plain = []
     templated = []  # those with the chat template, which contains special tokens
     for number, row in enumerate(rows or [{}]):
         values = [None]
         if isinstance(row, dict):
             values = [row.get(column) for column in required]
-        is_text = all(isinstance(value, str | list) for value in values[:2])
-        if None in values or [] in values or not is_text:
+        if None in values or not all(map(is_text, values[:2])):
             names = " and ".join(required)
             problem = f"must have the columns {names}, texts or messages; row {number + 1} is {row}"
             refuse_data(args, flag, name, problem[:300])
@@ -2611,7 +2817,13 @@ def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> lis
         text = prompt
         if isinstance(prompt, list) and tokenizer.chat_template:
             examples = templated
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            try:
+                text = tokenizer.apply_chat_template(
+                    prompt, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # whatever the template's author chose
+                problem = f"row {number + 1} does not suit the model's chat template"
+                refuse_data(args, flag, name, f"{problem}: {communicators.first_line(error)}")
         elif isinstance(prompt, list):
             text = "\n\n".join(message["content"] for message in prompt)
         if len(text) > 12 * args.max_prompt_tokens:  # spares the tokenizer what is far too long
@@ -2770,9 +2982,10 @@ def load_reward_model(args: Args, name: str, device: torch.device) -> tuple[nn.M
         model, report = library.from_pretrained(
             name, num_labels=1, output_loading_info=True, **options
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = f"{name} cannot be loaded: {str(error).splitlines()[0]}"
-        communicators.refuse(args, "reward", reason)
+    except Exception as error:  # damaged files may raise anything
+        communicators.refuse(
+            args, "reward", f"{name} cannot be loaded: {communicators.first_line(error)}"
+        )
     if report["missing_keys"]:
         reason = f"{name} is no whole model with one score for a text"
         communicators.refuse(args, "reward", reason)
@@ -2895,25 +3108,27 @@ def read_weights_file(args: Args) -> Tensor:
     Returns [agents, rewards], float64. Raises ValueError if they are not finite, a row is all 0, or
     their number is another, and OSError if the file cannot be read.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a file without weights, whose size is refused below
-        weights = np.loadtxt(args.reward_weights[0], delimiter=",", ndmin=2)
+    weights = communicators.read_table(args.reward_weights[0])
+    check_reward_weights(args, weights)
+    return weights
+
+
+def check_reward_weights(args: Args, weights: Tensor) -> None:
+    """ValueError for weights [agents, rewards] that are of another size, not finite, or all 0."""
     if weights.shape != (args.num_agents, len(args.reward)):
         size = " x ".join(map(str, weights.shape))
         raise ValueError(f"has {size} weights, not {args.num_agents} agents x {len(args.reward)}")
-    if not np.isfinite(weights).all():
+    if not weights.isfinite().all():
         raise ValueError("must be finite weights")
     if not weights.any(1).all():
         raise ValueError("has a row of zeros: every agent needs a reward")
-    return torch.from_numpy(weights)
 
 
 def get_reward_weights(args: Args) -> np.ndarray:
     """The weight of every reward for every agent [agents, rewards], as the file was at the start of
     the run."""
     if args.reward_matrix:
-        rows = [row.split() for row in args.reward_matrix.split(";")]
-        return np.array(rows, dtype=float)
+        return communicators.read_matrix(args.reward_matrix).numpy()
     row = args.reward_weights or [1.0] * len(args.reward)
     return np.tile(row, (args.num_agents, 1))
 
@@ -3319,13 +3534,13 @@ def check_adapters(args: Args) -> None:
     if not config.is_file() or not Path(args.adapter, "adapter_model.safetensors").is_file():
         reason = "must be a folder with adapter_config.json and adapter_model.safetensors"
         communicators.refuse(args, "adapter", reason)
-    stored = json.loads(config.read_text())
+    stored = read_adapter_config(args, "adapter", args.adapter)
     special = list_special_settings(stored)
     if special:
         reason = f"must be a plain LoRA adapter; it has {', '.join(special)}"
         communicators.refuse(args, "adapter", reason)
     for flag, key in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
-        if getattr(args, flag) != stored.get(key, getattr(args, flag)):
+        if getattr(args, flag) != stored[key]:
             reason = f"must be {stored[key]} as in --adapter {args.adapter}"
             communicators.refuse(args, flag, reason)
 
@@ -3365,11 +3580,13 @@ def check_rewards(args: Args) -> None:
     if len({name_reward(name) for name in args.reward}) < len(args.reward):
         communicators.refuse(args, "reward", "must have different names in metrics")
     if names_weights_file(args):
-        if not args.reward_matrix:
-            try:
+        try:
+            if args.reward_matrix:
+                check_reward_weights(args, communicators.read_matrix(args.reward_matrix))
+            else:
                 read_weights_file(args)
-            except (OSError, ValueError) as error:
-                communicators.refuse(args, "reward_weights", str(error))
+        except (OSError, ValueError) as error:
+            communicators.refuse(args, "reward_weights", str(error))
         return
     numbers = [
         weight
@@ -3418,7 +3635,8 @@ def check_training(args: Args) -> None:
     if not config.is_file() or not Path(args.value_init, "adapter_model.safetensors").is_file():
         folder = "a folder with adapter_config.json and adapter_model.safetensors"
         communicators.refuse(args, "value_init", f"must be base, adapter, or {folder}")
-    special = {*list_special_settings(json.loads(config.read_text()))} - {"modules_to_save"}
+    stored = read_adapter_config(args, "value_init", args.value_init)
+    special = {*list_special_settings(stored)} - {"modules_to_save"}
     if special:
         names = ", ".join(sorted(special))
         reason = f"must be a plain LoRA adapter with a score head; it has {names}"

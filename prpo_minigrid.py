@@ -36,7 +36,6 @@ from torch import Tensor
 import communicators
 from communicators import (
     Count,
-    Exchange,
     Fraction,
     ImageNetwork,
     LogitTable,
@@ -46,6 +45,7 @@ from communicators import (
     Peers,
     Positive,
     PositiveFraction,
+    Probability,
     Run,
     RunArgs,
     derive_seed,
@@ -124,6 +124,18 @@ class Args(RunArgs):
     """fraction of the iterations after which there is no more round, and agents are isolated"""
     distill_epochs: Natural = 0
     """after a round: epochs towards the new reference policy, on the states of the last rollout"""
+
+    # What leaves an agent, see docs/privacy.md
+
+    # largest norm, over all parameters, of an agent's update since the last snapshot that it sent;
+    # beyond it the snapshot that is sent now is clipped
+    dp_clip: Positive | None = None
+    # Gaussian noise on a snapshot that is sent, its standard deviation in units of --dp-clip
+    dp_noise: NonNegative = 0.0
+    dp_delta: Probability = 1e-5  # the delta at which epsilon is logged
+    # file of at least 16 secret bytes that key the noise; without it, everyone who knows --seed
+    # knows the noise
+    dp_key: str = ""
 
     # PPO
     total_timesteps: Count = 250_000  # environment steps of each agent
@@ -610,7 +622,7 @@ def main(args: Args) -> dict:
     last_communication = round(args.communication_end * num_iterations)  # an iteration
     num_rounds = last_communication // args.local_updates
     tasks = name_tasks(args)
-    exchange = Exchange(n, args.device, args.timeout)
+    exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     device = exchange.device
     run = Run(
@@ -618,7 +630,7 @@ def main(args: Args) -> dict:
         exchange,
         "+".join(dict.fromkeys(tasks)),
         total=num_iterations,
-        work=batch_size * n,
+        work=batch_size * len(exchange.members),
         headline="charts/return_last_100",
         env_ids=tasks,
         stride=batch_size,
@@ -641,7 +653,9 @@ def main(args: Args) -> dict:
 
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(device) if num_rounds else None
-    peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
+    neighbours = communicators.find_neighbours(args)
+    privacy = communicators.make_privacy(args)
+    peers = Peers(exchange, first, public_states, neighbours, privacy)
     communicator = peers.communicator  # [agents, agents], changed in place
     last_returns = [deque(maxlen=100) for _ in held]
 
@@ -738,15 +752,16 @@ def main(args: Args) -> dict:
             participating = torch.ones(n, dtype=torch.bool)
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
-                seed = derive_seed(args.seed, iteration, PARTICIPATION)
-                participating = communicators.draw_participants(n, args.participation, seed)
                 if args.communicator == "relative-gain":
-                    reported_returns = peers.report(peers.records[:, 1])
+                    reported_returns = peers.report(peers.records[:, 1], agents)
                 elif args.communicator == "samples":
-                    reported_returns = communicators.bound_returns(peers.report(peers.samples))
-                else:
-                    reported_returns = peers.report(peers.records[:, 0])
+                    reported_returns = peers.report(peers.samples, agents)
                     reported_returns = communicators.bound_returns(reported_returns)
+                else:
+                    reported_returns = peers.report(peers.records[:, 0], agents)
+                    reported_returns = communicators.bound_returns(reported_returns)
+                seed = derive_seed(args.seed, iteration, PARTICIPATION)
+                participating = exchange.draw_participants(args.participation, seed)
 
             # Which snapshots each agent receives: all that it will compare, or of positive weight
             if args.communicator in ("similarity", "surrogate"):
@@ -813,6 +828,7 @@ def main(args: Args) -> dict:
                 row["losses/distill_kl_after"] = float(distill_kls[k][-1])
             for name, value in diagnostics[k].items():
                 row[f"policy/{name}"] = value
+            row |= peers.describe_privacy(k)
             rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
@@ -1226,12 +1242,12 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
     Nothing is written but films, beside the run's own.
     """
     agents = agents or make_agents(args)
-    communicators.load_agents(args, agents)
+    agents = communicators.load_agents(args, agents)
     device = "cpu" if args.device == "auto" else args.device
     folder = Path(args.eval_only) / "videos"
     tests = make_tests(args)
     results = []
-    for i, agent in enumerate(agents):
+    for i, agent in agents.items():
         agent.to(device)
         returns = {}
         for number, (name, (env_id, levels)) in enumerate(tests.items()):
@@ -1265,6 +1281,7 @@ def check_args(args: Args) -> None:
     if args.participation != 1 and not 2 <= round(args.participation * n) <= n:
         communicators.refuse(args, "participation", f"must let 2..{n} agents take part in a round")
     communicators.check_aggregation(args)
+    communicators.check_privacy(args)
     if args.greedy and not args.eval_only:
         valid = "is for --eval-only; other evaluations report both returns"
         communicators.refuse(args, "greedy", valid)

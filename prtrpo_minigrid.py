@@ -30,7 +30,6 @@ import communicators
 import prpo_minigrid
 from communicators import (
     Count,
-    Exchange,
     Fraction,
     Natural,
     Patches,
@@ -144,6 +143,10 @@ class Args(RunArgs):
     robust = "none"  # no flag
     prox_coef = 0.0  # no flag
     distill_epochs = 0  # no flag
+    dp_clip = None  # no flag
+    dp_noise = 0.0  # no flag
+    dp_delta = 1e-5  # no flag
+    dp_key = ""  # no flag
     compile = False  # no flag
 
 
@@ -433,7 +436,7 @@ def main(args: Args) -> dict:
     last_communication = round(args.communication_end * num_iterations)  # an iteration
     num_rounds = last_communication // args.local_updates
     tasks = name_tasks(args)
-    exchange = Exchange(n, args.device, args.timeout)
+    exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     device = exchange.device
     run = Run(
@@ -441,7 +444,7 @@ def main(args: Args) -> dict:
         exchange,
         "+".join(dict.fromkeys(tasks)),
         total=num_iterations,
-        work=batch_size * n,
+        work=batch_size * len(exchange.members),
         headline="charts/return_last_100",
         env_ids=tasks,
         stride=batch_size,
@@ -532,8 +535,8 @@ def main(args: Args) -> dict:
         bounds = []
         for k, i in enumerate(held):
             isolated = args.communicator == "identity" or iteration > last_communication
-            group = [i] if isolated else list(range(n))
-            epsilon, bound = compute_radius(communicator, variations[group, :2], args)
+            group = [i] if isolated else list(exchange.members)
+            epsilon, bound = compute_radius(communicator[group], variations[group, :2], args)
             bounds.append(bound)
             inputs = agents[k], optimizers[k], generators[k], obs[k], references[k], batches[k]
             learners.append(learn(*inputs, epsilon, args))
@@ -559,25 +562,26 @@ def main(args: Args) -> dict:
             peers.round_samples[k] += len(batches[k]["states"])
         if iteration % args.local_updates == 0 and iteration <= last_communication:
             peers.remember_returns()
+            policies = [agent.policy for agent in agents]
             participating = torch.ones(n, dtype=torch.bool)
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
-                seed = derive_seed(args.seed, iteration, PARTICIPATION)
-                participating = communicators.draw_participants(n, args.participation, seed)
                 if args.communicator == "relative-gain":
-                    reported_returns = peers.report(peers.records[:, 1])
+                    reported_returns = peers.report(peers.records[:, 1], policies)
                 elif args.communicator == "samples":
-                    reported_returns = communicators.bound_returns(peers.report(peers.samples))
-                else:
-                    reported_returns = peers.report(peers.records[:, 0])
+                    reported_returns = peers.report(peers.samples, policies)
                     reported_returns = communicators.bound_returns(reported_returns)
+                else:
+                    reported_returns = peers.report(peers.records[:, 0], policies)
+                    reported_returns = communicators.bound_returns(reported_returns)
+                seed = derive_seed(args.seed, iteration, PARTICIPATION)
+                participating = exchange.draw_participants(args.participation, seed)
 
             # Which snapshots each agent receives: all that it will compare, or of positive weight
             if args.communicator in ("similarity", "surrogate"):
                 receives = peers.neighbours
             else:
                 receives = make_communicator(args, reported_returns, usable=participating) > 0
-            policies = [agent.policy for agent in agents]
             peers.exchange_snapshots(policies, participating, receives, iteration)
 
             # The new communicator; each agent estimates its own row of gains
@@ -658,6 +662,9 @@ def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
     if args.delta is not None and args.delta > 1:
         communicators.refuse(args, "delta", "is a total variation and must lie in (0, 1]")
+    if args.delta is not None and args.exchange:
+        valid = "needs the movement of all agents at every update, not --exchange; set --epsilon"
+        communicators.refuse(args, "delta", valid)
     if not 0 < args.backtrack_coef < 1:
         communicators.refuse(args, "backtrack_coef", "must lie between 0 and 1")
     prpo_minigrid.check_args(args)

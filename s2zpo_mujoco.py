@@ -590,6 +590,7 @@ def collect_answers(clips: list, folder: Path, name: str, generator: torch.Gener
     teaches nothing. Returns [pairs, 1]: 1 for the second batch, -1 for the first, 0 for neither.
     """
     answers = torch.zeros(len(clips), 1, dtype=torch.long)
+    print()  # the progress line is still open
     for number, (before, after) in enumerate(clips):
         swapped = bool(torch.randint(2, (), generator=generator))
         sides = (after, before) if swapped else (before, after)
@@ -617,11 +618,11 @@ def read_answer(question: str) -> str:
 
 
 def join_clips(left: list[np.ndarray], right: list[np.ndarray]) -> list[np.ndarray]:
-    """Two films side by side, with a white line between them; the shorter one's end stands still.
+    """Two films side by side, with a grey line between them; the shorter one's end stands still.
 
     left, right: frames [height, width, 3] uint8.
     """
-    line = np.full((left[0].shape[0], 4, 3), 255, dtype=np.uint8)
+    line = np.full((left[0].shape[0], 4, 3), 128, dtype=np.uint8)
     frames = []
     for k in range(max(len(left), len(right))):
         pair = left[min(k, len(left) - 1)], line, right[min(k, len(right) - 1)]
@@ -866,6 +867,9 @@ def check_args(args: Args) -> None:
         if getattr(args, flag) != getattr(defaults, flag):
             valid = "has no effect: all votes count alike, for all agents; leave it out"
             communicators.refuse(args, flag, valid)
+    if args.exchange:
+        valid = "has no effect: agents share one vector of parameters at every step; leave it out"
+        communicators.refuse(args, "exchange", valid)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if args.algorithm == "central":  # one agent that has the pairs of all
         if world_size > 1:

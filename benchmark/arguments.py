@@ -8,6 +8,7 @@ takes seconds; it is imported here only to describe an error.
 import contextlib
 import importlib
 import io
+import json
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +24,45 @@ def refuse(problem: str) -> NoReturn:
     end = SystemExit(problem)
     end.code = WRONG_VALUE
     raise end
+
+
+class Damaged(SystemExit):
+    """A file cannot be read. Ends the tool with this line, which names it, unless it can go on."""
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; raises Damaged."""
+    return parse_object(path, read_text(path))
+
+
+def read_json_lines(path: Path) -> list[dict]:
+    """The JSON objects in the lines of a file; raises Damaged."""
+    # Not by splitlines, which also splits at characters that a text may contain
+    lines = read_text(path).split("\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            rows.append(parse_object(f"{path}, line {number}", line))
+    return rows
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; raises Damaged."""
+    try:
+        return Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path}: cannot be read ({error})") from error
+
+
+def parse_object(place: Path | str, text: str) -> dict:
+    """The JSON object of a text, which stands at this place; raises Damaged."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{place}: is no JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise Damaged(f"{place}: must be a JSON object")
+    return content
 
 
 def read_flags(Args: type, argv: list[str] | None = None):

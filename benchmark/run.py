@@ -21,7 +21,6 @@ Ctrl-C and SIGTERM let the runs save a checkpoint; a second one kills them.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -41,6 +40,11 @@ from pathlib import Path
 
 import tyro
 from arguments import read_flags, refuse
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
 
 TEMPLATE = """\
 #!/bin/sh
@@ -113,6 +117,8 @@ class Job:
     def __init__(self, line: str):
         self.line = line
         try:
+            if "\0" in line:
+                raise ValueError("a command holds no NUL")
             self.words = shlex.split(line)
         except ValueError as error:
             refuse(f"{line}: {error}")
@@ -141,7 +147,8 @@ class Job:
             return None if succeeded else self.words
         folder = Path(folders[0])
         self.name = folder.name
-        with contextlib.suppress(OSError, ValueError):  # the run was cut off, or its folder deleted
+        # The run was cut off, its folder deleted, or the summary is damaged
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             if json.loads((folder / "summary.json").read_text())["completed"]:
                 return None
         script = find_index(self.words, lambda word: word.endswith(".py"))
@@ -335,7 +342,8 @@ def submit(args: Args, lines: list[str]) -> None:
         if args.dry_run:
             print(script)
             continue
-        code = subprocess.run(["sbatch"], input=script, text=True).returncode
+        # Which sbatch, PATH says, as on the command line
+        code = subprocess.run(["sbatch"], input=script, text=True).returncode  # nosec B607
         if code:
             rest = f"not submitted: {path} from command {first + 1} on"
             sys.exit(f"sbatch: exit code {code}; {rest}")
@@ -379,6 +387,8 @@ def main(args: Args) -> None:
     elif args.dry_run:
         for job in unfinished:
             print(job.line if job.shell else shlex.join(job.next_step()))
+    elif fcntl is None:
+        refuse("run.py executes lists on Linux and macOS, on Windows in WSL; --dry-run prints them")
     else:
         execute(args, unfinished, len(jobs))
 

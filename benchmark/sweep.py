@@ -17,7 +17,7 @@ usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills|preferences
            [--tune | --results]
        bash benchmark/sweep.sh goals|unlock-goals [--tune | --results]
-       bash benchmark/sweep.sh anchor|trpo|agreement|liars|strength [--results]
+       bash benchmark/sweep.sh anchor|trpo|agreement|liars|strength|privacy [--results]
        bash benchmark/sweep.sh s2zpo [--quick | --results]
        bash benchmark/sweep.sh fedagent [--quick]
 
@@ -53,7 +53,8 @@ models that share skills and have a style each (first run `python benchmark/skil
 --prompt-shares 0.8 --prompts 1800 --out runs/preferences`); goals and unlock-goals, agents that
 share skills and have goals of their own, on two kinds of tasks; agreement, as goals, where the
 goals agree in a part of the levels.
-liars: one agent of four sends what it has not learned. strength: FedAvg of parts of the network,
+liars: one agent of four sends what it has not learned. privacy: return against the noise on what
+agents send (docs/privacy.md). strength: FedAvg of parts of the network,
 and PR-PPO with other coefficients, schedules and distillation.
 anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
 PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound
@@ -77,7 +78,7 @@ stderr.
 CONTROL = ("minigrid", "atari")
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd")
 OWN_GOALS = ("goals", "unlock-goals")
-OTHERS = ("anchor", "trpo", "agreement", "liars", "strength")
+OTHERS = ("anchor", "trpo", "agreement", "liars", "strength", "privacy")
 LANGUAGE = ("llm", "table1")
 STRINGS = ("skills", "preferences")
 # Family -> its modes; the first one is the default
@@ -424,18 +425,22 @@ PROXIMAL_COEFS = ("0.001", "0.01", "0.1", "1")
 # Also with a coefficient that falls to 0
 LINEAR_METHODS = ("fedavg-surrogate", "pr-reward", "pr-surrogate")
 # Method -> coefficient, as choose.py has chosen it (docs/results.md, section 12); else 0.5
-CHOSEN_GOALS = {"goals": {}, "unlock-goals": {}}
+CHOSEN_GOALS = {
+    "goals": {"proximal-uniform": "0.01"},
+    "unlock-goals": {"proximal-uniform": "0.01"},
+}
 
 
 def list_goals(family: str, mode: str) -> Iterator[str]:
-    """Four agents with goals of their own, by every method; tuned in runs of half the length."""
+    """Four agents with goals of their own, by every method; tuned at full length, because the hard
+    tasks are learned late.
+    """
     tuned = mode == "--tune"
     seeds = TUNING_SEEDS if tuned else FIVE_SEEDS
-    steps = 124928 if tuned else 249856
     episodes = 0 if tuned else 20
     for seed in seeds:
         common = f"--num-agents 4 --env-ids {' '.join(GOAL_TASKS[family])} --seed {seed}"
-        common += f" --total-timesteps {steps} --learning-rate 1e-3 --kl-direction reverse"
+        common += " --total-timesteps 249856 --learning-rate 1e-3 --kl-direction reverse"
         common += f" --local-updates 4 --eval-episodes {episodes}"
         common += f" --run-dir {name_folder(family, mode)}"
         for method, flags in GOAL_METHODS.items():
@@ -559,6 +564,37 @@ def list_strength(family: str, mode: str) -> Iterator[str]:
                     "--eval-episodes 0",
                     f"--run-dir {name_folder(family, mode)}/{experiment} --exp-name {method}",
                 )
+
+
+# Return against the noise on what agents send
+
+PRIVACY_METHODS = {
+    "fedavg-uniform": f"{FEDAVG} uniform",
+    "pr-uniform": f"{PR_PPO} uniform",
+}
+# The largest update of four iterations, as measured without a clip (docs/privacy.md)
+DP_CLIP = "1.5"
+# Condition -> flags
+PRIVACY_CONDITIONS = {"none": ""} | {
+    noise: f"--dp-clip {DP_CLIP} --dp-noise {noise}" for noise in ("0", "0.001", "0.01", "0.1", "1")
+}
+PRIVACY_TASKS = {name: STRENGTH[name] for name in ("doorkey", "goals")}
+
+
+def list_privacy(family: str, mode: str) -> Iterator[str]:
+    """FedAvg and PR-PPO, without a clip, with one, and with more and more noise."""
+    for seed in FIVE_SEEDS:
+        for experiment, (task, steps) in PRIVACY_TASKS.items():
+            for method, flags in PRIVACY_METHODS.items():
+                for condition, noise in PRIVACY_CONDITIONS.items():
+                    yield join(
+                        f"{ONE_THREAD} {flags} {noise}".strip(),
+                        f"{task} --seed {seed} --total-timesteps {steps}",
+                        "--learning-rate 1e-3 --kl-coef 0.5 --kl-direction reverse",
+                        "--local-updates 4 --eval-episodes 0",
+                        f"--run-dir {name_folder(family, mode)}/{experiment}",
+                        f"--exp-name {method}-{condition}",
+                    )
 
 
 # What slows mixing down: agents of the doorkey family, and on BeamRider
@@ -897,6 +933,7 @@ FEDAGENT_FULL = (
     " --local-updates 3 --total-steps 210 --batch-size 8 --group-size 8 --max-prompt-tokens 2048"
     " --response-length 512 --minibatch-size 64 --micro-batch-size 4 --learning-rate 1e-6"
     " --weight-decay 0.01 --lora-rank 64 --lora-alpha 64 --advantage-over turns"
+    " --rollout-batch-size 0"
 )
 FEDAGENT_QUICK = "--num-agents 12 --local-updates 3 --total-steps 30"
 # Method -> flags, with {n} agents at the same time
@@ -904,8 +941,8 @@ FEDAGENT_METHODS = {
     "local": "--aggregation none --agents-per-round {n}",
     "centralised": "--aggregation none --centralised",
     "fedagent": "--aggregation weights --agents-per-round {n}",
-    "pr-uniform": "--aggregation policy --agents-per-round {n}",
-    "pr-self0.6": "--aggregation policy --agents-per-round {n} --communicator self-preferred",
+    "pr-uniform-grpo": "--aggregation policy --agents-per-round {n}",
+    "pr-self0.6-grpo": "--aggregation policy --agents-per-round {n} --communicator self-preferred",
 }
 # Partition -> two strengths
 HETEROGENEITY = {
@@ -926,7 +963,7 @@ def list_fedagent(family: str, mode: str) -> Iterator[str]:
                 for method, flags in FEDAGENT_METHODS.items():
                     name = f"{method}_{partition}{strength}"
                     if partition != "iid":
-                        if not small or method in ("centralised", "pr-self0.6"):
+                        if not small or method in ("centralised", "pr-self0.6-grpo"):
                             continue
                         flags += f" --partition {partition} --strength {strength}"
                     launch = ONE_THREAD
@@ -957,6 +994,7 @@ def find_family(family: str):
         "agreement": list_agreement,
         "liars": list_liars,
         "strength": list_strength,
+        "privacy": list_privacy,
         "skills": list_skills,
         "preferences": list_preferences,
         "s2zpo": list_s2zpo,

@@ -11,15 +11,14 @@ the highest mean over the *other* seeds, so that chance is not rewarded; with on
 seed's best. Curves are means over seeds of the best cells, with 95 % intervals by Student's t.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from arguments import read_flags, refuse
+from arguments import Damaged, read_flags, read_json, refuse
 from methods import BLACK, BLUE, VERMILION
-from plot import comments_of, run_folders, with_interval, write
+from plot import comments_of, naming_damage, read_table, report, run_folders, with_interval, write
 
 ALGORITHMS = {
     "par": ("Par-S2ZPO", BLUE),
@@ -56,11 +55,11 @@ def read_run(folder: Path) -> tuple[dict, pd.DataFrame, str, str] | None:
     path = folder / "summary.json"
     if not path.is_file():
         return None
-    summary = json.loads(path.read_text())
+    summary = read_json(path)
     if summary["script"] != "s2zpo_mujoco" or not summary["completed"]:
         return None
     settings = summary["settings"]
-    curve = pd.read_csv(folder / "metrics.csv").groupby("iteration")
+    curve = read_table(folder / "metrics.csv", comment=None).groupby("iteration")
     curve = curve[["episodic_return", "trajectories", "bits"]].mean().reset_index()
     row = {
         "task": settings["env_id"],
@@ -90,7 +89,12 @@ def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, dict[tuple, pd.Da
     commands = {}
     versions = set()
     for folder in run_folders(folders):
-        run = read_run(folder)
+        try:
+            with naming_damage(folder):
+                run = read_run(folder)
+        except Damaged as error:
+            report(folder, f"damaged, left out ({error})")
+            continue
         if run:
             row, curve, command, packages = run
             key = tuple(row[name] for name in SETTINGS)
@@ -183,7 +187,7 @@ def draw(csv_path: Path, png_path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    curves = pd.read_csv(csv_path, comment="#")
+    curves = read_table(csv_path)
     tasks = list(dict.fromkeys(curves.task))
     size = (11, 2.6 * len(tasks))
     figure, panels = plt.subplots(len(tasks), 3, figsize=size, squeeze=False, sharey="row")
@@ -216,7 +220,7 @@ def main(args: Args) -> None:
     if args.from_csv:
         if not Path(f"{out}_runs.csv").is_file():
             refuse(f"--from-csv: there is no {out}_runs.csv")
-        runs = pd.read_csv(f"{out}_runs.csv", comment="#")
+        runs = read_table(f"{out}_runs.csv")
     else:
         runs, of_runs, comments = read_runs(args.runs)
         write(Path(f"{out}_runs.csv"), comments, runs)

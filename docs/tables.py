@@ -141,13 +141,26 @@ CONTROL = {
     " round",
     "policy/tv_peers": "the same for the snapshots of the peers in its reference, as a mean; nan if"
     " there are none",
+    "privacy/update_norm": "`--dp-clip`: norm of the agent's last update before the clip: of its"
+    " parameters minus its snapshot before",
+    "privacy/epsilon": "`--dp-noise`: epsilon at `--dp-delta` of the snapshots sent so far; only"
+    " with communicators that have one, see [privacy.md](privacy.md)",
     "charts/learning_rate": "the annealed learning rate",
     "charts/kl_coefficient": "the coefficient of the KL penalty, `--kl-coef` by `--kl-schedule`",
     "charts/SPS": "all agents' steps per second of training (`agent_steps_per_second` in the CSV"
     " file)",
 }
 # Written only with the flag that its meaning names
-WITH_FLAGS = "losses/proximal_loss", "losses/distill_kl_before", "losses/distill_kl_after"
+WITH_FLAGS = (
+    "losses/proximal_loss",
+    "losses/distill_kl_before",
+    "losses/distill_kl_after",
+    "privacy/update_norm",
+    "privacy/epsilon",
+    "communication/bytes_received",
+    "communication/rejected",
+    "communication/age_j",
+)
 ZEROTH = {
     "charts/episodic_return": "mean over the agent's episodes of the unperturbed policy, in this"
     " iteration",
@@ -250,7 +263,8 @@ AGENTS = {
     **{name: meaning for name, meaning in SHARED.items() if name != "losses/value_loss"},
     **{name: LANGUAGE[name] for name in EPISODES},
     "losses/first_log_ratio": "largest log-ratio in the first minibatch of an agent: 0 but for"
-    " rounding",
+    " rounding; in float32 also by sampling",
+    "losses/sampling_gap": LANGUAGE["losses/sampling_gap"] + "; with `--precision bfloat16` only",
     "time/episodes_per_second": "all agents' episodes per second of training",
     "time/peak_memory": "the most memory that rank 0's process has had, in GiB (the GPU's, or the"
     " processor's)",
@@ -259,6 +273,11 @@ COMMUNICATION = {
     "communication/rounds": "communication rounds so far",
     "communication/bytes": "parameters times listeners, in bytes (`communication_bytes` in the CSV"
     " file)",
+    "communication/bytes_received": "with `--exchange`: bytes read from the store",
+    "communication/rejected": "with `--exchange`: files of peers that were ignored because they are"
+    " damaged or of another kind",
+    "communication/age_j": "with `--exchange`: this agent's rounds since peer j's snapshot arrived;"
+    " nan if none has",
     "communication/non_expansion": "the norm of C (Definition 1): 1 for a row-stochastic matrix;"
     " TensorBoard only",
     "communicator/c_i_j": "every entry of C; in communicator.csv: `listener`, `peer`, `weight`",
@@ -439,23 +458,6 @@ def ends(name: str) -> str:
     return format_table(header, rows)
 
 
-def methods(name: str, success: str = "all agents at 0.8 or more") -> str:
-    """Over all agents: share of seeds with success, probability of a run to beat one of isolated
-    agents.
-    """
-    table = read_result(f"{name}_methods").set_index("method")
-    rows = []
-    for method, style in METHODS.items():
-        if method in table.index:
-            row = table.loc[method]
-            better = ""
-            if not pd.isna(row["better than isolated"]):
-                better = format_mean(row, "better than isolated", low=0, high=1)
-            share = format_mean(row, "success", low=0, high=1)
-            rows.append([style.label, share, better, len(row.seeds.split())])
-    return format_table(["", success, "better than isolated", "seeds"], rows)
-
-
 def levels(column: str = "evaluation", numbers: tuple = (4, 16, 64)) -> str:
     """Limited data: methods x levels of each agent."""
     table = read_result("levels_table").set_index("method")
@@ -515,27 +517,6 @@ def docstrings() -> str:
         rows.append([SEARCHES.get(name, name), *scores, wins["references"], wins_alone])
     header = ["", "reward, common prompts", "own topic", "others' topics"]
     return format_table([*header, "wins against references", "against isolated"], rows)
-
-
-def table1(name: str) -> str:
-    """The paper's table 1, from a file of table.py: language models by algorithm, data and
-    method.
-    """
-    table = read_result(name)
-    evp = next(column for column in table if column.startswith("EVP"))
-    rows = []
-    for _, row in table.iterrows():
-        cells = [
-            f"{row.algorithm}, {row.data.rpartition(', ')[2]}",
-            SEARCHES.get(row["method"], row["method"]),
-        ]
-        for column in ("held-out", "own topic", "others' topics", evp):
-            cells.append("" if pd.isna(row[column]) else format_mean(row, column, low=0, high=1))
-        for gain in ("gain over isolated", "gain over FedAvg"):
-            cells.append("" if pd.isna(row[gain]) else row[gain])
-        rows.append(cells)
-    header = ["", "", "common prompts", "own topic", "others' topics", evp]
-    return format_table([*header, "over isolated", "over FedAvg"], rows)
 
 
 def table1_gains(name: str) -> str:
@@ -629,21 +610,14 @@ def format_all_learn(row: pd.Series) -> str:
     return f"{share}% [{low}, {high}], {steps}"
 
 
-def crowd(column: str = "share", sizes: tuple = (1, 2, 4, 8)) -> str:
-    """More agents: methods x agents. The share of them that learn; `all`: of crowds in which all
-    do, and the steps.
-    """
+def crowd(sizes: tuple = (1, 2, 4, 8)) -> str:
+    """More agents: methods x agents. The share of them that learn."""
     table = read_result("crowd_table")
     rows = []
     for method, style in METHODS.items():
         cells = {}
         for _, row in table[table.method == method].iterrows():
-            shown = (
-                format_all_learn(row)
-                if column == "all"
-                else format_mean(row, "share", low=0, high=1)
-            )
-            cells[row.agents] = shown
+            cells[row.agents] = format_mean(row, "share", low=0, high=1)
         if cells:
             rows.append([style.label, *(cells.get(size, "") for size in sizes)])
     return format_table(["agents", *map(str, sizes)], rows)

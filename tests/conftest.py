@@ -12,6 +12,7 @@ import pytest
 import torch
 from crash import crash
 from helpers import only_run, tiny
+from tensorboard.summary.writer import event_file_writer
 
 
 def pytest_configure():
@@ -30,6 +31,14 @@ def one_thread():
     alike.
     """
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ordered_event_files():
+    """TensorBoard reads files in the order of their names, which end in a number: of two that one
+    process begins within a second, 10 would come before 9.
+    """
+    event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command import parse_args
-from helpers import REPOSITORY, only_run, refusal
+from helpers import REPOSITORY, only_run, refusal, scalars_of
 from peft import PeftModel
 from safetensors.torch import load_file
+from test_docs import name_in_page, tables
 from test_llm_training import in_ranks
 from torch.distributed import distributed_c10d
 from transformers import AutoModelForCausalLM
@@ -556,6 +557,75 @@ def test_episodes_side_by_side_are_those_played_alone(tiny, tmp_path):
     assert not batch["mask"][0, counts[0] :].any()
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_merged_adapters_compute_what_those_beside_the_weights_do(monkeypatch, bias):
+    """Outputs, and gradients of inputs, A and B; of all agents and of some, in any order."""
+    torch.manual_seed(0)
+    base = torch.nn.Linear(6, 5, bias=bias).requires_grad_(False)
+    layer = prpo_llm.Adapters(base, {"policy": (3, 2, 8), "snapshot": (4, 2, 8)})
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    merged_weights = prpo_llm.MERGED_WEIGHTS
+    results = {}
+    for limit in (0, merged_weights):
+        monkeypatch.setattr(prpo_llm, "MERGED_WEIGHTS", limit)
+        results[limit] = []
+        for name, numbers in (("policy", None), ("snapshot", (3, 1)), ("policy", (2,))):
+            generator = torch.Generator().manual_seed(1)
+            x = torch.randn(6, 4, 6, generator=generator).requires_grad_()
+            with prpo_llm.select_adapters(name, numbers):
+                assert layer.merges(x) == (limit > 0)
+                y = layer(x)
+                with torch.no_grad():
+                    assert torch.allclose(layer(x), y, atol=1e-5)
+                    assert torch.allclose(layer(x), y, atol=1e-5)  # kept for the block
+            y.backward(torch.randn(y.shape, generator=generator))
+            gradients = [layer.A[name].grad, layer.B[name].grad, x.grad]
+            results[limit] += [y.detach(), *[gradient.clone() for gradient in gradients]]
+            layer.zero_grad()
+    for merged, beside in zip(results[merged_weights], results[0], strict=True):
+        torch.testing.assert_close(merged, beside, rtol=1e-4, atol=1e-4)
+    half = torch.randn(3, 1, 6, dtype=torch.bfloat16)
+    with prpo_llm.select_adapters("policy"):
+        assert not layer.merges(half)
+
+
+def test_agents_pass_apart_where_their_prompts_differ_in_length(tiny, monkeypatch):
+    """The same states and gradients as in one pass, whose padding costs more."""
+    args = tiny()
+    model, _ = prpo_babyai.load_base(args)
+    trained, snapshots = prpo_babyai.add_adapters(args, model, 3)
+    generator = torch.Generator().manual_seed(5)
+    trained += 0.1 * torch.randn(trained.shape, generator=generator)
+    snapshots += 0.1 * torch.randn(snapshots.shape, generator=generator)
+    lengths = [3, 4, 30, 25, 7, 1]
+    batch = {
+        "prompts": [torch.randint(1, 90, (n,), generator=generator).tolist() for n in lengths],
+        "tokens": torch.randint(1, 90, (3, 2, 1, 4), generator=generator),
+        "lengths": torch.tensor([4, 2, 1, 1, 3, 2]).view(3, 2, 1),
+    }
+    inside = torch.arange(4) < batch["lengths"][..., None]
+    equal = batch | {"prompts": [[1, 2, 3]] * 6}
+    assert not prpo_llm.passes_apart(model, equal)
+    assert prpo_llm.passes_apart(model, batch)
+    model.computes_layers_again = True  # --gradient-checkpointing
+    assert not prpo_llm.passes_apart(model, batch)
+    model.computes_layers_again = False
+    results = []
+    for apart in (True, False):
+        monkeypatch.setattr(prpo_llm, "passes_apart", lambda *_, apart=apart: apart)
+        trained.grad.zero_()
+        with prpo_llm.select_adapters("policy"):
+            hidden = prpo_llm.compute_hidden(model, batch)
+            (hidden.sin() * inside[..., None]).sum().backward()
+        with prpo_llm.select_adapters("snapshot", (2, 0, 2)), torch.no_grad():
+            of_snapshots = prpo_llm.compute_hidden(model, batch)
+        results.append((hidden.detach()[inside], trained.grad.clone(), of_snapshots[inside]))
+    for apart, together in zip(*results, strict=True):
+        torch.testing.assert_close(apart, together, rtol=1e-3, atol=1e-4)
+    assert all(gradient.norm() > 0 for gradient in results[0][1])
+
+
 def test_prompts_lose_history_before_they_are_too_long(tiny):
     args = tiny(max_turns=9)
     _, tokenizer = prpo_babyai.load_base(args)
@@ -775,10 +845,18 @@ def test_averages_follow_the_rows_of_a_matrix(tiny, saved, tmp_path, monkeypatch
     torch.testing.assert_close(saved[-1]["trained"], C @ received[-1], rtol=0, atol=1e-6)
 
 
-def test_a_run_leaves_readable_files(tiny, tmp_path):
+def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
     """PR-GRPO on two categories: metrics, evaluations of each category, episodes, replays."""
     prpo_babyai.main(tiny(total_steps=1, eval_episodes=2))
     run = only_run(tmp_path / "runs")
+    lines = capsys.readouterr().out.splitlines()
+    before_and_after = {}
+    for row in rows_of(run, "evaluations"):
+        means = before_and_after.setdefault((row["task"], row["step"]), [])
+        means.append(float(row["mean_success"]))
+    for line, task in zip(lines[-3:], ("all", "GoToLocal", "GoToObj"), strict=True):
+        shown = [f"{np.mean(before_and_after[task, step]):.3f}" for step in ("0", "1")]
+        assert line.split() == [task, *shown]
     rows = rows_of(run)
     assert len(rows) == 3
     names = {"success", "return", "length", "invalid", "success_GoToObj", "success_GoToLocal"}
@@ -803,6 +881,17 @@ def test_a_run_leaves_readable_files(tiny, tmp_path):
     assert "GoToObj" in replay and "GoToLocal" in replay and "return" in replay
     assert all(episode["mission"] for episode in episodes)
 
+    # Whatever it writes is explained, and nothing else is
+    explained = {*tables.AGENTS, *tables.COMMUNICATION}
+    page = (REPOSITORY / "docs" / "prpo_babyai.md").read_text()
+    assert all(f"| `{key}` |" in page for key in explained)
+    explained -= {*tables.WITH_FLAGS, "losses/sampling_gap", "communication/lost_by_average"}
+    tags = {name_in_page(tag) for tag in scalars_of(run)}
+    categories = {tag for tag in tags if tag.startswith("episode/success_")}
+    # A category that no agent has played is nan
+    assert categories and categories <= {"episode/success_GoToObj", "episode/success_GoToLocal"}
+    assert tags - categories == explained - {"episode/success_CATEGORY"}
+
 
 def test_another_world_trains(tiny, tmp_path):
     """A world of one's own, centralised: one agent with everybody's tasks."""
@@ -813,6 +902,19 @@ def test_another_world_trains(tiny, tmp_path):
     (row,) = rows_of(run)
     assert {"success_fetch", "success_unlock"} < row.keys()
     assert len(weights_of(run)) == 1
+
+
+@pytest.mark.slow
+def test_a_pretrained_model_acts(tmp_path):
+    """SmolLM2 in bfloat16, whose prompts are messages: it plays, learns and is saved."""
+    words = "--base-model smollm2 --precision bfloat16 --response-length 32 --num-agents 2"
+    words += " --batch-size 1 --group-size 2 --max-turns 2 --total-steps 1 --eval-episodes 1"
+    words += " --categories GoToObj --tasks 60 --tasks-per-agent 4"
+    argv = [*words.split(), "--run-dir", str(tmp_path / "runs")]
+    prpo_babyai.main(parse_args(prpo_babyai, argv))
+    run = only_run(tmp_path / "runs")
+    assert len(weights_of(run)) == 2
+    assert all(0 < float(row["sampling_gap"]) < 0.3 for row in rows_of(run))
 
 
 class Watched:

@@ -38,6 +38,7 @@ BENCHMARKS = (
     "judge",
     "pipeline",
     "skills",
+    "soak",
     "babyai",
     "throughput",
     "bound",
@@ -49,6 +50,7 @@ BENCHMARKS = (
     "sb3_trpo",
     "trl_grpo",
     "zeroth",
+    "text_loop",
     "zeroth_loop",
 )
 # Of torchrun, transformers, TensorBoard, pip, trl, pytest, sbatch and bash scripts
@@ -64,6 +66,9 @@ OTHERS = {
     "--skills",
     "--gres",
     "--help",
+    "--no-compile",
+    "--extra-index-url",
+    "--agent",  # an alias
     # vLLM
     "--max-loras",
     "--max-lora-rank",
@@ -119,7 +124,7 @@ def test_flags_are_those_of_help(script, read_help):
     """
     shown = read_help(script)
     rows = read_rows("runs") | read_rows(script)
-    aliases = {"--help", "--communication-coef", "--update-every", "--reward-model"}
+    aliases = {"--help", "--agent", "--communication-coef", "--update-every", "--reward-model"}
     negations = {flag for flag in shown.keys() - rows if flag.replace("--no-", "--", 1) in rows}
     assert shown.keys() - aliases - negations == rows.keys()
     for flag, (default, meaning) in rows.items():

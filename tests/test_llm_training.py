@@ -296,7 +296,9 @@ def plain_advantages(args, agent, groups):
         one["returns"] = one["advantage"] + one["values"]
     finite = torch.cat([one["advantage"] for one in whole if one["reward"] == one["reward"]])
     for one in whole:
-        one["advantage"] = (one["advantage"] - finite.mean()) / (finite.std(correction=0) + 1e-8)
+        one["advantage"] = (one["advantage"] - finite.mean()) / (
+            finite.var(correction=0) + 1e-8
+        ).sqrt()
         if math.isnan(one["reward"]):
             one["advantage"] *= 0.0
 
@@ -1175,6 +1177,15 @@ def test_advantages_of_ppo_are_whitened_over_what_is_known(monkeypatch):
     assert float(advantages[0][has_reward[0]].mean()) == pytest.approx(0, abs=1e-6)
     assert float(advantages[0][has_reward[0]].std(correction=0)) == pytest.approx(1, abs=1e-6)
     assert (advantages[1:] == 0).all()
+
+
+def test_rounding_is_no_advantage():
+    """Where an agent's rewards are all equal, PPO's advantages are rounding, and stay small."""
+    noise = torch.rand(2, 3, 1, 4, generator=torch.Generator().manual_seed(1))
+    advantages = torch.stack([-0.5 + 6e-8 * noise[0], -0.5 + 0.1 * noise[1]])
+    whitened = prpo_llm.whiten(advantages, torch.ones(2, 3, 1, 4, dtype=torch.bool))
+    assert whitened[0].abs().max() < 1e-2
+    assert float(whitened[1].square().mean()) == pytest.approx(1, abs=1e-4)
 
 
 # --- rewards with an offset, gradients that are not finite ---

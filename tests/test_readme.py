@@ -1,5 +1,6 @@
 """The commands of the README and of docs/ run as they stand, on a small budget."""
 
+import csv
 import re
 import shlex
 import subprocess
@@ -28,6 +29,9 @@ SHORT = {
 }
 FEW = "--total-steps 1 --batch-size 1 --group-size 2 --response-length 8 --eval-prompts 1"
 FEW += " --update-epochs 1 --lora-rank 4 --value-lora-rank 4"
+FEW_EPISODES = "--total-steps 1 --local-updates 1 --batch-size 1 --group-size 2 --max-turns 2"
+FEW_EPISODES += " --eval-episodes 1 --response-length 5 --lora-rank 2 --tasks 60"
+FEW_EPISODES += " --tasks-per-agent 10"
 STRINGS = ("skills", "preferences")
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd", *STRINGS)
 SHARING += ("goals", "unlock-goals")
@@ -35,7 +39,7 @@ MODES = {
     **{family: ("", "--quick", "--results") for family in ("minigrid", "atari", "llm")},
     "table1": ("", "--quick", "--skills"),
     **{family: ("--tune", "--results") for family in SHARING},
-    **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength")},
+    **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength", "privacy")},
     "s2zpo": ("", "--quick", "--results"),
     "fedagent": ("", "--quick"),
 }
@@ -140,6 +144,21 @@ def test_commands_of_agents_in_text_worlds_are_understood(words):
     assert args.agents_at_once in (1, 2, 3)
 
 
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "benchmark/babyai.py &&" in c])
+def test_warm_starts_and_trainings_run(command, tmp_path):
+    """A model that has seen the bot, then agents that start from it, on a small budget."""
+    warm_start, training = command.split("&&")
+    assert split_command(warm_start) == ["python", "benchmark/babyai.py"]
+    babyai = load_script("babyai", [])
+    size = {"hidden_size": 24, "layers": 1, "steps": 3, "batch_size": 2, "episodes": 1, "probe": 0}
+    babyai.main(babyai.Args(out=str(tmp_path / "babyai"), **size))
+    model = ["--base-model", str(tmp_path / "babyai" / "model")]
+    folder = run(split_command(training), *model, *FEW_EPISODES.split(), cwd=tmp_path)
+    with open(folder / "evaluations.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["task"] for row in rows}) == 7  # all, and six categories
+
+
 @pytest.mark.parametrize(("family", "mode"), SWEEPS)
 def test_sweeps_print_different_commands_that_are_understood(family, mode):
     """Every line is another command; those of the first seed are parsed by the scripts that they
@@ -229,6 +248,7 @@ def test_sweep_commands_run_and_are_plotted(tmp_path):
 def test_throughput_runs(command, tmp_path):
     """The speed comparison runs, and writes what it printed; its figures are not judged here."""
     small = "--timesteps 2048 --scaling-timesteps 2048 --scaling-agents 1 3 --total-steps 1"
+    small += " --text-steps 1 --text-tasks 1"
     words = split_command(re.sub("--repeats [23]", "--repeats 1", command))[1:]
     process = call(
         *words, *small.split(), "--csv", tmp_path / "speed.csv", cwd=REPOSITORY, timeout=1800

@@ -655,7 +655,7 @@ def test_agents_count_by_their_samples(script, tmp_path, monkeypatch):
     """
     settings = {"communicator": "samples", "num_agents": 2, "eval_episodes": 0}
     settings |= {"iterations": 4, "local_updates": 2, "save_every": 3, "num_steps": 8}
-    valid = [[6, 3], [2, 4], [1, 7], [4, 1]]  # of 16 steps of each agent, by iteration
+    valid = [[6, 3], [2, 4], [3, 7], [5, 2]]  # of 16 steps of each agent, by iteration
     iterations = []
     original = script.rollout
 

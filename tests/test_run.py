@@ -188,7 +188,7 @@ def test_a_truncated_checkpoint_gives_way_to_the_one_before(whole, tmp_path, cap
     )
     resume(folder)
     assert_same(folder, whole)
-    assert re.search(r"agent_1/6.pt is truncated", capsys.readouterr().out)
+    assert re.search(r"agent_1/6.pt is damaged", capsys.readouterr().out)
 
 
 def test_checkpoints_of_another_version_are_refused_in_one_line(whole, tmp_path):
@@ -314,6 +314,7 @@ def test_slow_progress_has_decimals(rate, text, capsys):
         counter="step",
         unit="completions",
         measure="reward",
+        exchange=SimpleNamespace(members=range(2)),
     )
     for is_terminal in (False, True):
         communicators.Run._print_progress(run, rate, is_terminal)
@@ -425,7 +426,14 @@ OTHER |= {
     "topology": "ring",
     "top_k": "1",
 }
-OTHER |= {"iterations": "9", "run_dir": "other", "track": "True"}
+OTHER |= {"exchange": "other", "agents": "0", "federation": "other", "wait": "3", "max_age": "1"}
+OTHER |= {
+    "identity": "other.pem",
+    "trust": "other",
+    "iterations": "9",
+    "run_dir": "other",
+    "track": "True",
+}
 FREE = {
     "run_dir",
     "device",

@@ -1,0 +1,48 @@
+"""Tiny Llamas with a vocabulary of their own, trained from nothing in minutes.
+
+What skills.py and babyai.py share.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def make_model(args, tokenizer, **settings) -> LlamaForCausalLM:
+    """A model of --hidden-size and --layers; settings: what else its LlamaConfig says."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        intermediate_size=8 * args.hidden_size // 3,
+        num_hidden_layers=args.layers,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **settings,
+    )
+    return LlamaForCausalLM(config)
+
+
+class Trainer:
+    """AdamW for --steps; --learning-rate is reached after a tenth of them and falls by a cosine."""
+
+    def __init__(self, args, model: LlamaForCausalLM):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+        )
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, args.learning_rate, args.steps, pct_start=0.1, final_div_factor=1e6
+        )
+
+    def step(self, tokens: Tensor, labels: Tensor) -> float:
+        """One step on [examples, longest]; a label of -100 counts nothing. Returns the loss."""
+        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.item()

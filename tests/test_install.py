@@ -1,0 +1,147 @@
+"""What is installed decides what runs: a small set of packages, and systems other than Linux."""
+
+import importlib
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import REPOSITORY, call, environment
+
+import communicators
+import prpo_babyai
+
+SCRIPTS = [REPOSITORY / f"{name}.py" for name in ("prpo_minigrid", "fedavg_ppo", "prtrpo_minigrid")]
+TINY = "--num-agents 2 --num-envs 2 --num-steps 32 --total-timesteps 128 --local-updates 1"
+TINY += " --num-minibatches 2 --eval-episodes 2 --env-id MiniGrid-Empty-5x5-v0 --run-dir runs"
+
+
+def read_pins(name):
+    """The packages of a file of requirements, with their versions."""
+    lines = (REPOSITORY / name).read_text().splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
+
+
+def read_summaries(folder):
+    """summary.json of every run in a folder: script -> content."""
+    summaries = [json.loads(path.read_text()) for path in folder.glob("runs/*/summary.json")]
+    return {summary["script"]: summary for summary in summaries}
+
+
+def test_the_small_set_has_the_versions_of_the_large_one():
+    """So that what is tested with the large set holds for the small one."""
+    assert read_pins("requirements-minigrid.txt") < read_pins("requirements.txt")
+
+
+@pytest.mark.slow
+def test_the_small_set_suffices_for_minigrid_and_is_below_1_gb(tmp_path):
+    """A fresh environment with nothing more, made as the page says, runs the three scripts."""
+    page = (REPOSITORY / "docs" / "runs.md").read_text()
+    (command,) = re.findall(r"^python3 .*requirements-minigrid\.txt$", page, re.M)
+    # The index of wheels for the CPU is left out: where it is out of reach, pip's own settings
+    # have to name such wheels
+    command = re.sub(r" --extra-index-url \S+", "", command)
+    command = command.replace(
+        "requirements-minigrid.txt", f"{REPOSITORY}/requirements-minigrid.txt"
+    )
+    for step in command.split(" && "):
+        words = shlex.split(step)
+        words[0] = {"python3": sys.executable}.get(words[0], words[0])
+        subprocess.run(words, cwd=tmp_path, check=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    env = environment()
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    for script in SCRIPTS:
+        subprocess.run([python, script, *TINY.split()], cwd=tmp_path, env=env, check=True)
+    summaries = read_summaries(tmp_path)
+    assert summaries.keys() == {script.stem for script in SCRIPTS}
+    assert all(summary["completed"] for summary in summaries.values())
+    assert {summary["env_backend"] for summary in summaries.values()} == {"gymnasium"}
+    program = "import torch; print(torch.version.cuda)"
+    cuda = subprocess.run([python, "-c", program], capture_output=True, text=True).stdout.strip()
+    if cuda != "None":
+        pytest.skip("pip's index has torch with CUDA only, which alone is larger")
+    paths = (tmp_path / ".venv").rglob("*")
+    assert sum(path.lstat().st_size for path in paths if path.is_file()) < 1e9
+
+
+@pytest.mark.parametrize("system", ["win32", "darwin"])
+def test_minigrid_runs_without_what_only_linux_has(system, tmp_path):
+    """Nor with a package that the small set leaves out: a run of each script, and its summary."""
+    tool = REPOSITORY / "tests" / "tools" / "elsewhere.py"
+    scripts = " ".join(map(str, SCRIPTS))
+    process = call(tool, system, scripts, *TINY.split(), cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    summaries = read_summaries(tmp_path)
+    assert summaries.keys() == {script.stem for script in SCRIPTS}
+    assert {summary["env_backend"] for summary in summaries.values()} == {"gymnasium"}
+
+
+@pytest.mark.parametrize("script", ["prpo_atari.py", "fedavg_ppo.py"])
+def test_games_without_their_emulator_end_in_one_line(script, tmp_path):
+    tool = REPOSITORY / "tests" / "tools" / "elsewhere.py"
+    task = "BeamRiderNoFrameskip-v4"
+    process = call(tool, "linux", str(REPOSITORY / script), "--env-id", task, cwd=tmp_path)
+    assert process.returncode == communicators.WRONG_VALUE
+    assert process.stderr.startswith(f"--env-id {task}: ")
+    assert process.stderr.endswith(f"{task}: ale-py is not installed\n")
+    assert process.stderr.count("\n") == 1
+
+
+def test_lists_of_commands_are_not_executed_on_windows(monkeypatch, tmp_path, capsys):
+    """One line says where they are; they are printed there."""
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmark")
+    run = importlib.import_module("run")
+    monkeypatch.setattr(run, "fcntl", None)
+    (tmp_path / "list").write_text("python train.py --seed 1\n")
+    run.main(run.Args(str(tmp_path / "list"), dry_run=True))
+    assert capsys.readouterr().out == "python train.py --seed 1\n"
+    with pytest.raises(SystemExit) as end:
+        run.main(run.Args(str(tmp_path / "list")))
+    assert end.value.code == run.refuse.__globals__["WRONG_VALUE"]
+    message = capsys.readouterr().err
+    assert "WSL" in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["rounds", "throughput"])
+def test_memory_is_not_measured_on_windows(name, monkeypatch, capsys):
+    """The tools that read it from the system end in one line."""
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmark")
+    tool = importlib.import_module(name)
+    monkeypatch.delattr(tool.os, "wait4")
+    with pytest.raises(SystemExit):
+        tool.main(tool.Args())
+    message = capsys.readouterr().err
+    assert message.startswith(f"{name}.py ")
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("system", "counted", "gib"),
+    [("linux", 3 * 2**20, 3.0), ("darwin", 3 * 2**30, 3.0), ("win32", None, math.nan)],
+)
+def test_peak_memory_is_in_gib_everywhere(system, counted, gib, monkeypatch):
+    """Linux counts KiB, macOS bytes, and Windows has no such module."""
+    module = None
+    if counted is not None:
+        usage = SimpleNamespace(ru_maxrss=counted)
+        module = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
+    monkeypatch.setattr(prpo_babyai, "resource", module)
+    monkeypatch.setattr(sys, "platform", system)
+    measured = prpo_babyai.measure_peak_memory(torch.device("cpu"))
+    assert measured == pytest.approx(gib, nan_ok=True)
+
+
+def test_hosted_ci_runs_the_same_program():
+    """The workflow's steps are pinned by commit, and the only command is .ci/run."""
+    text = (REPOSITORY / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r"- run: (.*)", text) == [".ci/run"]
+    uses = re.findall(r"uses: (.*)", text)
+    assert uses
+    assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40} # v[\d.]+", use) for use in uses)
