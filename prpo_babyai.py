@@ -15,6 +15,7 @@ contains episodes, tasks and the federation.
 """
 
 import contextlib
+import csv
 import dataclasses
 import hashlib
 import io
@@ -22,8 +23,8 @@ import json
 import math
 import os
 import re
-import resource
 import runpy
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,6 +71,11 @@ from prpo_llm import (
     save_adapters,
     select_adapters,
 )
+
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None
 
 # What a derived seed is for: the last number of its key
 TASKS = 21
@@ -167,9 +173,9 @@ class Args(RunArgs):
     """epochs per step over all turns"""
     minibatch_size: Natural = 128
     """turns per agent and optimizer step (0: all)"""
-    micro_batch_size: Count = 32
+    micro_batch_size: Count = 16
     """turns per agent that pass through the model at once"""
-    rollout_batch_size: Natural = 0
+    rollout_batch_size: Natural = 16
     """episodes per agent whose turns are generated at once (0: all)"""
     gradient_checkpointing: bool = False
     """compute every layer again in the backward pass, which needs less memory"""
@@ -273,6 +279,8 @@ def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     n = args.agents_at_once
     isolated = args.aggregation == "none" or args.communicator == "identity"
+    # Then the sampler's log-probabilities are the trainer's, but for the last digits
+    exact = args.precision == "float32"
     exchange = Exchange(n, args.device, args.timeout)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     device = exchange.device
@@ -357,6 +365,8 @@ def main(args: Args) -> dict:
 
         # Reference policies, frozen for this update: row i of C applied to the policies; with
         # weights and none the policy from which all started
+        if exact:
+            batch["logprobs"] = batch["sampled"]
         references, weights = compute_references(present, model, held, communicator, batch)
         batch |= references
         sampling_gaps = measure_sampling_gaps(batch)  # [agents]
@@ -424,7 +434,8 @@ def main(args: Args) -> dict:
             row = {"episode/client": float(clients[k])}
             row |= measure_episodes(args, episodes[k], advantages[k], categories)
             row |= measure_updates(losses, learns, k)
-            row["losses/sampling_gap"] = float(sampling_gaps[k])
+            if not exact:
+                row["losses/sampling_gap"] = float(sampling_gaps[k])
             if args.aggregation == "weights":
                 row["communication/lost_by_average"] = float(lost[k])
             rows.append(row)
@@ -449,7 +460,10 @@ def main(args: Args) -> dict:
     save_adapters(args, run, model, tokenizer, folders, step=run.iteration)
     if tests and not run.interrupted:
         evaluate(args, run, model, tokenizer, make, tests)
-    return run.finish(communication_rounds=run.iteration // args.local_updates)
+    summary = run.finish(communication_rounds=run.iteration // args.local_updates)
+    if tests and run.chief:
+        print_progress(run.folder)
+    return summary
 
 
 def draw_clients(args: Args, step: int) -> list[int]:
@@ -514,10 +528,16 @@ def measure_updates(
 
 
 def measure_peak_memory(device: torch.device) -> float:
-    """The most memory that this process has had, in GiB: the GPU's, or the processor's."""
+    """The most memory that this process has had, in GiB: the GPU's, or the processor's.
+
+    NaN on Windows, which does not count it.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if resource is None:
+        return math.nan
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 # --- episodes: an agent's turns in a world ---
@@ -669,47 +689,45 @@ def play(
     temperature: float,
     numbers: tuple[int, ...] | None = None,
 ) -> None:
-    """Play episodes to their ends, side by side: one batched generation per turn.
+    """Play episodes to their ends, side by side: batched generation for every turn.
 
     episodes: of each agent held, or of those with these numbers. Episodes that have ended leave the
-    batch; agents whose episodes end sooner fill their rows with a prompt of one token.
+    batch. Prompts of similar lengths are completed together, with as many of each agent that has
+    some left, so that there is little padding and no empty row; on a processor, of one agent only,
+    because larger batches save nothing there.
     """
-    with select_adapters("policy", numbers):
-        while True:
-            running = [[episode for episode in row if not episode.ended] for row in episodes]
-            most = max(map(len, running))
-            if most == 0:
-                return
-            size = args.rollout_batch_size or most
-            for first in range(0, most, size):
-                rows = [row[first : first + size] for row in running]
-                width = max(map(len, rows))
-                padded = [episode for row in rows for episode in fill(row, width)]
-                take_turns(args, model, tokenizer, padded, temperature)
-
-
-def fill(row: list, width: int) -> list:
-    """A row with None up to this width."""
-    return [*row, *[None] * (width - len(row))]
+    numbers = numbers or tuple(range(len(episodes)))
+    at_once = 1 if model.device.type == "cpu" else len(episodes)  # agents
+    while True:
+        waiting = []  # each agent's episodes with their prompts, the longest last
+        for row in episodes:
+            running = [episode for episode in row if not episode.ended]
+            prompts = encode_prompts(args, tokenizer, running)
+            pairs = zip(running, prompts, strict=True)
+            waiting.append(sorted(pairs, key=lambda pair: len(pair[1])))
+        if not any(waiting):
+            return
+        while any(waiting):
+            having = [k for k, pairs in enumerate(waiting) if pairs][:at_once]
+            fewest = min(len(waiting[k]) for k in having)
+            size = min(args.rollout_batch_size or fewest, fewest)
+            block = [waiting[k].pop() for k in having for _ in range(size)]
+            with select_adapters("policy", tuple(numbers[k] for k in having)):
+                take_turns(args, model, tokenizer, block, temperature)
 
 
 def take_turns(
-    args: Args, model, tokenizer, episodes: list[Episode | None], temperature: float
+    args: Args,
+    model,
+    tokenizer,
+    playing: list[tuple[Episode, list[int]]],
+    temperature: float,
 ) -> None:
-    """One turn of each of these episodes, with the selected adapters; None: a filled row."""
-    playing = [episode for episode in episodes if episode is not None]
-    prompts = iter(encode_prompts(args, tokenizer, playing))
-    ids = []
-    uniforms = []
-    for episode in episodes:
-        if episode is None:
-            ids.append([tokenizer.ends[0]])
-            uniforms.append(torch.zeros(args.response_length))
-        else:
-            ids.append(next(prompts))
-            uniforms.append(episode.uniforms[len(episode.turns)])
+    """One turn of each of these episodes, given with their prompts, with the selected adapters."""
+    uniforms = [episode.uniforms[len(episode.turns)] for episode, _ in playing]
     drawn = torch.stack(uniforms)[:, None]
-    outputs = generate(model, ids, drawn, tokenizer.ends, temperature)
+    prompts = [prompt for _, prompt in playing]
+    outputs = generate(model, prompts, drawn, tokenizer.ends, temperature)
     tokens, lengths, logprobs = (output[:, 0].cpu() for output in outputs)
     answers = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     texts = []
@@ -717,9 +735,8 @@ def take_turns(
         at_end = answer[-1] in tokenizer.ends
         texts.append(answer[:-1] if at_end else answer)
     texts = tokenizer.batch_decode(texts)
-    for k, episode in enumerate(episodes):
-        if episode is not None:
-            episode.act(ids[k], answers[k], logprobs[k, : len(answers[k])], texts[k])
+    for k, (episode, prompt) in enumerate(playing):
+        episode.act(prompt, answers[k], logprobs[k, : len(answers[k])], texts[k])
 
 
 def encode_prompts(args: Args, tokenizer, episodes: list[Episode]) -> list[list[int]]:
@@ -728,6 +745,8 @@ def encode_prompts(args: Args, tokenizer, episodes: list[Episode]) -> list[list[
 
     A model with a chat template gets them as a user's message.
     """
+    if not episodes:
+        return []
     prompts = encode_texts(tokenizer, [episode.write_prompt(args.history) for episode in episodes])
     for k, episode in enumerate(episodes):
         history = min(args.history, len(episode.past))
@@ -838,6 +857,20 @@ def evaluate(args: Args, run: Run, model, tokenizer, make: Callable, tests: dict
         for name, rows in run.results.items():
             means = " ".join(f"{row[0]:.3f}" for row in rows)
             print(f"  {name:16}  {means}", flush=True)
+
+
+def print_progress(folder: Path) -> None:
+    """The mean success of the agents in each category, before and after training."""
+    successes = {}  # category -> step -> of each agent
+    with open(folder / "evaluations.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            steps = successes.setdefault(row["task"], {})
+            steps.setdefault(int(row["step"]), []).append(float(row["mean_success"]))
+    print(f"\n{'success on held-out tasks':26}  before  after")
+    for category, steps in successes.items():
+        before = communicators.mean(steps[min(steps)])
+        after = communicators.mean(steps[max(steps)])
+        print(f"{category:26}  {before:6.3f} {after:6.3f}", flush=True)
 
 
 def measure_episode(episode: Episode, diverged: bool) -> dict[str, float]:
@@ -1193,6 +1226,8 @@ def check_args(args: Args) -> None:
 
     `refuse` ends with one line that names the flag, its value and what is valid.
     """
+    if args.exchange:
+        communicators.refuse(args, "exchange", "is not for this script; leave it out")
     file, _, name = args.env.rpartition(":")
     if args.env != "babyai" and not (file.endswith(".py") and Path(file).is_file() and name):
         refuse(args, "env", "must be babyai, or an existing FILE.py:make")

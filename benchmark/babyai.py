@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from arguments import read_json
 from minigrid.utils.baby_ai_bot import BabyAIBot
+from tiny_llama import Trainer, make_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prpo_babyai
@@ -55,6 +56,7 @@ go to the a an pick up open door key ball box put next red green blue purple yel
 wall goal lava floor agent closed locked behind you on your left right in front of and then
 after unlock drop toggle turn forward object
 """
+STEPS_DRAWN = 8  # optimizer steps whose examples are drawn at once
 FIRST_SEED = 2_000_000  # of the episodes here: training and evaluation have others
 
 
@@ -64,7 +66,7 @@ class Args:
     """folder for the model"""
     episodes: Count = 150
     """episodes of the bot in each level"""
-    steps: Count = 220
+    steps: Count = 300
     """optimizer steps"""
     batch_size: Count = 32
     """turns per step"""
@@ -126,49 +128,47 @@ def collect(args: Args) -> list[tuple[str, str]]:
 def train(args: Args, tokenizer, examples: list[tuple[str, str]]) -> LlamaForCausalLM:
     """The model, trained on the answers, and on the actions before that their prompts contain."""
     torch.manual_seed(args.seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        intermediate_size=8 * args.hidden_size // 3,
-        num_hidden_layers=args.layers,
+    model = make_model(
+        args,
+        tokenizer,
         num_attention_heads=6,
         max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.learning_rate, args.steps, pct_start=0.1, final_div_factor=1e6
-    )
+    trainer = Trainer(args, model)
     prompts = tokenizer([prompt for prompt, _ in examples])["input_ids"]
     answers = tokenizer([answer for _, answer in examples])["input_ids"]
     before_action = tokenizer.convert_tokens_to_ids("Action:")
-    generator = torch.Generator().manual_seed(args.seed)
+    batches = draw_batches(args, [len(prompt) for prompt in prompts])
     began = time.monotonic()
-    for step in range(1, args.steps + 1):
-        inds = torch.randint(len(examples), (args.batch_size,), generator=generator).tolist()
+    for step, inds in enumerate(batches, 1):
         pairs = [(prompts[k], answers[k]) for k in inds]
-        tokens, labels = pad_examples(pairs, config.eos_token_id)
+        tokens, labels = pad_examples(pairs, tokenizer.eos_token_id)
         # Each prompt shows the bot's last actions too, each behind what it saw
         earlier = tokens[:, :-1] == before_action
         labels[:, 1:] = torch.where(earlier, tokens[:, 1:], labels[:, 1:])
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        loss = trainer.step(tokens, labels)
         if step % max(args.steps // 10, 1) == 0:
             left = (time.monotonic() - began) / step * (args.steps - step)
-            progress = f"step {step}/{args.steps}, loss {loss.item():.3f}, {left:.0f} s left"
+            progress = f"step {step}/{args.steps}, loss {loss:.3f}, {left:.0f} s left"
             print(f"warm start: {progress}", flush=True)
     return model.eval()
+
+
+def draw_batches(args: Args, lengths: list[int]) -> Iterator[list[int]]:
+    """The examples of every optimizer step.
+
+    Those of several steps are drawn at once and divided by their lengths, so that there is little
+    padding.
+    """
+    generator = torch.Generator().manual_seed(args.seed)
+    for first in range(0, args.steps, STEPS_DRAWN):
+        number = min(STEPS_DRAWN, args.steps - first)
+        shape = (number * args.batch_size,)
+        inds = torch.randint(len(lengths), shape, generator=generator).tolist()
+        inds.sort(key=lambda k: lengths[k])
+        for block in torch.randperm(number, generator=generator).tolist():
+            yield inds[block * args.batch_size : (block + 1) * args.batch_size]
 
 
 def pad_examples(pairs: list[tuple], eos: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,8 +214,8 @@ def main(args: Args) -> dict[str, float]:
     settings = asdict(args) | {"out": ""}
     ready = out / "settings.json"
     if ready.is_file():
-        stored = json.loads(ready.read_text())
-        rates = stored.pop("rates")
+        stored = read_json(ready)
+        rates = stored.pop("rates", {})
         if stored != settings:
             hint = "choose another folder, or delete it"
             stop(f"--out {out}: was made with other settings; {hint}", 2)

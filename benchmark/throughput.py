@@ -5,6 +5,7 @@
     python benchmark/throughput.py --trpo  # PR-TRPO against sb3-contrib
     python benchmark/throughput.py --zeroth  # Par-S2ZPO against a plain loop over environments
     python benchmark/throughput.py --llm --repeats 3  # language models against TRL
+    python benchmark/throughput.py --text  # agents in text worlds against transformers' generate
     python benchmark/throughput.py --scaling  # and the cost per agent as agents are added
     python benchmark/throughput.py --csv benchmark/results/throughput.csv
 
@@ -29,13 +30,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from arguments import read_flags
+from arguments import read_flags, refuse
 
 ROOT = Path(__file__).resolve().parent.parent
 SB3 = "stable-baselines3"
 CONTRIB = "sb3-contrib's TRPO"
 TRL = "TRL's GRPOTrainer"
 LOOP = "a plain loop over environments"
+GENERATE = "transformers' generate"
 
 
 @dataclass
@@ -63,6 +65,13 @@ class Args:
     llm_sizes: tuple[tuple[int, int, int], ...] = ((300, 58, 8), (64, 128, 8))
     total_steps: int = 3
     """steps of a compared run of language models, with four prompts per agent each"""
+    # agents in text worlds instead: episodes per second against transformers' own generate and
+    # autograd over the whole sequence, with the model of benchmark/babyai.py
+    text: bool = False
+    text_steps: int = 2
+    """steps of a compared run of it"""
+    text_tasks: int = 2
+    """tasks per agent and step of a compared run of it, with eight episodes each"""
     sb3_threads: int = 0
     """threads of stable-baselines3 (0: torch's choice); one thread has a row of its own"""
     scaling: bool = False
@@ -99,7 +108,8 @@ def measure(command: list[str]) -> dict:
                 sys.exit(f"{shlex.join(command)} failed:\n{log.read()[-2000:]}")
         summary = json.loads(next(Path(folder).glob("*/summary.json")).read_text())
     peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    unit = "completions" if "completions_per_second" in summary else "agent_steps"
+    units = ("completions", "episodes", "agent_steps")
+    unit = next(name for name in units if f"{name}_per_second" in summary)
     return summary | {
         "speed": summary[f"{unit}_per_second"],
         "peak_memory_mb": peak_bytes / 2**20,
@@ -179,6 +189,18 @@ def zeroth_contenders(args: Args) -> dict[str, list[str]]:
     }
 
 
+def text_contenders(args: Args) -> dict[str, list[str]]:
+    """What is compared with transformers' generate: name -> command."""
+    steps = ["--total-steps", str(args.text_steps), "--batch-size", str(args.text_tasks)]
+    babyai = ["prpo_babyai.py", *steps, "--eval-episodes", "0"]
+    dense = ["--communicator", "uniform", "--local-updates", "1"]
+    return {
+        GENERATE: ["benchmark/baselines/text_loop.py", *steps],
+        "3 agents isolated": [*babyai, "--aggregation", "none"],
+        "3 agents dense": [*babyai, *dense],
+    }
+
+
 def comparisons(args: Args) -> dict[str, Args]:
     """The tables to be made: name -> arguments, of one size."""
     tables = {"comparison": replace(args, llm_sizes=args.llm_sizes[:1])}
@@ -193,6 +215,8 @@ def contenders(args: Args) -> dict[str, list[str]]:
     """What is compared, the baseline first: name -> command."""
     if args.llm:
         return llm_contenders(args)
+    if args.text:
+        return text_contenders(args)
     if args.trpo:
         return trpo_contenders(args)
     if args.zeroth:
@@ -272,7 +296,7 @@ def print_table(header: Iterable[str], rows: list[Iterable[str]]) -> None:
 def compare(args: Args) -> dict[str, list[dict]]:
     """Run the contenders in turns and print how they compare. Returns name -> runs."""
     commands = contenders(args)
-    unit = "completion" if args.llm else "agent-step"
+    unit = name_unit(args)
     runs = {name: [] for name in commands}
     for repeat in range(args.repeats):
         order = list(commands)
@@ -289,9 +313,16 @@ def compare(args: Args) -> dict[str, list[dict]]:
     return runs
 
 
+def name_unit(args: Args) -> str:
+    """What is counted per second."""
+    if args.text:
+        return "episode"
+    return "completion" if args.llm else "agent-step"
+
+
 def format_speed(args: Args, speed: float) -> str:
-    """Completions per second have decimals, agent-steps per second have none."""
-    return f"{speed:,.2f}" if args.llm else f"{speed:,.0f}"
+    """Completions and episodes per second have decimals, agent-steps per second have none."""
+    return f"{speed:,.2f}" if args.llm or args.text else f"{speed:,.0f}"
 
 
 def print_comparison(args: Args, unit: str, runs: dict[str, list[dict]]) -> None:
@@ -316,6 +347,9 @@ def print_comparison(args: Args, unit: str, runs: dict[str, list[dict]]) -> None
         where = "device"
         size = "{} + {} tokens, groups of {}".format(*args.llm_sizes[0])
         task = f"{size}, {args.total_steps} steps"
+    elif args.text:
+        where = "device"
+        task = f"BabyAI in words, {args.text_steps} steps"
     else:
         where = "environments"
         task = f"{args.env_id}, {baseline[0]['timesteps_per_agent']:,} timesteps"
@@ -408,6 +442,8 @@ def name_yardstick(args: Args) -> str:
     """What the speeds are compared with, in the name of a column."""
     if args.llm:
         return "trl"
+    if args.text:
+        return "generate"
     return "loop" if args.zeroth else "sb3"
 
 
@@ -417,6 +453,10 @@ def describe_run(args: Args, table: str, name: str, run: dict) -> dict:
         size = "steps"
         speed = "completions_per_second"
         agents = run["training_reward"]["agents"]
+    elif args.text:
+        size = "steps"
+        speed = "episodes_per_second"
+        agents = run["training_success"]["agents"]
     else:
         size = "timesteps_per_agent"
         speed = "agent_steps_per_second"
@@ -453,6 +493,8 @@ def prepare_llm_tasks(args: Args) -> None:
 
 
 def main(args: Args) -> None:
+    if not hasattr(os, "wait4"):
+        refuse("throughput.py measures memory on Linux and macOS, on Windows in WSL")
     # As Ctrl-C does, it also ends the contender that runs
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     tables = {}
@@ -460,6 +502,9 @@ def main(args: Args) -> None:
         args = replace(args, env_id="HalfCheetah-v5")
     if args.llm and args.repeats:
         prepare_llm_tasks(args)
+    if args.text and args.repeats:
+        # The model of both, if it is not there yet
+        subprocess.run([sys.executable, "benchmark/babyai.py"], cwd=ROOT, check=True)
     if args.repeats:
         for name, settings in comparisons(args).items():
             tables[name] = compare(settings)

@@ -163,7 +163,8 @@ def main(args: Args) -> dict:
     )
     trainer.train()
     full = [args.response_length] * (args.total_steps * completions)
-    assert lengths == full, "not all completions are full"
+    if lengths != full:
+        sys.exit("not all completions are full")
     versions = {"python": sys.version.split()[0]}
     for name in ("trl", "transformers", "peft", "torch"):
         versions[name] = importlib.metadata.version(name)
