@@ -999,6 +999,13 @@ class Exchange:
         """
         return self.all_gather(local), torch.ones(self.num_agents, dtype=torch.bool)
 
+    def skip_rounds(self) -> int:
+        """After a resume: do not use the numbers of rounds anew that others may have seen.
+
+        Returns how many rounds were sent since the checkpoint and do not count as repeated.
+        """
+        return 0
+
     # A communication round
 
     def report(self, numbers: Tensor, local: Tensor, sizes: list[int] | None = None) -> Tensor:
@@ -1432,6 +1439,21 @@ class FolderExchange(Exchange):
         self.present = self._find_present()
         return self.gather_snapshots(local, torch.empty(0))
 
+    def skip_rounds(self) -> int:
+        """Without --wait the rounds since the checkpoint are not repeated: peers had others then.
+
+        The next round is the one behind the last file. What is here keeps its age.
+        """
+        if self.wait:
+            return 0
+        number = 0
+        with contextlib.suppress(StoreError):
+            for i in self.agents:
+                number = max(number, max(self._list_rounds(i), default=0) - self.round)
+        self.rounds[list(self.agents)] += number
+        self.arrivals += number
+        return number
+
     def count_bytes(self, listeners: Tensor, sizes: list[int], size_of_number: int) -> None:
         """Nothing: `bytes_sent` counts what is written to the store."""
 
@@ -1485,12 +1507,10 @@ class FolderExchange(Exchange):
 
     def _read_newest(self, j: int, numel: int, preferred: int = 0) -> None:
         """Read a peer's newest snapshot, or the preferred one, if it has not been read."""
-        names = map(SNAPSHOT_NAME.fullmatch, self.store.list(f"{self.federation}/agent_{j}"))
         last = int(self.rounds[j])
         # After a resume the snapshot that was read last is read again
         oldest = last + 1 if j in self.snapshots or not last else last
-        numbers = sorted((int(name[1]) for name in names if name), reverse=True)
-        numbers = [number for number in numbers if number >= oldest]
+        numbers = [number for number in self._list_rounds(j) if number >= oldest]
         if preferred in numbers:
             numbers = [preferred]
         for number in numbers[: self.kept]:
@@ -1501,6 +1521,11 @@ class FolderExchange(Exchange):
                     self.rounds[j] = number
                     self.arrivals[j] = self.round
                 return
+
+    def _list_rounds(self, j: int) -> list[int]:
+        """The rounds of which an agent's files are in the store, the newest first."""
+        names = map(SNAPSHOT_NAME.fullmatch, self.store.list(f"{self.federation}/agent_{j}"))
+        return sorted((int(name[1]) for name in names if name), reverse=True)
 
     def _read(self, j: int, number: int, numel: int) -> tuple[Tensor, float] | None:
         """A peer's snapshot and the number it reports; None if it is not there, or is rejected."""
@@ -1759,6 +1784,7 @@ class Peers:
     def restore(self) -> None:
         """After `Run.restore`: get the rows of all agents, and the snapshots that senders store."""
         held = list(self.held)
+        self.sent[:, 0] += self.exchange.skip_rounds()
         self.communicator[:] = self.exchange.all_gather(self.communicator[held].double())
         self.distances[:] = self.exchange.all_gather(self.distances[held].double())
         rounds = torch.tensor([[view.round] for view in self.views])

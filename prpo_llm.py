@@ -938,6 +938,7 @@ def main(args: Args) -> dict:
     }
     run.restore(state)
     if run.iteration and not isolated and shares_all:
+        exchange.skip_rounds()
         snapshots[:n], usable = exchange.recall_snapshots(snapshots[rows_held])
         communicator[:] = communicators.drop_invalid(communicator, usable)
     completion_log = CompletionLog(args, run)

@@ -413,6 +413,32 @@ def test_a_checkpoint_keeps_rounds_and_ages(tmp_path):
     assert (tmp_path / "prpo" / "agent_0" / "round_00000003.safetensors").exists()
 
 
+@pytest.mark.parametrize(("wait", "skipped"), [(0.0, 2), (0.3, 0)])
+def test_rounds_since_the_checkpoint_are_not_sent_as_others(tmp_path, wait, skipped):
+    """An agent that does not wait may have other snapshots after a resume: they are new rounds, and
+    what it holds of others gets no older. One that waits sends the same again.
+    """
+    reader = join(tmp_path, (0,), wait=wait)
+    writer = join(tmp_path, (1,))
+    go(writer, 1)
+    go(reader, 0)
+    go(reader, 0)
+    stored = {name: tensors[0].clone() for name, tensors in reader.state().items()}
+    go(reader, 0)
+    go(reader, 0)
+    for _ in range(2):  # killed twice behind the same checkpoint
+        resumed = join(tmp_path, (0,), wait=wait)
+        for name, (tensor,) in resumed.state().items():
+            tensor.copy_(stored[name])
+        assert resumed.skip_rounds() == skipped
+        assert resumed.round == 2 + skipped
+        assert go(resumed, 0)[0][1] == 1
+        assert ages(resumed)[0] == 2
+        skipped += wait == 0
+    newest = max((tmp_path / "prpo" / "agent_0").iterdir())
+    assert newest.name == f"round_{6 if wait == 0 else 4:08}.safetensors"
+
+
 def test_averages_take_new_snapshots_only(tmp_path, capsys):
     """They wait for --timeout, then go on without the peers that sent nothing new."""
     options = {"aggregation": "weights", "timeout": 0.2}

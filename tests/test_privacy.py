@@ -146,6 +146,20 @@ def send(exchange, privacy, rounds=4, fraction=1.0, resume_after=None):
     return peers, received
 
 
+def test_snapshots_sent_since_the_checkpoint_count(monkeypatch):
+    """Epsilon is about all that others may have seen, also what a run that was killed had sent."""
+    exchange = alone(3)
+    privacy = Privacy(settings())
+    whole, _ = send(exchange, privacy)
+    monkeypatch.setattr(exchange, "skip_rounds", lambda: 2)
+    resumed, _ = send(exchange, privacy, resume_after=2)
+    for k in range(3):
+        epsilon = whole.describe_privacy(k)["privacy/epsilon"]
+        assert epsilon == pytest.approx(privacy.compute_epsilon(4))
+        epsilon = resumed.describe_privacy(k)["privacy/epsilon"]
+        assert epsilon == pytest.approx(privacy.compute_epsilon(6))
+
+
 def flat(network):
     """A network's parameters [numel]."""
     return communicators.flatten([network])[0]
