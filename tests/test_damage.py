@@ -653,9 +653,10 @@ def test_a_damaged_run_costs_no_other(name, data):
 @often
 @given(text=st.text(max_size=30), flags=st.text(max_size=9))
 def test_any_text_is_a_list_of_commands_or_refused(text, flags):
-    job = read(run_tool.Job, text)
-    if job is not REFUSED:
-        job.next_step()
+    for command in text.splitlines():
+        job = read(run_tool.Job, command)
+        if job is not REFUSED:
+            job.next_step()
     line = f"python x.py --exp-name {flags} --seed {flags}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "list")
@@ -707,6 +708,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file_says_so(tmp_path):
     assert not temporary.is_symlink()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
 def test_a_run_that_is_disturbed_is_the_same_run(tmp_path, capsys):
     """The short version of benchmark/soak.py."""

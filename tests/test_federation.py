@@ -751,7 +751,10 @@ def test_processes_share_a_bucket(bucket, tmp_path, whole_run):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"communicator": "relative-gain"}, {"aggregation": "weights"}],
+    [
+        {"communicator": "relative-gain"},
+        pytest.param({"aggregation": "weights"}, marks=pytest.mark.slow),
+    ],
     ids=["policy", "weights"],
 )
 def test_language_models_train_as_in_one_process(changes, files, tmp_path):  # noqa: F811

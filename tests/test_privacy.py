@@ -319,7 +319,11 @@ def noisy_run(once):
     return run
 
 
-@pytest.mark.parametrize("script", [PRPO_MINIGRID, FEDAVG_MINIGRID, PRPO_ATARI], ids=str)
+@pytest.mark.parametrize(
+    "script",
+    [PRPO_MINIGRID, FEDAVG_MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_run_logs_epsilon_and_the_updates(script, noisy_run):
     """For each agent after each round, in the log and the summary; a round every three updates."""
     folder = noisy_run(script)
