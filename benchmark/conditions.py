@@ -79,6 +79,14 @@ def read_rows(path: Path) -> pd.DataFrame:
     return read_table(path, dtype={"condition": str})
 
 
+def describe_seeds(seeds: pd.Series) -> str:
+    """How many seeds a method's conditions have: "3 seeds", or "2 to 3 seeds" where they differ."""
+    numbers = seeds.str.split().str.len()
+    if numbers.min() == numbers.max():
+        return f"{numbers.max()} seeds"
+    return f"{numbers.min()} to {numbers.max()} seeds"
+
+
 def draw(csv_path: Path, png_path: Path):
     """OUT.png from OUT.csv; conditions that are numbers are drawn to scale. Returns the figure."""
     import matplotlib
@@ -110,7 +118,7 @@ def draw(csv_path: Path, png_path: Path):
                 capsize=2,
                 marker="o",
                 markersize=4,
-                label=f"{style.label} ({rows.seeds.str.split().str.len().max()} seeds)",
+                label=f"{style.label} ({describe_seeds(rows.seeds)})",
                 zorder=3,
             )
         axis.set_xticks(numbers[table.drop_duplicates("condition").index], conditions)

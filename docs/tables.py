@@ -471,6 +471,55 @@ def levels(column: str = "evaluation", numbers: tuple = (4, 16, 64)) -> str:
     return format_table(["levels of each agent", *map(str, numbers)], rows)
 
 
+def conditions(name: str, measure: str = "final") -> str:
+    """Methods x conditions of `benchmark/conditions.py`: training return at the end, or its mean
+    over the run ("auc").
+    """
+    table = pd.read_csv(RESULTS / f"{name}.csv", comment="#", dtype={"condition": str})
+    numbers = list(dict.fromkeys(table.condition))
+    rows = []
+    for method, style in METHODS.items():
+        of_method = table[table.method == method]
+        if of_method.empty:
+            continue
+        cells = [
+            summarise_few(of_method[of_method.condition == condition][measure])
+            for condition in numbers
+        ]
+        rows.append([style.label, *cells])
+    return format_table(["", *numbers], rows)
+
+
+def strength(experiment: str) -> str:
+    """Methods of `benchmark/strength.py`: returns, and how far policies are from their peers' last
+    snapshots after the first, second and fourth update behind a round.
+    """
+    table = read_result("strength")
+    table = table[table.experiment == experiment]
+    rows = []
+    for method, style in METHODS.items():
+        seeds = table[table.method == method]
+        if seeds.empty:
+            continue
+        cells = [summarise_few(seeds[measure]) for measure in ("final", "auc")]
+        for update in (1, 2, 4):
+            distance = seeds[f"tv_peers_{update}"].mean()
+            cells.append("" if np.isnan(distance) else f"{distance:.3f}")
+        rows.append([style.label, *cells])
+    header = ["", "return at the end", "over the run"]
+    header += ["distance from peers after 1 update", "2", "4"]
+    return format_table(header, rows)
+
+
+def summarise_few(values: pd.Series) -> str:
+    """A mean of returns with its interval; of fewer than three seeds, with their number."""
+    if values.empty:
+        return ""
+    if len(values) < 3:
+        return f"{values.mean():.2f} ({len(values)} seed{'s' * (len(values) > 1)})"
+    return summarise(values, low=0, high=1)
+
+
 def reward_accuracy() -> str:
     """How often reward models prefer the chosen text of held-out pairs, by what is wrong with the
     rejected one.
