@@ -515,8 +515,10 @@ def summarise_few(values: pd.Series) -> str:
     """A mean of returns with its interval; of fewer than three seeds, with their number."""
     if values.empty:
         return ""
-    if len(values) < 3:
-        return f"{values.mean():.2f} ({len(values)} seed{'s' * (len(values) > 1)})"
+    if len(values) == 1:
+        return f"{values.mean():.2f} (1 seed)"
+    if len(values) == 2:
+        return f"{values.mean():.2f} (2 seeds)"
     return summarise(values, low=0, high=1)
 
 
