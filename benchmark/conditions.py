@@ -12,6 +12,7 @@ OUT.png.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,8 +88,23 @@ def describe_seeds(seeds: pd.Series) -> str:
     return f"{numbers.min()} to {numbers.max()} seeds"
 
 
+def order_conditions(names: Iterable[str]) -> list[str]:
+    """Numbers by their size, then words by the alphabet, "none" before the others."""
+
+    def key(name: str) -> tuple:
+        number = pd.to_numeric(name, errors="coerce")
+        if pd.isna(number):
+            return 1, name != "none", name
+        return 0, number
+
+    return sorted(set(names), key=key)
+
+
 def draw(csv_path: Path, png_path: Path):
-    """OUT.png from OUT.csv; conditions that are numbers are drawn to scale. Returns the figure."""
+    """OUT.png from OUT.csv; conditions that are numbers are drawn to scale. Returns the figure.
+
+    Fewer than three seeds get no interval.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -96,24 +112,29 @@ def draw(csv_path: Path, png_path: Path):
 
     table = make_table(read_rows(csv_path))
     label = re.search(f"^{LABEL}(.*)$", comments_of(csv_path), re.MULTILINE)[1]
-    figure, axes = plt.subplots(1, 2, figsize=(9.2, 4.2), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(9.2, 4.6), layout="constrained", sharey=True)
     styles = style_methods(table.method.unique())
-    conditions = list(table.condition.unique())
-    numbers = pd.to_numeric(table.condition, errors="coerce")
-    if numbers.isna().any():
-        numbers = table.condition.map(conditions.index)
-    shift = 0.01 * (numbers.max() - numbers.min())  # so that intervals do not cover each other
+    conditions = order_conditions(table.condition)
+    places = pd.to_numeric(pd.Series(conditions, index=conditions), errors="coerce")
+    to_scale = places.notna().all()
+    if not to_scale:
+        places = pd.Series(range(len(conditions)), index=conditions)
+    # So that intervals do not cover each other
+    shift = (0.01 if to_scale else 0.016) * (places.max() - places.min())
+    table["few"] = table.seeds.str.split().str.len() < 3
     for axis, (measure, title) in zip(axes, MEASURES.items(), strict=True):
         for number, (method, rows) in enumerate(table.groupby("method")):
+            rows = rows.set_index("condition")
+            rows = rows.loc[[condition for condition in conditions if condition in rows.index]]
             style = styles[method]
             low = rows[measure] - rows[f"{measure}_ci_low"]
             high = rows[f"{measure}_ci_high"] - rows[measure]
             axis.errorbar(
-                numbers[rows.index] + shift * (number - 2),
+                places[rows.index] + shift * (number - len(styles) / 2),
                 rows[measure],
-                yerr=(low, high),
+                yerr=(low.mask(rows.few), high.mask(rows.few)),
                 color=style.colour,
-                linestyle=style.dashes,
+                linestyle=style.dashes if to_scale else "none",
                 elinewidth=0.8,
                 capsize=2,
                 marker="o",
@@ -121,11 +142,14 @@ def draw(csv_path: Path, png_path: Path):
                 label=f"{style.label} ({describe_seeds(rows.seeds)})",
                 zorder=3,
             )
-        axis.set_xticks(numbers[table.drop_duplicates("condition").index], conditions)
+        axis.set_ylim(0, 1)
+        axis.set_xticks(places, conditions)
+        if not to_scale:
+            axis.tick_params(axis="x", rotation=30)
         axis.set_xlabel(label)
         axis.set_ylabel(title)
         axis.grid(alpha=0.3)
-    save_with_legend(figure, png_path)
+    save_with_legend(figure, png_path, columns=3)
     return figure
 
 

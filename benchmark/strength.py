@@ -93,7 +93,7 @@ def draw(csv_path: Path, png_path: Path):
 
     table = make_table(read_table(csv_path))
     experiments = list(table.experiment.unique())
-    size = (4.6 * len(experiments), 5.4)
+    size = (max(4.6 * len(experiments), 7.4), 6.4)
     figure, axes = plt.subplots(1, len(experiments), figsize=size, layout="constrained")
     styles = style_methods(table.method.unique())
     markers = dict(zip(styles, itertools.cycle("osD^v<>phX*Pd")))
@@ -103,12 +103,12 @@ def draw(csv_path: Path, png_path: Path):
             style = styles[method]
             drawn = {"color": style.colour, "zorder": 3}
             if pd.isna(row.tv_peers_1):  # no peers
-                axis.axhline(row.auc, linestyle=style.dashes, label=style.label, **drawn)
+                axis.axhline(row.final, linestyle=style.dashes, label=style.label, **drawn)
                 continue
             axis.errorbar(
                 row.tv_peers_1,
-                row.auc,
-                yerr=[[row.auc - row.auc_ci_low], [row.auc_ci_high - row.auc]],
+                row.final,
+                yerr=[[row.final - row.final_ci_low], [row.final_ci_high - row.final]],
                 marker=markers[method],
                 linestyle="none",
                 elinewidth=0.8,
@@ -118,9 +118,10 @@ def draw(csv_path: Path, png_path: Path):
             )
         axis.set_title(experiment)
         axis.set_xlabel("total variation from the peers, one update after a round")
-        axis.set_ylabel(RETURNS["auc"])
+        axis.set_ylabel(RETURNS["final"])
+        axis.set_ylim(0, 1)
         axis.grid(alpha=0.3)
-    save_with_legend(figure, png_path, columns=3)
+    save_with_legend(figure, png_path, columns=2)
     return figure
 
 

@@ -22,6 +22,7 @@ from tyro._docstrings import get_field_docstring
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 sys.path.insert(0, str(ROOT / "benchmark"))
+from conditions import order_conditions  # noqa: E402
 from methods import METHODS, name_task  # noqa: E402
 from plot import comments_of, with_interval  # noqa: E402
 from stats import SOLVED, is_all_or_nothing, success_rate, wilson_interval  # noqa: E402
@@ -476,7 +477,7 @@ def conditions(name: str, measure: str = "final") -> str:
     over the run ("auc").
     """
     table = pd.read_csv(RESULTS / f"{name}.csv", comment="#", dtype={"condition": str})
-    numbers = list(dict.fromkeys(table.condition))
+    names = order_conditions(table.condition)
     rows = []
     for method, style in METHODS.items():
         of_method = table[table.method == method]
@@ -484,10 +485,10 @@ def conditions(name: str, measure: str = "final") -> str:
             continue
         cells = [
             summarise_few(of_method[of_method.condition == condition][measure])
-            for condition in numbers
+            for condition in names
         ]
         rows.append([style.label, *cells])
-    return format_table(["", *numbers], rows)
+    return format_table(["", *names], rows)
 
 
 def strength(experiment: str) -> str:

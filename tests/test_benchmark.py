@@ -934,6 +934,12 @@ def test_methods_are_compared_under_every_condition(names, agents, bonus, tmp_pa
     assert Path(f"{out}_table.csv").read_text() == before
 
 
+def test_conditions_are_drawn_in_order():
+    names = ["opposite", "none", "random+boast", "0.5", "random", "10", "2"]
+    expected = ["0.5", "2", "10", "none", "opposite", "random", "random+boast"]
+    assert conditions.order_conditions(names) == expected
+
+
 def test_distances_are_of_the_updates_behind_a_round():
     """strength.py: what precedes the first round does not count, and neither does a third update;
     each agent's second update is 0.1 farther than its first, agent 1 twice as far as agent 0.
