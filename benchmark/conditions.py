@@ -129,7 +129,7 @@ def draw(csv_path: Path, png_path: Path):
             style = styles[method]
             low = rows[measure] - rows[f"{measure}_ci_low"]
             high = rows[f"{measure}_ci_high"] - rows[measure]
-            axis.errorbar(
+            _, _, (bars,) = axis.errorbar(
                 places[rows.index] + shift * (number - len(styles) / 2),
                 rows[measure],
                 yerr=(low.mask(rows.few), high.mask(rows.few)),
@@ -142,6 +142,7 @@ def draw(csv_path: Path, png_path: Path):
                 label=f"{style.label} ({describe_seeds(rows.seeds)})",
                 zorder=3,
             )
+            bars.set_zorder(2)
         axis.set_ylim(0, 1)
         axis.set_xticks(places, conditions)
         if not to_scale:

@@ -102,10 +102,11 @@ def draw(csv_path: Path, png_path: Path):
         for method, row in rows.iterrows():
             style = styles[method]
             drawn = {"color": style.colour, "zorder": 3}
+            drawn["label"] = f"{style.label} ({len(row.seeds.split())} seeds)"
             if pd.isna(row.tv_peers_1):  # no peers
-                axis.axhline(row.final, linestyle=style.dashes, label=style.label, **drawn)
+                axis.axhline(row.final, linestyle=style.dashes, **drawn)
                 continue
-            axis.errorbar(
+            _, _, (bars,) = axis.errorbar(
                 row.tv_peers_1,
                 row.final,
                 yerr=[[row.final - row.final_ci_low], [row.final_ci_high - row.final]],
@@ -113,9 +114,9 @@ def draw(csv_path: Path, png_path: Path):
                 linestyle="none",
                 elinewidth=0.8,
                 capsize=2,
-                label=style.label,
                 **drawn,
             )
+            bars.set_zorder(2)
         axis.set_title(experiment)
         axis.set_xlabel("total variation from the peers, one update after a round")
         axis.set_ylabel(RETURNS["final"])

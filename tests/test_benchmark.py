@@ -777,6 +777,7 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
     all intervals.
     """
     import matplotlib.pyplot as plt
+    from matplotlib.container import ErrorbarContainer
 
     for path in RESULTS.glob(f"{name}*.csv"):
         shutil.copy(path, tmp_path)
@@ -786,6 +787,8 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
         "crowd": crowd,
         "agreement": conditions,
         "liars": conditions,
+        "privacy": conditions,
+        "privacy_goals": conditions,
         "strength": strength,
         "s2zpo": zeroth,
     }
@@ -813,9 +816,10 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
     shown = {text.get_text().rpartition(" (")[0] for text in legend.get_texts()}
     assert shown == set(expected)
     drawn = set()
-    for text, line in zip(legend.get_texts(), legend.get_lines(), strict=True):
-        method = expected[text.get_text().rpartition(" (")[0]]
-        drawn.add((line.get_color(), line.get_linestyle()))
+    for handle, label in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
+        method = expected[label.rpartition(" (")[0]]
+        line = handle[0] if isinstance(handle, ErrorbarContainer) else handle
+        drawn.add((line.get_color(), line.get_linestyle(), line.get_marker()))
         assert line.get_color() == method.colour
         assert method.label.startswith("isolated") == (method.colour == methods.GREY)
     assert len(drawn) == len(names)

@@ -123,4 +123,4 @@ def test_the_sweep_has_every_lie_and_boasts_only_where_returns_are_reported():
         if args.boast:
             boasting.add(args.communicator)
     assert boasting == {"reward", "relative-gain"}
-    assert len(lines) == 12 * 4 + 4 * 3
+    assert len(lines) == 11 * 4 + 4 * 3
