@@ -19,11 +19,13 @@ anywhere, so that as root the runs lose this capability (setpriv of util-linux).
 import contextlib
 import csv
 import itertools
+import json
 import os
 import random
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -271,11 +273,18 @@ def soak(args: Args, script: str, run_dir: Path, iterations: int, seconds: float
     return done
 
 
-def read_results(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
+def read_safetensors(path: Path) -> tuple[dict, bytes]:
+    """The header of a file and its tensors' bytes. The header's entries may be in any order."""
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def read_results(folder: Path) -> tuple[dict[str, tuple], list[dict]]:
     """All parameters of a run by their file, and the rows of metrics.csv without the clock."""
     weights = {}
     for path in sorted(folder.rglob("*.safetensors")):
-        weights[str(path.relative_to(folder))] = path.read_bytes()
+        weights[str(path.relative_to(folder))] = read_safetensors(path)
     with open(folder / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
