@@ -1220,8 +1220,7 @@ class Store:
             except Exception as error:  # drivers have errors of their own
                 if delay is None:
                     if verb not in self._failing:
-                        problem = str(error).splitlines()[:1] or [repr(error)]
-                        line = f"{self.url} cannot be {verb} ({problem[0]})"
+                        line = f"{self.url} cannot be {verb} ({first_line(error)})"
                         print(f"\n{line}, going on without", flush=True)
                     self._failing.add(verb)
                     raise StoreError(str(error)) from error
@@ -2145,9 +2144,9 @@ def stop(message: str, code: int = 1, any_rank: bool = False) -> NoReturn:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; its type where it has none."""
+    """The first line of an error's message; the error itself where it has none."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0] if lines else repr(error)
 
 
 def refuse(args: RunArgs, flag: str, valid: str) -> NoReturn:
@@ -2343,8 +2342,8 @@ def _check_store(args: RunArgs) -> None:
             store.write(f"{folder}/probe", b"")
             store.delete(f"{folder}/probe")
     except Exception as error:  # drivers have errors of their own; one that is missing, its package
-        problem = (str(error) or repr(error)).splitlines()[0]
-        refuse(args, "exchange", f"must be a folder that can be written to ({problem})")
+        problem = f"must be a folder that can be written to ({first_line(error)})"
+        refuse(args, "exchange", problem)
 
 
 def check_privacy(args: RunArgs) -> None:

@@ -69,8 +69,7 @@ def is_atari(env_id: str) -> bool:
 
 def choose_family(argv: list[str] | None = None) -> tuple[ModuleType, type]:
     """The script of the task's family, and the arguments of FedAvg on it."""
-    task = find_task(argv)
-    if is_atari(task):
+    if is_atari(find_task(argv)):
         return prpo_atari, AtariArgs
     return prpo_minigrid, MiniGridArgs
 

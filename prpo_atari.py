@@ -1314,7 +1314,7 @@ def check_envs(args: Args) -> None:
             problem = find_game_problem(args, env_id)
             actions = None if problem else list_actions(env_id, args)
         except Exception as error:  # unknown, maybe with a suggestion
-            problem = (str(error) or repr(error)).splitlines()[0]
+            problem = communicators.first_line(error)
         if problem:
             valid = "must be <Game>NoFrameskip-v4 or ALE/<Game>-v5, or one of your own as module:id"
             communicators.refuse(args, flag, f"{valid}; {env_id}: {problem}")

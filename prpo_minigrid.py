@@ -1309,7 +1309,7 @@ def check_envs(args: Args) -> None:
             env = make_env(env_id, film=args.capture_video)
             problem = find_env_problem(args, env, env_id)
         except Exception as error:  # unknown, maybe with a suggestion, or a package is missing
-            problem = (str(error) or repr(error)).splitlines()[0]
+            problem = communicators.first_line(error)
         if problem:
             valid = "must be a MiniGrid or BabyAI task, or one of your own as module:id"
             communicators.refuse(args, flag, f"{valid}; {env_id} {problem}")

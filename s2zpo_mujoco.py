@@ -898,7 +898,7 @@ def check_env(args: Args) -> None:
     try:
         problem = find_env_problem(make_env(args))
     except Exception as error:  # unknown, maybe with a suggestion, or a package is missing
-        problem = (str(error) or repr(error)).splitlines()[0]
+        problem = communicators.first_line(error)
     if problem:
         communicators.refuse(args, "env_id", f"{valid}; {problem}")
     if args.env_backend == "envpool":

@@ -47,6 +47,21 @@ class Args:
     """only write OUT_table.csv and OUT.png from OUT.csv"""
 
 
+def measure_returns(run: pd.DataFrame) -> dict[str, float]:
+    """The measures of a run, from its rows of `load_runs`."""
+    returns = run.groupby("agent").return_last_100
+    return {"auc": returns.mean().mean(), "final": returns.last().mean()}
+
+
+def summarise_seeds(rows: pd.DataFrame) -> dict[str, float | str]:
+    """The seeds of these rows per run, and their measures' means with intervals."""
+    summary = {"seeds": " ".join(map(str, rows.seed))}
+    for measure in MEASURES:
+        interval = with_interval(rows[[measure]].T).iloc[0]
+        summary[measure], summary[f"{measure}_ci_low"], summary[f"{measure}_ci_high"] = interval
+    return summary
+
+
 def make_rows(runs: pd.DataFrame, agents: int) -> pd.DataFrame:
     """A row per run, from `load_runs`: the means of its first agents' training returns (0: all)."""
     if agents:
@@ -54,11 +69,8 @@ def make_rows(runs: pd.DataFrame, agents: int) -> pd.DataFrame:
     rows = []
     for (name, seed), run in runs.groupby(["exp_name", "seed"], sort=False):
         method, _, condition = name.rpartition("-")
-        returns = run.groupby("agent").return_last_100
         row = {"method": method, "condition": condition, "seed": seed}
-        row["auc"] = returns.mean().mean()
-        row["final"] = returns.last().mean()
-        rows.append(row)
+        rows.append(row | measure_returns(run))
     return pd.DataFrame(rows).sort_values(["method", "condition", "seed"])
 
 
@@ -67,11 +79,7 @@ def make_table(rows: pd.DataFrame) -> pd.DataFrame:
     table = []
     for (method, condition), seeds in rows.groupby(["method", "condition"]):
         row = {"method": method, "condition": condition}
-        row["seeds"] = " ".join(map(str, seeds.seed))
-        for measure in MEASURES:
-            interval = with_interval(seeds[[measure]].T).iloc[0]
-            row[measure], row[f"{measure}_ci_low"], row[f"{measure}_ci_high"] = interval
-        table.append(row)
+        table.append(row | summarise_seeds(seeds))
     return pd.DataFrame(table)
 
 

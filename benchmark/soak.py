@@ -19,13 +19,11 @@ anywhere, so that as root the runs lose this capability (setpriv of util-linux).
 import contextlib
 import csv
 import itertools
-import json
 import os
 import random
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -36,6 +34,8 @@ from pathlib import Path
 from typing import IO, Literal
 
 from arguments import read_flags, refuse
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTROL = "--num-envs 2 --local-updates 3 --eval-episodes 2 --communicator softmax-reward"
@@ -273,11 +273,12 @@ def soak(args: Args, script: str, run_dir: Path, iterations: int, seconds: float
     return done
 
 
-def read_safetensors(path: Path) -> tuple[dict, bytes]:
-    """The header of a file and its tensors' bytes. The header's entries may be in any order."""
-    content = path.read_bytes()
-    (size,) = struct.unpack("<Q", content[:8])
-    return json.loads(content[8 : 8 + size]), content[8 + size :]
+def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, tuple]]:
+    """A file's metadata, whose entries may be in any order, and each tensor's shape and bytes."""
+    with safe_open(path, "numpy") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    return metadata, {name: (tensor.shape, tensor.tobytes()) for name, tensor in tensors.items()}
 
 
 def read_results(folder: Path) -> tuple[dict[str, tuple], list[dict]]:

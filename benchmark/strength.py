@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pandas as pd
 from arguments import read_flags
+from conditions import MEASURES, measure_returns, summarise_seeds
 from methods import style_methods
-from plot import finished_runs, read_table, save_with_legend, with_interval, write, write_results
+from plot import finished_runs, read_table, save_with_legend, write, write_results
 
 UPDATES = (1, 2, 4)  # behind a round
-RETURNS = {"auc": "training return, mean over the run", "final": "training return at the end"}
 DISTANCES = [f"tv_{name}_{number}" for name in ("peers", "reference") for number in UPDATES]
 
 
@@ -59,11 +59,8 @@ def make_rows(runs: pd.DataFrame) -> pd.DataFrame:
     experiments = runs.run.map(lambda folder: Path(folder).parent.name)
     keys = [experiments.rename("experiment"), "exp_name", "seed"]
     for (experiment, method, seed), run in runs.groupby(keys):
-        returns = run.groupby("agent").return_last_100
         row = {"experiment": experiment, "method": method, "seed": seed}
-        row["auc"] = returns.mean().mean()
-        row["final"] = returns.last().mean()
-        rows.append(row | measure_distances(run))
+        rows.append(row | measure_returns(run) | measure_distances(run))
     return pd.DataFrame(rows)
 
 
@@ -71,11 +68,7 @@ def make_table(rows: pd.DataFrame) -> pd.DataFrame:
     """A row per experiment and method: means over seeds, of the returns with intervals."""
     table = []
     for (experiment, method), seeds in rows.groupby(["experiment", "method"]):
-        row = {"experiment": experiment, "method": method}
-        row["seeds"] = " ".join(map(str, seeds.seed))
-        for measure in RETURNS:
-            interval = with_interval(seeds[[measure]].T).iloc[0]
-            row[measure], row[f"{measure}_ci_low"], row[f"{measure}_ci_high"] = interval
+        row = {"experiment": experiment, "method": method} | summarise_seeds(seeds)
         for distance in DISTANCES:
             row[distance] = seeds[distance].mean()
         table.append(row)
@@ -119,7 +112,7 @@ def draw(csv_path: Path, png_path: Path):
             bars.set_zorder(2)
         axis.set_title(experiment)
         axis.set_xlabel("total variation from the peers, one update after a round")
-        axis.set_ylabel(RETURNS["final"])
+        axis.set_ylabel(MEASURES["final"])
         axis.set_ylim(0, 1)
         axis.grid(alpha=0.3)
     save_with_legend(figure, png_path, columns=2)
