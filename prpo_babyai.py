@@ -26,6 +26,7 @@ import re
 import runpy
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -341,6 +342,8 @@ def main(args: Args) -> dict:
     run.restore(state)
     if run.iteration and not isolated:
         snapshots[:n] = exchange.all_gather(snapshots[rows_held])
+    if run.chief:
+        write_clients(run.folder / "clients.csv", pool, tasks)
     if tests and not run.iteration:
         evaluate(args, run, model, tokenizer, make, tests)
 
@@ -1047,6 +1050,18 @@ def digest_weights(model) -> str:
         if ".A." not in name and ".B." not in name:  # of adapters
             digest.update(parameter.float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def write_clients(path: Path, pool: dict[int, str], tasks: list[np.ndarray]) -> None:
+    """clients.csv: how many training tasks of each category every client has.
+
+    pool: the category of each task; tasks: the numbers of each client's tasks.
+    """
+    lines = ["client,category,tasks"]
+    for client, numbers in enumerate(tasks):
+        counts = Counter(pool[int(number)] for number in numbers)
+        lines += [f"{client},{category},{counts[category]}" for category in sorted(counts)]
+    prpo_llm.write_file(path, "\n".join([*lines, ""]).encode())
 
 
 def describe_clients(args: Args, tasks: list[np.ndarray]) -> str:

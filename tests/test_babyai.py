@@ -877,6 +877,11 @@ def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
         row for row in evaluations if (row["agent"], row["step"], row["task"]) == ("1", "1", "all")
     )
     assert float(row["mean_success"]) == pytest.approx(mean)
+    tasks = {}  # of each client
+    for row in rows_of(run, "clients"):
+        assert row["category"] in ("GoToObj", "GoToLocal")
+        tasks.setdefault(row["client"], []).append(int(row["tasks"]))
+    assert [sum(counts) for counts in tasks.values()] == [5, 5, 5]
     replay = (run / "replays" / "agent_2.txt").read_text()
     assert "GoToObj" in replay and "GoToLocal" in replay and "return" in replay
     assert all(episode["mission"] for episode in episodes)
@@ -891,6 +896,14 @@ def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
     # A category that no agent has played is nan
     assert categories and categories <= {"episode/success_GoToObj", "episode/success_GoToLocal"}
     assert tags - categories == explained - {"episode/success_CATEGORY"}
+
+
+def test_clients_are_counted_by_category(tmp_path):
+    path = tmp_path / "clients.csv"
+    pool = {3: "go", 5: "open", 8: "go"}
+    prpo_babyai.write_clients(path, pool, [np.array([8, 3]), np.array([5, 8])])
+    rows = [",".join(row.values()) for row in rows_of(tmp_path, "clients")]
+    assert rows == ["0,go,2", "1,go,1", "1,open,1"]
 
 
 def test_another_world_trains(tiny, tmp_path):

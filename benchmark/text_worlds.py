@@ -1,0 +1,252 @@
+"""Agents in text worlds: the share of held-out tasks that they solve, while they train.
+
+    bash benchmark/sweep.sh fedagent --quick | python benchmark/run.py
+    python benchmark/text_worlds.py --runs runs/fedagent-quick
+    python benchmark/text_worlds.py --from-csv  # table and figures again, from the CSV files
+
+An --exp-name is a method and, behind the underscore, how tasks were dealt to clients, as in
+fedagent_preference2. Writes OUT.csv, a row per run, evaluation, agent and category, and
+OUT_clients.csv, the training tasks of every client by category. From these come OUT_table.csv
+(success before and after training: means over agents and seeds, with Student's 95 % intervals over
+seeds), OUT.png (success over steps, a panel for each way to deal tasks) and OUT_matrix.png (agents
+and categories after training, of the clients dealt as --matrix says).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from arguments import Damaged, read_flags
+from methods import style_methods
+from plot import (
+    Run,
+    header,
+    naming_damage,
+    read_settings,
+    read_table,
+    report,
+    run_folders,
+    save_with_legend,
+    with_interval,
+    write,
+    write_results,
+)
+
+KEY = ["method", "partition", "seed"]
+
+
+@dataclass
+class Args:
+    runs: tuple[str, ...] = ("runs/fedagent-quick",)
+    """folders to search for runs, at any depth"""
+    out: str = "benchmark/results/text_worlds"
+    """beginning of the names of the files that are written"""
+    matrix: str = "preference2"
+    """how the tasks of the agents of OUT_matrix.png were dealt"""
+    from_csv: bool = False
+    """only write table and figures, from OUT.csv and OUT_clients.csv"""
+
+
+def read_run(folder: Path) -> tuple[Run, pd.DataFrame, pd.DataFrame] | None:
+    """A finished run of prpo_babyai.py: its settings, its evaluations, and its clients' tasks.
+
+    None for other runs. Raises Damaged.
+    """
+    with naming_damage(folder):
+        summary, settings = read_settings(folder)
+        if summary.get("script") != "prpo_babyai" or not summary["completed"]:
+            return None
+        method, _, partition = settings["exp_name"].partition("_")
+        key = dict(zip(KEY, (method, partition, settings["seed"]), strict=True))
+        evaluations = read_table(folder / "evaluations.csv", comment=None)
+        rows = evaluations[["step", "agent", "task", "episodes", "mean_success"]]
+        rows = rows.rename(columns={"task": "category", "mean_success": "success"})
+        rows = rows.merge(read_last_clients(folder), on="agent")
+        clients = read_table(folder / "clients.csv", comment=None)
+        run = Run(folder, summary, settings, pd.Series(), {})
+        return run, rows.assign(**key), clients.assign(**key)
+
+
+def read_last_clients(folder: Path) -> pd.DataFrame:
+    """Columns `agent` and `client`: who the agents were in the last step."""
+    metrics = read_table(folder / "metrics.csv", comment=None)
+    last = metrics[metrics.step == metrics.step.max()]
+    return last[["agent", "client"]].astype(int)
+
+
+def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, pd.DataFrame, str]:
+    """Evaluations and clients of all runs, and the comments that name commands and versions.
+
+    Of repeated runs the newest counts.
+    """
+    found = {}
+    for folder in run_folders(folders):
+        try:
+            run = read_run(folder)
+        except Damaged as error:
+            report(folder, f"damaged, left out ({error})")
+            continue
+        if run is None:
+            report(folder, "not a finished run of prpo_babyai.py, left out")
+            continue
+        settings = run[0].settings
+        found[settings["exp_name"], settings["seed"]] = run
+    if not found:
+        raise SystemExit(f"--runs {' '.join(folders)}: no finished run of prpo_babyai.py in there")
+    groups = {}
+    for (name, _), (run, _, _) in sorted(found.items()):
+        groups.setdefault(("", name), []).append(run)
+    _, rows, clients = zip(*found.values(), strict=True)
+    rows = pd.concat(rows).sort_values([*KEY, "step", "agent"], kind="stable")
+    clients = pd.concat(clients).sort_values([*KEY, "client"], kind="stable")
+    columns = [*KEY, "step", "agent", "client", "category", "episodes", "success"]
+    return rows[columns], clients[[*KEY, "client", "category", "tasks"]], header(groups)
+
+
+def average_agents(rows: pd.DataFrame) -> pd.DataFrame:
+    """The mean success of the agents of each run, by step and category."""
+    return rows.groupby([*KEY, "step", "category"], sort=False).success.mean().reset_index()
+
+
+def make_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row per way to deal tasks, method and category: before and after training, with intervals
+    over seeds.
+    """
+    table = []
+    runs = average_agents(rows)
+    for (partition, method, category), group in runs.groupby(
+        ["partition", "method", "category"], sort=False
+    ):
+        steps = group.pivot(index="seed", columns="step", values="success")
+        row = {"partition": partition, "method": method, "category": category}
+        row["seeds"] = " ".join(map(str, steps.index))
+        row["steps"] = steps.columns[-1]
+        for name, step in {"before": steps.columns[0], "after": steps.columns[-1]}.items():
+            interval = with_interval(steps[[step]].T).iloc[0]
+            row[name], row[f"{name}_ci_low"], row[f"{name}_ci_high"] = interval
+        table.append(row)
+    return pd.DataFrame(table)
+
+
+def draw(csv_path: Path, png_path: Path):
+    """OUT.png from OUT.csv: success on all categories over steps, a panel for each way to deal
+    tasks. Returns the figure.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = average_agents(read_table(csv_path))
+    runs = runs[runs.category == "all"]
+    partitions = sorted(runs.partition.unique(), key=lambda name: (name != "iid", name))
+    across = min(len(partitions), 4)
+    down = -(-len(partitions) // across)
+    size = (2.9 * across, 2.8 * down + 0.6)
+    figure, axes = plt.subplots(
+        down, across, figsize=size, squeeze=False, layout="constrained", sharey=True
+    )
+    styles = style_methods(runs.method.unique())
+    for axis, partition in zip(axes.flat, partitions, strict=False):
+        panel = runs[runs.partition == partition]
+        for method, style in styles.items():
+            rows = panel[panel.method == method]
+            seeds = rows.pivot(index="step", columns="seed", values="success")
+            interval = with_interval(seeds)
+            label = style.label if partition == partitions[0] else None
+            drawn = {"color": style.colour, "linestyle": style.dashes, "marker": "o"}
+            axis.plot(interval.index, interval["mean"], markersize=3, label=label, **drawn)
+            if seeds.shape[1] > 2:  # intervals of two seeds cover everything
+                band = {"color": style.colour, "alpha": 0.1, "linewidth": 0}
+                axis.fill_between(interval.index, interval.ci_low, interval.ci_high, **band)
+        axis.set_title(name_partition(partition))
+        axis.set_xlabel("steps")
+        axis.grid(alpha=0.3)
+    for row in axes:
+        row[0].set_ylabel("held-out tasks solved")
+    for axis in axes.flat[len(partitions) :]:
+        axis.set_visible(False)
+    save_with_legend(figure, png_path, columns=3)
+    return figure
+
+
+def name_partition(name: str) -> str:
+    """`preference 2` of the --exp-name's preference2."""
+    letters = name.rstrip("0123456789.")
+    return f"{letters} {name.removeprefix(letters)}".strip()
+
+
+def make_matrix(rows: pd.DataFrame) -> pd.DataFrame:
+    """The success of every agent in every category after training, the mean over seeds.
+
+    rows: of one way to deal tasks. An agent is the same client in all methods but FedAgent and
+    centralised training, whose agents are nobody in particular.
+    """
+    last = rows[rows.step == rows.groupby(KEY).step.transform("max")]
+    last = last[last.category != "all"]
+    return last.groupby(["method", "agent", "category"], sort=False).success.mean().reset_index()
+
+
+def draw_matrix(rows: pd.DataFrame, clients: pd.DataFrame, png_path: Path):
+    """OUT_matrix.png: a panel for the clients' training tasks, and one per method. Returns the
+    figure.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    matrix = make_matrix(rows)
+    categories = list(matrix.category.unique())
+    shares = share_tasks(rows, clients)
+    panels = {"share of training tasks": shares[categories]}
+    styles = style_methods(matrix.method.unique())
+    for method, style in styles.items():
+        cells = matrix[matrix.method == method]
+        values = cells.pivot(index="agent", columns="category", values="success")
+        panels[style.label.replace(", ", ",\n", 1)] = values[categories]
+    size = (2.6 * len(panels), 0.5 * len(shares) + 1.8)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
+        axis.imshow(values, vmin=0, vmax=1, cmap="cividis")
+        for (row, column), value in np.ndenumerate(values):
+            colour = "white" if value < 0.6 else "black"
+            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+        axis.set_title(title, fontsize=10)
+        axis.set_xticks(range(len(categories)), categories, rotation=20)
+        axis.set_yticks(range(len(values)), [f"agent {agent}" for agent in values.index])
+    figure.savefig(png_path, dpi=150)
+    plt.close(figure)
+    return figure
+
+
+def share_tasks(rows: pd.DataFrame, clients: pd.DataFrame) -> pd.DataFrame:
+    """The share of its training tasks that each agent has in each category, the mean over seeds:
+    agents down, categories across. Of the agents that stay the same client for a whole run.
+    """
+    stay = rows[~rows.method.isin(["fedagent", "centralised"])]
+    agents = stay[["seed", "agent", "client"]].drop_duplicates()
+    tasks = clients.pivot_table("tasks", ["seed", "client"], "category", aggfunc="first")
+    shares = tasks.fillna(0).div(tasks.sum(axis=1), axis=0)
+    return agents.join(shares, on=["seed", "client"]).groupby("agent")[list(shares)].mean()
+
+
+def main(args: Args) -> None:
+    path = Path(f"{args.out}.csv")
+    clients_path = Path(f"{args.out}_clients.csv")
+    if not args.from_csv:
+        rows, clients, comments = read_runs(args.runs)
+        write(path, comments, rows)
+        write(clients_path, comments, clients)
+    rows = read_table(path)
+    clients = read_table(clients_path)
+    chosen = rows[rows.partition == args.matrix]
+    if len(chosen):
+        dealt = clients[clients.partition == args.matrix]
+        draw_matrix(chosen, dealt, Path(f"{args.out}_matrix.png"))
+    write_results(args.out, make_table(rows), "# intervals: 95 %, Student's t over seeds\n", draw)
+
+
+if __name__ == "__main__":
+    main(read_flags(Args))

@@ -1,0 +1,135 @@
+"""benchmark/text_worlds.py: success of agents in text worlds, from the files of their runs."""
+
+import csv
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from helpers import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "benchmark"))
+text_worlds = importlib.import_module("text_worlds")
+
+CATEGORIES = ("open", "walk")
+# Client -> its tasks in each category
+CLIENTS = {0: {"walk": 3, "open": 1}, 1: {"open": 4}, 2: {"walk": 2, "open": 2}, 3: {"walk": 4}}
+
+
+def write_rows(path, rows):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def success(method, seed, step, agent, category):
+    """What an agent of these runs solves: each number is visible in the result."""
+    if step == 0:
+        return 0.1
+    value = 0.2 + 0.05 * agent + 0.01 * seed
+    if method == "fedagent":
+        value += 0.3
+    return value + 0.1 * (category == "walk")
+
+
+def fake_run(root, method, partition, seed, clients, stamp=1, completed=True):
+    """A run folder as prpo_babyai.py leaves it, of two agents."""
+    settings = {"exp_name": f"{method}_{partition}", "seed": seed, "aggregation": method}
+    folder = root / f"model__{method}_{partition}__{seed}__{stamp}"
+    folder.mkdir(parents=True)
+    metrics = []
+    evaluations = []
+    for step in (0, 5, 10):
+        for agent, client in enumerate(clients):
+            if step:
+                # Only the last step's clients count
+                number = client if step == 10 else 3 - client
+                metrics.append({"step": step, "agent": agent, "client": float(number)})
+            values = [success(method, seed, step, agent, category) for category in CATEGORIES]
+            values = {"all": sum(values) / 2, **dict(zip(CATEGORIES, values, strict=True))}
+            for task, value in values.items():
+                row = {"step": step, "agent": agent, "task": task, "episodes": 20}
+                evaluations.append(row | {"mean_success": value, "ci95": 0.2})
+    write_rows(folder / "metrics.csv", metrics)
+    write_rows(folder / "evaluations.csv", evaluations)
+    rows = []
+    for client, tasks in CLIENTS.items():
+        for category, number in tasks.items():
+            rows.append({"client": client, "category": category, "tasks": number})
+    write_rows(folder / "clients.csv", rows)
+    summary = {"script": "prpo_babyai", "completed": completed, "seed": seed}
+    summary |= {"settings": settings, "versions": {"torch": "2"}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_success_of_methods_by_category(tmp_path, capsys):
+    import matplotlib.pyplot as plt
+
+    root = tmp_path / "runs"
+    for seed in (1, 2, 3):
+        fake_run(root, "local", "preference2", seed, (0, 3))
+        fake_run(root, "fedagent", "preference2", seed, (1, 2))
+        fake_run(root, "local", "iid", seed, (0, 1))
+    fake_run(root, "local", "iid", 4, (0, 1), completed=False)
+    (fake_run(root, "local", "iid", 5, (0, 1)) / "clients.csv").write_text("")
+    out = str(tmp_path / "text")
+    text_worlds.main(text_worlds.Args(runs=(str(root),), out=out))
+    problems = capsys.readouterr().err.splitlines()
+    assert len(problems) == 2 and "not a finished run" in problems[0]
+    assert "damaged" in problems[1]
+
+    table = pd.read_csv(f"{out}_table.csv", comment="#")
+    table = table.set_index(["partition", "method", "category"])
+    assert set(table.seeds) == {"1 2 3"} and set(table.steps) == {10}
+    # Means over agents 0 and 1, and over seeds 1 to 3
+    for (_, method, category), row in table.iterrows():
+        assert row.before == pytest.approx(0.1)
+        expected = 0.2 + 0.025 + 0.02 + 0.3 * (method == "fedagent")
+        expected += {"walk": 0.1, "open": 0.0, "all": 0.05}[category]
+        assert row.after == pytest.approx(expected)
+        # 0.01 / sqrt(3) times the quantile of Student's t with two degrees of freedom
+        half = 0.01 / 3**0.5 * 4.302653
+        assert row.after_ci_high - row.after == pytest.approx(half, rel=1e-4)
+    comments = Path(f"{out}.csv").read_text().splitlines()[:2]
+    assert any("prpo_babyai.py" in line and "--seed 1 2 3" in line for line in comments)
+
+    picture = plt.imread(f"{out}.png")
+    matrix = plt.imread(f"{out}_matrix.png")
+    text_worlds.main(text_worlds.Args(out=out, from_csv=True))
+    assert (plt.imread(f"{out}.png") == picture).all()
+    assert (plt.imread(f"{out}_matrix.png") == matrix).all()
+
+
+def test_agents_and_categories(tmp_path):
+    """The matrix after training, and the training tasks of the clients that the agents are."""
+    root = tmp_path / "runs"
+    for seed in (1, 2):
+        fake_run(root, "local", "preference2", seed, (0, 3))
+        fake_run(root, "fedagent", "preference2", seed, (1, 2))
+    rows, clients, _ = text_worlds.read_runs((str(root),))
+    matrix = text_worlds.make_matrix(rows).set_index(["method", "agent", "category"]).success
+    assert matrix["local", 1, "walk"] == pytest.approx(0.2 + 0.05 + 0.015 + 0.1)
+    assert matrix["fedagent", 0, "open"] == pytest.approx(0.2 + 0.015 + 0.3)
+    # Clients 0 and 3; FedAgent's agents are nobody in particular
+    shares = text_worlds.share_tasks(rows, clients)
+    assert shares.loc[0].to_dict() == {"walk": 0.75, "open": 0.25}
+    assert shares.loc[1].to_dict() == {"walk": 1.0, "open": 0.0}
+
+
+def test_the_newest_of_repeated_runs_counts(tmp_path):
+    root = tmp_path / "runs"
+    fake_run(root, "local", "iid", 1, (0, 1), stamp=1)
+    new = fake_run(root, "local", "iid", 1, (2, 3), stamp=2)
+    rows, _, _ = text_worlds.read_runs((str(root),))
+    assert set(rows.client) == {2, 3} and new.is_dir()
+    with pytest.raises(SystemExit, match="no finished run"):
+        text_worlds.read_runs((str(tmp_path / "empty"),))
+
+
+def test_names_of_partitions():
+    assert text_worlds.name_partition("preference0.5") == "preference 0.5"
+    assert text_worlds.name_partition("iid") == "iid"
