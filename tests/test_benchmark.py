@@ -20,6 +20,7 @@ arguments = importlib.import_module("arguments")
 bound = importlib.import_module("bound")
 choose = importlib.import_module("choose")
 conditions = importlib.import_module("conditions")
+pool = importlib.import_module("pool")
 strength = importlib.import_module("strength")
 crowd = importlib.import_module("crowd")
 methods = importlib.import_module("methods")
@@ -1233,7 +1234,60 @@ def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(monkeypatch, cap
     assert runs == [(7, tool.Envs)]
 
 
-@pytest.mark.parametrize("tool", [bound, crowd, plot, table, throughput])
+def test_seeds_are_added_to_results(tmp_path):
+    """pool.py: the results of seeds 1 to 3 with those of 4 and 5 are those of all five; of curves
+    where all have data, and of a method that is not run again its own.
+    """
+    import matplotlib.pyplot as plt
+
+    rng = np.random.default_rng(0)
+    for seed in range(1, 6):
+        for stamp, method in enumerate(("pr", "fedavg")):
+            curve = rng.normal(0.5, 0.1, size=8)
+            if seed == 5:
+                curve[0] = np.nan  # no episode has ended by then
+            some = "old" if seed < 4 else "new"
+            for folder in (some, "all"):
+                settings = {"exp_name": method, "gamma": 0.9, "env_ids": ["Task", "Other"]}
+                evaluation = 0.1 * seed**0.5
+                fake_run(tmp_path / folder, seed, curve, evaluation, stamp=stamp, **settings)
+    fake_run(tmp_path / "old", 1, [0.1] * 8, exp_name="alone", env_ids=["Task", "Other"])
+    for name in ("old", "new", "all"):
+        args = {"runs": (str(tmp_path / name),), "out": str(tmp_path / name)}
+        plot.main(plot.Args(**args, per_task=True, matrix=True))
+    of_old = pd.read_csv(tmp_path / "old.csv", comment="#")
+    args = pool.Args(out=str(tmp_path / "old"), new=str(tmp_path / "new"))
+    pool.main(args)
+    for name in ("", "_runs", "_matrix", "_table"):
+        expected = pd.read_csv(tmp_path / f"all{name}.csv", comment="#")
+        pooled = pd.read_csv(tmp_path / f"old{name}.csv", comment="#")
+        alone = pooled[pooled.method == "alone"]
+        pooled = pooled[pooled.method != "alone"]
+        columns = list(expected.columns[: 2 if name == "_table" else 3])
+        both = (table.sort_values(columns, ignore_index=True) for table in (pooled, expected))
+        pd.testing.assert_frame_equal(*both, rtol=1e-3, check_dtype=False)
+        if not name:
+            expected = of_old[of_old.method == "alone"].reset_index(drop=True)
+            pd.testing.assert_frame_equal(alone.reset_index(drop=True), expected)
+    assert "--seed 1 2 3 4 5)" in (tmp_path / "old.csv").read_text()
+    assert plt.imread(tmp_path / "old_matrix.png").any()
+    # Nothing counts twice
+    assert refusal(pool.main, args) == "--new: seed 4 of fedavg is there already"
+
+
+def test_seeds_of_other_settings_are_not_added():
+    old = "# python a.py --exp-name pr --env-id Task --gamma 0.9  (--seed 1 2)\n# torch 2\n"
+    new = "# python a.py --exp-name pr --env-id Task --gamma 0.9 --new x  (--seed 3)\n# torch 3\n"
+    expected = "# python a.py --exp-name pr --env-id Task --gamma 0.9 --new x  (--seed 1 2 3)\n"
+    assert pool.pool_comments(old, new) == f"{expected}# torch 2\n# torch 3\n"
+    other_task = new.replace("Task", "Other").replace("0.9", "0.8")
+    assert pool.pool_comments(old, other_task).count("--exp-name pr") == 2
+    other = new.replace("0.9", "0.8")
+    line = "--new: pr has another --gamma: 0.9 before, 0.8 now"
+    assert refusal(pool.pool_comments, old, other) == line
+
+
+@pytest.mark.parametrize("tool", [bound, crowd, plot, pool, table, throughput])
 def test_wrong_flags_of_tools_end_in_one_line(tool):
     """As in the scripts, with exit code 2."""
     message = refusal(arguments.read_flags, tool.Args, ["--nothing"])
