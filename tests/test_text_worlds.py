@@ -27,8 +27,8 @@ def write_rows(path, rows):
 
 def success(method, seed, step, agent, category):
     """What an agent of these runs solves: each number is visible in the result."""
-    if step == 0:
-        return 0.1
+    if step < 10:
+        return 0.1 + 0.01 * step
     value = 0.2 + 0.05 * agent + 0.01 * seed
     if method == "fedagent":
         value += 0.3
