@@ -688,7 +688,7 @@ def list_s2zpo(family: str, mode: str) -> Iterator[str]:
     elif mode == "--results":
         yield from list_cells(CART_POLE, CART_POLE_GRID, FIVE_SEEDS, f"{folder}/cartpole")
         yield from list_cells(HOPPER, HOPPER_GRID, (1, 2, 3), f"{folder}/hopper")
-        for seed in (1, 2):
+        for seed in (1, 2, 3):
             for task in ("Swimmer-v5", "HalfCheetah-v5", "Walker2d-v5"):
                 flags = HOPPER.replace("Hopper-v5", task)
                 place = f"{folder}/{task.removesuffix('-v5').lower()}"

@@ -695,6 +695,10 @@ def crowd_tuned() -> str:
     return format_table([*header, "all learn"], rows)
 
 
+# Of returns, where a task has any
+ZEROTH_LIMITS = {"CartPole-v1": {"low": 0, "high": 500}, "Hopper-v5": {"low": 0}}
+
+
 def zeroth(column: str = "evaluation") -> str:
     """Bits instead of parameters: tasks x algorithms, over the shared grid and at the best cell."""
     names = {"par": "Par-S²ZPO", "fedavg": "FedAvg-S²ZPO", "central": "central"}
@@ -702,8 +706,8 @@ def zeroth(column: str = "evaluation") -> str:
     for _, row in read_result("s2zpo_table").iterrows():
         cells = [row.task, names[row.algorithm], f"{row.cells}, {row.seeds}"]
         for name in (f"{column}_grid", f"{column}_best"):
-            high = 500 if row.task.startswith("CartPole") else float("inf")
-            cells.append(format_mean(row, name, 0, low=0, high=high).replace(" [nan, nan]", ""))
+            limits = ZEROTH_LIMITS.get(row.task, {})
+            cells.append(format_mean(row, name, 0, **limits).replace(" [nan, nan]", ""))
         mu, eta = row[f"{column}_cell"].split()
         rows.append([*cells, f"{mu}, {eta}", f"{row.bits_per_update:,.0f}"])
     header = ["", "", "cells, seeds", "over the grid", "best cell", "its µ, η", "bits per update"]
