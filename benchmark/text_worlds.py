@@ -80,7 +80,7 @@ def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, pd.DataFrame, str
 
     Of repeated runs the newest counts.
     """
-    found = {}
+    newest = {}
     for folder in run_folders(folders):
         try:
             run = read_run(folder)
@@ -91,13 +91,13 @@ def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, pd.DataFrame, str
             report(folder, "not a finished run of prpo_babyai.py, left out")
             continue
         settings = run[0].settings
-        found[settings["exp_name"], settings["seed"]] = run
-    if not found:
+        newest[settings["exp_name"], settings["seed"]] = run
+    if not newest:
         raise SystemExit(f"--runs {' '.join(folders)}: no finished run of prpo_babyai.py in there")
     groups = {}
-    for (name, _), (run, _, _) in sorted(found.items()):
+    for (name, _), (run, _, _) in sorted(newest.items()):
         groups.setdefault(("", name), []).append(run)
-    _, rows, clients = zip(*found.values(), strict=True)
+    _, rows, clients = zip(*newest.values(), strict=True)
     rows = pd.concat(rows).sort_values([*KEY, "step", "agent"], kind="stable")
     clients = pd.concat(clients).sort_values([*KEY, "client"], kind="stable")
     columns = [*KEY, "step", "agent", "client", "category", "episodes", "success"]
