@@ -628,17 +628,24 @@ def draw_matrix(csv_path: Path, png_path: Path):
     for axis, method in zip(axes[0], methods, strict=True):
         rows = table[table.method == method]
         values = rows.pivot(index="agent", columns="task", values="mean")[tasks]
-        axis.imshow(values, vmin=0, vmax=highest, cmap="cividis")
-        for (row, column), value in np.ndenumerate(values):
-            colour = "white" if value < 0.6 * highest else "black"
-            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+        values.columns = [task[start:].removesuffix("-v0") for task in tasks]
+        draw_cells(axis, values, highest)
         axis.set_title(styles[method].label.replace(", ", ",\n", 1))
-        task_names = [task[start:].removesuffix("-v0") for task in tasks]
-        axis.set_xticks(range(len(tasks)), task_names, rotation=20)
-        axis.set_yticks(range(len(values)), [f"agent {agent}" for agent in values.index])
     figure.savefig(png_path, dpi=150)
     plt.close(figure)
     return figure
+
+
+def draw_cells(axis, values: pd.DataFrame, highest: float) -> None:
+    """A panel with a coloured number for each agent, down, and task, across; colours up to
+    `highest`.
+    """
+    axis.imshow(values, vmin=0, vmax=highest, cmap="cividis")
+    for (row, column), value in np.ndenumerate(values):
+        colour = "white" if value < 0.6 * highest else "black"
+        axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+    axis.set_xticks(range(len(values.columns)), values.columns, rotation=20)
+    axis.set_yticks(range(len(values)), [f"agent {agent}" for agent in values.index])
 
 
 def save_with_legend(figure, png_path: Path, columns: int = 4) -> None:

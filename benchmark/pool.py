@@ -34,12 +34,10 @@ class Args:
     """the same of the results of other seeds"""
 
 
-def sum_squares(interval: pd.Series, seeds: pd.Series) -> pd.Series:
-    """The sum of squared deviations from the mean behind an interval by Student's t, whose half is
-    given.
-    """
+def sum_squares(half: pd.Series, seeds: pd.Series) -> pd.Series:
+    """The sum of squared deviations from the mean behind half an interval by Student's t."""
     quantile = stats.t.ppf(0.975, seeds - 1)
-    return ((interval / quantile) ** 2 * seeds * (seeds - 1)).fillna(0)
+    return ((half / quantile) ** 2 * seeds * (seeds - 1)).fillna(0)
 
 
 def pool_means(old: pd.DataFrame, new: pd.DataFrame, keys: list[str]) -> pd.DataFrame:

@@ -15,12 +15,12 @@ and categories after training, of the clients dealt as --matrix says).
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from arguments import Damaged, read_flags
 from methods import style_methods
 from plot import (
     Run,
+    draw_cells,
     header,
     naming_damage,
     read_settings,
@@ -154,9 +154,9 @@ def draw(csv_path: Path, png_path: Path):
             rows = panel[panel.method == method]
             seeds = rows.pivot(index="step", columns="seed", values="success")
             interval = with_interval(seeds)
-            label = style.label if partition == partitions[0] else None
             drawn = {"color": style.colour, "linestyle": style.dashes, "marker": "o"}
-            axis.plot(interval.index, interval["mean"], markersize=3, label=label, **drawn)
+            drawn["label"] = style.label
+            axis.plot(interval.index, interval["mean"], markersize=3, **drawn)
             if seeds.shape[1] > 2:  # intervals of two seeds cover everything
                 band = {"color": style.colour, "alpha": 0.1, "linewidth": 0}
                 axis.fill_between(interval.index, interval.ci_low, interval.ci_high, **band)
@@ -209,13 +209,8 @@ def draw_matrix(rows: pd.DataFrame, clients: pd.DataFrame, png_path: Path):
     size = (2.6 * len(panels), 0.5 * len(shares) + 1.8)
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
     for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
-        axis.imshow(values, vmin=0, vmax=1, cmap="cividis")
-        for (row, column), value in np.ndenumerate(values):
-            colour = "white" if value < 0.6 else "black"
-            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+        draw_cells(axis, values, highest=1)
         axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(len(categories)), categories, rotation=20)
-        axis.set_yticks(range(len(values)), [f"agent {agent}" for agent in values.index])
     figure.savefig(png_path, dpi=150)
     plt.close(figure)
     return figure
