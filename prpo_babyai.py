@@ -58,6 +58,7 @@ from prpo_llm import (
     add_adapters,
     average_adapters,
     compute_group_advantages,
+    compute_learning_rate,
     compute_public_log_probs,
     compute_references,
     find_diverged,
@@ -170,6 +171,10 @@ class Args(RunArgs):
     """learning rate of AdamW; real models need less, such as the paper's 1e-6"""
     weight_decay: NonNegative = 0.0
     """AdamW: decay of the parameters"""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """linear and cosine fall to 0"""
+    warmup_steps: Natural = 0
+    """steps in which the learning rate rises before"""
     update_epochs: Count = 1
     """epochs per step over all turns"""
     minibatch_size: Natural = 128
@@ -349,6 +354,8 @@ def main(args: Args) -> dict:
 
     for step in run.iterations():
         began = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = compute_learning_rate(args, step)
         clients = draw_clients(args, step)[rows_held]  # who the agents of this process are
 
         # Rollout: all agents' episodes are played side by side
@@ -446,6 +453,7 @@ def main(args: Args) -> dict:
         scalars = {
             "time/tokens_per_second": num_tokens.sum().item() / (time.perf_counter() - began),
             "time/peak_memory": measure_peak_memory(device),
+            "charts/learning_rate": compute_learning_rate(args, step),
             "communication/rounds": step // args.local_updates,
         }
         run.log(rows, communicator, distances, scalars)

@@ -249,6 +249,7 @@ EPISODES = (
     "losses/grad_norm",
     "losses/skipped_steps",
     "losses/sampling_gap",
+    "charts/learning_rate",
     "communication/lost_by_average",
     "time/tokens_per_second",
 )

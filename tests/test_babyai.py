@@ -457,7 +457,8 @@ def test_one_agent_makes_the_update_of_plain_transformers(tiny, tmp_path, monkey
         minibatch_size=0,
         kl_coef=0.3,
         ent_coef=0.02,
-        learning_rate=0.03,
+        learning_rate=0.06,
+        warmup_steps=1,  # half of the rate in the first step
         eval_episodes=0,
         temperature=0.8,
     )
@@ -471,7 +472,7 @@ def test_one_agent_makes_the_update_of_plain_transformers(tiny, tmp_path, monkey
     base = AutoModelForCausalLM.from_pretrained(folder)
     model = PeftModel.from_pretrained(base, tmp_path / "start", is_trainable=True).eval()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, args.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, 0.03, weight_decay=0.0)
     turns = []
     for episode, advantage in zip(episodes, advantages, strict=True):
         turns += [(turn, advantage) for turn in episode.turns]
