@@ -83,7 +83,7 @@ class Args(RunArgs):
     env_id: str = "HalfCheetah-v5"
     """the task of all agents: MuJoCo's, another one with continuous actions, or CartPole-v1"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
-    """envpool is several times faster; auto takes it where it is installed and has the task"""
+    """envpool is several times faster on MuJoCo; auto takes it there, where it is installed"""
     # most steps of an episode, also in evaluations (default: 250; of CartPole its 500)
     horizon: Count | None = None
     norm_obs: bool = True
@@ -388,13 +388,25 @@ def sum_observations(obs: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat((number, total, squares), dim=1)
 
 
-def set_normalisation(policy: Policy, sums: Tensor) -> None:
-    """Normalise with the statistics of all agents: sums [agents, 1 + 2 * obs]."""
+@torch.no_grad()
+def set_normalisation(policy: Policy, sums: Tensor, keep_policy: bool) -> None:
+    """Normalise with the statistics of all agents: sums [agents, 1 + 2 * obs].
+
+    keep_policy: the first layer takes up the change, W' (x - m') / s' + b' = W (x - m) / s + b, so
+    that actions remain what they were, but where inputs are clipped.
+    """
     number, *rest = sums.sum(0).split([1, len(policy.obs_mean), len(policy.obs_mean)])
     average, square = (total / number for total in rest)
-    variance = (square - average.square()).clamp(min=0)
-    policy.obs_mean.copy_(average)
-    policy.obs_std.copy_(variance.sqrt().clamp(min=1e-4))
+    std = (square - average.square()).clamp(min=0).sqrt()
+    std[std < 1e-4] = 1.0  # constants
+    obs_mean = average.float()
+    obs_std = std.float()
+    if keep_policy:
+        first = policy.network[0]
+        first.bias += first.weight @ ((obs_mean - policy.obs_mean) / policy.obs_std)
+        first.weight *= obs_std / policy.obs_std
+    policy.obs_mean.copy_(obs_mean)
+    policy.obs_std.copy_(obs_std)
 
 
 def main(args: Args) -> dict:
@@ -490,14 +502,15 @@ def main(args: Args) -> dict:
             direction /= n
         communicators.unflatten((parameters + eta_t * direction)[None], [policy])
 
-        # Statistics for normalisation, in iterations 1, 2, 4, 8, ...: few numbers, rarely
+        # Statistics for normalisation, in iterations 1, 2, 4, 8, ...: few numbers, rarely. The
+        # first ones make inputs alike in size; later ones must not change what has been learned
         for k in range(len(held)):
             steps[k] += lengths[k].sum()
             if args.norm_obs:
                 statistics[k] += sums[k]
         if args.norm_obs and iteration & (iteration - 1) == 0:
             gathered = exchange.all_gather(torch.stack(statistics))
-            set_normalisation(policy, gathered)
+            set_normalisation(policy, gathered, keep_policy=iteration > 1)
             bits[1] += gathered.numel() * 64
             exchange.count_bytes(listeners, [gathered.shape[1]] * n, 8)
         run.tick("exchange")
@@ -688,6 +701,8 @@ def choose_backend(args: Args) -> str:
     if args.env_backend != "auto":
         return args.env_backend
     if args.human or not find_spec("envpool"):
+        return "gymnasium"
+    if args.env_id == "CartPole-v1":  # so cheap that threads cost more than they save
         return "gymnasium"
     return "envpool" if args.env_id in ENVPOOL_IDS else "gymnasium"
 

@@ -1,5 +1,6 @@
 """Par-S2ZPO: the panel's vote, blocks and steps, bits on the wire, and runs from end to end."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -402,7 +403,7 @@ def test_episodes_side_by_side_are_those_of_a_plain_loop(settings):
     assert lengths.min() < lengths.max() <= args.horizon or settings is HOPPER
     if settings is TINY:
         np.testing.assert_array_equal(returns, lengths)  # CartPole's reward is 1 for each step
-    s2zpo_mujoco.set_normalisation(policy, sums)
+    s2zpo_mujoco.set_normalisation(policy, sums, keep_policy=False)
     np.testing.assert_allclose(policy.obs_mean, observations.mean(0), rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(policy.obs_std, observations.std(0), rtol=1e-3, atol=2e-4)
     normalised = policy.normalise(torch.from_numpy(observations))
@@ -419,10 +420,56 @@ def test_normalisation_joins_the_statistics_of_agents():
     rows = np.concatenate([obs[i, e, : lengths[i, e]] for i in range(2) for e in range(3)])
     assert sums[:, 0].tolist() == [8, 13]
     policy = s2zpo_mujoco.Policy(4, 1, (2,))
-    s2zpo_mujoco.set_normalisation(policy, sums)
+    s2zpo_mujoco.set_normalisation(policy, sums, keep_policy=False)
     np.testing.assert_allclose(policy.obs_mean, rows.mean(0), rtol=1e-5)
     np.testing.assert_allclose(policy.obs_std[:3], rows.std(0)[:3], rtol=1e-5)
     assert policy.normalise(torch.tensor([3.0, 3.0, 3.0, 7.0])).isfinite().all()
+
+
+def draw_sums(low, high, generator):
+    """Statistics of two agents whose observations are uniform; the last of five is constant."""
+    obs = low + (high - low) * torch.rand(2, 3, 50, 5, generator=generator)
+    obs[..., 4] = 7
+    return s2zpo_mujoco.sum_observations(obs, torch.full((2, 3), 50))
+
+
+def test_new_statistics_keep_the_policy():
+    """Outputs are what they were, while inputs have other sizes from then on."""
+    generator = seeded(3)
+    policy = s2zpo_mujoco.Policy(5, 2, (6, 3)).requires_grad_(False)
+    for parameter in policy.parameters():
+        parameter += 0.5 * torch.randn(parameter.shape, generator=generator)
+    low = torch.tensor([0.0, -1.0, 2.0, 100.0, 0.0])
+    obs = low + torch.rand(40, 5, generator=generator)
+    s2zpo_mujoco.set_normalisation(policy, draw_sums(low, low + 1, generator), keep_policy=False)
+    outputs = policy(obs)
+    sums = draw_sums(low - 2, low + torch.tensor([1.0, 2.0, 4.0, 0.5, 1.0]), generator)
+    kept = copy.deepcopy(policy)
+    s2zpo_mujoco.set_normalisation(kept, sums, keep_policy=True)
+    s2zpo_mujoco.set_normalisation(policy, sums, keep_policy=False)
+    torch.testing.assert_close(kept(obs), outputs, rtol=1e-4, atol=1e-4)
+    assert (policy(obs) - outputs).abs().max() > 0.1
+    torch.testing.assert_close(kept.obs_mean, policy.obs_mean)
+    torch.testing.assert_close(kept.obs_std, policy.obs_std)
+
+
+def test_a_run_keeps_its_policy_through_new_statistics(tmp_path, monkeypatch):
+    """In iterations 2 and 4; the first statistics do change it."""
+    set_normalisation = s2zpo_mujoco.set_normalisation
+    changes = []
+
+    def measure(policy, sums, **options):
+        obs = 0.1 * torch.randn(20, 4, generator=seeded(1))  # not clipped
+        before = policy(obs)
+        set_normalisation(policy, sums, **options)
+        changes.append(float((policy(obs) - before).abs().max()))
+
+    monkeypatch.setattr(s2zpo_mujoco, "set_normalisation", measure)
+    train(tmp_path)
+    first, *later = changes
+    assert first > 1e-2
+    assert len(later) == 2
+    assert max(later) < 1e-4
 
 
 @pytest.mark.skipif(not HAS_ENVPOOL, reason="envpool is for Linux")
@@ -601,7 +648,7 @@ def test_an_interrupted_run_saves_and_goes_on(tmp_path, monkeypatch):
 
 def test_cart_pole_is_learned(tmp_path):
     """Thirty updates by comparisons, of two agents with few parameters."""
-    changes = {"num_agents": 2, "num_pairs": 8, "total_iterations": 30, "save_every": 30}
+    changes = {"num_agents": 2, "num_pairs": 8, "total_iterations": 30, "save_every": 30, "seed": 2}
     summary, folder = train(tmp_path, horizon=100, **changes)
     first = float(rows_of(folder)[0]["episodic_return"])
     evaluation = summary["evaluation"]["group"]
@@ -771,7 +818,7 @@ def test_missing_packages_are_named(monkeypatch):
     assert message == "--env-backend envpool: envpool is not installed"
     message = refusal(parse_args, s2zpo_mujoco, [*flags, "--capture-video"])
     assert message == "--capture-video True: moviepy is not installed"
-    assert s2zpo_mujoco.choose_backend(parse_args(s2zpo_mujoco, flags)) == "gymnasium"
+    assert s2zpo_mujoco.choose_backend(Args()) == "gymnasium"
 
 
 def test_a_machine_that_cannot_draw(monkeypatch):
@@ -813,6 +860,16 @@ def test_defaults_of_tasks():
     assert s2zpo_mujoco.find_horizon("HalfCheetah-v5") == 250
     assert s2zpo_mujoco.find_horizon("Pendulum-v1") == 200
     assert s2zpo_mujoco.make_env(Args()).spec.max_episode_steps == 250
+
+
+@pytest.mark.skipif(not HAS_ENVPOOL, reason="envpool is for Linux")
+def test_backends_of_tasks():
+    """envpool where it is faster; a flag overrules it."""
+    backends = {"HalfCheetah-v5": "envpool", "CartPole-v1": "gymnasium", "Ant-v5": "gymnasium"}
+    for env_id, backend in backends.items():
+        assert s2zpo_mujoco.choose_backend(Args(env_id=env_id)) == backend
+    args = Args(env_id="CartPole-v1", env_backend="envpool")
+    assert s2zpo_mujoco.choose_backend(args) == "envpool"
 
 
 def test_commands_of_the_page_are_understood():
