@@ -54,17 +54,18 @@ models that share skills and have a style each (first run `python benchmark/skil
 share skills and have goals of their own, on two kinds of tasks; agreement, as goals, where the
 goals agree in a part of the levels.
 liars: one agent of four sends what it has not learned. privacy: return against the noise on what
-agents send (docs/privacy.md). strength: FedAvg of parts of the network,
-and PR-PPO with other coefficients, schedules and distillation.
-anchor: what slows mixing down, peers or the age of the snapshots. trpo: PR-TRPO, isolated TRPO and
-PR-PPO at equal steps on three tasks, and how far PR-TRPO's updates move, with and without the bound
-of --delta.
+agents send (docs/privacy.md). strength: FedAvg of parts of the network, and PR-PPO with other
+coefficients, schedules and distillation. anchor: what slows mixing down, peers or the age of
+the snapshots. trpo: PR-TRPO, isolated TRPO and PR-PPO at equal steps on three tasks, and how far
+PR-TRPO's updates move, with and without the bound of --delta.
+--tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
+--results  the chosen settings on five fresh seeds (also the default)
+
 fedagent: agents in text worlds, the FedAgent paper's table 1, with PR-GRPO beside it.
 (default)  the paper's size: Qwen2.5-1.5B-Instruct in ALFWorld, 100 clients of which two train in a
            round, 70 rounds of three epochs; two GPUs each
---quick    the small model in BabyAI (first run benchmark/babyai.py): 12 clients, three at a time
---tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
---results  the chosen settings on five fresh seeds (also the default)
+--quick    the small model in BabyAI (first run benchmark/babyai.py): 12 clients, three at a time,
+           in one category of tasks, in two where clients prefer categories
 
 s2zpo: Par-S2ZPO, FedAvg-S2ZPO and their centralised counterpart, on the same grid of mu and eta.
 (default)  four tasks of MuJoCo with 1,000 steps, 2, 4 and 8 agents, five seeds: days
@@ -935,14 +936,21 @@ FEDAGENT_FULL = (
     " --weight-decay 0.01 --lora-rank 64 --lora-alpha 64 --advantage-over turns"
     " --rollout-batch-size 0"
 )
-FEDAGENT_QUICK = "--num-agents 12 --local-updates 3 --total-steps 30"
-# Method -> flags, with {n} agents at the same time
+# What a small model learns in minutes (docs/prpo_babyai.md); each client has tasks of its own
+FEDAGENT_QUICK = (
+    "--max-turns 12 --num-agents 12 --tasks-per-agent 16 --local-updates 3 --total-steps 18"
+    " --batch-size 8 --minibatch-size 0 --learning-rate 2e-3 --advantage-over turns"
+    " --eval-every 6 --eval-episodes 60 --eval-temperature 1"
+)
+# Method -> flags, with {n} agents at the same time. The coefficient of PR-GRPO, which pulls towards
+# peers and not towards the start, was chosen for own preferences (docs/results.md, section 13)
+PR_GRPO = "--aggregation policy --agents-per-round {n} --kl-coef 0.1"
 FEDAGENT_METHODS = {
     "local": "--aggregation none --agents-per-round {n}",
     "centralised": "--aggregation none --centralised",
     "fedagent": "--aggregation weights --agents-per-round {n}",
-    "pr-uniform-grpo": "--aggregation policy --agents-per-round {n}",
-    "pr-self0.6-grpo": "--aggregation policy --agents-per-round {n} --communicator self-preferred",
+    "pr-uniform-grpo": PR_GRPO,
+    "pr-self0.6-grpo": f"{PR_GRPO} --communicator self-preferred",
 }
 # Partition -> two strengths
 HETEROGENEITY = {
@@ -957,22 +965,27 @@ def list_fedagent(family: str, mode: str) -> Iterator[str]:
     small = mode == "--quick"
     common = FEDAGENT_QUICK if small else FEDAGENT_FULL
     number = 3 if small else 2
-    for seed in (1, 2, 3):
-        for partition, strengths in {"iid": ("",), **HETEROGENEITY}.items():
-            for strength in strengths:
-                for method, flags in FEDAGENT_METHODS.items():
-                    name = f"{method}_{partition}{strength}"
-                    if partition != "iid":
-                        if not small or method in ("centralised", "pr-self0.6-grpo"):
-                            continue
-                        flags += f" --partition {partition} --strength {strength}"
-                    launch = ONE_THREAD
-                    if not small and method != "centralised":
-                        launch = f"torchrun --nproc-per-node {number}"
-                    yield join(
-                        f"{launch} prpo_babyai.py {flags.format(n=number)} {common}",
-                        f"--seed {seed} --run-dir {name_folder(family, mode)} --exp-name {name}",
-                    )
+    for partition, strengths in {"iid": ("",), **HETEROGENEITY}.items():
+        tasks = ""
+        if small:  # preferences are between categories
+            tasks = "--categories GoToObj"
+            if partition == "preference":
+                tasks += " OpenDoor"
+        for strength, seed in itertools.product(strengths, (1, 2, 3)):
+            for method, flags in FEDAGENT_METHODS.items():
+                name = f"{method}_{partition}{strength}"
+                if partition != "iid":
+                    if not small or method in ("centralised", "pr-self0.6-grpo"):
+                        continue
+                    flags += f" --partition {partition} --strength {strength}"
+                launch = ONE_THREAD
+                if not small and method != "centralised":
+                    launch = f"torchrun --nproc-per-node {number}"
+                yield join(
+                    f"{launch} prpo_babyai.py {flags.format(n=number)} {common}",
+                    tasks,
+                    f"--seed {seed} --run-dir {name_folder(family, mode)} --exp-name {name}",
+                )
 
 
 # The program
