@@ -423,6 +423,7 @@ def test_normalisation_joins_the_statistics_of_agents():
     s2zpo_mujoco.set_normalisation(policy, sums, keep_policy=False)
     np.testing.assert_allclose(policy.obs_mean, rows.mean(0), rtol=1e-5)
     np.testing.assert_allclose(policy.obs_std[:3], rows.std(0)[:3], rtol=1e-5)
+    assert policy.obs_std[3] == 1
     assert policy.normalise(torch.tensor([3.0, 3.0, 3.0, 7.0])).isfinite().all()
 
 
