@@ -595,8 +595,7 @@ class Episode:
             with contextlib.redirect_stdout(io.StringIO()):  # where levels print rejected layouts
                 return function(*inputs)
         except Exception as error:
-            problem = f"{self.place} raises {type(error).__name__}: {error}".splitlines()[0]
-            refuse_world(self.args, problem)
+            refuse_error(self.args, self.place, error)
 
     def see(self, observation: str, info: dict) -> None:
         """Take an observation and the admissible actions (none are listed: any text is one)."""
@@ -919,8 +918,7 @@ def list_tasks(args: Args, make: Callable) -> dict[int, str]:
         except IndexError:
             refuse(args, "tasks", f"the world of --env {args.env} has {index}")
         except Exception as error:
-            problem = f"task {index} of train raises {type(error).__name__}: {error}"
-            refuse_world(args, problem.splitlines()[0])
+            refuse_error(args, f"task {index} of train", error)
         if not args.categories or category in args.categories:
             pool[index] = category
     missing = {*args.categories} - {*pool.values()}
@@ -1107,14 +1105,13 @@ def load_world(args: Args) -> Callable[[str, int], gym.Env]:
     try:
         make = runpy.run_path(file).get(name)
     except Exception as error:
-        refuse_world(args, f"{file} raises {type(error).__name__}: {error}".splitlines()[0])
+        refuse_error(args, file, error)
     if not callable(make):
         refuse_world(args, f"{file} has no function {name}")
     try:
         env = make("train", 0)
     except Exception as error:
-        problem = f"task 0 of train raises {type(error).__name__}: {error}"
-        refuse_world(args, problem.splitlines()[0])
+        refuse_error(args, "task 0 of train", error)
     for kind in ("observation_space", "action_space"):
         space = getattr(env, kind, None)
         if not isinstance(space, spaces.Text):
@@ -1237,6 +1234,12 @@ def refuse_world(args: Args, problem: str) -> NoReturn:
     """End with one line about --env, from any rank: maybe only this one's task has the problem."""
     message = f"--env {args.env}: {problem}"
     communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
+
+
+def refuse_error(args: Args, place: str, error: Exception) -> NoReturn:
+    """End with one line that says where a world has raised an error."""
+    problem = communicators.first_line(error)
+    refuse_world(args, f"{place} raises {type(error).__name__}: {problem}")
 
 
 def averages_evenly(args: Args) -> bool:

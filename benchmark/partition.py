@@ -26,7 +26,16 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prpo_llm
-from communicators import Count, Natural, NonNegative, Positive, derive_seed, read_flags, refuse
+from communicators import (
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    derive_seed,
+    first_line,
+    read_flags,
+    refuse,
+)
 
 PARTITION_SEED = 7  # which random numbers of --seed these are, see derive_seed
 
@@ -280,7 +289,7 @@ def main(args: Args) -> None:
         name, where = prpo_llm.find_base(args.base_model)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
     except (OSError, ValueError) as error:
-        refuse(args, "base_model", f"cannot be loaded: {str(error).splitlines()[0]}")
+        refuse(args, "base_model", f"cannot be loaded: {first_line(error)}")
     examples = prpo_llm.load_examples(settings, tokenizer, args.dataset)
     if args.easy_column:
         values = [example["row"].get(args.easy_column) for example in examples]

@@ -70,8 +70,8 @@ fedagent: agents in text worlds, the FedAgent paper's table 1, with PR-GRPO besi
 s2zpo: Par-S2ZPO, FedAvg-S2ZPO and their centralised counterpart, on the same grid of mu and eta.
 (default)  four tasks of MuJoCo with 1,000 steps, 2, 4 and 8 agents, five seeds: days
 --quick    CartPole-v1, one seed: five minutes on one core
---results  CartPole-v1 and the four tasks with 250 steps, four agents, five seeds: an hour and a half
-           on two cores
+--results  CartPole-v1, and the four tasks with 250 steps and a smaller grid; four agents, five
+           seeds: two hours on two cores
 
 --exp-name names the method and the settings that are searched over. An estimate of the time goes to
 stderr.
