@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -169,6 +170,21 @@ def join_files(folder: Path) -> pd.DataFrame:
     return table.assign(**values)
 
 
+def read_each(folders: tuple[str, ...], read: Callable[[Path], Any]) -> Iterator[Any]:
+    """What `read` makes of each run below these folders, the oldest first.
+
+    A run whose files have not what they should is reported and left out.
+    """
+    for folder in run_folders(folders):
+        try:
+            with naming_damage(folder):
+                run = read(folder)
+        except Damaged as error:
+            report(folder, f"damaged, left out ({error})")
+            continue
+        yield run
+
+
 def load_runs(*folders: str) -> pd.DataFrame:
     """All runs below `folders` as one table: a row per iteration and agent.
 
@@ -177,12 +193,7 @@ def load_runs(*folders: str) -> pd.DataFrame:
     setting. A setting with the name of a metric ends in `_setting`, as the rate from which
     `learning_rate` was annealed.
     """
-    tables = []
-    for folder in run_folders(folders):
-        try:
-            tables.append(load_run(folder))
-        except Damaged as error:
-            report(folder, f"damaged, left out ({error})")
+    tables = list(read_each(folders, load_run))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
@@ -243,6 +254,14 @@ def read_run(folder: Path) -> Run:
         return run
 
 
+def read_finished_run(folder: Path) -> Run | None:
+    """The same; None for a run that has not finished, which is reported."""
+    if not (folder / "summary.json").exists():
+        report(folder, "not finished, left out")
+        return None
+    return read_run(folder)
+
+
 def split_run(run: Run) -> list[Run]:
     """The same run once for each of its agents' tasks: curve and evaluation of the agents that have
     it.
@@ -300,27 +319,21 @@ def check_settings(runs: list[Run]) -> None:
 def read_groups(args: Args) -> Groups:
     """(env, method) -> its runs, one per seed, in the order of --methods."""
     groups = defaultdict(dict)
-    for folder in run_folders(args.runs):
-        if not (folder / "summary.json").exists():
-            report(folder, "not finished, left out")
-            continue
-        try:
-            run = read_run(folder)
-        except Damaged as error:
-            report(folder, f"damaged, left out ({error})")
+    for run in read_each(args.runs, read_finished_run):
+        if run is None:
             continue
         name = run.settings["exp_name"]
         seed = run.settings["seed"]
         if args.methods and match_pattern(name, args.methods) is None:
             continue
         if not run.summary["completed"] or run.curve.empty:
-            report(folder, "cut off or without a single episode, left out")
+            report(run.folder, "cut off or without a single episode, left out")
             continue
         if run.summary.get("diverged"):
-            report(folder, f"agents {run.summary['diverged']} have diverged")
+            report(run.folder, f"agents {run.summary['diverged']} have diverged")
         by_seed = groups[run.task, name]
         if seed in by_seed:
-            problem = f"left out, {folder} has the same name and seed and is newer"
+            problem = f"left out, {run.folder} has the same name and seed and is newer"
             report(by_seed[seed].folder, problem)
         by_seed[seed] = run
     for by_seed in groups.values():

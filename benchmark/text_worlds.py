@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from arguments import Damaged, read_flags
+from arguments import read_flags
 from methods import style_methods
 from plot import (
     Run,
     draw_cells,
     header,
-    naming_damage,
+    read_each,
     read_settings,
     read_table,
     report,
-    run_folders,
     save_with_legend,
     with_interval,
     write,
@@ -51,21 +50,21 @@ class Args:
 def read_run(folder: Path) -> tuple[Run, pd.DataFrame, pd.DataFrame] | None:
     """A finished run of prpo_babyai.py: its settings, its evaluations, and its clients' tasks.
 
-    None for other runs. Raises Damaged.
+    None for other runs, which are reported.
     """
-    with naming_damage(folder):
-        summary, settings = read_settings(folder)
-        if summary.get("script") != "prpo_babyai" or not summary["completed"]:
-            return None
-        method, _, partition = settings["exp_name"].partition("_")
-        key = dict(zip(KEY, (method, partition, settings["seed"]), strict=True))
-        evaluations = read_table(folder / "evaluations.csv", comment=None)
-        rows = evaluations[["step", "agent", "task", "episodes", "mean_success"]]
-        rows = rows.rename(columns={"task": "category", "mean_success": "success"})
-        rows = rows.merge(read_last_clients(folder), on="agent")
-        clients = read_table(folder / "clients.csv", comment=None)
-        run = Run(folder, summary, settings, pd.Series(), {})
-        return run, rows.assign(**key), clients.assign(**key)
+    summary, settings = read_settings(folder)
+    if summary.get("script") != "prpo_babyai" or not summary["completed"]:
+        report(folder, "not a finished run of prpo_babyai.py, left out")
+        return None
+    method, _, partition = settings["exp_name"].partition("_")
+    key = dict(zip(KEY, (method, partition, settings["seed"]), strict=True))
+    evaluations = read_table(folder / "evaluations.csv", comment=None)
+    rows = evaluations[["step", "agent", "task", "episodes", "mean_success"]]
+    rows = rows.rename(columns={"task": "category", "mean_success": "success"})
+    rows = rows.merge(read_last_clients(folder), on="agent")
+    clients = read_table(folder / "clients.csv", comment=None)
+    run = Run(folder, summary, settings, pd.Series(), {})
+    return run, rows.assign(**key), clients.assign(**key)
 
 
 def read_last_clients(folder: Path) -> pd.DataFrame:
@@ -81,14 +80,8 @@ def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, pd.DataFrame, str
     Of repeated runs the newest counts.
     """
     newest = {}
-    for folder in run_folders(folders):
-        try:
-            run = read_run(folder)
-        except Damaged as error:
-            report(folder, f"damaged, left out ({error})")
-            continue
+    for run in read_each(folders, read_run):
         if run is None:
-            report(folder, "not a finished run of prpo_babyai.py, left out")
             continue
         settings = run[0].settings
         newest[settings["exp_name"], settings["seed"]] = run

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from arguments import Damaged, read_flags, read_json, refuse
+from arguments import read_flags, read_json, refuse
 from methods import BLACK, BLUE, VERMILION
-from plot import comments_of, naming_damage, read_table, report, run_folders, with_interval, write
+from plot import comments_of, read_each, read_table, with_interval, write
 
 ALGORITHMS = {
     "par": ("Par-S2ZPO", BLUE),
@@ -88,26 +88,22 @@ def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, dict[tuple, pd.Da
     curves = {}
     commands = {}
     versions = set()
-    for folder in run_folders(folders):
-        try:
-            with naming_damage(folder):
-                run = read_run(folder)
-        except Damaged as error:
-            report(folder, f"damaged, left out ({error})")
+    for run in read_each(folders, read_run):
+        if run is None:
             continue
-        if run:
-            row, curve, command, packages = run
-            key = tuple(row[name] for name in SETTINGS)
-            rows[key] = row
-            curves[key] = curve
-            commands.setdefault(command, set()).add(row["seed"])
-            versions.add(packages)
+        row, curve, command, packages = run
+        key = tuple(row[name] for name in SETTINGS)
+        rows[key] = row
+        curves[key] = curve
+        commands.setdefault(command, set()).add(row["seed"])
+        versions.add(packages)
     if not rows:
         sys.exit(f"--runs {' '.join(folders)}: no finished run of s2zpo_mujoco.py in there")
     lines = [f"# {' or '.join(sorted(versions))}\n"]
-    for command, seeds in commands.items():
+    for command, seeds in sorted(commands.items()):
         lines.append(f"# {command}  (--seed {' '.join(map(str, sorted(seeds)))})\n")
-    return pd.DataFrame(list(rows.values())), curves, "".join(lines)
+    ordered = sorted(rows, key=str)  # by task, whatever ran first
+    return pd.DataFrame([rows[key] for key in ordered]), curves, "".join(lines)
 
 
 def choose_cells(runs: pd.DataFrame, column: str) -> pd.Series:
