@@ -213,16 +213,15 @@ def draw(csv_path: Path, png_path: Path):
 def main(args: Args) -> None:
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    if args.from_csv:
-        if not Path(f"{out}_runs.csv").is_file():
-            refuse(f"--from-csv: there is no {out}_runs.csv")
-        runs = read_table(f"{out}_runs.csv")
-    else:
+    runs_path = Path(f"{out}_runs.csv")
+    if not args.from_csv:
         runs, of_runs, comments = read_runs(args.runs)
-        write(Path(f"{out}_runs.csv"), comments, runs)
+        write(runs_path, comments, runs)
         write(Path(f"{out}.csv"), comments, make_curves(runs, of_runs))
-    comments = comments_of(Path(f"{out}_runs.csv"))
-    table = make_table(runs)
+    elif not runs_path.is_file():
+        refuse(f"--from-csv: there is no {runs_path}")
+    comments = comments_of(runs_path)
+    table = make_table(read_table(runs_path))
     write(Path(f"{out}_table.csv"), comments, table)
     draw(Path(f"{out}.csv"), Path(f"{out}.png"))
     print(table.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
