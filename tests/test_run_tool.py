@@ -132,15 +132,19 @@ def test_commands_come_from_standard_input_too_and_from_any_run_dir(tmp_path, to
 
 
 def test_no_more_run_at_a_time_than_asked_for_each_on_cores_of_its_own(tmp_path, tool):
-    """Each command writes when it began and ended, and its cores; pytest-xdist would have us all on
-    one.
+    """Each command writes when it began and ended, and its cores, after the other one of its pair
+    has begun; pytest-xdist would have us all on one.
     """
     if pin := hasattr(os, "sched_setaffinity"):
         affinity = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(os.cpu_count()))
     (tmp_path / "note.py").write_text(
-        "import os, sys, time\n"
+        "import os, pathlib, sys, time\n"
         "began, cores = time.time(), []\n"
+        "pathlib.Path('began' + sys.argv[1]).touch()\n"
+        "other = pathlib.Path(f'began{int(sys.argv[1]) ^ 1}')\n"
+        "while not other.exists() and time.time() < began + 30:\n"
+        "    time.sleep(0.01)\n"
         "if hasattr(os, 'sched_getaffinity'):\n"
         "    cores = sorted(os.sched_getaffinity(0))\n"
         "time.sleep(0.3)\n"
