@@ -388,7 +388,6 @@ def sum_observations(obs: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat((number, total, squares), dim=1)
 
 
-@torch.no_grad()
 def set_normalisation(policy: Policy, sums: Tensor, keep_policy: bool) -> None:
     """Normalise with the statistics of all agents: sums [agents, 1 + 2 * obs].
 

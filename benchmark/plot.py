@@ -173,7 +173,8 @@ def join_files(folder: Path) -> pd.DataFrame:
 def read_each(folders: tuple[str, ...], read: Callable[[Path], Any]) -> Iterator[Any]:
     """What `read` makes of each run below these folders, the oldest first.
 
-    A run whose files have not what they should is reported and left out.
+    A run whose files have not what they should is reported and left out, and so is one of which it
+    makes None.
     """
     for folder in run_folders(folders):
         try:
@@ -182,7 +183,8 @@ def read_each(folders: tuple[str, ...], read: Callable[[Path], Any]) -> Iterator
         except Damaged as error:
             report(folder, f"damaged, left out ({error})")
             continue
-        yield run
+        if run is not None:
+            yield run
 
 
 def load_runs(*folders: str) -> pd.DataFrame:
@@ -243,23 +245,19 @@ def make_run(
     return Run(folder, summary, settings, curve, diagnostics, only_task)
 
 
-def read_run(folder: Path) -> Run:
-    """A run from its summary.json and metrics.csv; raises Damaged."""
-    with naming_damage(folder):
-        run = make_run(folder, *read_settings(folder), load_run(folder))
-        # What else the tools need of it
-        name = run.settings["exp_name"] + run.task
-        header({(run.task, name): [run]})
-        float(run.settings["seed"] + run.summary["completed"])
-        return run
-
-
-def read_finished_run(folder: Path) -> Run | None:
-    """The same; None for a run that has not finished, which is reported."""
+def read_run(folder: Path) -> Run | None:
+    """A run from its summary.json and metrics.csv, for `read_each`; None, and a report, for one
+    that has not finished.
+    """
     if not (folder / "summary.json").exists():
         report(folder, "not finished, left out")
         return None
-    return read_run(folder)
+    run = make_run(folder, *read_settings(folder), load_run(folder))
+    # What else the tools need of it
+    name = run.settings["exp_name"] + run.task
+    header({(run.task, name): [run]})
+    float(run.settings["seed"] + run.summary["completed"])
+    return run
 
 
 def split_run(run: Run) -> list[Run]:
@@ -319,9 +317,7 @@ def check_settings(runs: list[Run]) -> None:
 def read_groups(args: Args) -> Groups:
     """(env, method) -> its runs, one per seed, in the order of --methods."""
     groups = defaultdict(dict)
-    for run in read_each(args.runs, read_finished_run):
-        if run is None:
-            continue
+    for run in read_each(args.runs, read_run):
         name = run.settings["exp_name"]
         seed = run.settings["seed"]
         if args.methods and match_pattern(name, args.methods) is None:

@@ -81,8 +81,6 @@ def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, pd.DataFrame, str
     """
     newest = {}
     for run in read_each(folders, read_run):
-        if run is None:
-            continue
         settings = run[0].settings
         newest[settings["exp_name"], settings["seed"]] = run
     if not newest:

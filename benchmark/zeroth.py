@@ -89,8 +89,6 @@ def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, dict[tuple, pd.Da
     commands = {}
     versions = set()
     for run in read_each(folders, read_run):
-        if run is None:
-            continue
         row, curve, command, packages = run
         key = tuple(row[name] for name in SETTINGS)
         rows[key] = row

@@ -649,7 +649,7 @@ def test_an_interrupted_run_saves_and_goes_on(tmp_path, monkeypatch):
 
 def test_cart_pole_is_learned(tmp_path):
     """Thirty updates by comparisons, of two agents with few parameters."""
-    changes = {"num_agents": 2, "num_pairs": 8, "total_iterations": 30, "save_every": 30, "seed": 2}
+    changes = {"num_agents": 2, "num_pairs": 8, "total_iterations": 30, "save_every": 30}
     summary, folder = train(tmp_path, horizon=100, **changes)
     first = float(rows_of(folder)[0]["episodic_return"])
     evaluation = summary["evaluation"]["group"]
