@@ -116,7 +116,7 @@ METHODS = {
     "pr-self0.6-ppo": Method("PR-PPO, self-preferred 0.6", PURPLE),
     "pr-self0.6-linear-ppo": Method("PR-PPO, self-preferred 0.6, falls to 0", PURPLE, "--"),
     # Agents in text worlds
-    "local": Method("local", GREY),
+    "local": Method("isolated", GREY),
     "centralised": Method("centralised: one agent with all tasks", BLACK),
     "fedagent": Method("FedAgent", VERMILION),
     "fedavg-exact": Method("FedAvg, exact", VERMILION),

@@ -9,7 +9,8 @@ fedagent_preference2. Writes OUT.csv, a row per run, evaluation, agent and categ
 OUT_clients.csv, the training tasks of every client by category. From these come OUT_table.csv
 (success before and after training: means over agents and seeds, with Student's 95 % intervals over
 seeds), OUT.png (success over steps, a panel for each way to deal tasks) and OUT_matrix.png (agents
-and categories after training, of the clients dealt as --matrix says).
+and categories after training, of the clients dealt as --matrix says). The category `own`
+is an agent's success in all of them, weighted by its shares of training tasks.
 """
 
 from dataclasses import dataclass
@@ -100,6 +101,39 @@ def average_agents(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.groupby([*KEY, "step", "category"], sort=False).success.mean().reset_index()
 
 
+def share_tasks(rows: pd.DataFrame, clients: pd.DataFrame) -> pd.DataFrame:
+    """The share of its training tasks that each agent has in each category: partition, seed and
+    agent down, categories across.
+
+    Of the methods whose agents stay the same client for a whole run, which is the same in all of
+    them.
+    """
+    stay = rows[~rows.method.isin(["fedagent", "centralised"])]
+    agents = stay[["partition", "seed", "agent", "client"]].drop_duplicates()
+    dealt = clients.drop_duplicates(["partition", "seed", "client", "category"])
+    tasks = dealt.pivot(index=["partition", "seed", "client"], columns="category", values="tasks")
+    shares = tasks.fillna(0).div(tasks.sum(axis=1), axis=0)
+    shares = agents.join(shares, on=["partition", "seed", "client"])
+    return shares.set_index(["partition", "seed", "agent"])[[*tasks.columns]].sort_index()
+
+
+def add_own(rows: pd.DataFrame, clients: pd.DataFrame) -> pd.DataFrame:
+    """The rows, and for each agent another one of the category `own`: its success in the
+    categories, weighted by its shares of training tasks.
+
+    FedAgent's agents, which are nobody in particular, count for those of the other methods; a
+    centralised one has no shares.
+    """
+    of_categories = rows[(rows.category != "all") & (rows.method != "centralised")]
+    place = [*KEY, "step", "agent", "client", "episodes"]
+    success = of_categories.pivot(index=place, columns="category", values="success")
+    agents = success.index.to_frame()[["partition", "seed", "agent"]]
+    shares = share_tasks(rows, clients).reindex(pd.MultiIndex.from_frame(agents))
+    weighted = success * shares[success.columns].to_numpy()
+    own = weighted.sum(axis=1, min_count=1).rename("success").reset_index()
+    return pd.concat([rows, own.assign(category="own")[rows.columns]])
+
+
 def make_table(rows: pd.DataFrame) -> pd.DataFrame:
     """A row per way to deal tasks, method and category: before and after training, with intervals
     over seeds.
@@ -151,7 +185,7 @@ def draw(csv_path: Path, png_path: Path):
             if seeds.shape[1] > 2:  # intervals of two seeds cover everything
                 band = {"color": style.colour, "alpha": 0.1, "linewidth": 0}
                 axis.fill_between(interval.index, interval.ci_low, interval.ci_high, **band)
-        axis.set_title(name_partition(partition))
+        axis.set_title(f"{name_partition(partition)} ({panel.seed.nunique()} seeds)")
         axis.set_xlabel("steps")
         axis.grid(alpha=0.3)
     for row in axes:
@@ -169,19 +203,20 @@ def name_partition(name: str) -> str:
 
 
 def make_matrix(rows: pd.DataFrame) -> pd.DataFrame:
-    """The success of every agent in every category after training, the mean over seeds.
+    """The success of every agent of every seed in every category after training: seed and agent
+    down, method and category across.
 
-    rows: of one way to deal tasks. An agent is the same client in all methods but FedAgent and
-    centralised training, whose agents are nobody in particular.
+    rows: of one way to deal tasks. An agent is the same client in all methods but FedAgent, whose
+    agents are one.
     """
     last = rows[rows.step == rows.groupby(KEY).step.transform("max")]
     last = last[last.category != "all"]
-    return last.groupby(["method", "agent", "category"], sort=False).success.mean().reset_index()
+    return last.pivot(index=["seed", "agent"], columns=["method", "category"], values="success")
 
 
-def draw_matrix(rows: pd.DataFrame, clients: pd.DataFrame, png_path: Path):
-    """OUT_matrix.png: a panel for the clients' training tasks, and one per method. Returns the
-    figure.
+def draw_matrix(rows: pd.DataFrame, shares: pd.DataFrame, png_path: Path):
+    """OUT_matrix.png: a panel for the agents' shares of training tasks, and one per method; agents
+    of all seeds, in the order of these shares. Returns the figure.
     """
     import matplotlib
 
@@ -189,33 +224,22 @@ def draw_matrix(rows: pd.DataFrame, clients: pd.DataFrame, png_path: Path):
     import matplotlib.pyplot as plt
 
     matrix = make_matrix(rows)
-    categories = list(matrix.category.unique())
-    shares = share_tasks(rows, clients)
-    panels = {"share of training tasks": shares[categories]}
-    styles = style_methods(matrix.method.unique())
-    for method, style in styles.items():
-        cells = matrix[matrix.method == method]
-        values = cells.pivot(index="agent", columns="category", values="success")
-        panels[style.label.replace(", ", ",\n", 1)] = values[categories]
+    shares = shares.loc[matrix.index].dropna(axis="columns")
+    shares = shares.sort_values(shares.columns[0], ascending=False)
+    panels = {"share of training tasks": shares}
+    for method, style in style_methods(matrix.columns.unique("method")).items():
+        values = matrix.loc[shares.index, method]
+        panels[style.label.replace(", ", ",\n", 1)] = values[shares.columns]
     size = (2.6 * len(panels), 0.5 * len(shares) + 1.8)
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    names = [f"seed {seed}, agent {agent}" for seed, agent in shares.index]
     for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
         draw_cells(axis, values, highest=1)
+        axis.set_yticks(range(len(names)), names if axis is axes[0, 0] else [])
         axis.set_title(title, fontsize=10)
     figure.savefig(png_path, dpi=150)
     plt.close(figure)
     return figure
-
-
-def share_tasks(rows: pd.DataFrame, clients: pd.DataFrame) -> pd.DataFrame:
-    """The share of its training tasks that each agent has in each category, the mean over seeds:
-    agents down, categories across. Of the agents that stay the same client for a whole run.
-    """
-    stay = rows[~rows.method.isin(["fedagent", "centralised"])]
-    agents = stay[["seed", "agent", "client"]].drop_duplicates()
-    tasks = clients.pivot_table("tasks", ["seed", "client"], "category", aggfunc="first")
-    shares = tasks.fillna(0).div(tasks.sum(axis=1), axis=0)
-    return agents.join(shares, on=["seed", "client"]).groupby("agent")[list(shares)].mean()
 
 
 def main(args: Args) -> None:
@@ -229,9 +253,10 @@ def main(args: Args) -> None:
     clients = read_table(clients_path)
     chosen = rows[rows.partition == args.matrix]
     if len(chosen):
-        dealt = clients[clients.partition == args.matrix]
-        draw_matrix(chosen, dealt, Path(f"{args.out}_matrix.png"))
-    write_results(args.out, make_table(rows), "# intervals: 95 %, Student's t over seeds\n", draw)
+        shares = share_tasks(rows, clients).loc[args.matrix]
+        draw_matrix(chosen, shares, Path(f"{args.out}_matrix.png"))
+    table = make_table(add_own(rows, clients))
+    write_results(args.out, table, "# intervals: 95 %, Student's t over seeds\n", draw)
 
 
 if __name__ == "__main__":

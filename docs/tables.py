@@ -715,6 +715,31 @@ def zeroth(column: str = "evaluation") -> str:
     return format_table(header, rows)
 
 
+def text_worlds(*columns: str) -> str:
+    """Agents in text worlds: methods x what was solved after training; a column is how tasks were
+    dealt, and a category.
+    """
+    table = read_result("text_worlds_table").set_index(["partition", "category", "method"])
+    limits = {"low": 0, "high": 1}
+    places = [tuple(column.split()) for column in columns]
+    # The first policy, with the same random numbers in all methods
+    before = [format_mean(table.loc[place].iloc[0], "before", **limits) for place in places]
+    rows = [["before training", *before]]
+    methods = set(table.index.unique("method"))
+    for method, style in METHODS.items():
+        if method not in methods:
+            continue
+        cells = []
+        for place in places:
+            cell = ""
+            if (*place, method) in table.index:
+                cell = format_mean(table.loc[*place, method], "after", **limits)
+            cells.append(cell)
+        rows.append([style.label, *cells])
+    header = [column.replace(" ", ", ") for column in columns]
+    return format_table(["", *header], rows)
+
+
 # Speed
 
 

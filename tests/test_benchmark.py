@@ -27,6 +27,7 @@ methods = importlib.import_module("methods")
 plot = importlib.import_module("plot")
 table = importlib.import_module("table")
 throughput = importlib.import_module("throughput")
+text_worlds = importlib.import_module("text_worlds")
 zeroth = importlib.import_module("zeroth")
 RESULTS = REPOSITORY / "benchmark" / "results"
 
@@ -769,6 +770,11 @@ def test_methods_are_chosen_and_ordered(tmp_path, plotted):
 FIGURES = sorted({path.stem.removesuffix("_matrix") for path in RESULTS.glob("*.png")})
 
 
+def name_in_legend(text):
+    """A method's name, without the number of its seeds."""
+    return re.sub(r" \([^(]* seeds?\)$", "", text)
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch):
     """Every figure is drawn again from the curves beside it, and a table from the rows per run
@@ -792,6 +798,7 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
         "privacy_goals": conditions,
         "strength": strength,
         "s2zpo": zeroth,
+        "text_worlds": text_worlds,
     }
     tool = tools.get(name, plot)
     figures = []
@@ -814,11 +821,11 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
     expected = {method.label: method for method in map(methods.find_method, names)}
     assert len(expected) == len(names)
     (legend,) = figure.legends
-    shown = {text.get_text().rpartition(" (")[0] for text in legend.get_texts()}
+    shown = {name_in_legend(text.get_text()) for text in legend.get_texts()}
     assert shown == set(expected)
     drawn = set()
     for handle, label in zip(*figure.axes[0].get_legend_handles_labels(), strict=True):
-        method = expected[label.rpartition(" (")[0]]
+        method = expected[name_in_legend(label)]
         line = handle[0] if isinstance(handle, ErrorbarContainer) else handle
         drawn.add((line.get_color(), line.get_linestyle(), line.get_marker()))
         assert line.get_color() == method.colour

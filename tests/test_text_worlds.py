@@ -85,11 +85,13 @@ def test_success_of_methods_by_category(tmp_path, capsys):
     table = pd.read_csv(f"{out}_table.csv", comment="#")
     table = table.set_index(["partition", "method", "category"])
     assert set(table.seeds) == {"1 2 3"} and set(table.steps) == {10}
-    # Means over agents 0 and 1, and over seeds 1 to 3
-    for (_, method, category), row in table.iterrows():
+    # Means over agents 0 and 1, and over seeds 1 to 3; their shares of "walk" are 0.75 and 1 with
+    # preferences, else 0.75 and 0
+    own = {"preference2": 0.0875, "iid": 0.0375}
+    for (partition, method, category), row in table.iterrows():
         assert row.before == pytest.approx(0.1)
         expected = 0.2 + 0.025 + 0.02 + 0.3 * (method == "fedagent")
-        expected += {"walk": 0.1, "open": 0.0, "all": 0.05}[category]
+        expected += {"walk": 0.1, "open": 0.0, "all": 0.05, "own": own[partition]}[category]
         assert row.after == pytest.approx(expected)
         # 0.01 / sqrt(3) times the quantile of Student's t with two degrees of freedom
         half = 0.01 / 3**0.5 * 4.302653
@@ -111,13 +113,33 @@ def test_agents_and_categories(tmp_path):
         fake_run(root, "local", "preference2", seed, (0, 3))
         fake_run(root, "fedagent", "preference2", seed, (1, 2))
     rows, clients, _ = text_worlds.read_runs((str(root),))
-    matrix = text_worlds.make_matrix(rows).set_index(["method", "agent", "category"]).success
-    assert matrix["local", 1, "walk"] == pytest.approx(0.2 + 0.05 + 0.015 + 0.1)
-    assert matrix["fedagent", 0, "open"] == pytest.approx(0.2 + 0.015 + 0.3)
+    matrix = text_worlds.make_matrix(rows)
+    assert matrix.loc[(1, 1), ("local", "walk")] == pytest.approx(0.2 + 0.05 + 0.01 + 0.1)
+    assert matrix.loc[(2, 0), ("fedagent", "open")] == pytest.approx(0.2 + 0.02 + 0.3)
     # Clients 0 and 3; FedAgent's agents are nobody in particular
-    shares = text_worlds.share_tasks(rows, clients)
-    assert shares.loc[0].to_dict() == {"walk": 0.75, "open": 0.25}
-    assert shares.loc[1].to_dict() == {"walk": 1.0, "open": 0.0}
+    shares = text_worlds.share_tasks(rows, clients).loc["preference2"]
+    assert shares.loc[1, 0].to_dict() == {"walk": 0.75, "open": 0.25}
+    assert shares.loc[2, 1].to_dict() == {"walk": 1.0, "open": 0.0}
+
+
+def test_success_in_own_categories(tmp_path):
+    """Weighted by the shares of training tasks; of FedAgent by those of the other methods."""
+    root = tmp_path / "runs"
+    fake_run(root, "local", "preference2", 1, (0, 3))
+    fake_run(root, "fedagent", "preference2", 1, (1, 2))
+    fake_run(root, "centralised", "preference2", 1, (1,))
+    rows, clients, _ = text_worlds.read_runs((str(root),))
+    rows = text_worlds.add_own(rows, clients)
+    own = rows[(rows.category == "own") & (rows.step == 10)]
+    own = own.set_index(["method", "agent"]).success.to_dict()
+    # Agent 0 is client 0, agent 1 is client 3: "walk" is 0.75 and 1 of their tasks
+    expected = {0: 0.2 + 0.01 + 0.075, 1: 0.2 + 0.05 + 0.01 + 0.1}
+    assert own == {
+        ("local", 0): pytest.approx(expected[0]),
+        ("local", 1): pytest.approx(expected[1]),
+        ("fedagent", 0): pytest.approx(expected[0] + 0.3),
+        ("fedagent", 1): pytest.approx(expected[1] + 0.3),
+    }
 
 
 def test_the_newest_of_repeated_runs_counts(tmp_path):
