@@ -58,6 +58,7 @@ from prpo_llm import (
     add_adapters,
     average_adapters,
     compute_group_advantages,
+    compute_kl_coef,
     compute_learning_rate,
     compute_public_log_probs,
     compute_references,
@@ -138,6 +139,8 @@ class Args(RunArgs):
     # coefficient of the KL penalty towards the reference policy: the mixture of peers, or with
     # weights and none the policy from which all started
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.01
+    kl_schedule: Literal["constant", "linear"] = "constant"
+    """linear: the coefficient falls to 0 over the run"""
     # exact over the vocabulary, or estimated from the sampled token (reverse only; the gradient of
     # k3 is forward)
     kl_estimator: Literal["full", "k1", "k2", "k3"] = "full"
@@ -356,6 +359,7 @@ def main(args: Args) -> dict:
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = compute_learning_rate(args, step)
+        kl_coef = compute_kl_coef(args, step)
         clients = draw_clients(args, step)[rows_held]  # who the agents of this process are
 
         # Rollout: all agents' episodes are played side by side
@@ -388,7 +392,7 @@ def main(args: Args) -> dict:
         for epoch in range(args.update_epochs):
             for inds in draw_minibatches(args, clients, counts, step, epoch):
                 inputs = present, model, trained, optimizer, batch, weights, inds
-                losses.append(learn(*inputs, args.kl_coef))
+                losses.append(learn(*inputs, kl_coef))
                 learns.append((inds < max(counts)).any(1).tolist())
         run.tick("update")
 
@@ -454,6 +458,7 @@ def main(args: Args) -> dict:
             "time/tokens_per_second": num_tokens.sum().item() / (time.perf_counter() - began),
             "time/peak_memory": measure_peak_memory(device),
             "charts/learning_rate": compute_learning_rate(args, step),
+            "charts/kl_coefficient": kl_coef,
             "communication/rounds": step // args.local_updates,
         }
         run.log(rows, communicator, distances, scalars)
@@ -1274,6 +1279,8 @@ def check_args(args: Args) -> None:
     if args.kl_direction == "forward" and args.kl_estimator != "full":
         reason = "must be full for the forward KL, whose samples are the reference's"
         refuse(args, "kl_estimator", reason)
+    if args.kl_schedule != "constant" and args.kl_coef == 0:
+        refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
     report_unused(args)
 
 

@@ -19,7 +19,7 @@ usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh goals|unlock-goals [--tune | --results]
        bash benchmark/sweep.sh anchor|trpo|agreement|liars|strength|privacy [--results]
        bash benchmark/sweep.sh s2zpo [--quick | --results]
-       bash benchmark/sweep.sh fedagent [--quick]
+       bash benchmark/sweep.sh fedagent [--quick | --tune]
 
 Prints training commands, one per line; runs nothing. benchmark/run.py executes them, here or as
 Slurm arrays, and goes on where it was cut off. The lines assume the root of the repository as
@@ -66,6 +66,7 @@ fedagent: agents in text worlds, the FedAgent paper's table 1, with PR-GRPO besi
            round, 70 rounds of three epochs; two GPUs each
 --quick    the small model in BabyAI (first run benchmark/babyai.py): 12 clients, three at a time,
            in one category of tasks, in two where clients prefer categories
+--tune     its KL coefficients on a tuning seed
 
 s2zpo: Par-S2ZPO, FedAvg-S2ZPO and their centralised counterpart, on the same grid of mu and eta.
 (default)  four tasks of MuJoCo with 1,000 steps, 2, 4 and 8 agents, five seeds: days
@@ -89,7 +90,7 @@ MODES = {
     **{family: ("--results", "--tune") for family in (*SHARING, *OWN_GOALS, *STRINGS)},
     **{family: ("--results",) for family in OTHERS},
     "s2zpo": ("", "--quick", "--results"),
-    "fedagent": ("", "--quick"),
+    "fedagent": ("", "--quick", "--tune"),
 }
 
 ONE_THREAD = "OMP_NUM_THREADS=1 python"
@@ -902,8 +903,6 @@ def list_preferences(family: str, mode: str) -> Iterator[str]:
     tuned = mode == "--tune"
     seeds = TUNING_SEEDS if tuned else FIVE_SEEDS
     for algorithm, size in PREFERENCE_ALGORITHMS.items():
-        if tuned and algorithm == "ppo":
-            continue
         for seed in seeds:
             for method, flags in PREFERENCE_METHODS.items():
                 settings = PREFERENCE_SETTINGS if tuned else [CHOSEN_PREFERENCES[method]]
@@ -935,16 +934,22 @@ FEDAGENT_QUICK = (
     " --batch-size 8 --minibatch-size 0 --learning-rate 2e-3 --advantage-over turns"
     " --eval-every 6 --eval-episodes 60 --eval-temperature 1"
 )
-# Method -> flags, with {n} agents at the same time. The coefficient of PR-GRPO, which pulls towards
-# peers and not towards the start, was chosen for own preferences (docs/results.md, section 13)
-PR_GRPO = "--aggregation policy --agents-per-round {n} --kl-coef 0.1"
+# Method -> flags, with {n} agents at the same time
 FEDAGENT_METHODS = {
     "local": "--aggregation none --agents-per-round {n}",
     "centralised": "--aggregation none --centralised",
     "fedagent": "--aggregation weights --agents-per-round {n}",
-    "pr-uniform-grpo": PR_GRPO,
-    "pr-self0.6-grpo": f"{PR_GRPO} --communicator self-preferred",
+    "pr-uniform-grpo": "--aggregation policy --agents-per-round {n}",
+    "pr-self0.6-grpo": "--aggregation policy --agents-per-round {n} --communicator self-preferred",
 }
+# Setting -> coefficient of the KL penalty; the first is the paper's
+FEDAGENT_SETTINGS = {
+    "coef0.01": "",
+    "coef0.1": "--kl-coef 0.1",
+    "coef0.1-linear": "--kl-coef 0.1 --kl-schedule linear",
+}
+# As choose.py has chosen; centralised and self-preferred take over their neighbours' settings
+CHOSEN_FEDAGENT = dict.fromkeys(FEDAGENT_METHODS, "coef0.01")
 # Partition -> two strengths
 HETEROGENEITY = {
     "preference": ("0.5", "2"),
@@ -955,6 +960,9 @@ HETEROGENEITY = {
 
 def list_fedagent(family: str, mode: str) -> Iterator[str]:
     """Table 1 of the FedAgent paper, and with --quick its three kinds of heterogeneity."""
+    if mode == "--tune":
+        yield from tune_fedagent(family, mode)
+        return
     small = mode == "--quick"
     common = FEDAGENT_QUICK if small else FEDAGENT_FULL
     number = 3 if small else 2
@@ -967,6 +975,7 @@ def list_fedagent(family: str, mode: str) -> Iterator[str]:
         for strength, seed in itertools.product(strengths, (1, 2, 3)):
             for method, flags in FEDAGENT_METHODS.items():
                 name = f"{method}_{partition}{strength}"
+                setting = FEDAGENT_SETTINGS[CHOSEN_FEDAGENT[method]] if small else ""
                 if partition != "iid":
                     if not small or method in ("centralised", "pr-self0.6-grpo"):
                         continue
@@ -975,10 +984,24 @@ def list_fedagent(family: str, mode: str) -> Iterator[str]:
                 if not small and method != "centralised":
                     launch = f"torchrun --nproc-per-node {number}"
                 yield join(
-                    f"{launch} prpo_babyai.py {flags.format(n=number)} {common}",
+                    f"{launch} prpo_babyai.py {flags.format(n=number)}",
+                    setting,
+                    common,
                     tasks,
                     f"--seed {seed} --run-dir {name_folder(family, mode)} --exp-name {name}",
                 )
+
+
+def tune_fedagent(family: str, mode: str) -> Iterator[str]:
+    """The coefficient of the KL penalty, on the small task."""
+    for seed, method in itertools.product(TUNING_SEEDS, ("local", "fedagent", "pr-uniform-grpo")):
+        for name, setting in FEDAGENT_SETTINGS.items():
+            yield join(
+                f"{ONE_THREAD} prpo_babyai.py {FEDAGENT_METHODS[method].format(n=3)}",
+                setting,
+                f"{FEDAGENT_QUICK} --categories GoToObj --seed {seed}",
+                f"--run-dir {name_folder(family, mode)} --exp-name {method}_{name}",
+            )
 
 
 # The program

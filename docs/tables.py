@@ -250,6 +250,7 @@ EPISODES = (
     "losses/skipped_steps",
     "losses/sampling_gap",
     "charts/learning_rate",
+    "charts/kl_coefficient",
     "communication/lost_by_average",
     "time/tokens_per_second",
 )

@@ -513,6 +513,23 @@ def test_one_agent_makes_the_update_of_plain_transformers(tiny, tmp_path, monkey
     assert F.cosine_similarity(moved, flat(expected) - flat(start), dim=0) > 0.9999
 
 
+def test_coefficient_of_the_kl_penalty_falls(tiny, tmp_path, monkeypatch):
+    """What the update of every step gets, and what is logged."""
+    coefs = []
+    learn = prpo_babyai.learn
+
+    def keep(*inputs):
+        coefs.append(inputs[-1])
+        return learn(*inputs)
+
+    monkeypatch.setattr(prpo_babyai, "learn", keep)
+    changes = {"kl_coef": 0.4, "kl_schedule": "linear", "eval_episodes": 0, "minibatch_size": 0}
+    prpo_babyai.main(tiny(total_steps=2, update_epochs=1, **changes))
+    assert coefs == pytest.approx([0.4, 0.2])
+    logged = scalars_of(only_run(tmp_path / "runs"))["charts/kl_coefficient"]
+    assert logged == [(1, pytest.approx(0.4)), (2, pytest.approx(0.2))]
+
+
 # --- episodes side by side ---
 
 
@@ -1033,6 +1050,7 @@ WORLDS = {
         ({"categories": ("GoToMoon",)}, "--categories GoToMoon: there is no GoToMoon"),
         ({"group_size": 1}, "--group-size 1: must be at least 2 for GRPO"),
         ({"dual_clip": 0.5}, "--dual-clip 0.5: must be more than 1"),
+        ({"kl_coef": 0, "kl_schedule": "linear"}, "--kl-schedule linear: has no effect with"),
         ({"communicator": "surrogate"}, "--communicator surrogate: is for control"),
         ({"base_model": "runs/babyai/model"}, "--base-model runs/babyai/model: is not there yet"),
         (
