@@ -41,7 +41,7 @@ MODES = {
     **{family: ("--tune", "--results") for family in SHARING},
     **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength", "privacy")},
     "s2zpo": ("", "--quick", "--results"),
-    "fedagent": ("", "--quick"),
+    "fedagent": ("", "--quick", "--tune"),
 }
 SWEEPS = [(family, mode) for family, modes in MODES.items() for mode in modes]
 
