@@ -130,8 +130,8 @@ def add_own(rows: pd.DataFrame, clients: pd.DataFrame) -> pd.DataFrame:
     agents = success.index.to_frame()[["partition", "seed", "agent"]]
     shares = share_tasks(rows, clients).reindex(pd.MultiIndex.from_frame(agents))
     weighted = success * shares[success.columns].to_numpy()
-    own = weighted.sum(axis=1, min_count=1).rename("success").reset_index()
-    return pd.concat([rows, own.assign(category="own")[rows.columns]])
+    own_success = weighted.sum(axis=1, min_count=1).rename("success").reset_index()
+    return pd.concat([rows, own_success.assign(category="own")[rows.columns]])
 
 
 def make_table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -87,11 +87,11 @@ def test_success_of_methods_by_category(tmp_path, capsys):
     assert set(table.seeds) == {"1 2 3"} and set(table.steps) == {10}
     # Means over agents 0 and 1, and over seeds 1 to 3; their shares of "walk" are 0.75 and 1 with
     # preferences, else 0.75 and 0
-    own = {"preference2": 0.0875, "iid": 0.0375}
+    weighted = {"preference2": 0.0875, "iid": 0.0375}
     for (partition, method, category), row in table.iterrows():
         assert row.before == pytest.approx(0.1)
         expected = 0.2 + 0.025 + 0.02 + 0.3 * (method == "fedagent")
-        expected += {"walk": 0.1, "open": 0.0, "all": 0.05, "own": own[partition]}[category]
+        expected += {"walk": 0.1, "open": 0.0, "all": 0.05, "own": weighted[partition]}[category]
         assert row.after == pytest.approx(expected)
         # 0.01 / sqrt(3) times the quantile of Student's t with two degrees of freedom
         half = 0.01 / 3**0.5 * 4.302653
@@ -130,11 +130,11 @@ def test_success_in_own_categories(tmp_path):
     fake_run(root, "centralised", "preference2", 1, (1,))
     rows, clients, _ = text_worlds.read_runs((str(root),))
     rows = text_worlds.add_own(rows, clients)
-    own = rows[(rows.category == "own") & (rows.step == 10)]
-    own = own.set_index(["method", "agent"]).success.to_dict()
+    last = rows[(rows.category == "own") & (rows.step == 10)]
+    success_of_agents = last.set_index(["method", "agent"]).success.to_dict()
     # Agent 0 is client 0, agent 1 is client 3: "walk" is 0.75 and 1 of their tasks
     expected = {0: 0.2 + 0.01 + 0.075, 1: 0.2 + 0.05 + 0.01 + 0.1}
-    assert own == {
+    assert success_of_agents == {
         ("local", 0): pytest.approx(expected[0]),
         ("local", 1): pytest.approx(expected[1]),
         ("fedagent", 0): pytest.approx(expected[0] + 0.3),
