@@ -46,6 +46,8 @@ FORMER = {
     "communication_coef": "kl_coef",
     "update_every": "local_updates",
 }  # flags that had another name
+# Of metrics.csv, what a curve shows: the first that there is
+TRAINING_RETURNS = ("return_last_100", "reward", "success")
 # Of metrics.csv, into the rows per run: means over the run and its agents
 DIAGNOSTICS = (
     "kl_reference_before",
@@ -129,6 +131,7 @@ def read_evaluations(path: Path, metrics: pd.DataFrame) -> pd.DataFrame:
     columns = {
         "mean_return": "evaluation",
         "mean_reward": "evaluation",
+        "mean_success": "evaluation",
         "ci95": "evaluation_ci95",
     }
     rows = read_table(path, comment=None).rename(columns=columns)
@@ -205,7 +208,9 @@ class Run:
     summary: dict
     settings: dict
     curve: pd.Series
-    """training return, or reward, averaged over agents, by environment steps per agent, or steps"""
+    """training return, reward or success, averaged over agents, by environment steps per agent, or
+    steps
+    """
     diagnostics: dict[str, float]
     """their means over the run and its agents"""
     only_task: str = ""
@@ -217,7 +222,7 @@ class Run:
         if self.only_task:
             return self.only_task
         if "base_model" in self.settings:
-            data = self.settings["dataset"]
+            data = self.settings.get("dataset") or self.settings["env"]
             if not isinstance(data, str):
                 data = " ".join(data)
             return f"{data}, {self.settings['partition']}"
@@ -238,7 +243,8 @@ def make_run(
     only_task: str = "",
 ) -> Run:
     """A run, or only the agents with one task, which are in `table`."""
-    x, y = ("timesteps", "return_last_100") if "timesteps" in table else ("step", "reward")
+    x = "timesteps" if "timesteps" in table else "step"
+    y = next(name for name in TRAINING_RETURNS if name in table)
     curve = table.groupby(x)[y].agg(lambda agents: agents.mean(skipna=False))
     curve = curve.dropna()  # there is no return before the first episode ends
     diagnostics = {name: table[name].mean() for name in DIAGNOSTICS if name in table}

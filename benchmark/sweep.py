@@ -948,8 +948,10 @@ FEDAGENT_SETTINGS = {
     "coef0.1": "--kl-coef 0.1",
     "coef0.1-linear": "--kl-coef 0.1 --kl-schedule linear",
 }
-# As choose.py has chosen; centralised and self-preferred take over their neighbours' settings
-CHOSEN_FEDAGENT = dict.fromkeys(FEDAGENT_METHODS, "coef0.01")
+# Those of docs/results.md, section 17: the paper's for its methods. They are older than the search,
+# which prefers coef0.1-linear for all, by less than 0.02
+FEDAGENT_COEFS = dict.fromkeys(FEDAGENT_METHODS, "coef0.01")
+FEDAGENT_COEFS |= dict.fromkeys(("pr-uniform-grpo", "pr-self0.6-grpo"), "coef0.1")
 # Partition -> two strengths
 HETEROGENEITY = {
     "preference": ("0.5", "2"),
@@ -975,7 +977,7 @@ def list_fedagent(family: str, mode: str) -> Iterator[str]:
         for strength, seed in itertools.product(strengths, (1, 2, 3)):
             for method, flags in FEDAGENT_METHODS.items():
                 name = f"{method}_{partition}{strength}"
-                setting = FEDAGENT_SETTINGS[CHOSEN_FEDAGENT[method]] if small else ""
+                setting = FEDAGENT_SETTINGS[FEDAGENT_COEFS[method]] if small else ""
                 if partition != "iid":
                     if not small or method in ("centralised", "pr-self0.6-grpo"):
                         continue

@@ -11,6 +11,7 @@ import pytest
 from helpers import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
+choose = importlib.import_module("choose")
 text_worlds = importlib.import_module("text_worlds")
 
 CATEGORIES = ("open", "walk")
@@ -38,6 +39,7 @@ def success(method, seed, step, agent, category):
 def fake_run(root, method, partition, seed, clients, stamp=1, completed=True):
     """A run folder as prpo_babyai.py leaves it, of two agents."""
     settings = {"exp_name": f"{method}_{partition}", "seed": seed, "aggregation": method}
+    settings |= {"base_model": "model", "env": "babyai", "partition": partition}
     folder = root / f"model__{method}_{partition}__{seed}__{stamp}"
     folder.mkdir(parents=True)
     metrics = []
@@ -47,7 +49,8 @@ def fake_run(root, method, partition, seed, clients, stamp=1, completed=True):
             if step:
                 # Only the last step's clients count
                 number = client if step == 10 else 3 - client
-                metrics.append({"step": step, "agent": agent, "client": float(number)})
+                row = {"step": step, "agent": agent, "client": float(number)}
+                metrics.append(row | {"success": success(method, seed, step, agent, "open")})
             values = [success(method, seed, step, agent, category) for category in CATEGORIES]
             values = {"all": sum(values) / 2, **dict(zip(CATEGORIES, values, strict=True))}
             for task, value in values.items():
@@ -61,7 +64,7 @@ def fake_run(root, method, partition, seed, clients, stamp=1, completed=True):
             rows.append({"client": client, "category": category, "tasks": number})
     write_rows(folder / "clients.csv", rows)
     summary = {"script": "prpo_babyai", "completed": completed, "seed": seed}
-    summary |= {"settings": settings, "versions": {"torch": "2"}}
+    summary |= {"settings": settings, "versions": {"torch": "2"}, "evaluation": {"group": 0.5}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -155,3 +158,21 @@ def test_the_newest_of_repeated_runs_counts(tmp_path):
 def test_names_of_partitions():
     assert text_worlds.name_partition("preference0.5") == "preference 0.5"
     assert text_worlds.name_partition("iid") == "iid"
+
+
+def test_settings_are_chosen_by_training_success(tmp_path, capsys):
+    """choose.py reads these runs as it does the others."""
+    root = tmp_path / "runs"
+    lines = []
+    # Agents 0 and 1 are at 0.225 + 0.01 * seed at the end, 0.3 more with FedAgent
+    for method in ("local", "fedagent"):
+        fake_run(root, method, "low", 101, (0, 1))
+        command = f"python prpo_babyai.py --aggregation {method} --seed 101"
+        lines.append(f"{command} --exp-name {method}_low")
+    (tmp_path / "tuning.txt").write_text("\n".join(lines))
+    inputs = {"runs": (str(root),), "commands": str(tmp_path / "tuning.txt"), "seeds": (1,)}
+    choose.main(choose.Args(criterion="final", **inputs))
+    output = capsys.readouterr()
+    assert "--aggregation fedagent --seed 1 --exp-name fedagent" in output.out
+    scores = [line.split() for line in output.err.splitlines() if "_low" in line]
+    assert sorted(words[-1] for words in scores) == ["1.2350", "1.5350"]
