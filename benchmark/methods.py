@@ -106,6 +106,10 @@ METHODS = {
     "pr-ppo": Method("PR-PPO", BLUE, "--"),
     # Preferences of their own
     "fedavg-private-grpo": Method("FedAvg-GRPO, last layer private", ORANGE),
+    # Of agents in text worlds too
+    "local": Method("isolated", GREY),
+    "centralised": Method("centralised: one agent with all tasks", BLACK),
+    "fedagent": Method("FedAgent", VERMILION),
     "pr-uniform-grpo": Method("PR-GRPO, uniform", BLUE),
     "pr-uniform-linear-grpo": Method("PR-GRPO, uniform, coefficient falls to 0", BLUE, "--"),
     "pr-self0.6-grpo": Method("PR-GRPO, self-preferred 0.6", PURPLE),
@@ -115,10 +119,6 @@ METHODS = {
     "pr-uniform-linear-ppo": Method("PR-PPO, uniform, coefficient falls to 0", BLUE, "--"),
     "pr-self0.6-ppo": Method("PR-PPO, self-preferred 0.6", PURPLE),
     "pr-self0.6-linear-ppo": Method("PR-PPO, self-preferred 0.6, falls to 0", PURPLE, "--"),
-    # Agents in text worlds
-    "local": Method("isolated", GREY),
-    "centralised": Method("centralised: one agent with all tasks", BLACK),
-    "fedagent": Method("FedAgent", VERMILION),
     "fedavg-exact": Method("FedAvg, exact", VERMILION),
     "fedavg-naive": Method("FedAvg, naive", VERMILION, "--"),
     "pr-reverse": Method("PR-GRPO, reverse KL", BLUE),

@@ -887,11 +887,14 @@ PREFERENCE_METHODS = {
     "pr-self0.6": "--communicator self-preferred --self-preference 0.6",
     "pr-self0.6-linear": "--communicator self-preferred --self-preference 0.6 --kl-schedule linear",
 }
-# Learning rate and KL coefficient; those that choose.py has chosen for GRPO, which PPO takes over
+# Learning rate and KL coefficient
 PREFERENCE_SETTINGS = (("1e-3", "0.1"), ("3e-3", "0.1"), ("3e-3", "0.5"))
-CHOSEN_PREFERENCES = {method: ("3e-3", "0.1") for method in PREFERENCE_METHODS}
-for method in ("isolated", "fedavg-private", "pr-self0.6-linear"):
-    CHOSEN_PREFERENCES[method] = ("3e-3", "0.5")
+# Methods for which choose.py has chosen the coefficient 0.5; 0.1 for the others, the rate 3e-3 for
+# all
+STRONGER_PREFERENCES = {
+    "grpo": ("isolated", "fedavg-private", "pr-self0.6-linear"),
+    "ppo": ("isolated", "fedavg", "fedavg-private"),
+}
 PREFERENCE_ALGORITHMS = {
     "grpo": "--batch-size 8 --micro-batch-size 8",
     "ppo": "--algorithm ppo --batch-size 32 --micro-batch-size 32",
@@ -905,7 +908,10 @@ def list_preferences(family: str, mode: str) -> Iterator[str]:
     for algorithm, size in PREFERENCE_ALGORITHMS.items():
         for seed in seeds:
             for method, flags in PREFERENCE_METHODS.items():
-                settings = PREFERENCE_SETTINGS if tuned else [CHOSEN_PREFERENCES[method]]
+                settings = PREFERENCE_SETTINGS
+                if not tuned:
+                    coef = "0.5" if method in STRONGER_PREFERENCES[algorithm] else "0.1"
+                    settings = [("3e-3", coef)]
                 for rate, coef in settings:
                     name = f"{method}-{algorithm}"
                     if tuned:

@@ -185,14 +185,16 @@ def draw(csv_path: Path, png_path: Path):
             if seeds.shape[1] > 2:  # intervals of two seeds cover everything
                 band = {"color": style.colour, "alpha": 0.1, "linewidth": 0}
                 axis.fill_between(interval.index, interval.ci_low, interval.ci_high, **band)
-        axis.set_title(f"{name_partition(partition)} ({panel.seed.nunique()} seeds)")
+        number = panel.seed.nunique()
+        seeds = "1 seed" if number == 1 else f"{number} seeds"
+        axis.set_title(f"{name_partition(partition)} ({seeds})")
         axis.set_xlabel("steps")
         axis.grid(alpha=0.3)
     for row in axes:
         row[0].set_ylabel("held-out tasks solved")
     for axis in axes.flat[len(partitions) :]:
         axis.set_visible(False)
-    save_with_legend(figure, png_path, columns=3)
+    save_with_legend(figure, png_path, columns=min(across, 3))
     return figure
 
 

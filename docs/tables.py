@@ -721,10 +721,18 @@ def text_worlds(*columns: str) -> str:
     dealt, and a category.
     """
     table = read_result("text_worlds_table").set_index(["partition", "category", "method"])
-    limits = {"low": 0, "high": 1}
+    table = table.sort_index()
     places = [tuple(column.split()) for column in columns]
+
+    def format_cell(row: pd.Series, name: str) -> str:
+        number = len(str(row.seeds).split())
+        if number < 3:  # an interval of two seeds covers everything
+            seeds = "1 seed" if number == 1 else "2 seeds"
+            return f"{row[name]:.2f} ({seeds})"
+        return format_mean(row, name, low=0, high=1)
+
     # The first policy, with the same random numbers in all methods
-    before = [format_mean(table.loc[place].iloc[0], "before", **limits) for place in places]
+    before = [format_cell(table.loc[place].iloc[0], "before") for place in places]
     rows = [["before training", *before]]
     methods = set(table.index.unique("method"))
     for method, style in METHODS.items():
@@ -734,7 +742,7 @@ def text_worlds(*columns: str) -> str:
         for place in places:
             cell = ""
             if (*place, method) in table.index:
-                cell = format_mean(table.loc[*place, method], "after", **limits)
+                cell = format_cell(table.loc[*place, method], "after")
             cells.append(cell)
         rows.append([style.label, *cells])
     header = [column.replace(" ", ", ") for column in columns]
