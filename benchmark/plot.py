@@ -244,8 +244,10 @@ def make_run(
 ) -> Run:
     """A run, or only the agents with one task, which are in `table`."""
     x = "timesteps" if "timesteps" in table else "step"
-    y = next(name for name in TRAINING_RETURNS if name in table)
-    curve = table.groupby(x)[y].agg(lambda agents: agents.mean(skipna=False))
+    returns = [name for name in TRAINING_RETURNS if name in table]
+    if not returns:
+        raise LookupError(f"there is none of {', '.join(TRAINING_RETURNS)}")
+    curve = table.groupby(x)[returns[0]].agg(lambda agents: agents.mean(skipna=False))
     curve = curve.dropna()  # there is no return before the first episode ends
     diagnostics = {name: table[name].mean() for name in DIAGNOSTICS if name in table}
     return Run(folder, summary, settings, curve, diagnostics, only_task)

@@ -12,6 +12,7 @@ from helpers import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 choose = importlib.import_module("choose")
+plot = importlib.import_module("plot")
 text_worlds = importlib.import_module("text_worlds")
 
 CATEGORIES = ("open", "walk")
@@ -176,3 +177,13 @@ def test_settings_are_chosen_by_training_success(tmp_path, capsys):
     assert "--aggregation fedagent --seed 1 --exp-name fedagent" in output.out
     scores = [line.split() for line in output.err.splitlines() if "_low" in line]
     assert sorted(words[-1] for words in scores) == ["1.2350", "1.5350"]
+
+
+def test_a_run_without_a_training_return_is_left_out(tmp_path, capsys):
+    root = tmp_path / "runs"
+    fake_run(root, "local", "low", 101, (0, 1))
+    damaged = fake_run(root, "local", "low", 102, (0, 1)) / "metrics.csv"
+    damaged.write_text(damaged.read_text().replace("success", "x"))
+    groups = plot.read_groups(plot.Args(runs=(str(root),)))
+    assert [run.settings["seed"] for runs in groups.values() for run in runs] == [101]
+    assert "there is none of return_last_100" in capsys.readouterr().err
