@@ -1276,11 +1276,7 @@ def check_args(args: Args) -> None:
         refuse(args, "dual_clip", "must be more than 1, or 0 for no such bound")
     if args.dual_clip and not args.clip_coef:
         refuse(args, "dual_clip", "needs a --clip-coef, or 0")
-    if args.kl_direction == "forward" and args.kl_estimator != "full":
-        reason = "must be full for the forward KL, whose samples are the reference's"
-        refuse(args, "kl_estimator", reason)
-    if args.kl_schedule != "constant" and args.kl_coef == 0:
-        refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
+    prpo_llm.check_kl(args)
     report_unused(args)
 
 

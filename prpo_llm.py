@@ -3506,8 +3506,7 @@ def check_batches(args: Args) -> None:
 
 
 def check_communication(args: Args) -> None:
-    """The communicator suits language models and the aggregation, the estimator the direction of
-    the KL."""
+    """The communicator suits language models and the aggregation."""
     if args.communicator == "surrogate":
         reason = "is for control: a response has one advantage, not one per state"
         communicators.refuse(args, "communicator", reason)
@@ -3518,6 +3517,11 @@ def check_communication(args: Args) -> None:
     if averages_peers and args.num_agents > 1 and not args.self_preference:
         reason = "must be positive, or agents would swap adapters"
         communicators.refuse(args, "self_preference", reason)
+    check_kl(args)
+
+
+def check_kl(args: Args) -> None:
+    """The estimator suits the direction of the KL, and its schedule has an effect."""
     if choose_kl_direction(args) == "forward" and args.kl_estimator != "full":
         reason = "must be full for the forward KL, whose samples are the reference's"
         communicators.refuse(args, "kl_estimator", reason)

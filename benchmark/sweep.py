@@ -889,8 +889,7 @@ PREFERENCE_METHODS = {
 }
 # Learning rate and KL coefficient
 PREFERENCE_SETTINGS = (("1e-3", "0.1"), ("3e-3", "0.1"), ("3e-3", "0.5"))
-# Methods for which choose.py has chosen the coefficient 0.5; 0.1 for the others, the rate 3e-3 for
-# all
+# Algorithm -> methods for which choose.py has chosen the last of them; for others the second
 STRONGER_PREFERENCES = {
     "grpo": ("isolated", "fedavg-private", "pr-self0.6-linear"),
     "ppo": ("isolated", "fedavg", "fedavg-private"),
@@ -910,8 +909,8 @@ def list_preferences(family: str, mode: str) -> Iterator[str]:
             for method, flags in PREFERENCE_METHODS.items():
                 settings = PREFERENCE_SETTINGS
                 if not tuned:
-                    coef = "0.5" if method in STRONGER_PREFERENCES[algorithm] else "0.1"
-                    settings = [("3e-3", coef)]
+                    number = 2 if method in STRONGER_PREFERENCES[algorithm] else 1
+                    settings = [PREFERENCE_SETTINGS[number]]
                 for rate, coef in settings:
                     name = f"{method}-{algorithm}"
                     if tuned:
