@@ -1,10 +1,11 @@
 """PR-GRPO, FedAgent and local training for language-model agents that act in text worlds.
 
 Agents read what they see in BabyAI's levels, or in any text world, and answer with an action, for
-many turns; GRPO compares whole episodes of the same task. Each agent has private tasks. Agents mix
-policies in their KL term (PR-GRPO), average adapters (FedAgent), or train alone. Base model,
-adapters, generation, references and losses are those of `prpo_llm.py`, by import: this file
-contains episodes, tasks and the federation.
+many turns; GRPO compares whole episodes of the same task. Tasks are private: each of --num-agents
+clients has its own, and --agents-per-round of the clients train at a time, as the agents of this
+file. They mix policies in their KL term (PR-GRPO), average adapters (FedAgent), or train alone.
+Base model, adapters, generation, references and losses are those of `prpo_llm.py`, by import: this
+file contains episodes, tasks and the federation.
 
     python benchmark/babyai.py                              # once: a small model to start from
     python prpo_babyai.py                                   # three agents mix policies
@@ -29,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, NoReturn
 
@@ -131,13 +133,13 @@ class Args(RunArgs):
     # agents that train at the same time (0: all); weights: drawn anew in every round, else once
     agents_per_round: Natural = 0
     participation: PositiveFraction = 1.0
-    """the same as a fraction of all agents"""
+    """fraction of the agents that train at the same time, instead of --agents-per-round"""
     centralised: bool = False
     """instead of the agents: a single one that has the tasks of all"""
     local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
     """steps between communication rounds"""
-    # coefficient of the KL penalty towards the reference policy: the mixture of peers, or with
-    # weights and none the policy from which all started
+    # coefficient of the KL penalty towards the reference policy: the mixture of peers, where agents
+    # are alone what they were in the last round; with weights and none the first policy
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.01
     kl_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 over the run"""
@@ -177,7 +179,7 @@ class Args(RunArgs):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """linear and cosine fall to 0"""
     warmup_steps: Natural = 0
-    """steps in which the learning rate rises before"""
+    """steps at the start in which the learning rate rises linearly"""
     update_epochs: Count = 1
     """epochs per step over all turns"""
     minibatch_size: Natural = 128
@@ -266,8 +268,10 @@ def draw_minibatches(
     """The turns of each optimizer step of an epoch, [agents held, minibatch] each.
 
     counts: turns of each agent, which stand in the order of their prompts' lengths and keep it
-    within a minibatch, so that there is little padding. An agent with fewer turns than others has
-    empty ones in the end, all with the number max(counts): without a gradient it makes no step.
+    within a minibatch, so that there is little padding. An agent's minibatches have equal sizes,
+    but for one turn, which --minibatch-size bounds: a small rest would be a whole optimizer step.
+    What is missing is filled with the number max(counts), which stands for an empty turn; an agent
+    with fewer minibatches than others has empty ones in the end, and makes no step there.
     """
     size = args.minibatch_size or max(counts)
     most = math.ceil(max(counts) / size)  # optimizer steps
@@ -275,9 +279,10 @@ def draw_minibatches(
     for client, count in zip(clients, counts, strict=True):
         seed = derive_seed(args.seed, client, step, epoch, MINIBATCHES)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        blocks = torch.full((most * size,), max(counts))
-        blocks[:count] = order
-        rows.append(blocks.view(most, size).sort(dim=1).values)
+        blocks = torch.full((most, size), max(counts))
+        for block, inds in zip(blocks, order.tensor_split(math.ceil(count / size)), strict=False):
+            block[: len(inds)] = inds.sort().values
+        rows.append(blocks)
     return list(torch.stack(rows, dim=1))
 
 
@@ -288,13 +293,14 @@ def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     n = args.agents_at_once
     isolated = args.aggregation == "none" or args.communicator == "identity"
-    # Then the sampler's log-probabilities are the trainer's, but for the last digits
-    exact = args.precision == "float32"
+    # In float32 the sampler's log-probabilities are the trainer's up to rounding, and are used as
+    # the old policy's
+    reuse_sampled = args.precision == "float32"
     exchange = Exchange(n, args.device, args.timeout)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     device = exchange.device
     rows_held = slice(held.start, held.stop)
-    # Of all agents' settings, those of the n that are in memory
+    # prpo_llm.py's functions take --num-agents for the agents in memory: the n that train at a time
     present = dataclasses.replace(args, num_agents=n)
 
     # World, model and tasks
@@ -336,6 +342,7 @@ def main(args: Args) -> dict:
     round_returns = [[] for _ in held]  # since the last round
     # Of each agent's rounds: mean, gain, baseline
     records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)
+    samples = torch.zeros(len(held), dtype=torch.float64)  # episodes between rounds
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
@@ -379,7 +386,7 @@ def main(args: Args) -> dict:
 
         # Reference policies, frozen for this update: row i of C applied to the policies; with
         # weights and none the policy from which all started
-        if exact:
+        if reuse_sampled:
             batch["logprobs"] = batch["sampled"]
         references, weights = compute_references(present, model, held, communicator, batch)
         batch |= references
@@ -403,10 +410,16 @@ def main(args: Args) -> dict:
         if step % args.local_updates == 0:
             for k, returns_of_agent in enumerate(round_returns):
                 records[k] = communicators.remember(records[k], returns_of_agent)
+                samples[k] = np.isfinite(returns_of_agent).sum()
                 returns_of_agent.clear()
-            if not isolated:
+            if args.aggregation == "policy" and isolated:  # nothing leaves an agent
+                snapshots[rows_held] = policy
+            elif not isolated:
                 if args.communicator == "relative-gain":
                     reported_returns = exchange.all_gather(records[:, 1:2]).flatten()
+                elif args.communicator == "samples":
+                    reported_returns = exchange.all_gather(samples[:, None]).flatten()
+                    reported_returns = communicators.bound_returns(reported_returns)
                 else:
                     reported_returns = exchange.all_gather(records[:, :1]).flatten()
                     reported_returns = communicators.bound_returns(reported_returns)
@@ -421,25 +434,25 @@ def main(args: Args) -> dict:
 
                 # The new communicator, of the agents whose policies are finite: parameters of 3e38
                 # are finite, their policy is not
-                log_probs = None
-                distances[:] = torch.nan
-                if args.aggregation == "policy":
-                    for j in usable.nonzero().flatten().tolist():
-                        snapshots[j] = parameters[j]
-                    log_probs = compute_public_log_probs(present, model, tokenizer, public_states)
-                    usable &= log_probs.isfinite().all(-1).all(-1)
-                    distances[:] = communicators.total_variation(log_probs)
+                first = snapshots.clone()
+                for j in usable.nonzero().flatten().tolist():
+                    snapshots[j] = parameters[j]
+                log_probs = compute_public_log_probs(present, model, tokenizer, public_states)
+                usable &= log_probs.isfinite().all(-1).all(-1)
+                distances[:] = communicators.total_variation(log_probs)
                 communicator[:] = make_communicator(present, reported_returns, log_probs, usable)
 
                 # FedAgent: agents go on from the average of what they received, with a fresh
-                # optimizer: in the next round they may be others
+                # optimizer: in the next round they may be others. The reference stays the first
+                # policy
                 if args.aggregation == "weights":
+                    snapshots.copy_(first)
                     C = communicator[rows_held]
                     averages, lost = average_adapters(args, model, C, parameters)
                     averaging = torch.stack([usable[row > 0].all() for row in C])
                     trained[:] = torch.where(averaging[:, None].to(device), averages, trained)
                     reset(moments)
-                del parameters  # whole adapters: they need not stay in memory
+                del parameters, first  # whole adapters: they need not stay in memory
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -448,7 +461,7 @@ def main(args: Args) -> dict:
             row = {"episode/client": float(clients[k])}
             row |= measure_episodes(args, episodes[k], advantages[k], categories)
             row |= measure_updates(losses, learns, k)
-            if not exact:
+            if not reuse_sampled:
                 row["losses/sampling_gap"] = float(sampling_gaps[k])
             if args.aggregation == "weights":
                 row["communication/lost_by_average"] = float(lost[k])
@@ -590,9 +603,7 @@ class Episode:
         self.uniforms = torch.empty(0)  # [turns, tokens], which the answers are drawn with
         self.env = self.call(make, split, index)
         self.category = find_category(self.env)
-        observation, info = self.call(self.env.reset)
-        self.task = str(info.get("task", ""))
-        self.see(observation, info)
+        self.call(self.reset)
 
     def call(self, function: Callable, *inputs):
         """What a function of the world returns; where it raises, the run ends with one line."""
@@ -602,13 +613,28 @@ class Episode:
         except Exception as error:
             refuse_error(self.args, self.place, error)
 
+    def reset(self) -> None:
+        """See the task and its first observation."""
+        observation, info = self.env.reset()
+        self.task = str(info.get("task", ""))
+        self.see(observation, info)
+
+    def step(self, action: str) -> float:
+        """Let the world take an admissible action; returns its reward."""
+        seen, reward, terminated, truncated, info = self.env.step(action)
+        self.past.append((self.observation, action))
+        self.see(seen, info)
+        self.ended = bool(terminated or truncated)
+        self.success = bool(info.get("success", terminated and reward > 0))
+        return float(reward)
+
     def see(self, observation: str, info: dict) -> None:
         """Take an observation and the admissible actions (none are listed: any text is one)."""
         if not isinstance(observation, str):
             problem = f"must return texts; {self.place} returns {type(observation).__name__}"
             refuse_world(self.args, problem)
         self.observation = observation
-        self.actions = list(info.get("actions", ()))
+        self.actions = list(info.get("actions") or ())
 
     def write_prompt(self, history: int) -> str:
         """The prompt of the present turn, with so many observations and actions before."""
@@ -629,17 +655,15 @@ class Episode:
         """Take a turn: the action that an answer names, or nothing."""
         observation = self.observation
         action = parse_action(text, self.actions)
-        reward = -self.args.invalid_penalty
         if action is None:
             self.invalid += 1
+            reward = -self.args.invalid_penalty
         else:
-            seen, reward, terminated, truncated, info = self.call(self.env.step, action)
-            self.past.append((observation, action))
-            self.see(seen, info)
-            self.ended = bool(terminated or truncated)
-            self.success = bool(info.get("success", terminated and reward > 0))
-        self.total += float(reward)
-        turn = Turn(prompt, answer, logprobs, observation, text, action, float(reward))
+            reward = self.call(self.step, action)
+        self.total += reward
+        if not logprobs.isfinite().all():
+            self.total = math.nan  # what a diverged policy answers means nothing
+        turn = Turn(prompt, answer, logprobs, observation, text, action, reward)
         self.turns.append(turn)
         self.ended |= len(self.turns) == self.args.max_turns
 
@@ -728,10 +752,10 @@ def play(
             size = min(args.rollout_batch_size or fewest, fewest)
             block = [waiting[k].pop() for k in having for _ in range(size)]
             with select_adapters("policy", tuple(numbers[k] for k in having)):
-                take_turns(args, model, tokenizer, block, temperature)
+                play_turns(args, model, tokenizer, block, temperature)
 
 
-def take_turns(
+def play_turns(
     args: Args,
     model,
     tokenizer,
@@ -855,7 +879,7 @@ def evaluate(args: Args, run: Run, model, tokenizer, make: Callable, tests: dict
         row = episodes[0 if equal else k]
         columns = {"all": {}} | {name: {} for name in tests.values()}
         for episode in row:
-            measures = measure_episode(episode, diverged[k])
+            measures = measure_episode(episode, diverged[k] or math.isnan(episode.total))
             for name in ("all", episode.category):
                 for measure, value in measures.items():
                     columns[name].setdefault(measure, []).append(value)
@@ -950,6 +974,8 @@ def list_tests(args: Args, make: Callable, pool: dict[int, str]) -> dict[int, st
         except IndexError:
             names = ", ".join(name for name, number in wanted_categories.items() if number)
             refuse(args, "eval_episodes", f"the world has fewer held-out tasks of {names}")
+        except Exception as error:
+            refuse_error(args, f"task {index} of test", error)
         if wanted_categories.get(category):
             wanted_categories[category] -= 1
             tests[index] = category
@@ -963,14 +989,15 @@ def list_tests(args: Args, make: Callable, pool: dict[int, str]) -> dict[int, st
 def show_first_prompts(args: Args, tokenizer, make: Callable) -> list[dict]:
     """Public states: the first prompts of held-out tasks, each with an answer.
 
-    Where policies are compared. A world that raises or returns no text is refused here, before
-    training.
+    Where policies are compared. Each of these worlds takes one step: one that raises or returns no
+    text is refused here, before training.
     """
     examples = []
     for index in range(PUBLIC_STATES):
         episode = Episode(args, make, "test", index)
         (ids,) = encode_prompts(args, tokenizer, [episode])
         action = (episode.actions or ["look"])[0]
+        episode.call(episode.step, action)
         examples.append({"ids": ids, "completion": f"<action>{action}</action>"})
     return examples
 
@@ -1029,7 +1056,13 @@ def label_tasks(args: Args, make: Callable, numbers: np.ndarray, model, tokenize
     """
     key = [args.env, args.max_turns, args.history, args.invalid_penalty, args.eval_temperature]
     key += [args.seed, args.response_length, args.max_prompt_tokens, args.precision, args.adapter]
-    key += [numbers.tolist(), digest_weights(model)]
+    key += [numbers.tolist(), digest_weights(model), metadata.version("minigrid")]
+    files = [Path(__file__)]  # with the words of prompts
+    if args.env != "babyai":
+        files.append(Path(args.env.rpartition(":")[0]))
+    if args.adapter:
+        files.append(Path(args.adapter) / "adapter_model.safetensors")
+    key += [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
 
     def write(folder: Path) -> None:
         print(f"labelling {len(numbers)} tasks as easy or hard, once", flush=True)
@@ -1101,8 +1134,8 @@ def load_world(args: Args) -> Callable[[str, int], gym.Env]:
 
     Its observations and actions are texts. Its `reset` takes no arguments, and gives in `info` the
     `task` in words; `info` of every observation may list the admissible `actions`, and say whether
-    the episode ended in `success` (default: a positive reward in the end). The attribute `category`
-    is what results are counted by. IndexError: there are no more tasks.
+    the episode ended in `success` (default: a positive reward with `terminated`). The attribute
+    `category` is what results are counted by. IndexError: there are no more tasks.
     """
     if args.env == "babyai":
         return make_level
@@ -1253,7 +1286,7 @@ def averages_evenly(args: Args) -> bool:
 
 
 def check_args(args: Args) -> None:
-    """What the types cannot express.
+    """What types cannot express.
 
     `refuse` ends with one line that names the flag, its value and what is valid.
     """
@@ -1287,8 +1320,10 @@ def check_agents(args: Args) -> None:
         refuse(args, "agents_per_round", f"must be at most --num-agents {args.num_agents}")
     if args.agents_per_round and args.participation < 1:
         refuse(args, "participation", "does not go with --agents-per-round; leave one out")
-    if args.centralised and (args.agents_per_round or args.participation < 1):
-        refuse(args, "agents_per_round", "does not go with --centralised; leave it out")
+    if args.centralised:
+        for flag in ("agents_per_round", "participation"):
+            if getattr(args, flag) != getattr(Args, flag):
+                refuse(args, flag, "does not go with --centralised; leave it out")
     if args.communicator == "surrogate":
         reason = "is for control: an episode has one advantage, not one per state"
         refuse(args, "communicator", reason)
@@ -1332,10 +1367,18 @@ def report_unused(args: Args) -> None:
         unused["lora_average"] = f"{aggregation}, which averages no adapters"
     if args.partition == "iid":
         unused["strength"] = "with --partition iid"
+    if not args.eval_episodes:
+        unused["eval_every"] = "with --eval-episodes 0"
     for name, reason in unused.items():
         value = getattr(args, name)
         if value != getattr(Args, name) and os.environ.get("RANK", "0") == "0":
             print(f"--{name.replace('_', '-')} {value}: has no effect {reason}", flush=True)
+    alone = (
+        args.aggregation == "none" or args.communicator == "identity" or args.agents_at_once == 1
+    )
+    if args.local_updates > args.total_steps and not alone and os.environ.get("RANK", "0") == "0":
+        flag = f"--local-updates {args.local_updates}"
+        print(f"{flag}: agents never communicate in {args.total_steps} steps", flush=True)
 
 
 if __name__ == "__main__":

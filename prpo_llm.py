@@ -192,7 +192,7 @@ class Args(RunArgs):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """linear and cosine fall to 0"""
     warmup_steps: Natural = 0
-    """steps in which the learning rate rises before"""
+    """steps at the start in which the learning rate rises linearly"""
     update_epochs: Count = 2
     """epochs per step"""
     minibatch_size: Natural = 0
@@ -3435,7 +3435,7 @@ PPO_ONLY = (
 
 
 def check_args(args: Args) -> None:
-    """What the types cannot express.
+    """What types cannot express.
 
     `refuse` ends with one line that names the flag, its value and what is valid.
     """

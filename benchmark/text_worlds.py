@@ -110,7 +110,8 @@ def share_tasks(rows: pd.DataFrame, clients: pd.DataFrame) -> pd.DataFrame:
     """
     stay = rows[~rows.method.isin(["fedagent", "centralised"])]
     agents = stay[["partition", "seed", "agent", "client"]].drop_duplicates()
-    dealt = clients.drop_duplicates(["partition", "seed", "client", "category"])
+    dealt = clients[clients.method != "centralised"]
+    dealt = dealt.drop_duplicates(["partition", "seed", "client", "category"])
     tasks = dealt.pivot(index=["partition", "seed", "client"], columns="category", values="tasks")
     shares = tasks.fillna(0).div(tasks.sum(axis=1), axis=0)
     shares = agents.join(shares, on=["partition", "seed", "client"])

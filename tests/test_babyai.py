@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -403,14 +404,15 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages(monkeypatch):
 
 
 def test_minibatches_contain_every_turn_once():
-    """Agents with fewer turns have empty ones at the end, and the order depends on the client."""
+    """Of equal sizes; agents with fewer turns have empty ones at the end, and the order depends on
+    the client."""
     args = prpo_babyai.Args(minibatch_size=4)
     batches = prpo_babyai.draw_minibatches(args, [7, 2], [3, 10], step=1, epoch=0)
     assert [inds.shape for inds in batches] == [(2, 4)] * 3
     inds = torch.cat(batches, dim=1)
     assert sorted(inds[0].tolist()) == [0, 1, 2] + [10] * 9
     assert sorted(inds[1].tolist()) == [*range(10), 10, 10]
-    assert (batches[0][0] < 10).sum() == 3
+    assert [(batch < 10).sum(1).tolist() for batch in batches] == [[3, 4], [0, 3], [0, 3]]
     alone = prpo_babyai.draw_minibatches(args, [2], [10], step=1, epoch=0)
     assert all(torch.equal(a[0], b[1]) for a, b in zip(alone, batches, strict=True))
     for client, epoch in ((2, 1), (3, 0)):
@@ -846,6 +848,49 @@ def test_peers_get_snapshots_in_rounds_only(tiny, saved):
     assert torch.allclose(third["communicator"], torch.full((3, 3, 3), 1 / 3))
 
 
+@pytest.mark.parametrize("aggregation", ["policy", "none"])
+def test_agents_without_peers_are_held_by_themselves(tiny, saved, aggregation):
+    """PR-GRPO with C the identity: by their policies of the last round; none: by the first one."""
+    options = {"aggregation": aggregation, "communicator": "identity", "eval_episodes": 0}
+    prpo_babyai.main(tiny(total_steps=3, local_updates=2, **options))
+    first, second, third = (state["snapshot"] for state in saved)
+    assert torch.equal(first[0], first[1])  # all start from the same
+    assert torch.equal(second, saved[1]["trained"]) == (aggregation == "policy")
+    assert torch.equal(second, first) == (aggregation == "none")
+    assert torch.equal(third, second)
+
+
+def test_equally_many_episodes_weigh_the_same(tiny, saved):
+    """FedAvg's rule: by numbers of samples, not by their returns."""
+    options = {"aggregation": "weights", "eval_episodes": 0, "total_steps": 1}
+    prpo_babyai.main(tiny(communicator="samples", **options))
+    assert torch.allclose(saved[-1]["communicator"], torch.full((3, 3, 3), 1 / 3))
+    prpo_babyai.main(tiny(communicator="reward", **options))
+    assert not torch.allclose(saved[-1]["communicator"], torch.full((3, 3, 3), 1 / 3))
+
+
+@pytest.mark.parametrize("aggregation", ["policy", "weights"])
+def test_a_policy_that_is_not_finite_is_left_out(tiny, saved, tmp_path, monkeypatch, aggregation):
+    """Its parameters of 1e30 are finite; an average takes the others instead."""
+    learn = prpo_babyai.learn
+
+    def ruin(args, model, trained, *inputs):
+        losses = learn(args, model, trained, *inputs)
+        trained[0] = 1e30
+        return losses
+
+    monkeypatch.setattr(prpo_babyai, "learn", ruin)
+    prpo_babyai.main(tiny(aggregation=aggregation, communicator="uniform", total_steps=1))
+    communicator = saved[-1]["communicator"][1]
+    assert torch.allclose(communicator[1:], torch.tensor([0.0, 0.5, 0.5]))
+    assert (saved[-1]["trained"][1:].abs() < 1).all()
+    evaluations = rows_of(only_run(tmp_path / "runs"), "evaluations")
+    means = {row["agent"]: row["mean_success"] for row in evaluations if row["step"] == "1"}
+    # Averaged, agent 0 is as the others; else what it answers means nothing
+    assert (means["0"] == "nan") == (aggregation == "policy")
+    assert means["1"] != "nan"
+
+
 def test_averages_follow_the_rows_of_a_matrix(tiny, saved, tmp_path, monkeypatch):
     """Agent i goes on from sum_j c_ij of what the agents had: row i of an asymmetric C."""
     C = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [0.0, 0.25, 0.75]])
@@ -881,7 +926,7 @@ def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
     assert names < rows[0].keys()
     for row in rows:
         assert 0 <= float(row["invalid"]) <= 1 <= float(row["length"]) <= 4
-        assert 0 < float(row["kl_reference"]) < 1
+        assert 0 < float(row["kl_reference"]) < 2
         assert float(row["first_log_ratio"]) == pytest.approx(0, abs=1e-4)
     evaluations = rows_of(run, "evaluations")
     assert {row["task"] for row in evaluations} == {"all", "GoToObj", "GoToLocal"}
@@ -914,6 +959,69 @@ def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
     # A category that no agent has played is nan
     assert categories and categories <= {"episode/success_GoToObj", "episode/success_GoToLocal"}
     assert tags - categories == explained - {"episode/success_CATEGORY"}
+
+
+def test_evaluations_are_of_held_out_tasks(tiny, monkeypatch):
+    """Each agent plays them with its own adapter, at the temperature of evaluations and with the
+    same random numbers."""
+    evaluated = []
+    play = prpo_babyai.play
+
+    def watch(args, model, tokenizer, episodes, temperature, numbers=None):
+        if numbers is not None:
+            evaluated.append((episodes, temperature, numbers))
+        play(args, model, tokenizer, episodes, temperature, numbers)
+
+    monkeypatch.setattr(prpo_babyai, "play", watch)
+    prpo_babyai.main(tiny(total_steps=1, eval_episodes=2, eval_temperature=0.7))
+    assert len(evaluated) == 2
+    for episodes, temperature, numbers in evaluated:
+        assert temperature == 0.7
+        assert numbers == (0, 1, 2)
+        for row in episodes:
+            assert [episode.place for episode in row] == [
+                f"task {index} of test" for index in (1, 7, 0, 6)
+            ]
+            for episode, first in zip(row, evaluated[0][0][0], strict=True):
+                assert torch.equal(episode.uniforms, first.uniforms)
+
+
+def test_tasks_are_labelled_by_what_the_first_policy_solves(tiny, tmp_path, monkeypatch):
+    """In one attempt of each; an edited world is labelled anew, and the same one is not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "world.py"
+    args = tiny(env=f"{path}:make", categories=(), partition="hardness")
+    model, tokenizer = prpo_babyai.load_base(args, torch.device("cpu"))
+    prpo_llm.add_adapters(args, model, 1)
+    numbers = np.arange(6)
+    for rest in (1, 1, 0):
+        path.write_text(WORLDS["easy"].replace("REST", str(rest)))
+        make = prpo_babyai.load_world(args)
+        solved = prpo_babyai.label_tasks(args, make, numbers, model, tokenizer)
+        assert solved.tolist() == [index % 2 == rest for index in range(6)]
+    assert len([*(tmp_path / "cache" / "prpo").glob("solved_*/")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("ends", "info", "success"),
+    [
+        ((True, False), {}, True),
+        ((False, True), {}, False),  # out of time, whatever it was paid
+        ((True, False), {"success": False}, False),
+    ],
+)
+def test_success_is_a_reward_with_which_the_world_ends(ends, info, success):
+    class World(gymnasium.Env):
+        def reset(self):
+            return "x", {}
+
+        def step(self, action):
+            return "y", 1.0, *ends, info
+
+    args = prpo_babyai.Args()
+    episode = prpo_babyai.Episode(args, lambda split, index: World(), "train", 0)
+    assert episode.step("go") == 1
+    assert (episode.success, episode.ended) == (success, True)
 
 
 def test_clients_are_counted_by_category(tmp_path):
@@ -1035,6 +1143,21 @@ WORLDS = {
     "silent": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
     "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
     "        return 7, {}\ndef make(split, index):\n    return World()\n",
+    "easy": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
+    "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
+    "        return 'x', {}\n    def step(self, action):\n"
+    "        return 'y', float(self.index % 2 == REST), True, False, {}\n"
+    "def make(split, index):\n    world = World()\n    world.index = index\n    return world\n",
+    "old": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
+    "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
+    "        return 'a text'\ndef make(split, index):\n    return World()\n",
+    "four": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
+    "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
+    "        return 'x', {}\n    def step(self, action):\n        return 'y', 0.0, True, {}\n"
+    "def make(split, index):\n    return World()\n",
+    "training": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
+    "    observation_space = action_space = spaces.Text(9)\n"
+    "def make(split, index):\n    return {'train': World()}[split]\n",
     "short": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
     "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
     "        return 'x', {}\n"
@@ -1062,6 +1185,8 @@ WORLDS = {
             "--total-steps 2: must be a multiple of --local-updates 3",
         ),
         ({"participation": 0.5, "agents_per_round": 1}, "--participation 0.5: does not go with"),
+        ({"participation": 0.5, "centralised": True}, "--participation 0.5: does not go with"),
+        ({"agents_per_round": 1, "centralised": True}, "--agents-per-round 1: does not go with"),
         (
             {"kl_direction": "forward", "kl_estimator": "k3"},
             "--kl-estimator k3: must be full for the forward KL",
@@ -1079,6 +1204,9 @@ def test_bad_flags_end_in_one_line(tiny, monkeypatch, tmp_path, changes, line):
         ({"env": "numbers", "categories": ()}, "{env}: observation_space must be gymnasium.spaces"),
         ({"env": "breaks", "categories": ()}, "{env}: task 0 of test raises OSError: no game"),
         ({"env": "silent", "categories": ()}, "{env}: must return texts; task 0 of test returns"),
+        ({"env": "old", "categories": ()}, "{env}: task 0 of test raises ValueError: too many"),
+        ({"env": "four", "categories": ()}, "{env}: task 0 of test raises ValueError: not enough"),
+        ({"env": "training", "categories": ()}, "{env}: task 0 of test raises KeyError: 'test'"),
         ({"env": "short", "categories": ()}, "--tasks 36: the world of --env"),
         ({"max_prompt_tokens": 1020}, "--max-prompt-tokens 1020: with --response-length 5 must be"),
         (
@@ -1113,10 +1241,24 @@ def test_worlds_without_their_packages_end_in_one_line(tiny, name, problem):
 
 
 def test_a_world_that_breaks_while_playing_ends_in_one_line(tiny, monkeypatch):
+    step = prpo_babyai.TextLevel.step
+
     def fail(self, action):
-        raise RuntimeError("lost\nconnection")
+        if self.level_seed < prpo_babyai.HELD_OUT_SEEDS:
+            raise RuntimeError("lost\nconnection")
+        return step(self, action)
 
     monkeypatch.setattr(prpo_babyai.TextLevel, "step", fail)
     message = refusal(prpo_babyai.main, tiny(eval_episodes=0))
     assert message.startswith("--env babyai: task ")
     assert message.endswith("of train raises RuntimeError: lost")
+
+
+def test_what_has_no_effect_is_said(tiny, capsys):
+    prpo_babyai.report_unused(tiny(local_updates=3, eval_episodes=0, eval_every=5))
+    assert capsys.readouterr().out.splitlines() == [
+        "--eval-every 5: has no effect with --eval-episodes 0",
+        "--local-updates 3: agents never communicate in 2 steps",
+    ]
+    prpo_babyai.report_unused(tiny(local_updates=3, communicator="identity"))
+    assert not capsys.readouterr().out
