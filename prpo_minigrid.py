@@ -1,7 +1,8 @@
 """PR-PPO on MiniGrid: agents that share no data learn together through their KL penalty.
 
-Eq. 4 of the PRPO paper. Each agent trains on its own environments; agents exchange parameters and
-a few scalars, never an observation, an action or a reward.
+Eq. 4 of the PRPO paper, with its KL by default in the other direction (--kl-direction forward: as
+there). Each agent trains on its own environments; agents exchange parameters and a few scalars,
+never an observation, an action or a reward.
 
     python prpo_minigrid.py                                      # three agents in one process
     python prpo_minigrid.py --communicator identity              # the same agents, isolated
