@@ -1369,16 +1369,19 @@ def report_unused(args: Args) -> None:
         unused["strength"] = "with --partition iid"
     if not args.eval_episodes:
         unused["eval_every"] = "with --eval-episodes 0"
+    lines = []
     for name, reason in unused.items():
         value = getattr(args, name)
-        if value != getattr(Args, name) and os.environ.get("RANK", "0") == "0":
-            print(f"--{name.replace('_', '-')} {value}: has no effect {reason}", flush=True)
-    alone = (
-        args.aggregation == "none" or args.communicator == "identity" or args.agents_at_once == 1
-    )
-    if args.local_updates > args.total_steps and not alone and os.environ.get("RANK", "0") == "0":
+        if value != getattr(Args, name):
+            lines.append(f"--{name.replace('_', '-')} {value}: has no effect {reason}")
+    isolated = args.aggregation == "none" or args.communicator == "identity"
+    alone = isolated or args.agents_at_once == 1
+    if args.local_updates > args.total_steps and not alone:
         flag = f"--local-updates {args.local_updates}"
-        print(f"{flag}: agents never communicate in {args.total_steps} steps", flush=True)
+        lines.append(f"{flag}: agents never communicate in {args.total_steps} steps")
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
