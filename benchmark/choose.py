@@ -132,6 +132,11 @@ def compare(groups: dict[tuple[str, str], list[plot.Run]], args: Args) -> pd.Dat
     scores = pd.DataFrame(rows, columns=[*key, "seed", "score"])
     check_effort(scores, args)
     mean = scores.groupby(key).score.agg(lambda seeds: seeds.mean(skipna=False))
+    seeds = scores.groupby(key).seed.nunique()
+    incomplete = seeds < seeds.groupby(level=key[:2]).transform("max")
+    for _, _, name in mean.index[incomplete]:
+        print(f"{name} is not chosen: it lacks a seed that other settings have", file=sys.stderr)
+    mean[incomplete] = float("nan")
     best = mean.fillna(-float("inf")).groupby(level=key[:2]).idxmax()  # of equal ones the first
     if mean[best].isna().any():
         sys.exit(f"--criterion {args.criterion}: a method has no setting with it")

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from arguments import read_flags
-from methods import style_methods
+from arguments import read_flags, refuse
+from methods import MARKERS, style_methods
 from plot import (
+    check_names,
     comments_of,
     finished_runs,
     read_table,
@@ -69,6 +70,8 @@ def make_rows(runs: pd.DataFrame, agents: int) -> pd.DataFrame:
     rows = []
     for (name, seed), run in runs.groupby(["exp_name", "seed"], sort=False):
         method, _, condition = name.rpartition("-")
+        if not method:
+            refuse(f"--runs: --exp-name {name} has no condition behind a hyphen")
         row = {"method": method, "condition": condition, "seed": seed}
         rows.append(row | measure_returns(run))
     return pd.DataFrame(rows).sort_values(["method", "condition", "seed"])
@@ -85,7 +88,7 @@ def make_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def read_rows(path: Path) -> pd.DataFrame:
     """OUT.csv."""
-    return read_table(path, dtype={"condition": str})
+    return read_table(path, ("method", "condition", "seed", *MEASURES), dtype={"condition": str})
 
 
 def describe_seeds(seeds: pd.Series) -> str:
@@ -145,7 +148,7 @@ def draw(csv_path: Path, png_path: Path):
                 linestyle=style.dashes if to_scale else "none",
                 elinewidth=0.8,
                 capsize=2,
-                marker="o",
+                marker="o" if to_scale else MARKERS[style.dashes],
                 markersize=4,
                 label=f"{style.label} ({describe_seeds(rows.seeds)})",
                 zorder=3,
@@ -164,8 +167,11 @@ def draw(csv_path: Path, png_path: Path):
 
 def main(args: Args) -> None:
     path = Path(f"{args.out}.csv")
+    if args.agents < 0:
+        refuse(f"--agents {args.agents}: must not be negative")
     if not args.from_csv:
         runs, comments = finished_runs(args.runs)
+        check_names(runs, ["exp_name", "seed"])
         comments += f"{LABEL}{args.label}\n"
         write(path, comments, make_rows(runs, args.agents))
     table = make_table(read_rows(path))

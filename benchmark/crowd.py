@@ -22,11 +22,20 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from arguments import read_flags
+from arguments import read_flags, refuse
 from methods import style_methods
-from plot import finished_runs, read_table, save_with_legend, with_interval, write, write_results
+from plot import (
+    check_names,
+    finished_runs,
+    read_table,
+    save_with_legend,
+    with_interval,
+    write,
+    write_results,
+)
 from stats import mean_share
 
+COLUMNS = "method", "agents", "seed", "first_agent", "share", "evaluation", "steps"  # of OUT.csv
 MOST = 0.8  # share of a crowd whose steps are reported
 
 
@@ -62,6 +71,8 @@ def make_rows(runs: pd.DataFrame, threshold: float) -> pd.DataFrame:
         above = run[run.return_last_100 >= threshold]
         reached = above.groupby("agent").timesteps.min().reindex(solved.index)
         method = name.rpartition("-")[0]
+        if not method:
+            refuse(f"--runs: --exp-name {name} has no number of agents behind a hyphen")
         num_agents = len(solved)
         for size in sizes_of_crowds(method, num_agents):
             last = math.ceil(MOST * size - 1e-9) - 1
@@ -151,9 +162,10 @@ def main(args: Args) -> None:
     rows = Path(f"{args.out}.csv")
     if not args.from_csv:
         runs, comments = finished_runs(args.runs)
+        check_names(runs, ["exp_name", "seed"])
         comments += f"# threshold {args.threshold}\n"
         write(rows, comments, make_rows(runs, args.threshold))
-    table = make_table(read_table(rows))
+    table = make_table(read_table(rows, COLUMNS))
     note = "# intervals: 95 %; of share and all_learn Wilson's, where a seed is a trial;"
     note += " of evaluation Student's t\n"
     write_results(args.out, table, note, draw)

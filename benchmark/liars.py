@@ -117,11 +117,18 @@ def main(args: Args) -> dict:
         prpo_minigrid.rollout = honest_rollout
 
 
+def check_args(args: Args) -> None:
+    """Raise one-line errors, as `prpo_minigrid.py`."""
+    prpo_minigrid.check_args(args)
+    if args.exchange:
+        communicators.refuse(args, "exchange", "lies are sent without a folder only; leave it out")
+
+
 if __name__ == "__main__":
-    main(
-        communicators.parse_args(
-            Args,
-            prpo_minigrid.check_args,
-            may_change=("capture_video", "eval_episodes", "total_timesteps"),
-        )
+    args = communicators.parse_args(
+        Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")
     )
+    if args.eval_only:
+        prpo_minigrid.evaluate_run(args)
+    else:
+        main(args)

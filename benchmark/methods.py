@@ -25,6 +25,7 @@ BLACK = "#000000"
 OCHRE = "#999933"
 
 DASHES = ("-", "--", ":", "-.")
+MARKERS = {"-": "o", "--": "s", ":": "^", "-.": "D"}  # of the dashes, where no line is drawn
 OTHER_COLOURS = ("#44AA99", "#AA4499", "#661100", "#332288")  # of names not listed below
 
 

@@ -117,12 +117,16 @@ def read_settings(folder: Path) -> tuple[dict, dict]:
     return summary, {FORMER.get(name, name): value for name, value in settings.items()}
 
 
-def read_table(path: Path, **options) -> pd.DataFrame:
-    """A CSV file, in which # begins a comment; raises Damaged."""
+def read_table(path: Path, columns: tuple[str, ...] = (), **options) -> pd.DataFrame:
+    """A CSV file with at least these columns, in which # begins a comment; raises Damaged."""
     try:
-        return pd.read_csv(path, **{"comment": "#"} | options)
+        table = pd.read_csv(path, **{"comment": "#"} | options)
     except (OSError, ValueError) as error:
         raise Damaged(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+    missing = [name for name in columns if name not in table]
+    if missing:
+        raise Damaged(f"{path}: has no column {', '.join(missing)}, it is of another tool")
+    return table
 
 
 def read_evaluations(path: Path, metrics: pd.DataFrame) -> pd.DataFrame:
@@ -406,6 +410,15 @@ def finished_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, str]:
         sys.exit(f"--runs {' '.join(folders)}: no finished run in there")
     tables = [load_run(run.folder) for runs in groups.values() for run in runs]
     return pd.concat(tables, ignore_index=True), header(groups)
+
+
+def check_names(runs: pd.DataFrame, keys: list) -> None:
+    """Ends with one line where runs of different folders have equal keys: they would be one row."""
+    for folders in runs.groupby(keys).run.unique():
+        if len(folders) > 1:
+            first, second, *_ = sorted(folders)
+            names = f"{first} and {second} have the same --exp-name and --seed"
+            refuse(f"--runs: {names}; give the folders of one task")
 
 
 def comments_of(path: Path) -> str:

@@ -51,7 +51,8 @@ def pool_means(old: pd.DataFrame, new: pd.DataFrame, keys: list[str]) -> pd.Data
     both = both.merge(new, how="left", on=keys, suffixes=("_old", "_new"))
     one = both.mean_old.isna() | both.mean_new.isna()
     methods = [both[key] for key in keys[:-1]]
-    in_both = both.groupby(methods)[["mean_old", "mean_new"]].transform("any").all(axis=1)
+    has_mean = both[["mean_old", "mean_new"]].notna()
+    in_both = has_mean.groupby(methods).transform("any").all(axis=1)
     both = both[~(one & in_both)]
     parts = []
     for name in ("old", "new"):
@@ -78,10 +79,12 @@ def pool_runs(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
 
 
 def read_flags_of(command: str) -> dict[str, list[str]]:
-    """The flags of a command with their values."""
+    """The flags of a command with their values; those of --no-x are the value "no" of --x."""
     flags = {}
     for word in shlex.split(command):
-        if word.startswith("--"):
+        if word.startswith("--no-"):
+            flags[f"--{word.removeprefix('--no-')}"] = ["no"]
+        elif word.startswith("--"):
             values = flags[word] = []
         elif flags:
             values.append(word)
@@ -108,7 +111,9 @@ def pool_comments(old: str, new: str) -> str:
         flags_before = read_flags_of(before)
         for name in flags.keys() & flags_before.keys():
             if flags[name] != flags_before[name]:
-                values = f"{' '.join(flags_before[name])} before, {' '.join(flags[name])} now"
+                value_before = " ".join(flags_before[name]) or "yes"
+                value_now = " ".join(flags[name]) or "yes"
+                values = f"{value_before} before, {value_now} now"
                 refuse(f"--new: {' '.join(flags['--exp-name'])} has another {name}: {values}")
         numbers = {*map(int, seeds.split()), *map(int, seeds_before.split())}
         commands[group] = command, " ".join(map(str, sorted(numbers)))
@@ -121,6 +126,8 @@ def main(args: Args) -> None:
     new_runs = read_table(f"{args.new}_runs.csv")
     tables = {"_runs": pool_runs(old_runs, new_runs)}
     old_curves = read_table(f"{args.out}.csv")
+    if "settings" in old_curves:
+        refuse(f"--out {args.out}: is of a search, whose limits are no intervals over seeds")
     keys = [*old_curves.columns[:3]]
     tables[""] = pool_means(old_curves, read_table(f"{args.new}.csv"), keys)
     if Path(f"{args.out}_matrix.csv").is_file():

@@ -62,8 +62,12 @@ def main() -> None:
     if len(sys.argv) == 1:
         print_commands()
         return
+    args = communicators.parse_args(prpo_minigrid.Args, prpo_minigrid.check_args)
+    if args.eval_only:
+        prpo_minigrid.evaluate_run(args)
+        return
     prpo_minigrid.Envs = Envs
-    prpo_minigrid.main(communicators.parse_args(prpo_minigrid.Args, prpo_minigrid.check_args))
+    prpo_minigrid.main(args)
 
 
 if __name__ == "__main__":

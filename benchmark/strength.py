@@ -19,7 +19,14 @@ import pandas as pd
 from arguments import read_flags
 from conditions import MEASURES, measure_returns, summarise_seeds
 from methods import style_methods
-from plot import finished_runs, read_table, save_with_legend, write, write_results
+from plot import (
+    check_names,
+    finished_runs,
+    read_table,
+    save_with_legend,
+    write,
+    write_results,
+)
 
 UPDATES = (1, 2, 4)  # behind a round
 DISTANCES = [f"tv_{name}_{number}" for name in ("peers", "reference") for number in UPDATES]
@@ -58,6 +65,7 @@ def make_rows(runs: pd.DataFrame) -> pd.DataFrame:
     rows = []
     experiments = runs.run.map(lambda folder: Path(folder).parent.name)
     keys = [experiments.rename("experiment"), "exp_name", "seed"]
+    check_names(runs, keys)
     for (experiment, method, seed), run in runs.groupby(keys):
         row = {"experiment": experiment, "method": method, "seed": seed}
         rows.append(row | measure_returns(run) | measure_distances(run))
@@ -124,7 +132,7 @@ def main(args: Args) -> None:
     if not args.from_csv:
         runs, comments = finished_runs(args.runs)
         write(path, comments, make_rows(runs))
-    table = make_table(read_table(path))
+    table = make_table(read_table(path, ("experiment", "method", "seed", *MEASURES, *DISTANCES)))
     write_results(args.out, table, "# intervals: 95 %, Student's t over seeds\n", draw)
 
 

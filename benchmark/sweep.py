@@ -35,7 +35,7 @@ share a GPU):
 --quick    a night on two cores. minigrid: two tasks, three seeds, two learning rates, 1 M steps;
            atari: BeamRider, two seeds, 1 M steps; llm: three agents and the small model on
            documentation
---results  the runs behind benchmark/results/: 3, 3 and 1.5 hours on two cores
+--results  the runs behind benchmark/results/: 8, 3 and 1.5 hours on two cores
 
 table1, the paper's table 1 at small scale (docs/pipeline.md): SmolLM2 on documentation, three
 agents, from the adapter and with the reward model of `benchmark/pipeline.sh all --quick`.
@@ -211,6 +211,7 @@ def list_control(family: str, mode: str) -> Iterator[str]:
     grid = GRIDS[family, mode]
     if (family, mode) == ("minigrid", "--results"):
         yield from list_minigrid_results(grid)
+        yield from list_paper_length(grid)
         yield from list_yardstick(grid)
         return
     for seed in grid.seeds:
@@ -239,6 +240,16 @@ def list_minigrid_results(grid: Grid) -> Iterator[str]:
                 folder = "runs/fourrooms-results" if four_rooms else "runs/minigrid-results"
                 settings["folder"] = folder
                 yield from list_method("minigrid", "--results", grid, method, **settings)
+
+
+def list_paper_length(grid: Grid) -> Iterator[str]:
+    """Three methods on FourRooms with the paper's 5 M steps."""
+    for seed in grid.seeds:
+        for method in ("isolated", "fedavg-uniform", "pr-uniform"):
+            settings = {"task": MINIGRID.tasks[0], "seed": seed, "direction": "reverse"}
+            settings["steps"] = MINIGRID.steps
+            settings["folder"] = "runs/fourrooms-5m"
+            yield from list_method("minigrid", "--results", grid, method, **settings)
 
 
 def list_method(

@@ -629,15 +629,19 @@ def test_tuning_seeds_are_not_reported_and_effort_is_equal(tmp_path, selected):
         SystemExit, match="--seeds 102: tuned on"
     ):  # by a run that is no longer in the list
         selected(seeds=(102,))
-    assert len(selected(unequal=True)[0]) == 4
+    # The setting with the best mean lacks a seed
+    lines, shown = selected(unequal=True)
+    assert len(lines) == 4
+    assert all("--kl-coef 5.0e-01" in line for line in lines)
+    assert "pr_coef2 is not chosen: it lacks a seed that other settings have" in shown
     changed = (
         (tmp_path / "tuning.txt")
         .read_text()
         .replace("--kl-coef", "--gamma 0.9 --kl-coef")
-        .replace("2.0e+00", "3")
+        .replace("5.0e-01", "3")
     )
     (tmp_path / "tuning.txt").write_text(changed)
-    with pytest.raises(SystemExit, match="none has the name and settings of .*pr_coef2"):
+    with pytest.raises(SystemExit, match="none has the name and settings of .*coef0.5"):
         selected(unequal=True)
 
 
@@ -946,6 +950,41 @@ def test_methods_are_compared_under_every_condition(names, agents, bonus, tmp_pa
     assert Path(f"{out}_table.csv").read_text() == before
 
 
+@pytest.mark.parametrize("tool", [conditions, crowd, strength])
+def test_runs_that_a_table_cannot_keep_apart_are_refused(tool, tmp_path):
+    """The same method and seed on two tasks; a row of both would be of neither."""
+    for stamp, task in enumerate(("Task", "Other")):
+        settings = {"exp_name": "pr-4", "env_id": task, "local_updates": 4}
+        fake_run(tmp_path, 1, [0.1, 0.2], stamp=stamp, **settings)
+    args = tool.Args(runs=(str(tmp_path),), out=str(tmp_path / "out"))
+    folders = f"{tmp_path}/Task__pr-4__1__0 and {tmp_path}/Task__pr-4__1__1"
+    reason = "have the same --exp-name and --seed; give the folders of one task"
+    assert refusal(tool.main, args) == f"--runs: {folders} {reason}"
+
+
+@pytest.mark.parametrize("tool", [conditions, crowd])
+def test_names_without_a_condition_are_refused(tool, tmp_path):
+    fake_run(tmp_path, 1, [0.1, 0.2], exp_name="isolated")
+    args = tool.Args(runs=(str(tmp_path),), out=str(tmp_path / "out"))
+    assert refusal(tool.main, args).startswith("--runs: --exp-name isolated has no ")
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "column"),
+    [(conditions, "strength", "condition"), (crowd, "liars", "agents"), (strength, "crowd", "exp")],
+)
+def test_files_of_other_tools_are_refused(tool, name, column, tmp_path):
+    shutil.copy(RESULTS / f"{name}.csv", tmp_path / "out.csv")
+    args = tool.Args(out=str(tmp_path / "out"), from_csv=True)
+    with pytest.raises(arguments.Damaged, match=f"out.csv: has no column {column}"):
+        tool.main(args)
+
+
+def test_a_negative_number_of_agents_is_refused():
+    line = "--agents -1: must not be negative"
+    assert refusal(conditions.main, conditions.Args(agents=-1)) == line
+
+
 def test_conditions_are_drawn_in_order():
     names = ["opposite", "none", "random+boast", "0.5", "random", "10", "2"]
     expected = ["0.5", "2", "10", "none", "opposite", "random", "random+boast"]
@@ -1215,7 +1254,7 @@ def test_rewards_are_in_units_of_the_agents_own(monkeypatch):
     assert tool.Envs(args, range(3), 0).scales.tolist() == [1, 1, 1]
 
 
-def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(monkeypatch, capsys):
+def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(tmp_path, monkeypatch, capsys):
     """Without flags the commands of the page, with flags prpo_minigrid.py on these environments."""
     tool = importlib.import_module("reward_scale")
     script = importlib.import_module("prpo_minigrid")
@@ -1239,6 +1278,15 @@ def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(monkeypatch, cap
     monkeypatch.setattr(sys, "argv", ["reward_scale.py", "--seed", "7"])
     tool.main()
     assert runs == [(7, tool.Envs)]
+    # --eval-only plays the agents of a run, in the units of the official environments
+    played = []
+    monkeypatch.setattr(script, "evaluate_run", lambda args: played.append(args.eval_only))
+    config = {"script": "prpo_minigrid"} | vars(script.Args())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "argv", ["reward_scale.py", "--eval-only", str(tmp_path)])
+    tool.main()
+    assert played == [str(tmp_path)]
+    assert len(runs) == 1
 
 
 def test_seeds_are_added_to_results(tmp_path):
@@ -1292,6 +1340,31 @@ def test_seeds_of_other_settings_are_not_added():
     other = new.replace("0.9", "0.8")
     line = "--new: pr has another --gamma: 0.9 before, 0.8 now"
     assert refusal(pool.pool_comments, old, other) == line
+    # A flag that is on or off
+    on = old.replace("0.9", "0.9 --anneal-lr")
+    off = new.replace("0.9", "0.9 --no-anneal-lr")
+    line = "--new: pr has another --anneal-lr: yes before, no now"
+    assert refusal(pool.pool_comments, on, off) == line
+    assert pool.pool_comments(old, off).count("--exp-name pr") == 1
+
+
+def test_means_of_zero_are_pooled():
+    """A mean of 0 is a result; a row that only one table has is left out where both have others."""
+    columns = {"env": "Task", "method": "pr", "timesteps": [1, 2]}
+    old = pd.DataFrame(columns | {"mean": 0.0, "ci_low": 0.0, "ci_high": 0.0, "seeds": 2})
+    new = old[old.timesteps == 1]
+    pooled = pool.pool_means(old, new, ["env", "method", "timesteps"])
+    assert pooled.timesteps.tolist() == [1]
+    assert pooled["mean"].tolist() == [0]
+    assert pooled.seeds.tolist() == [4]
+
+
+def test_results_of_a_search_are_not_pooled(tmp_path):
+    for name in ("search", "search_runs"):
+        shutil.copy(RESULTS / f"skills_{name}.csv", tmp_path / f"{name}.csv")
+    args = pool.Args(out=str(tmp_path / "search"), new=str(RESULTS / "goals"))
+    line = f"--out {tmp_path}/search: is of a search, whose limits are no intervals over seeds"
+    assert refusal(pool.main, args) == line
 
 
 @pytest.mark.parametrize("tool", [bound, crowd, plot, pool, table, throughput])

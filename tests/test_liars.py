@@ -1,7 +1,9 @@
 """benchmark/liars.py: what a lying agent sends and reports, and that the others are honest."""
 
 import copy
+import runpy
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -124,3 +126,24 @@ def test_the_sweep_has_every_lie_and_boasts_only_where_returns_are_reported():
             boasting.add(args.communicator)
     assert boasting == {"reward", "relative-gain"}
     assert len(lines) == 11 * 4 + 4 * 3
+
+
+def test_files_for_a_folder_are_refused(tmp_path, capsys):
+    """`LyingPeers` turns what is gathered; the files of --exchange would be honest."""
+    argv = ["--exchange", f"file://{tmp_path}", "--agents", "0"]
+    with pytest.raises(SystemExit):
+        parse_args(liars.Args, liars.check_args, argv)
+    assert f"--exchange file://{tmp_path}: lies are sent" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_is_played_and_not_trained_again(tmp_path, monkeypatch, capsys):
+    runs = tmp_path / "runs"
+    liars.main(tiny_liar(runs, env_id=EMPTY, iterations=1))
+    folder = only_run(runs)
+    argv = ["liars.py", "--eval-only", str(folder), "--eval-episodes", "2"]
+    monkeypatch.setattr(sys, "argv", argv)
+    capsys.readouterr()
+    runpy.run_path(liars.__file__, run_name="__main__")
+    assert f"{folder}: mean return of 2 episodes" in capsys.readouterr().out
+    assert only_run(runs) == folder
