@@ -2021,8 +2021,10 @@ class Bound(NamedTuple):
 
 Count = Annotated[int, Bound("be at least 1", lambda value: value >= 1)]
 Natural = Annotated[int, Bound("not be negative", lambda value: value >= 0)]
+Seed = Annotated[Natural, Bound("be below 2^63", lambda value: value < 2**63)]
 NonNegative = Annotated[float, Bound("not be negative", lambda value: value >= 0)]
 Positive = Annotated[float, Bound("be positive", lambda value: value > 0)]
+Seconds = Annotated[Positive, Bound("be at most 1e9", lambda value: value <= 1e9)]
 Fraction = Annotated[float, Bound("lie in [0, 1]", lambda value: 0 <= value <= 1)]
 PositiveFraction = Annotated[float, Bound("lie in (0, 1]", lambda value: 0 < value <= 1)]
 Probability = Annotated[float, Bound("lie in (0, 1)", lambda value: 0 < value < 1)]
@@ -2047,7 +2049,7 @@ class RunArgs:
 
     # the name of this experiment, part of the run's folder name (default: the script's)
     exp_name: str = ""
-    seed: Natural = 1  # seed of everything random, keyed with the agent's number
+    seed: Seed = 1  # seed of everything random, keyed with the agent's number
     device: str = "auto"  # cpu, cuda, cuda:N, or auto: cuda where there is one
     run_dir: str = "runs"  # folder that holds one folder per run
     resume: str = ""  # folder of a run that was cut off: go on in it, with its settings
@@ -2057,7 +2059,7 @@ class RunArgs:
     eval_every: Natural = 0  # iterations between evaluations during training (0: only at the end)
     # torchrun: seconds without a peer (after evaluations: without a sign of life) until the run
     # ends and names it; --exchange: seconds that a round of averages waits for the peers
-    timeout: Positive = 600.0
+    timeout: Seconds = 600.0
     # URL of a folder (file:///shared, s3://bucket/path, sftp://host/path, ...) over which agents of
     # independent processes exchange snapshots: each process holds only --agents
     exchange: str = ""
@@ -2252,6 +2254,32 @@ def _check_communicator(args: RunArgs) -> None:
         refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
 
 
+def report_unused(args: RunArgs, unused: dict[str, str]) -> None:
+    """Print a line for each flag that was given and has no effect; the run goes on.
+
+    unused: flag of the script -> with what it has none; those of the communicator are added here.
+    """
+    unused = dict(unused)
+    communicator = f"with --communicator {args.communicator}"
+    if args.communicator != "self-preferred":
+        unused["self_preference"] = communicator
+    if args.communicator not in ("softmax-reward", "relative-gain", "surrogate"):
+        unused["communicator_temperature"] = communicator
+    if args.communicator == "identity":
+        unused["topology"] = communicator
+        unused["top_k"] = communicator
+    for flag, reason in unused.items():
+        value = getattr(args, flag)
+        if value != getattr(type(args), flag):
+            announce(f"--{flag.replace('_', '-')} {value}: has no effect {reason}")
+
+
+def announce(line: str) -> None:
+    """Print a line, once for all processes of torchrun."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
 def _check_device(args: RunArgs) -> None:
     """Refuse a device that this machine does not have."""
     devices = ["auto", "cpu"]
@@ -2294,6 +2322,8 @@ def _check_exchange(args: RunArgs) -> None:
         refuse(args, "exchange", "has no effect on isolated agents; leave it out")
     if args.wait and averages:
         refuse(args, "wait", "has no effect on averages, which wait for --timeout; leave it out")
+    if args.max_age != RunArgs.max_age and averages:
+        refuse(args, "max_age", "has no effect on averages, which are of new ones; leave it out")
     if getattr(args, "participation", 1) != 1 and not averages:
         valid = "must be 1 with --exchange, where agents take part as they come"
         refuse(args, "participation", f"{valid}; averages wait for this fraction")
@@ -2392,6 +2422,14 @@ def check_aggregation(args: RunArgs) -> None:
         refuse(args, "communication_end", "has no effect with --aggregation none; leave it out")
     if args.kl_schedule != "constant" and args.kl_coef == 0:
         refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
+    unused = {}
+    if args.communicator == "identity":
+        isolated = "on isolated agents"
+        unused = dict.fromkeys(("mixture", "participation", "distill_epochs"), isolated)
+    if args.robust != "none":
+        unused["self_preference"] = f"with --robust {args.robust}, which weights all agents alike"
+    if not args.eval_only:  # which plays all agents alone
+        report_unused(args, unused)
 
 
 # The settings of an existing run: --resume and --eval-only
@@ -3099,12 +3137,13 @@ class Run:
     they are and restored *in place*, so that one dict is used for both. Every agent has its own
     folder; a checkpoint counts once all agents have completed it.
 
-    total: iterations of the whole run. work: what all agents together do in one, counted in `unit`;
-    speed: the metric for that per second. env_ids, stride: in control, each agent's task and the
-    steps that an iteration adds to the horizontal axis. headline: the metric of the progress line
-    and of the final table, where it is called `recent`. measure: what it and an evaluation measure,
-    over `samples`. counter: what an iteration is called. columns: names in metrics.csv of metrics
-    that are not called there by the last part of their key. about: more to print at the start.
+    total: iterations of the whole run. units_per_iteration: what all agents together do in one,
+    counted in `unit`; speed: the metric for that per second. env_ids, steps_per_iteration: in
+    control, each agent's task and the steps of an agent, which the horizontal axis counts.
+    main_metric: that of the progress line and of the final table, where its column is called
+    `main_column`. measure: what it and an evaluation measure, over `samples`. counter: what an
+    iteration is called. columns: names in metrics.csv of metrics that are not called there by the
+    last part of their key. about: more to print at the start.
     """
 
     def __init__(
@@ -3114,15 +3153,15 @@ class Run:
         name: str,
         *,
         total: int,
-        work: int,
-        headline: str,
+        units_per_iteration: int,
+        main_metric: str,
         env_ids: list[str] = (),
-        stride: int = 1,
+        steps_per_iteration: int = 1,
         unit: str = "agent-steps",
         speed: str = "charts/SPS",
         measure: str = "return",
         samples: str = "episodes",
-        recent: str = "last 100 episodes",
+        main_column: str = "last 100 episodes",
         counter: str = "iteration",
         columns: dict[str, str] | None = None,
         about: str = "",
@@ -3130,15 +3169,15 @@ class Run:
         self.args = args
         self.exchange = exchange
         self.total = total
-        self.work = work
-        self.headline = headline
+        self.units_per_iteration = units_per_iteration
+        self.main_metric = main_metric
         self.env_ids = env_ids
-        self.stride = stride
+        self.steps_per_iteration = steps_per_iteration
         self.unit = unit
         self.speed = speed
         self.measure = measure
         self.samples = samples
-        self.recent = recent
+        self.main_column = main_column
         self.counter = counter
         self.columns = columns or {}
         self.about = about
@@ -3426,7 +3465,7 @@ class Run:
         from torch.utils.tensorboard import SummaryWriter
 
         threading.excepthook = _report_error_of_thread
-        self.writer = SummaryWriter(self.folder, purge_step=start * self.stride + 1)
+        self.writer = SummaryWriter(self.folder, purge_step=start * self.steps_per_iteration + 1)
         table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
         self._metrics = self._open_csv("metrics.csv", start)
@@ -3501,7 +3540,7 @@ class Run:
         for i in sorted(find_diverged_agents(self.latest, members) - diverged_before):
             place = f"{self.counter} {self.iteration}"
             print(f"\n{place}: agent {i} has diverged, it learns no more", flush=True)
-        rate = self.iteration * self.work / self.train_seconds
+        rate = self.iteration * self.units_per_iteration / self.train_seconds
         scalars = scalars | self.exchange.describe()
         self._log_to_tensorboard(scalars, rate, communicator, distances, matrix_changed)
         self._log_metrics(scalars, rate)
@@ -3557,7 +3596,7 @@ class Run:
             for i, value in enumerate(column):
                 scalars[f"{key}/agent_{i}"] = value
             scalars[key] = mean([value for value in column if not math.isnan(value)])
-        step = self.iteration * self.stride
+        step = self.iteration * self.steps_per_iteration
         for key, value in scalars.items():
             if not math.isnan(value):
                 self.writer.add_scalar(key, value, step)
@@ -3571,7 +3610,7 @@ class Run:
             row = {self.counter: self.iteration, "agent": i}
             if self.env_ids:
                 row["env_id"] = self.env_ids[i]
-                row["timesteps"] = self.iteration * self.stride
+                row["timesteps"] = self.iteration * self.steps_per_iteration
             row["seed"] = self.args.seed
             row["exp_name"] = self.args.exp_name
             for key, column in self.latest.items():
@@ -3601,7 +3640,7 @@ class Run:
         seconds = round((self.total - self.iteration) * self.train_seconds / self.iteration)
         time_left = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
         decimals = 0 if rate > 20 else 2
-        headlines = self.latest[self.headline]
+        headlines = self.latest[self.main_metric]
         values = " ".join(f"{headlines[i]:.2f}" for i in self.exchange.members)
         text = (
             f"{self.counter} {self.iteration}/{self.total}  {rate:,.{decimals}f} {self.unit}/s  "
@@ -3640,7 +3679,7 @@ class Run:
         self.results = {task: gathered[:, k].tolist() for k, task in enumerate(tasks)}
         if not self.chief:
             return
-        step = self.iteration * self.stride
+        step = self.iteration * self.steps_per_iteration
         for i in self.exchange.members:
             for task, columns in tasks.items():
                 value, half, *others = self.results[task][i]
@@ -3703,11 +3742,11 @@ class Run:
 
     def _recent(self) -> list[float]:
         """The headline metric of each agent."""
-        return self.latest.get(self.headline, [math.nan] * self.exchange.num_agents)
+        return self.latest.get(self.main_metric, [math.nan] * self.exchange.num_agents)
 
     def _rate(self) -> float:
         """Units of work per second of training."""
-        return self.iteration * self.work / max(self.train_seconds, 1e-9)
+        return self.iteration * self.units_per_iteration / max(self.train_seconds, 1e-9)
 
     def _evaluation_of(self, agent: int) -> dict[str, dict[str, float]]:
         """An agent's last evaluation: task -> measure -> value."""
@@ -3747,7 +3786,7 @@ class Run:
             f"{self.counter}s": self.iteration,
         }
         if self.env_ids:
-            summary["timesteps_per_agent"] = self.iteration * self.stride
+            summary["timesteps_per_agent"] = self.iteration * self.steps_per_iteration
         if "privacy/epsilon" in self.latest:
             epsilons = [self.latest["privacy/epsilon"][i] for i in agents]
             summary["privacy"] = {"epsilon": epsilons, "delta": self.args.dp_delta}
@@ -3758,7 +3797,7 @@ class Run:
             "seconds": dict(self.clock),
             "communication_bytes": self.exchange.bytes_sent,
             f"training_{self.measure}": {
-                "over": self.recent,
+                "over": self.main_column,
                 "group": mean(recent),
                 "agents": recent,
             },
@@ -3771,15 +3810,15 @@ class Run:
 
     def _print_end(self) -> None:
         """Print the last evaluation, the speed, and how to go on with an interrupted run."""
-        print(f"\nagent  {self.recent}" + "".join(f"  {task:>17}" for task in self.results))
+        print(f"\nagent  {self.main_column}" + "".join(f"  {task:>17}" for task in self.results))
         all_recent = self._recent()
         for i in self.exchange.members:
-            line = f"{i:>5}  {all_recent[i]:>{len(self.recent)}.3f}"
+            line = f"{i:>5}  {all_recent[i]:>{len(self.main_column)}.3f}"
             for task, measures in self._evaluation_of(i).items():
                 cell = f"{measures['mean']:.3f} ± {measures['ci95']:.3f}"
                 line += f"  {cell:>{max(17, len(task))}}"
             print(line)
-        decimals = 0 if self.stride > 1 else 2
+        decimals = 0 if self.steps_per_iteration > 1 else 2
         rate = f"{self._rate():,.{decimals}f} {self.unit}/s"
         print(f"{rate}, {self.exchange.bytes_sent:,} bytes sent, everything in {self.folder}")
         if self.interrupted:

@@ -9,7 +9,7 @@ before the update (eq. 3 of the PRPO paper).
     python fedavg_ppo.py --env-id BeamRiderNoFrameskip-v4        # the same on Atari
     python fedavg_ppo.py --communicator similarity               # a weighted average (WeightedAvg)
     torchrun --nproc-per-node 3 fedavg_ppo.py                    # one agent per process
-    python fedavg_ppo.py --resume runs/<name>                    # go on where a run was cut off
+    python fedavg_ppo.py --resume runs/<name>                    # continue an interrupted run
 """
 
 import argparse
@@ -41,10 +41,12 @@ class AtariArgs(prpo_atari.Args):
 def find_task(argv: list[str] | None = None) -> str:
     """The first task of the run that --resume or --eval-only names, or of the command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume")
-    parser.add_argument("--eval-only", "--eval_only")
+    # Values may be missing here; reading the arguments refuses that in one line
+    parser.add_argument("--resume", nargs="?")
+    parser.add_argument("--eval-only", "--eval_only", nargs="?")
     parser.add_argument("--env-ids", "--env_ids", nargs="*")
-    parser.add_argument("--env-id", "--env_id", default=MiniGridArgs.env_id)
+    task = MiniGridArgs.env_id
+    parser.add_argument("--env-id", "--env_id", nargs="?", default=task, const=task)
     given, _ = parser.parse_known_args(argv)
     folder = given.resume or given.eval_only
     if folder:

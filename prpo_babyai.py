@@ -22,7 +22,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 import runpy
 import sys
@@ -54,6 +53,7 @@ from communicators import (
     Run,
     RunArgs,
     derive_seed,
+    refuse,
 )
 from prpo_llm import (
     PUBLIC_STATES,
@@ -320,11 +320,11 @@ def main(args: Args) -> dict:
         exchange,
         f"{Path(args.base_model).name}+{Path(args.env.partition(':')[0]).stem}",
         total=args.total_steps,
-        work=n * args.batch_size * args.group_size,
+        units_per_iteration=n * args.batch_size * args.group_size,
         unit="episodes",
         speed="time/episodes_per_second",
-        headline="episode/success",
-        recent="last step",
+        main_metric="episode/success",
+        main_column="last step",
         about=describe_clients(args, tasks),
         counter="step",
         measure="success",
@@ -416,12 +416,13 @@ def main(args: Args) -> dict:
                 snapshots[rows_held] = policy
             elif not isolated:
                 if args.communicator == "relative-gain":
-                    reported_returns = exchange.all_gather(records[:, 1:2]).flatten()
+                    numbers = records[:, 1]
                 elif args.communicator == "samples":
-                    reported_returns = exchange.all_gather(samples[:, None]).flatten()
-                    reported_returns = communicators.bound_returns(reported_returns)
+                    numbers = samples
                 else:
-                    reported_returns = exchange.all_gather(records[:, :1]).flatten()
+                    numbers = records[:, 0]
+                reported_returns = exchange.report(numbers, trained)
+                if args.communicator != "relative-gain":  # which has bounds of its own
                     reported_returns = communicators.bound_returns(reported_returns)
 
                 # Which snapshots each agent receives: all that it will compare, or of positive
@@ -1263,11 +1264,6 @@ def count_steps(number: int) -> str:
 # --- checks of arguments ---
 
 
-def refuse(args: Args, flag: str, valid: str) -> NoReturn:
-    """End with one line that names the flag, its value and what would be valid."""
-    communicators.refuse(args, flag, valid)
-
-
 def refuse_world(args: Args, problem: str) -> NoReturn:
     """End with one line about --env, from any rank: maybe only this one's task has the problem."""
     message = f"--env {args.env}: {problem}"
@@ -1291,7 +1287,7 @@ def check_args(args: Args) -> None:
     `refuse` ends with one line that names the flag, its value and what is valid.
     """
     if args.exchange:
-        communicators.refuse(args, "exchange", "is not for this script; leave it out")
+        refuse(args, "exchange", "is not for this script; leave it out")
     file, _, name = args.env.rpartition(":")
     if args.env != "babyai" and not (file.endswith(".py") and Path(file).is_file() and name):
         refuse(args, "env", "must be babyai, or an existing FILE.py:make")
@@ -1369,27 +1365,16 @@ def report_unused(args: Args) -> None:
         unused["strength"] = "with --partition iid"
     if not args.eval_episodes:
         unused["eval_every"] = "with --eval-episodes 0"
-    lines = []
-    for name, reason in unused.items():
-        value = getattr(args, name)
-        if value != getattr(Args, name):
-            lines.append(f"--{name.replace('_', '-')} {value}: has no effect {reason}")
+    communicators.report_unused(args, unused)
     isolated = args.aggregation == "none" or args.communicator == "identity"
     alone = isolated or args.agents_at_once == 1
     if args.local_updates > args.total_steps and not alone:
         flag = f"--local-updates {args.local_updates}"
-        lines.append(f"{flag}: agents never communicate in {args.total_steps} steps")
-    if os.environ.get("RANK", "0") == "0":
-        for line in lines:
-            print(line, flush=True)
+        communicators.announce(f"{flag}: agents never communicate in {args.total_steps} steps")
 
 
 if __name__ == "__main__":
-    main(
-        communicators.parse_args(
-            Args,
-            check_args,
-            again=("env",),
-            may_change=("eval_episodes", "total_steps"),
-        )
+    args = communicators.parse_args(
+        Args, check_args, again=("env",), may_change=("eval_episodes", "total_steps")
     )
+    main(args)

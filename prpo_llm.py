@@ -894,11 +894,11 @@ def main(args: Args) -> dict:
         exchange,
         f"{Path(args.base_model).name}+{dataset}",
         total=args.total_steps,
-        work=len(exchange.members) * args.batch_size * get_group_size(args),
+        units_per_iteration=len(exchange.members) * args.batch_size * get_group_size(args),
         unit="completions",
         speed="time/completions_per_second",
-        headline="objective/reward",
-        recent="last step",
+        main_metric="objective/reward",
+        main_column="last step",
         columns={
             "objective/groups_without_signal": "no_signal",
             "completions/length": "response_length",
@@ -1013,12 +1013,13 @@ def main(args: Args) -> dict:
             else:
                 sent = trained[:, shared] if args.aggregation == "weights" else policy
                 if args.communicator == "relative-gain":
-                    reported_returns = exchange.report(records[:, 1], sent)
+                    numbers = records[:, 1]
                 elif args.communicator == "samples":
-                    reported_returns = exchange.report(samples, sent)
-                    reported_returns = communicators.bound_returns(reported_returns)
+                    numbers = samples
                 else:
-                    reported_returns = exchange.report(records[:, 0], sent)
+                    numbers = records[:, 0]
+                reported_returns = exchange.report(numbers, sent)
+                if args.communicator != "relative-gain":  # which has bounds of its own
                     reported_returns = communicators.bound_returns(reported_returns)
 
                 # Which snapshots each agent receives: all that it will compare, or of positive
@@ -3673,33 +3674,25 @@ def report_unused(args: Args) -> None:
         unused["mixture"] = f"{aggregation}, which mixes no policies"
     if args.aggregation == "none" and args.communicator != "identity":
         unused["communicator"] = "with --aggregation none: agents are isolated"
-    lines = []
-    for name, reason in unused.items():
-        value = getattr(args, name)
-        if value != getattr(Args, name):
-            lines.append(f"--{name.replace('_', '-')} {value}: has no effect {reason}")
+    communicators.report_unused(args, unused)
     isolated = args.aggregation == "none" or args.communicator == "identity"
     alone = isolated or args.num_agents == 1
     if args.local_updates > args.total_steps and not alone:
         flag = f"--local-updates {args.local_updates}"
-        lines.append(f"{flag}: agents never communicate in {args.total_steps} steps")
-    if os.environ.get("RANK", "0") == "0":
-        for line in lines:
-            print(line, flush=True)
+        communicators.announce(f"{flag}: agents never communicate in {args.total_steps} steps")
 
 
 if __name__ == "__main__":
-    main(
-        communicators.parse_args(
-            Args,
-            check_args,
-            again=("reward",),
-            may_change=(
-                "eval_prompts",
-                "total_steps",
-                "save_adapters",
-                "log_completions",
-                "generate_with",
-            ),
-        )
+    args = communicators.parse_args(
+        Args,
+        check_args,
+        again=("reward",),
+        may_change=(
+            "eval_prompts",
+            "total_steps",
+            "save_adapters",
+            "log_completions",
+            "generate_with",
+        ),
     )
+    main(args)

@@ -8,7 +8,7 @@ never an observation, an action or a reward.
     python prpo_minigrid.py --communicator identity              # the same agents, isolated
     python prpo_minigrid.py --aggregation weights                # FedAvg, as fedavg_ppo.py
     torchrun --nproc-per-node 3 prpo_minigrid.py                 # one agent per process
-    python prpo_minigrid.py --resume runs/<name>                 # go on where a run was cut off
+    python prpo_minigrid.py --resume runs/<name>                 # continue an interrupted run
 """
 
 import copy
@@ -631,10 +631,10 @@ def main(args: Args) -> dict:
         exchange,
         "+".join(dict.fromkeys(tasks)),
         total=num_iterations,
-        work=batch_size * len(exchange.members),
-        headline="charts/return_last_100",
+        units_per_iteration=batch_size * len(exchange.members),
+        main_metric="charts/return_last_100",
         env_ids=tasks,
-        stride=batch_size,
+        steps_per_iteration=batch_size,
         about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds",
     )
     workers, threads = share_cores(args, held, device)
@@ -754,15 +754,17 @@ def main(args: Args) -> dict:
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
                 if args.communicator == "relative-gain":
-                    reported_returns = peers.report(peers.records[:, 1], agents)
+                    numbers = peers.records[:, 1]
                 elif args.communicator == "samples":
-                    reported_returns = peers.report(peers.samples, agents)
-                    reported_returns = communicators.bound_returns(reported_returns)
+                    numbers = peers.samples
                 else:
-                    reported_returns = peers.report(peers.records[:, 0], agents)
-                    reported_returns = communicators.bound_returns(reported_returns)
+                    numbers = peers.records[:, 0]
+                reported_returns = peers.report(numbers, agents)
                 seed = derive_seed(args.seed, iteration, PARTICIPATION)
                 participating = exchange.draw_participants(args.participation, seed)
+                reported_returns[~participating] = torch.nan  # it takes part in nothing
+                if args.communicator != "relative-gain":  # which has bounds of its own
+                    reported_returns = communicators.bound_returns(reported_returns)
 
             # Which snapshots each agent receives: all that it will compare, or of positive weight
             if args.communicator in ("similarity", "surrogate"):
@@ -799,7 +801,7 @@ def main(args: Args) -> dict:
                 distillers = {}  # k -> generator
                 for k, i in enumerate(held):
                     if participating[i] and peers.usable[i] and communicator[i, i] < 1:
-                        logits, _ = peers.views[k][i].predict(obs[k])
+                        logits, _ = agents[k].predict(obs[k])
                         inputs = logits.log_softmax(-1), peers.views[k], communicator, args
                         reference = compute_reference(i, obs[k], *inputs)
                         inputs = agents[k], optimizers[k], generators[k], obs[k]
@@ -1039,7 +1041,7 @@ class Envs:
     def __init__(self, args: Args, agents: range, checkpoint: int):
         shape = len(agents), args.num_envs
         self.envpool = choose_backend(args) == "envpool"
-        self.obs = np.zeros((*shape, 7, 7, 3), dtype=np.uint8)  # what the next actions answer
+        self.obs = np.zeros((*shape, 7, 7, 3), dtype=np.uint8)  # the latest observations
         self.ended = np.zeros(shape, dtype=bool)
         self.returns = np.zeros(shape)
         self.lengths = np.zeros(shape)

@@ -9,7 +9,7 @@ what differs.
     python prtrpo_minigrid.py --communicator identity            # the same agents, isolated: TRPO
     python prtrpo_minigrid.py --delta 0.1                        # bounded updates, Observation 1
     torchrun --nproc-per-node 3 prtrpo_minigrid.py               # one agent per process
-    python prtrpo_minigrid.py --resume runs/<name>               # go on where a run was cut off
+    python prtrpo_minigrid.py --resume runs/<name>               # continue an interrupted run
 """
 
 import copy
@@ -444,10 +444,10 @@ def main(args: Args) -> dict:
         exchange,
         "+".join(dict.fromkeys(tasks)),
         total=num_iterations,
-        work=batch_size * len(exchange.members),
-        headline="charts/return_last_100",
+        units_per_iteration=batch_size * len(exchange.members),
+        main_metric="charts/return_last_100",
         env_ids=tasks,
-        stride=batch_size,
+        steps_per_iteration=batch_size,
         about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds",
     )
     workers, threads = share_cores(args, held, device)
@@ -567,15 +567,17 @@ def main(args: Args) -> dict:
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
                 if args.communicator == "relative-gain":
-                    reported_returns = peers.report(peers.records[:, 1], policies)
+                    numbers = peers.records[:, 1]
                 elif args.communicator == "samples":
-                    reported_returns = peers.report(peers.samples, policies)
-                    reported_returns = communicators.bound_returns(reported_returns)
+                    numbers = peers.samples
                 else:
-                    reported_returns = peers.report(peers.records[:, 0], policies)
-                    reported_returns = communicators.bound_returns(reported_returns)
+                    numbers = peers.records[:, 0]
+                reported_returns = peers.report(numbers, policies)
                 seed = derive_seed(args.seed, iteration, PARTICIPATION)
                 participating = exchange.draw_participants(args.participation, seed)
+                reported_returns[~participating] = torch.nan  # it takes part in nothing
+                if args.communicator != "relative-gain":  # which has bounds of its own
+                    reported_returns = communicators.bound_returns(reported_returns)
 
             # Which snapshots each agent receives: all that it will compare, or of positive weight
             if args.communicator in ("similarity", "surrogate"):

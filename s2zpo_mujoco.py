@@ -10,7 +10,7 @@ before and after, and all agents move the policy along the perturbations, by the
     python s2zpo_mujoco.py --algorithm fedavg                    # every agent perturbs everything
     torchrun --nproc-per-node 4 s2zpo_mujoco.py                  # one agent per process
     python s2zpo_mujoco.py --env-id CartPole-v1 --human --num-agents 1   # you are the panel
-    python s2zpo_mujoco.py --resume runs/<name>                  # go on where a run was cut off
+    python s2zpo_mujoco.py --resume runs/<name>                  # continue an interrupted run
 """
 
 import functools
@@ -60,8 +60,9 @@ TEST_ACTIONS = 7
 FILM_EPISODE = 8
 FILM_ACTIONS = 9
 
-# A tenth of a good return in 250 steps of MuJoCo, in 500 of CartPole: a panel's answers to a
-# difference of that size are right in 73 of 100 cases. Of other tasks: 10
+# The defaults of --link-scale: a tenth of a good return, in 250 steps of MuJoCo or 500 of CartPole;
+# 10 for other tasks. With the logistic link an evaluator prefers the better of two batches that
+# differ by this much in 73 of 100 cases
 LINK_SCALES = {
     "CartPole-v1": 10.0,
     "HalfCheetah-v5": 50.0,
@@ -96,20 +97,21 @@ class Args(RunArgs):
     # The policy
     hidden_sizes: tuple[int, ...] = (32, 32)
     """widths of the hidden layers, with tanh"""
-    log_std: float = -1.0  # of the Gaussian of continuous actions; it is not learned
+    # log of the standard deviation of continuous actions, which are Gaussian; it is not learned
+    log_std: float = -1.0
 
     # The panel, which compares N pairs of batches of episodes in every iteration of every agent
     num_pairs: Count = 8  # N, pairs of batches that are compared
     num_trajectories: Count = 1  # D, episodes in a batch
     num_evaluators: Count = 3  # M, evaluators who compare each pair, with an answer of one bit
-    # sigma, the probability that an evaluator prefers a batch, of the difference of mean returns
-    # over --link-scale; the learner never uses it
+    # how evaluators answer: an evaluator prefers the first batch with probability sigma(x), where x
+    # is the difference of mean returns over --link-scale; the learner does not know sigma
     link: Literal["logistic", "linear", "probit", "noiseless"] = "logistic"
-    # difference of mean returns that is 1 for the link (default: a tenth of a good return, see
-    # LINK_SCALES)
+    # the difference of mean returns at which x of --link is 1 (default: a tenth of the task's good
+    # return, see LINK_SCALES)
     link_scale: Positive | None = None
     human: bool = False
-    """you answer instead, in the terminal, after seeing two clips for each pair"""
+    """you answer instead of the evaluators, in the terminal, after two clips for each pair"""
 
     # S2ZPO
     total_iterations: Count = 300  # updates of the policy
@@ -119,10 +121,11 @@ class Args(RunArgs):
     # par: the parameters are split into equal blocks, at random, in their order, or with an equal
     # share of every layer
     partition: Literal["random", "contiguous", "layer"] = "random"
-    # radius of the perturbation of each parameter (default: that of a perturbation of norm 2)
+    # a perturbation adds mu or -mu to each of an agent's parameters (default: 2 over the root of
+    # their number, a perturbation of norm 2)
     mu: Positive | None = None
-    # step size of each parameter, of fedavg where all agents agree (default: that of a step of
-    # norm 2; fedavg's, as a root mean square)
+    # a step adds eta or -eta to each parameter; fedavg: that times the mean over agents (default:
+    # a first step of norm 2; fedavg: as a root mean square, of independent agents)
     eta: Positive | None = None
     eta_decay: NonNegative = 0.02
     """after t updates the step size is eta / sqrt(1 + eta_decay * t)"""
@@ -349,10 +352,10 @@ def rollout(
     unperturbed = []  # of each step [agents, episodes, obs]
     run.tick("environments")
     for step in range(envs.horizon):
-        policies = torch.from_numpy(obs).view(-1, episodes, obs.shape[1])
+        obs_of_policies = torch.from_numpy(obs).view(-1, episodes, obs.shape[1])
         if args.norm_obs:
-            unperturbed.append(policies[::2].clone())
-        outputs = stacked(policy.normalise(policies)).flatten(0, 1).numpy()
+            unperturbed.append(obs_of_policies[::2].clone())
+        outputs = stacked(policy.normalise(obs_of_policies)).flatten(0, 1).numpy()
         actions = envs.actions.choose(outputs, noise[step])
         run.tick("policies")
         obs[running], rewards, ended = envs.step(running, actions[running])
@@ -424,8 +427,8 @@ def main(args: Args) -> dict:
         exchange,
         strip_module(args.env_id),
         total=args.total_iterations,
-        work=trajectories,
-        headline="charts/return_last_100",
+        units_per_iteration=trajectories,
+        main_metric="charts/return_last_100",
         unit="trajectories",
         speed="charts/trajectories_per_second",
         about=f"{args.algorithm}, {d} parameters, mu {mu:.3g}, eta {eta:.3g}",
@@ -537,8 +540,7 @@ def main(args: Args) -> dict:
         run.log(rows, communicators.uniform(n), torch.full((n, n), torch.nan), scalars)
 
         # Evaluation
-        is_last = iteration == args.total_iterations
-        if args.eval_episodes and run.due(args.eval_every) and not is_last:
+        if args.eval_episodes and run.due(args.eval_every) and iteration < args.total_iterations:
             run.log_evaluation(evaluate_policy(args, policy, held))
 
         # Checkpoint; every run, interrupted or not, starts its environments anew here

@@ -26,7 +26,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prpo_babyai
-from communicators import Count, Natural, Positive, read_flags, stop
+from communicators import Count, Natural, Positive, Seed, read_flags, stop
 
 EOS = "<eos>"
 UNKNOWN = "<unknown>"
@@ -78,7 +78,7 @@ class Args:
     """of the model"""
     probe: Natural = 20
     """new tasks of each level, by which its success is measured in the end"""
-    seed: Natural = 1
+    seed: Seed = 1
     """seed of everything random"""
 
 

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prpo_llm
 from communicators import (
     Count,
-    Natural,
     NonNegative,
     Positive,
+    Seed,
     derive_seed,
     first_line,
     read_flags,
@@ -61,7 +61,7 @@ class Args:
     """number of agents"""
     prompts_per_agent: Count = 256
     """prompts of each agent; coverage: on average"""
-    seed: Natural = 1
+    seed: Seed = 1
     """seed of what is random"""
     dataset: str = "docstrings"
     """as in prpo_llm.py: docstrings, a JSONL file, a local folder or a hub id"""
@@ -81,7 +81,7 @@ class Args:
 
 
 def check_args(args: Args) -> None:
-    """What the types cannot express."""
+    """What types cannot express."""
     if not 1 <= args.overlap <= args.num_agents:
         refuse(args, "overlap", f"must lie in [1, {args.num_agents}]")
     if args.bounds and not 0 <= args.bounds[0] <= args.bounds[1]:

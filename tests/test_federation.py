@@ -661,6 +661,8 @@ def test_an_exchange_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
     assert "--participation" in refused("--exchange", url, *agent, "--participation", 0.7)
     weights = ("--aggregation", "weights")
     assert "--wait" in refused("--exchange", url, *agent, *weights, "--wait", 1)
+    message = refused("--exchange", url, *agent, *weights, "--max-age", 2)
+    assert message.startswith("--max-age 2: has no effect on averages")
     line = refused("--exchange", "sftp://me:secret@host/path", *agent)
     assert "password" in line and "secret" not in line
     assert "delta" in refused("--exchange", url, *agent, "--delta", 0.1, script=PRTRPO_MINIGRID)

@@ -310,7 +310,7 @@ def test_slow_progress_has_decimals(rate, text, capsys):
         total=6,
         train_seconds=3725.4,
         latest={"x": [1.0, math.nan]},
-        headline="x",
+        main_metric="x",
         counter="step",
         unit="completions",
         measure="reward",

@@ -92,6 +92,7 @@ BAD = {
     "unknown topology": (["--topology", "star"], ["--topology star", "'full', 'ring'"]),
     "no trust region": (["--target-kl", "0"], ["--target-kl 0", "positive"]),
     "no time": (["--timeout", "0"], ["--timeout 0", "positive"]),
+    "too much time": (["--timeout", "1e300"], ["--timeout 1e+300", "be at most 1e9"]),
     "batch not divisible": (
         ["--num-minibatches", "3", "--num-envs", "2", "--num-steps", "5"],
         ["--num-minibatches 3", "10"],
@@ -101,6 +102,7 @@ BAD = {
     "no rounds": (["--local-updates", "0"], ["--local-updates 0", "at least 1"]),
     "more peers than there are": (["--top-k", "3"], ["--top-k 3", "0..2"]),
     "negative seed": (["--seed", "-1"], ["--seed -1", "not be negative"]),
+    "a seed of 64 bits": (["--seed", str(2**63)], [f"--seed {2**63}", "be below 2^63"]),
     "no learning rate": (["--learning-rate", "0"], ["--learning-rate 0", "positive"]),
     "negative clip range": (["--clip-coef", "-0.1"], ["--clip-coef -0.1", "not be negative"]),
     "temperature zero": (
@@ -399,6 +401,38 @@ def test_agents_must_not_swap_networks():
     argv = ["--communicator", "self-preferred", "--self-preference", "0"]
     assert "--self-preference 0.0: must be positive" in complaint(FEDAVG_MINIGRID, argv)
     assert PRPO_MINIGRID.parse_args(argv).self_preference == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "flags", "reason"),
+    [
+        (["--communicator", "reward"], "--self-preference 0.3", "with --communicator reward"),
+        ([], "--communicator-temperature 2.0", "with --communicator uniform"),
+        (["--communicator", "identity"], "--topology ring", "with --communicator identity"),
+        (["--communicator", "identity"], "--top-k 1", "with --communicator identity"),
+        (["--aggregation", "none"], "--mixture geometric", "on isolated agents"),
+        (["--communicator", "identity"], "--participation 0.67", "on isolated agents"),
+        (["--communicator", "identity"], "--distill-epochs 2", "on isolated agents"),
+        (
+            ["--aggregation", "weights", "--robust", "median", "--communicator", "self-preferred"],
+            "--self-preference 0.3",
+            "with --robust median, which weights all agents alike",
+        ),
+    ],
+)
+def test_flags_without_effect_are_reported_in_one_line(argv, flags, reason, capsys, monkeypatch):
+    """The run goes on; of several ranks the first one reports. With an effect nothing is said."""
+    for script in (PRPO_MINIGRID, PRPO_ATARI):
+        script.parse_args([*argv, *flags.split()])
+        assert capsys.readouterr().out == f"{flags}: has no effect {reason}\n"
+    script.parse_args(["--communicator", "self-preferred", "--self-preference", "0.3"])
+    script.parse_args(["--communicator", "surrogate", "--communicator-temperature", "2"])
+    script.parse_args(["--topology", "ring", "--top-k", "1"])
+    script.parse_args(["--mixture", "geometric", "--distill-epochs", "2"])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    script.parse_args([*argv, *flags.split()])
+    assert capsys.readouterr().out == ""
 
 
 @every_family
@@ -1275,6 +1309,8 @@ def test_comparisons_compare_one_thing_only():
         (["--env-ids", "PongNoFrameskip-v4", "ALE/Pong-v5", "--seed", "2"], PRPO_ATARI),
         (["--env_id", "BreakoutNoFrameskip-v4"], PRPO_ATARI),
         (["--resume", "nowhere", "--env-id", "BreakoutNoFrameskip-v4"], PRPO_ATARI),
+        (["--env-id"], PRPO_MINIGRID),  # values are missing; reading the arguments refuses that
+        (["--resume", "--eval-only"], PRPO_MINIGRID),
     ],
 )
 def test_fedavg_chooses_the_family_by_the_task(argv, script):

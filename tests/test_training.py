@@ -3,7 +3,6 @@
 import copy
 import math
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -262,8 +261,10 @@ def plain_training(script, args, communicator):
                         )
             for i in members:
                 if matrix[i, i] < 1:
-                    snapshots = SimpleNamespace(self_reference="snapshot", mixture=args.mixture)
-                    reference = plain_reference(snapshots, batches[i], i, matrix, views[i])
+                    with torch.no_grad():
+                        policy = agents[i](batches[i]["obs"])[0].softmax(-1)
+                    inputs = batches[i] | {"policy": policy}, i, matrix, views[i]
+                    reference = plain_reference(args, *inputs)
                     given = agents[i], optimizers[i], generators[i], batches[i], reference
                     plain_distillation(args, *given)
     return agents
@@ -381,6 +382,17 @@ PLAIN = {
         [PRPO_MINIGRID],
         THREE | APART | SNAPSHOTS | {"aggregation": "both", "distill_epochs": 1},
         OF_THREE,
+    ),
+    "averages and mixtures with the average, distilled": (
+        [PRPO_MINIGRID],
+        THREE | APART | {"aggregation": "both", "distill_epochs": 1, "mixture": "geometric"},
+        OF_THREE,
+    ),
+    "averages and mixtures with the average, distilled, two agents": (
+        [PRPO_ATARI],
+        {"num_agents": 2, "local_updates": 1, "num_steps": 64, "aggregation": "both"}
+        | {"distill_epochs": 1},
+        OF_TWO,
     ),
     "medians of different agents": (
         [FEDAVG_MINIGRID],
@@ -1001,7 +1013,8 @@ def test_distillation_moves_the_policy_alone(script, direction):
 def test_distillation_is_logged_in_iterations_with_a_round(tmp_path):
     """For the agents that take part; the KL falls."""
     changes = {"distill_epochs": 3, "local_updates": 2, "participation": 0.67, "iterations": 4}
-    folder, _ = train(PRPO_MINIGRID, tmp_path, eval_episodes=0, learning_rate=3e-3, **changes)
+    changes |= {"communicator": "uniform", "learning_rate": 3e-3}  # references far from the agents
+    folder, _ = train(PRPO_MINIGRID, tmp_path, eval_episodes=0, **changes)
     logged = []
     for row in rows_of(folder):
         before, after = (float(row[f"distill_kl_{when}"]) for when in ("before", "after"))
@@ -1009,6 +1022,26 @@ def test_distillation_is_logged_in_iterations_with_a_round(tmp_path):
             logged.append((row["iteration"], before, after))
     assert [iteration for iteration, *_ in logged] == ["2", "2", "4", "4"]
     assert all(0 < after < before for _, before, after in logged)
+
+
+@every_script
+def test_an_agent_that_sits_out_has_no_say_in_the_weights_of_others(script, tmp_path, monkeypatch):
+    """What it reports is unknown to the others, so that it cannot bound their returns either."""
+    rounds = []
+    make_communicator = script.make_communicator
+
+    def spy(args, returns=None, log_probs=None, gains=None, usable=None):
+        if log_probs is not None:
+            rounds.append((returns, usable))
+        return make_communicator(args, returns, log_probs, gains, usable)
+
+    script.patch(monkeypatch, "make_communicator", spy)
+    changes = {"communicator": "samples", "participation": 0.67, "local_updates": 1}
+    train(script, tmp_path, eval_episodes=0, iterations=3, **changes)
+    assert len(rounds) == 3
+    for returns, usable in rounds:
+        assert usable.sum() == 2
+        assert torch.equal(returns.isnan(), ~usable)
 
 
 @pytest.mark.parametrize(("name", "preference"), [("uniform", 1 / 3), ("self-preferred", 0.6)])

@@ -41,9 +41,9 @@ def main(args, name="toy", at=lambda iteration: None):
         exchange,
         name,
         total=args.iterations,
-        work=10,
-        stride=5,
-        headline="charts/x",
+        units_per_iteration=10,
+        steps_per_iteration=5,
+        main_metric="charts/x",
         env_ids=env_ids,
     )
     modules = [torch.nn.Linear(2, 1) for _ in range(args.num_agents)][held.start : held.stop]
