@@ -3092,8 +3092,11 @@ def _is_whole(path: Path) -> bool:
     """Whether a checkpoint is all there, unchanged, and no larger in memory than on the disk."""
     try:
         with zipfile.ZipFile(path) as file:
-            is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in file.infolist())
-            return is_stored and file.testzip() is None  # by the checksums, which torch ignores
+            entries = file.infolist()
+            is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+            # torch does not read a file in which something stands before the first entry
+            begins = min(entry.header_offset for entry in entries) == 0
+            return begins and is_stored and file.testzip() is None  # by checksums, unlike torch
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError):
         return False
 

@@ -155,6 +155,15 @@ def test_a_damaged_checkpoint_never_becomes_parameters(whole, data):
     assert torch.equal(resume_copy(whole, change), parameters_of(whole))
 
 
+@pytest.mark.parametrize("number", [1, 4, 40])
+def test_bytes_around_a_checkpoint_are_found(whole, number):
+    """Before it and behind it, where zipfile would pass over them."""
+    content = (whole / "checkpoints/agent_1/6.pt").read_bytes()
+    for around in (content[:number] + content, content + content[-number:]):
+        change = lambda folder: (folder / "checkpoints/agent_1/6.pt").write_bytes(around)  # noqa: B023, E731
+        assert torch.equal(resume_copy(whole, change), parameters_of(whole))
+
+
 def test_flipped_bits_of_a_number_are_found(whole):
     """Also in the middle of a tensor, where nothing else could show it."""
 
