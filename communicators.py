@@ -2255,9 +2255,9 @@ def _check_communicator(args: RunArgs) -> None:
 
 
 def report_unused(args: RunArgs, unused: dict[str, str]) -> None:
-    """Print a line for each flag that was given and has no effect; the run goes on.
+    """Announce the flags without effect: the script's and the communicator's.
 
-    unused: flag of the script -> with what it has none; those of the communicator are added here.
+    unused: flag of the script -> with what it has none.
     """
     unused = dict(unused)
     communicator = f"with --communicator {args.communicator}"
@@ -2268,10 +2268,19 @@ def report_unused(args: RunArgs, unused: dict[str, str]) -> None:
     if args.communicator == "identity":
         unused["topology"] = communicator
         unused["top_k"] = communicator
+    announce_unused(args, unused)
+
+
+def announce_unused(args, unused: dict[str, str]) -> None:
+    """Print a line for each flag that was given and has no effect; the run goes on.
+
+    args: of any script; unused: flag -> with what it has none.
+    """
     for flag, reason in unused.items():
         value = getattr(args, flag)
         if value != getattr(type(args), flag):
-            announce(f"--{flag.replace('_', '-')} {value}: has no effect {reason}")
+            words = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            announce(f"--{flag.replace('_', '-')} {words}: has no effect {reason}")
 
 
 def announce(line: str) -> None:
@@ -2576,7 +2585,7 @@ def print_returns(args: RunArgs, results: list[dict[str, np.ndarray]]) -> None:
         cells = []
         for task, returns in tasks.items():
             mean_return, half = mean_and_half_interval(returns)
-            cell = f"{mean_return:.3f} ± {half:.3f}"
+            cell = format_interval(mean_return, half)
             cells.append(f"  {cell:>{max(17, len(task))}}")
         print(f"{i:>5}" + "".join(cells))
 
@@ -2640,6 +2649,13 @@ def mean_and_half_interval(values) -> tuple[float, float]:
     if len(samples) > 1:
         half = student_t(len(samples) - 1) * samples.std(ddof=1) / math.sqrt(len(samples))
     return mean(samples), half
+
+
+def format_interval(mean: float, half: float) -> str:
+    """A mean and half its interval as in "0.500 ± 0.100"; without an interval the mean alone."""
+    if math.isnan(half):
+        return f"{mean:.3f}"
+    return f"{mean:.3f} ± {half:.3f}"
 
 
 # --- 4. speed: agents side by side, networks side by side, each distinct observation once ---
@@ -3818,7 +3834,7 @@ class Run:
         for i in self.exchange.members:
             line = f"{i:>5}  {all_recent[i]:>{len(self.main_column)}.3f}"
             for task, measures in self._evaluation_of(i).items():
-                cell = f"{measures['mean']:.3f} ± {measures['ci95']:.3f}"
+                cell = format_interval(measures["mean"], measures["ci95"])
                 line += f"  {cell:>{max(17, len(task))}}"
             print(line)
         decimals = 0 if self.steps_per_iteration > 1 else 2

@@ -315,6 +315,8 @@ def test_playing_a_run_gives_its_own_evaluation_and_writes_nothing(script, whole
     assert contents(folder) == before
     more = script.parse_args(["--eval-only", str(folder), "--eval-episodes", "1", "--seed", "5"])
     assert all(len(row[task]) == 1 for row in script.evaluate_run(more))
+    output = capsys.readouterr().out  # one episode has no interval
+    assert "nan" not in output and "±" not in output
     assert contents(folder) == before
 
 
