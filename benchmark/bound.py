@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 from arguments import read_flags
 from methods import BLACK, METHODS
-from plot import finished_runs, read_table, write
+from plot import count_seeds, finished_runs, read_table, write
 
 TITLES = {"fixed": "ε = 0.01", "bounded": "δ = 0.2", "tight": "δ = 0.1"}
 # Column -> what it is called, its colour
@@ -72,8 +72,8 @@ def draw(csv_path: Path, png_path: Path):
             band.set(alpha=0.15, linewidth=0)
             axis.plot(x, curve["mean"], color=colour, label=label, zorder=3)
         seeds = rows.seed.nunique()
-        plural = "" if seeds == 1 else "s"
-        axis.set_title(f"{TITLES[method]}: {rows.within.mean():.0%} within ({seeds} seed{plural})")
+        within = f"{rows.within.mean():.0%} within"
+        axis.set_title(f"{TITLES[method]}: {within} ({count_seeds(seeds)})")
         axis.set_xlabel("environment steps per agent (thousands)")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylim(0)

@@ -22,6 +22,7 @@ from methods import MARKERS, style_methods
 from plot import (
     check_names,
     comments_of,
+    count_seeds,
     finished_runs,
     read_table,
     save_with_legend,
@@ -95,8 +96,8 @@ def describe_seeds(seeds: pd.Series) -> str:
     """How many seeds a method's conditions have: "3 seeds", or "2 to 3 seeds" where they differ."""
     numbers = seeds.str.split().str.len()
     if numbers.min() == numbers.max():
-        return f"{numbers.max()} seeds"
-    return f"{numbers.min()} to {numbers.max()} seeds"
+        return count_seeds(numbers.max())
+    return f"{numbers.min()} to {count_seeds(numbers.max())}"
 
 
 def order_conditions(names: Iterable[str]) -> list[str]:

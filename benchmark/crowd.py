@@ -26,6 +26,7 @@ from arguments import read_flags, refuse
 from methods import style_methods
 from plot import (
     check_names,
+    count_seeds,
     finished_runs,
     read_table,
     save_with_legend,
@@ -142,7 +143,7 @@ def draw(csv_path: Path, png_path: Path):
                 line,
                 color=style.colour,
                 linestyle=style.dashes,
-                label=f"{style.label} ({seeds.seed.nunique()} seeds)",
+                label=f"{style.label} ({count_seeds(seeds.seed.nunique())})",
             )
     labels = "share of the agents that learn the task", "steps until 80 % of them have (thousands)"
     for axis, label in zip(axes, labels, strict=True):

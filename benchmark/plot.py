@@ -421,6 +421,11 @@ def check_names(runs: pd.DataFrame, keys: list) -> None:
             refuse(f"--runs: {names}; give the folders of one task")
 
 
+def count_seeds(number: int) -> str:
+    """1 seed, 2 seeds, ..."""
+    return "1 seed" if number == 1 else f"{number} seeds"
+
+
 def comments_of(path: Path) -> str:
     """The comment lines of a CSV file."""
     lines = path.read_text().splitlines(keepends=True)

@@ -21,6 +21,7 @@ from arguments import read_flags
 from methods import style_methods
 from plot import (
     Run,
+    count_seeds,
     draw_cells,
     header,
     read_each,
@@ -187,8 +188,7 @@ def draw(csv_path: Path, png_path: Path):
                 band = {"color": style.colour, "alpha": 0.1, "linewidth": 0}
                 axis.fill_between(interval.index, interval.ci_low, interval.ci_high, **band)
         number = panel.seed.nunique()
-        seeds = "1 seed" if number == 1 else f"{number} seeds"
-        axis.set_title(f"{name_partition(partition)} ({seeds})")
+        axis.set_title(f"{name_partition(partition)} ({count_seeds(number)})")
         axis.set_xlabel("steps")
         axis.grid(alpha=0.3)
     for row in axes:

@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmark" / "results"
 sys.path.insert(0, str(ROOT / "benchmark"))
 from conditions import order_conditions  # noqa: E402
 from methods import METHODS, name_task  # noqa: E402
-from plot import comments_of, with_interval  # noqa: E402
+from plot import comments_of, count_seeds, with_interval  # noqa: E402
 from stats import SOLVED, is_all_or_nothing, success_rate, wilson_interval  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted(Path(__file__).parent.glob("*.md"))]
@@ -727,8 +727,7 @@ def text_worlds(*columns: str) -> str:
     def format_cell(row: pd.Series, name: str) -> str:
         number = len(str(row.seeds).split())
         if number < 3:  # an interval of two seeds covers everything
-            seeds = "1 seed" if number == 1 else "2 seeds"
-            return f"{row[name]:.2f} ({seeds})"
+            return f"{row[name]:.2f} ({count_seeds(number)})"
         return format_mean(row, name, low=0, high=1)
 
     # The first policy, with the same random numbers in all methods
