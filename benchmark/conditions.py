@@ -132,7 +132,7 @@ def draw(csv_path: Path, png_path: Path):
     if not to_scale:
         places = pd.Series(range(len(conditions)), index=conditions)
     # So that intervals do not cover each other
-    shift = (0.01 if to_scale else 0.016) * (places.max() - places.min())
+    shift = 0.01 * (places.max() - places.min()) if to_scale else 0.75 / len(styles)
     table["few"] = table.seeds.str.split().str.len() < 3
     for axis, (measure, title) in zip(axes, MEASURES.items(), strict=True):
         for number, (method, rows) in enumerate(table.groupby("method")):
@@ -142,7 +142,7 @@ def draw(csv_path: Path, png_path: Path):
             low = rows[measure] - rows[f"{measure}_ci_low"]
             high = rows[f"{measure}_ci_high"] - rows[measure]
             _, _, (bars,) = axis.errorbar(
-                places[rows.index] + shift * (number - len(styles) / 2),
+                places[rows.index] + shift * (number - (len(styles) - 1) / 2),
                 rows[measure],
                 yerr=(low.mask(rows.few), high.mask(rows.few)),
                 color=style.colour,
@@ -156,12 +156,16 @@ def draw(csv_path: Path, png_path: Path):
             )
             bars.set_zorder(2)
         axis.set_ylim(0, 1)
-        axis.set_xticks(places, conditions)
-        if not to_scale:
-            axis.tick_params(axis="x", rotation=30)
+        if to_scale:
+            axis.set_xticks(places, conditions)
+        else:
+            axis.set_xticks(places, conditions, rotation=30, ha="right", rotation_mode="anchor")
+            axis.set_xticks(places[:-1] + 0.5, minor=True)
+            axis.tick_params(axis="x", which="minor", length=0)
         axis.set_xlabel(label)
         axis.set_ylabel(title)
-        axis.grid(alpha=0.3)
+        axis.grid(axis="y", alpha=0.3)
+        axis.grid(axis="x", which="major" if to_scale else "minor", alpha=0.3)
     save_with_legend(figure, png_path, columns=3)
     return figure
 
