@@ -294,9 +294,18 @@ def start_ranks(number, *command, cwd, **env):
 
 
 def outcomes(processes, timeout=120):
-    """((stdout, stderr), return code) of every process; none is left behind."""
+    """((stdout, stderr), return code) of every process; none is left behind.
+
+    Where one does not end, the test fails with the outputs of all, since the cause may be another.
+    """
     try:
         return [(process.communicate(timeout=timeout), process.returncode) for process in processes]
+    except subprocess.TimeoutExpired as error:
+        codes = [process.poll() for process in processes]
+        for process in processes:
+            process.kill()
+        outputs = [process.communicate() for process in processes]
+        pytest.fail(f"{error}; exit codes {codes}, outputs {outputs}")
     finally:
         for process in processes:
             process.kill()

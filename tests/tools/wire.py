@@ -8,11 +8,13 @@ import inspect
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
 from command import load_script, parse_args
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 calls = []
 depth = 0
@@ -50,6 +52,17 @@ def watch(name, function):
     return watched
 
 
+def agree_on_port(path):
+    """A free port for the next run's group: rank 0 finds one, the others read it from the file."""
+    if os.environ["RANK"] == "0":
+        written = path.with_suffix(".new")
+        written.write_text(str(get_free_port()))
+        written.replace(path)
+    while not path.exists():
+        time.sleep(0.01)
+    return path.read_text()
+
+
 for name in distributed_c10d.__all__:
     if inspect.isfunction(function := getattr(distributed_c10d, name)):
         setattr(distributed_c10d, name, watch(name, function))
@@ -58,12 +71,11 @@ for name in distributed_c10d.__all__:
 report = Path(sys.argv[1].format(rank=os.environ["RANK"]))
 runs = json.loads(sys.argv[2])
 calls_of = {}
-for name, (script_name, *argv) in runs.items():
+for number, (name, (script_name, *argv)) in enumerate(runs.items()):
+    if number:  # the port next to the first one may be in use
+        os.environ["MASTER_PORT"] = agree_on_port(report.with_name(f"port_{number}"))
     calls.clear()
     script = load_script(script_name, argv)
     script.main(parse_args(script, argv))
     calls_of[name] = list(calls)
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    # The store of torchrun is at the first port: for the next run rank 0 makes one
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 report.write_text(json.dumps(calls_of))
