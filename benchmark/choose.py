@@ -13,6 +13,12 @@ you report: seeds of any tuning run or command are refused.
 All methods must have the same number of settings, each with the same number of seeds. The paper's
 own grids differ (`sweep.sh minigrid`: 35 settings for isolated agents and FedAvg, 30 for PR-PPO):
 --unequal-grids allows that alone.
+
+--halve is a rung of successive halving, for grids that are too large for whole runs: it prints the
+better half of each method's settings, with more steps, to be executed and compared again.
+
+    python benchmark/choose.py --runs runs/short --commands short.txt --halve --steps 500000 \\
+        --out-dir runs/longer > longer.txt
 """
 
 import re
@@ -33,6 +39,10 @@ class Args:
     commands: str = "-"  # file with the commands of these runs, one per line (-: standard input)
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # fresh ones, which no tuning run had
     out_dir: str = "runs/selected"  # --run-dir of the printed commands
+    steps: int = 0  # of the printed commands (0: as many as the runs have)
+    # print the better half of each method's settings, rounded up, with the seeds of tuning, instead
+    # of one setting with fresh ones
+    halve: bool = False
     # auc: mean training return; final: the last one; evaluation: the mean over the agents at the
     # end
     criterion: Literal["auc", "final", "evaluation"] = "auc"
@@ -119,8 +129,8 @@ def check_effort(scores: pd.DataFrame, args: Args) -> None:
 
 
 def compare(groups: dict[tuple[str, str], list[plot.Run]], args: Args) -> pd.DataFrame:
-    """A row per task, method and setting: its mean, whether it is chosen, the score of every tuning
-    seed.
+    """A row per task, method and setting: its mean, whether it is chosen (with --halve: kept), the
+    score of every tuning seed.
     """
     key = ["task", "method", "setting"]
     rows = []
@@ -137,12 +147,27 @@ def compare(groups: dict[tuple[str, str], list[plot.Run]], args: Args) -> pd.Dat
     for _, _, name in mean.index[incomplete]:
         print(f"{name} is not chosen: it lacks a seed that other settings have", file=sys.stderr)
     mean[incomplete] = float("nan")
-    best = mean.fillna(-float("inf")).groupby(level=key[:2]).idxmax()  # of equal ones the first
-    if mean[best].isna().any():
+    of_method = mean.groupby(level=key[:2])
+    ranks = of_method.rank(ascending=False, method="first")  # NaN where there is no score
+    last_rank = 1
+    if args.halve:
+        last_rank = of_method.transform("size").add(1) // 2
+    chosen = ranks <= last_rank
+    if not chosen.groupby(level=key[:2]).any().all():
         sys.exit(f"--criterion {args.criterion}: a method has no setting with it")
-    table = pd.DataFrame({"mean": mean, "chosen": ""})
-    table.loc[list(best), "chosen"] = "*"
+    table = pd.DataFrame({"mean": mean, "chosen": chosen.map({True: "*", False: ""})})
     return table.join(scores.pivot(index=key, columns="seed", values="score"))
+
+
+def replace_steps(line: str, run: plot.Run, args: Args) -> str:
+    """The command of `run` with --steps, by the name that its script has for them."""
+    names = ("total_timesteps", "total_steps", "total_iterations")
+    name = next(name for name in names if name in run.settings)
+    if args.halve and args.steps <= run.settings[name]:
+        refuse(
+            f"--steps {args.steps}: --halve needs more than the {run.settings[name]} of the runs"
+        )
+    return replace_flag(line, name.replace("_", "-"), str(args.steps))
 
 
 def main(args: Args) -> None:
@@ -159,7 +184,8 @@ def main(args: Args) -> None:
     tuned = {seed for _, seed in planned}
     for folder in plot.run_folders(args.runs):  # unfinished runs too
         tuned.add(plot.read_settings(folder)[1].get("seed"))
-    if seen := sorted(tuned & set(args.seeds)):
+    seen = sorted(tuned & set(args.seeds))
+    if seen and not args.halve:
         seeds = " ".join(map(str, seen))
         refuse(f"--seeds {seeds}: tuned on; never tune on the seeds you report")
     groups = plot.read_groups(plot.Args(runs=args.runs))
@@ -178,10 +204,16 @@ def main(args: Args) -> None:
         origins = [line for line in lines if comes_from(run, line)]
         if not origins:
             sys.exit(f"--commands {args.commands}: none has the name and settings of {run.folder}")
-        line = replace_flag(origins[0], "exp-name", method)
-        line = replace_flag(line, "run-dir", args.out_dir)
+        line = replace_flag(origins[0], "run-dir", args.out_dir)
+        if args.halve or args.steps:
+            line = replace_steps(line, run, args)
+        if not args.halve:
+            line = replace_flag(line, "exp-name", method)
         chosen.append((lines.index(origins[0]), line))
-    for seed in args.seeds:
+    seeds = args.seeds
+    if args.halve:
+        seeds = sorted({run.settings["seed"] for runs in groups.values() for run in runs})
+    for seed in seeds:
         for _, line in sorted(chosen):
             print(replace_flag(line, "seed", str(seed)))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 USAGE = """\
 usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
+       bash benchmark/sweep.sh minigrid --tune
        bash benchmark/sweep.sh table1 [--quick | --skills]
        bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills|preferences
            [--tune | --results]
@@ -36,6 +37,8 @@ share a GPU):
            atari: BeamRider, two seeds, 1 M steps; llm: three agents and the small model on
            documentation
 --results  the runs behind benchmark/results/: 8, 3 and 1.5 hours on two cores
+--tune     minigrid: FourRooms, the paper's grid on a tuning seed with 250,000 steps, the first rung
+           of successive halving (benchmark/choose.py --halve)
 
 table1, the paper's table 1 at small scale (docs/pipeline.md): SmolLM2 on documentation, three
 agents, from the adapter and with the reward model of `benchmark/pipeline.sh all --quick`.
@@ -86,6 +89,7 @@ STRINGS = ("skills", "preferences")
 # Family -> its modes; the first one is the default
 MODES = {
     **{family: ("", "--quick", "--results") for family in (*CONTROL, "llm")},
+    "minigrid": ("", "--quick", "--results", "--tune"),
     "table1": ("", "--quick", "--skills"),
     **{family: ("--results", "--tune") for family in (*SHARING, *OWN_GOALS, *STRINGS)},
     **{family: ("--results",) for family in OTHERS},
@@ -182,6 +186,14 @@ GRIDS = {
         peer_coefs=("0.5",),
         local_updates=4,
     ),
+    ("minigrid", "--tune"): replace(
+        MINIGRID,
+        tasks=("MiniGrid-FourRooms-v0",),
+        methods=(*MINIGRID.methods, "pr-uniform-forward", "pr-similarity-forward"),
+        seeds=TUNING_SEEDS,
+        steps=250000,
+        local_updates=4,
+    ),
     ("atari", ""): ATARI,
     ("atari", "--quick"): replace(
         ATARI,
@@ -219,7 +231,14 @@ def list_control(family: str, mode: str) -> Iterator[str]:
             for method in grid.methods:
                 settings = {"task": task, "seed": seed, "steps": grid.steps}
                 settings["folder"] = name_folder(family, mode)
+                if mode == "--tune":
+                    settings["direction"] = choose_direction(method)
                 yield from list_method(family, mode, grid, method, **settings)
+
+
+def choose_direction(method: str) -> str:
+    """Of the KL: forward for methods that are named after it, else reverse."""
+    return "forward" if method.endswith("-forward") else "reverse"
 
 
 def list_minigrid_results(grid: Grid) -> Iterator[str]:
@@ -234,8 +253,7 @@ def list_minigrid_results(grid: Grid) -> Iterator[str]:
             for method in grid.methods:
                 if four_rooms and method == "isolated-no-penalty":
                     continue
-                direction = "forward" if method.endswith("-forward") else "reverse"
-                settings = {"task": task, "seed": seed, "direction": direction}
+                settings = {"task": task, "seed": seed, "direction": choose_direction(method)}
                 settings["steps"] = 1000000 if four_rooms else grid.steps
                 folder = "runs/fourrooms-results" if four_rooms else "runs/minigrid-results"
                 settings["folder"] = folder

@@ -547,7 +547,7 @@ def selected(tmp_path, capsys):
     return run
 
 
-def fake_grid(root, left_out=()):
+def fake_grid(root, left_out=(), **common):
     """Two methods, two settings, two tuning seeds, and the commands of these runs."""
     curves = {
         "pr_coef0.5": [0.1, 0.9],
@@ -571,7 +571,7 @@ def fake_grid(root, left_out=()):
             if (name, seed) in left_out:
                 continue
             settings = {"exp_name": name, "kl_coef": coef, "kl_direction": "reverse"}
-            settings["run_dir"] = "elsewhere"
+            settings |= {"run_dir": "elsewhere"} | common
             higher = [value + 0.2 * (seed == 102) for value in curve]
             fake_run(root / "runs", seed, higher, evaluations[name], **settings)
     (root / "tuning.txt").write_text("\n".join(lines))
@@ -673,6 +673,42 @@ def test_grids_of_different_sizes_are_allowed_by_name_only(tmp_path, selected):
         SystemExit, match="unequal effort, settings x seeds: isolated 2 x 2, pr 3 x 1 or 2"
     ):
         selected(unequal_grids=True)
+
+
+def test_halving_keeps_the_better_half_of_each_method(tmp_path, selected):
+    """Rounded up, with the seeds, names and settings of tuning, and more steps."""
+    fake_grid(tmp_path, total_timesteps=1000)
+    lines = (tmp_path / "tuning.txt").read_text().splitlines()
+    extra = []
+    for seed in (101, 102):  # the best of three settings of PR
+        settings = {"exp_name": "pr_coef9", "kl_coef": 9.0, "kl_direction": "reverse"}
+        fake_run(tmp_path / "runs", seed, [0.9, 0.9], total_timesteps=1000, **settings)
+        words = lines[1].replace("--seed 101", f"--seed {seed}").replace("pr_coef2", "pr_coef9")
+        extra.append(words.replace("2.0e+00", "9"))
+    (tmp_path / "tuning.txt").write_text("\n".join([*lines, *extra]))
+    options = {"out_dir": "runs/longer", "unequal_grids": True}
+    # A seed of tuning is none that is reported
+    commands, shown = selected(seeds=(101,), halve=True, steps=4000, **options)
+    expected = []
+    for seed in (101, 102):
+        for name, coef in (
+            ("pr_coef2", "2.0e+00"),
+            ("isolated_coef0.5", "5.0e-01"),
+            ("pr_coef9", "9"),
+        ):
+            line = f"OMP_NUM_THREADS=1 python prpo_minigrid.py --seed {seed} --kl-coef {coef}"
+            line += f" --env-id Task --run-dir runs/longer --exp-name {name}"
+            expected.append(f"{line} --kl-direction 'reverse' --total-timesteps 4000")
+    assert commands == expected
+    assert shown.count("*") == 3
+    for steps in (0, 1000):
+        problem = f"--steps {steps}: --halve needs more than the 1000 of the runs"
+        with pytest.raises(SystemExit, match=problem):
+            selected(halve=True, steps=steps, **options)
+    # The last rung is followed by fresh seeds with the length of the results
+    commands, _ = selected(seeds=(3,), steps=500, **options)
+    assert [re.search(r"--kl-coef (\S+)", line)[1] for line in commands] == ["5.0e-01", "9"]
+    assert all(line.endswith("--total-timesteps 500") for line in commands)
 
 
 def test_a_setting_of_which_a_seed_failed_is_not_chosen(tmp_path, selected):

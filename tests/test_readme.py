@@ -37,6 +37,7 @@ SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd", 
 SHARING += ("goals", "unlock-goals")
 MODES = {
     **{family: ("", "--quick", "--results") for family in ("minigrid", "atari", "llm")},
+    "minigrid": ("", "--quick", "--results", "--tune"),
     "table1": ("", "--quick", "--skills"),
     **{family: ("--tune", "--results") for family in SHARING},
     **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength", "privacy")},
