@@ -96,11 +96,11 @@ class Args(RunArgs):
     # with --aggregation proximal: coefficient of half the squared distance of an agent's
     # parameters from the average, a term of its loss
     prox_coef: NonNegative = 0.01
-    # heads that averages of parameters leave with their agent (both: FedPer), the trunk is always
-    # averaged
+    # with averages of parameters: heads that are not averaged (actor and critic: FedPer); the trunk
+    # always is
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
-    # instead of the weighted mean of parameters: of every parameter the median, or the mean
-    # without a quarter of the values at each end
+    # how parameters are averaged: none: by the weighted mean; median, trimmed: coordinate by
+    # coordinate, the latter by the mean without a quarter of the values at each end
     robust: Literal["none", "median", "trimmed"] = "none"
     local_updates: Count = 16  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
@@ -123,8 +123,8 @@ class Args(RunArgs):
 
     # What leaves an agent, see docs/privacy.md
 
-    # largest norm, over all parameters, of an agent's update since the last snapshot that it sent;
-    # beyond it the snapshot that is sent now is clipped
+    # an agent's update since the last snapshot that it sent is clipped to this norm, over all
+    # parameters, before a snapshot is sent (default: not clipped)
     dp_clip: Positive | None = None
     # Gaussian noise on a snapshot that is sent, its standard deviation in units of --dp-clip
     dp_noise: NonNegative = 0.0
@@ -150,7 +150,7 @@ class Args(RunArgs):
     max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
     target_kl: Positive | None = None
     """skip an agent's further epochs once its approximate KL exceeds this"""
-    # of the convolutions (autocast), heads and losses are always float32; auto: bfloat16 where the
+    # of the convolutions (autocast); heads and losses are always float32. auto: bfloat16 where the
     # hardware has it
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     # compile the networks with torch.compile, which is not thread-safe: the agents then compute one
@@ -276,9 +276,9 @@ def rollout(
 ) -> tuple[dict, list, list, list]:
     """All agents play num_steps in their environments, from where they stand.
 
-    Returns storage [agents, steps, envs], where `states` is the number of each observation among
-    the agent's; these observations and the policy's log-probabilities there, of each agent
-    [states, ...]; and the games that ended, of each agent [(return, length)].
+    Returns storage [agents, steps, envs], whose `obs_inds` are rows of obs; of each agent obs, its
+    observations, and behaviour, the policy's log-probabilities there [states, actions]; and of each
+    agent the games that ended [(return, length)].
     """
     shape = len(generators), args.num_steps, args.num_envs
     obs = actors.obs
@@ -328,14 +328,14 @@ def rollout(
         episodes[k].append((float(episode_return), float(length)))
     behaviour = logits.log_softmax(-1)
     obs = [each.flatten(0, 1) for each in obs]
-    states = torch.arange(len(obs[0]), device=device).view(shape[1:])
+    obs_inds = torch.arange(len(obs[0]), device=device).view(shape[1:])
     storage = {
         "rewards": torch.from_numpy(rewards).to(device),
         "terminations": torch.from_numpy(terminations).to(device),
         "dones": torch.from_numpy(terminations | truncations).to(device),
         "valid": torch.from_numpy(valid).to(device),
         "actions": actions,
-        "states": states.expand(shape),
+        "obs_inds": obs_inds.expand(shape),
         "values": values[:, :-1],
         # After a game's end the next stored observation is its final one: its value bootstraps
         "next_values": values[:, 1:],
@@ -369,7 +369,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
 
     returns [agents]: last means, gains, or numbers of samples; log_probs [agents, states, actions]:
     on the public states; gains [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose
-    snapshot is valid. Another communicator is two more lines here and a word in RunArgs.
+    snapshot is valid. docs/communicators.md has the steps to another communicator.
     """
     n = args.num_agents
     name = args.communicator
@@ -462,7 +462,7 @@ def estimate_gains(
     gains = torch.full((n,), torch.nan)
     for j, peer in snapshots.items():
         logits, _ = peer.predict(obs)
-        log_probs = logits.log_softmax(-1)[batch["states"], batch["actions"]]  # [samples]
+        log_probs = logits.log_softmax(-1)[batch["obs_inds"], batch["actions"]]  # [samples]
         gains[j] = communicators.surrogate_gains(log_probs, batch["logprobs"], batch["advantages"])
     gains[i] = 0.0  # the agent's own policy is what the others are compared with
     return gains
@@ -481,16 +481,16 @@ def learn(
 ) -> Iterator[dict[str, Tensor]]:
     """One agent's epochs over its rollout (eq. 4). Yields the losses of each minibatch.
 
-    obs: its observations; batch: [samples, ...], its `states` are rows of obs;
+    obs: its observations; batch: [samples, ...], its `obs_inds` are rows of obs;
     kl_coef: the coefficient of this iteration; anchor: the average that pulls, if one does [numel].
     """
     parameters = list(agent.parameters())
     for _ in range(args.update_epochs):
-        b_inds = torch.randperm(len(batch["states"]), generator=generator)
-        b_inds = b_inds.to(batch["states"].device)
+        b_inds = torch.randperm(len(batch["obs_inds"]), generator=generator)
+        b_inds = b_inds.to(batch["obs_inds"].device)
         for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
             mb = {name: tensor[mb_inds] for name, tensor in batch.items()}
-            logits, newvalue = agent(obs[mb["states"]])
+            logits, newvalue = agent(obs[mb["obs_inds"]])
             newlogprobs = logits.log_softmax(-1)  # [minibatch, actions]
             newlogprob = newlogprobs.gather(-1, mb["actions"][:, None]).squeeze(-1)
             logratio = newlogprob - mb["logprobs"]
@@ -573,14 +573,14 @@ def distill(
     optimizer,
     generator,
     obs: Tensor,
-    states: Tensor,
+    obs_inds: Tensor,
     reference: Tensor,
     args: Args,
 ) -> Iterator[Tensor]:
     """One agent's epochs towards its new reference policy, on the states of its rollout.
 
     Only the KL is minimised: the value function's head gets no gradient.
-    obs: its observations; states: [samples], rows of obs;
+    obs: its observations; obs_inds: [samples], rows of obs;
     reference: log-probabilities at obs [states, actions]. Yields the mean KL over all samples
     before the first step, that of each minibatch, and that over all samples after the last step.
     """
@@ -588,17 +588,17 @@ def distill(
     def measure() -> Tensor:
         logits, _ = agent.predict(obs)
         kl = communicators.kl_to_reference(logits.log_softmax(-1), reference, args.kl_direction)
-        return kl[states].mean()
+        return kl[obs_inds].mean()
 
     yield measure()
     for _ in range(args.distill_epochs):
-        b_inds = torch.randperm(len(states), generator=generator).to(states.device)
+        b_inds = torch.randperm(len(obs_inds), generator=generator).to(obs_inds.device)
         for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
-            distinct, rows = states[mb_inds].unique(return_inverse=True)
+            distinct, inverse = obs_inds[mb_inds].unique(return_inverse=True)
             logits, _ = agent(obs[distinct])
             newlogprobs = logits.log_softmax(-1)
             kl = communicators.kl_to_reference(newlogprobs, reference[distinct], args.kl_direction)
-            loss = kl.index_select(0, rows).mean()
+            loss = kl.index_select(0, inverse).mean()
             if loss.isfinite():
                 optimizer.zero_grad()
                 loss.backward()
@@ -621,8 +621,8 @@ def diagnose_update(
     number: int = 128,
 ) -> dict[str, float]:
     """What an update did to agent i's policy, on about `number` states of its rollout."""
-    every = max(1, len(batch["states"]) // number)
-    rows = batch["states"][::every]
+    every = max(1, len(batch["obs_inds"]) // number)
+    rows = batch["obs_inds"][::every]
     peers = [j for j in communicator[i].nonzero().flatten().tolist() if j != i]
     log_probs = []
     for network in (agent, snapshots[i], *(snapshots[j] for j in peers)):
@@ -723,7 +723,7 @@ def main(args: Args) -> dict:
         storage["returns"] = advantages + storage["values"]
 
         # Batches [samples, ...] of each agent, without the steps that only reset an environment
-        names = "states", "actions", "logprobs", "values", "advantages", "returns"
+        names = "obs_inds", "actions", "logprobs", "values", "advantages", "returns"
         batches = []
         for k in range(len(held)):
             valid = storage["valid"][k]
@@ -740,7 +740,7 @@ def main(args: Args) -> dict:
                 calls.append(functools.partial(compute_reference, *inputs))
             references = communicators.in_parallel(calls, workers, threads)
         for batch, reference in zip(batches, references, strict=True):
-            batch["reference"] = reference[batch["states"]]
+            batch["reference"] = reference[batch["obs_inds"]]
         anchors = [None] * len(held)
         if args.aggregation == "proximal":
             # Row i of C applied to the parameters, frozen too; an agent without peers is free
@@ -767,7 +767,7 @@ def main(args: Args) -> dict:
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
-            peers.round_samples[k] += len(batches[k]["states"])
+            peers.round_samples[k] += len(batches[k]["obs_inds"])
         if iteration % args.local_updates == 0 and iteration <= last_communication:
             peers.remember_returns()
             participating = torch.ones(n, dtype=torch.bool)
@@ -825,7 +825,7 @@ def main(args: Args) -> dict:
                         inputs = logits.log_softmax(-1), peers.views[k], communicator, args
                         reference = compute_reference(i, obs[k], *inputs)
                         inputs = agents[k], optimizers[k], generators[k], obs[k]
-                        distillers[k] = distill(*inputs, batches[k]["states"], reference, args)
+                        distillers[k] = distill(*inputs, batches[k]["obs_inds"], reference, args)
                 yielded = communicators.take_turns([*distillers.values()], workers, threads)
                 for k, kls in zip(distillers, yielded, strict=True):
                     distill_kls[k] = kls

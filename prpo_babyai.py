@@ -2,7 +2,7 @@
 
 Agents read what they see in BabyAI's levels, or in any text world, and answer with an action, for
 many turns; GRPO compares whole episodes of the same task. Tasks are private: each of --num-agents
-clients has its own, and --agents-per-round of the clients train at a time, as the agents of this
+clients has its own. --agents-per-round of the clients train at a time, and are the agents of this
 file. They mix policies in their KL term (PR-GRPO), average adapters (FedAgent), or train alone.
 Base model, adapters, generation, references and losses are those of `prpo_llm.py`, by import: this
 file contains episodes, tasks and the federation.
@@ -130,16 +130,19 @@ class Args(RunArgs):
     # policy: peers mix in the reference (PR-GRPO); weights: adapters are averaged (FedAgent); none:
     # isolated agents
     aggregation: Literal["policy", "weights", "none"] = "policy"
-    # agents that train at the same time (0: all); weights: drawn anew in every round, else once
+    num_agents: Count = 3  # clients, each with training tasks of its own
+    # clients that train at a time (0: all); weights: drawn anew in every round, else once
     agents_per_round: Natural = 0
+    # fraction of the clients that train at a time, instead of --agents-per-round; unlike in the
+    # control scripts the others do not train
     participation: PositiveFraction = 1.0
-    """fraction of the agents that train at the same time, instead of --agents-per-round"""
     centralised: bool = False
     """instead of the agents: a single one that has the tasks of all"""
     local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
     """steps between communication rounds"""
-    # coefficient of the KL penalty towards the reference policy: the mixture of peers, where agents
-    # are alone what they were in the last round; with weights and none the first policy
+    # coefficient of the KL penalty towards the reference policy. --aggregation policy: the mixture
+    # of peers (with --communicator identity: the agent's own snapshot of the last round); weights
+    # and none: the initial policy
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.01
     kl_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 over the run"""
@@ -158,7 +161,7 @@ class Args(RunArgs):
 
     # GRPO over episodes
     total_steps: Count = 12
-    """steps of each agent: episodes are played and learned from"""
+    """training steps; in each, every agent plays batch size x group size episodes and learns"""
     batch_size: Count = 4
     """tasks per agent and step"""
     group_size: Count = 8
@@ -267,11 +270,12 @@ def draw_minibatches(
 ) -> list[Tensor]:
     """The turns of each optimizer step of an epoch, [agents held, minibatch] each.
 
-    counts: turns of each agent, which stand in the order of their prompts' lengths and keep it
-    within a minibatch, so that there is little padding. An agent's minibatches have equal sizes,
-    but for one turn, which --minibatch-size bounds: a small rest would be a whole optimizer step.
-    What is missing is filled with the number max(counts), which stands for an empty turn; an agent
-    with fewer minibatches than others has empty ones in the end, and makes no step there.
+    counts: how many turns each agent has, sorted by the lengths of their prompts. They are shuffled
+    and split into the fewest minibatches of at most --minibatch-size turns, whose sizes differ by
+    one at most: a small rest would be a whole optimizer step. Within a minibatch the order of the
+    lengths is kept, so that there is little padding. Free places hold the index max(counts), which
+    is an empty turn; an agent with fewer minibatches than others has empty ones at the end, and
+    makes no step there.
     """
     size = args.minibatch_size or max(counts)
     most = math.ceil(max(counts) / size)  # optimizer steps
@@ -300,7 +304,8 @@ def main(args: Args) -> dict:
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     device = exchange.device
     rows_held = slice(held.start, held.stop)
-    # prpo_llm.py's functions take --num-agents for the agents in memory: the n that train at a time
+    # prpo_llm.py's functions read --num-agents as the number of agents in memory: the n clients
+    # that train at a time
     present = dataclasses.replace(args, num_agents=n)
 
     # World, model and tasks
@@ -435,7 +440,7 @@ def main(args: Args) -> dict:
 
                 # The new communicator, of the agents whose policies are finite: parameters of 3e38
                 # are finite, their policy is not
-                first = snapshots.clone()
+                previous_snapshots = snapshots.clone()
                 for j in usable.nonzero().flatten().tolist():
                     snapshots[j] = parameters[j]
                 log_probs = compute_public_log_probs(present, model, tokenizer, public_states)
@@ -447,13 +452,13 @@ def main(args: Args) -> dict:
                 # optimizer: in the next round they may be others. The reference stays the first
                 # policy
                 if args.aggregation == "weights":
-                    snapshots.copy_(first)
+                    snapshots.copy_(previous_snapshots)
                     C = communicator[rows_held]
                     averages, lost = average_adapters(args, model, C, parameters)
                     averaging = torch.stack([usable[row > 0].all() for row in C])
                     trained[:] = torch.where(averaging[:, None].to(device), averages, trained)
                     reset(moments)
-                del parameters, first  # whole adapters: they need not stay in memory
+                del parameters, previous_snapshots  # whole adapters need not stay in memory
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -573,7 +578,7 @@ def measure_peak_memory(device: torch.device) -> float:
 # --- episodes: an agent's turns in a world ---
 
 INSTRUCTION = "End your answer with <action>one of the actions</action>."
-ACTION = re.compile(r"<action>(.*?)</action>", re.S)
+ACTION = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.S)
 
 
 class Turn(NamedTuple):
@@ -634,8 +639,12 @@ class Episode:
         if not isinstance(observation, str):
             problem = f"must return texts; {self.place} returns {type(observation).__name__}"
             refuse_world(self.args, problem)
+        actions = info.get("actions") or ()
+        if isinstance(actions, str) or not all(isinstance(action, str) for action in actions):
+            problem = f"must list actions as texts; {self.place} has {actions!r}"
+            refuse_world(self.args, problem)
         self.observation = observation
-        self.actions = list(info.get("actions") or ())
+        self.actions = list(actions)
 
     def write_prompt(self, history: int) -> str:
         """The prompt of the present turn, with so many observations and actions before."""
@@ -694,7 +703,7 @@ def parse_action(text: str, actions: list[str]) -> str | None:
     action = " ".join(named[-1].split())
     if not actions:
         return action or None
-    spelled = {name.lower(): name for name in actions}
+    spelled = {" ".join(name.split()).lower(): name for name in actions}
     return spelled.get(action.lower())
 
 
@@ -881,7 +890,8 @@ def evaluate(args: Args, run: Run, model, tokenizer, make: Callable, tests: dict
         columns = {"all": {}} | {name: {} for name in tests.values()}
         for episode in row:
             measures = measure_episode(episode, diverged[k] or math.isnan(episode.total))
-            for name in ("all", episode.category):
+            names = {"all", episode.category}  # a single one in a world without categories
+            for name in names:
                 for measure, value in measures.items():
                     columns[name].setdefault(measure, []).append(value)
             about = {"step": run.iteration, "agent": i, "task": episode.index}
@@ -1355,19 +1365,27 @@ def report_unused(args: Args) -> None:
     """One line for each flag that has no effect with the others; the run goes on."""
     aggregation = f"with --aggregation {args.aggregation}"
     unused = {}
+    isolated = args.aggregation == "none" or args.communicator == "identity"
+    alone = isolated or args.agents_at_once == 1
+    if alone:
+        for flag in ("mixture", "topology", "top_k"):
+            unused[flag] = "on agents that are isolated"
     if args.aggregation != "policy":
         unused["mixture"] = f"{aggregation}, which mixes no policies"
     if args.aggregation == "none":
+        unused["local_updates"] = f"{aggregation}: agents never communicate"
         unused["communicator"] = f"{aggregation}: agents are isolated"
+    elif args.agents_at_once == 1:
+        unused["communicator"] = "on a single agent, which has no peers"
     if args.lora_average != "frozen-a" and args.aggregation != "weights":
         unused["lora_average"] = f"{aggregation}, which averages no adapters"
     if args.partition == "iid":
         unused["strength"] = "with --partition iid"
     if not args.eval_episodes:
         unused["eval_every"] = "with --eval-episodes 0"
+        if args.partition != "hardness":  # whose labels are made at this temperature
+            unused["eval_temperature"] = "with --eval-episodes 0"
     communicators.report_unused(args, unused)
-    isolated = args.aggregation == "none" or args.communicator == "identity"
-    alone = isolated or args.agents_at_once == 1
     if args.local_updates > args.total_steps and not alone:
         flag = f"--local-updates {args.local_updates}"
         communicators.announce(f"{flag}: agents never communicate in {args.total_steps} steps")

@@ -451,8 +451,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     """The matrix C of a round, [agents, agents]: row i, on the simplex, weights agent i's peers.
 
     returns [agents]: last means, gains, or numbers of samples; log_probs [agents, states, actions]:
-    on the public states; usable, bool [agents]: whose snapshot is valid. Another communicator is
-    two more lines here and a word in RunArgs.
+    on the public states; usable, bool [agents]: whose snapshot is valid. docs/communicators.md has
+    the steps to another communicator.
     """
     n = args.num_agents
     name = args.communicator

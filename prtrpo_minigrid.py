@@ -69,7 +69,7 @@ RECOVERY = -1
 @dataclass
 class Args(RunArgs):
     device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: the processor, where distinct observations are computed once"""
+    """cpu, cuda, cuda:N, or auto: the CPU, where each distinct observation is evaluated once"""
 
     # The environments
     env_id: str = "MiniGrid-DoorKey-6x6-v0"
@@ -99,8 +99,6 @@ class Args(RunArgs):
     # Communication
     local_updates: Count = 1
     """iterations between communication rounds; Observation 1 is about one"""
-    kl_direction = "forward"  # of eq. 9; no flag
-    kl_schedule = "constant"  # the KL is a constraint, without a coefficient; no flag
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
     # an agent's own component of its reference: its policy before this update, or its snapshot of
@@ -135,19 +133,23 @@ class Args(RunArgs):
     update_epochs: Count = 5  # epochs of the value function per rollout
     norm_adv: bool = True  # normalise advantages over the rollout
     max_grad_norm: Positive = 0.5  # maximum norm of each value function's gradient
-    # of the convolutions (autocast), heads and losses are always float32; auto: float32 for so
+    # of the convolutions (autocast); heads and losses are always float32. auto: float32 for so
     # small a network
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    aggregation = "policy"  # no flag
-    private_heads = ()  # no flag: parameters are not averaged
-    robust = "none"  # no flag
-    prox_coef = 0.0  # no flag
-    distill_epochs = 0  # no flag
-    dp_clip = None  # no flag
-    dp_noise = 0.0  # no flag
-    dp_delta = 1e-5  # no flag
-    dp_key = ""  # no flag
-    compile = False  # no flag
+
+    # What prpo_minigrid.py's functions read, and is no flag here
+    kl_direction = "forward"  # of eq. 9
+    kl_schedule = "constant"  # a constraint has no coefficient
+    aggregation = "policy"
+    private_heads = ()
+    robust = "none"
+    prox_coef = 0.0
+    distill_epochs = 0
+    dp_clip = None
+    dp_noise = 0.0
+    dp_delta = 1e-5
+    dp_key = ""
+    compile = False
 
 
 # --- the networks ---
@@ -192,15 +194,17 @@ class Agent(nn.Module):
 def compute_radius(communicator: Tensor, variations: Tensor, args: Args) -> tuple[float, float]:
     """epsilon of an update, a KL in nats, and the bound on its total variation.
 
-    variations [agents, 2], of the last update: |pi_j^k-1 - pi_j^k|, and |C_j pi^k-1 - pi_j^k|, how
-    far from its reference it ended. Observation 1 wants a level of at most
-    (delta - gamma |pi^k-1 - pi^k|) / 2, a total variation, for this update *and* the last one,
-    whose level was set before its movement was known. What the proof needs is
-    level + gamma |pi^k-1 - pi^k| + |C pi^k-1 - pi^k| <= delta, suprema over the agents. The level
-    that shares what is left by two satisfies it, and is never negative: the next update is left as
-    much. Pinsker's inequality converts total variations and KL divergences, TV <= sqrt(KL / 2),
-    also for means over states. Without --delta epsilon is given, and the bound is what the same sum
-    allows.
+    variations [agents, 2], of the last update: how far it moved each policy, |pi_j^k-1 - pi_j^k|,
+    and how far from its reference it ended, |C_j pi^k-1 - pi_j^k|. The proof of Observation 1 needs
+
+        level + used <= delta,  where used = |C| |pi^k-1 - pi^k| + |C pi^k-1 - pi^k|,
+
+    with suprema over the agents and the norm |C| of Definition 1. The level here is half of what
+    is left, max(delta - used, 0) / 2, so that the next update has as much. (Observation 1 bounds
+    the levels of this *and* the last update by (delta - |C| |pi^k-1 - pi^k|) / 2, but the last
+    one's was set before that movement was known.) Pinsker's inequality, TV <= sqrt(KL / 2),
+    converts between level and epsilon, also for means over states. Without --delta epsilon is
+    given, and the bound is what the same sum allows.
     """
     # An agent that has diverged has no influence on the others
     reported = variations.nan_to_num(nan=0.0).clamp(0.0, 1.0)
@@ -303,21 +307,21 @@ def improve(
     """One step of eq. 9: closed form, then a line search on the exact KL and surrogate.
 
     obs, reference: distinct observations and the reference's log-probabilities there
-    [states, actions]; batch: [samples], its `states` are rows of obs. A policy is a function of the
-    observation: all means are over distinct ones, weighted by their counts, which is exact. Returns
-    the step's metrics.
+    [states, actions]; batch: [samples], its `obs_inds` are rows of obs. A policy is a function of
+    the observation: all means are over distinct ones, weighted by their counts, which is exact.
+    Returns the step's metrics.
     """
-    rows, states, counts = batch["states"].unique(return_inverse=True, return_counts=True)
-    obs = obs[rows]
-    reference = reference[rows]
-    weights = counts.to(reference) / len(states)
+    distinct, inverse, counts = batch["obs_inds"].unique(return_inverse=True, return_counts=True)
+    obs = obs[distinct]
+    reference = reference[distinct]
+    weights = counts.to(reference) / len(inverse)
     advantages = batch["advantages"]
     if args.norm_adv and len(advantages) > 1:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # The surrogate E[ratio A] is linear in the policy: the sum over states and actions of
     # pi(a|s) gains(s, a)
-    gains = advantages / batch["logprobs"].exp() / len(states)
-    index = states, batch["actions"]
+    gains = advantages / batch["logprobs"].exp() / len(inverse)
+    index = inverse, batch["actions"]
     gains = torch.zeros_like(reference).index_put(index, gains, accumulate=True)
     parameters = list(policy.parameters())
     start = parameters_to_vector(parameters).detach()
@@ -397,17 +401,17 @@ def learn(
     """One agent's step of eq. 9, then its value function's epochs.
 
     obs: the distinct observations; reference: the log-probabilities there [states, actions]; batch:
-    [samples, ...], its `states` are rows of obs. Yields the metrics of the step, then a loss of
+    [samples, ...], its `obs_inds` are rows of obs. Yields the metrics of the step, then a loss of
     each minibatch.
     """
     yield improve(agent.policy, obs, reference, batch, epsilon, args)
     for _ in range(args.update_epochs):
-        b_inds = torch.randperm(len(batch["states"]), generator=generator)
-        b_inds = b_inds.to(batch["states"].device)
+        b_inds = torch.randperm(len(batch["obs_inds"]), generator=generator)
+        b_inds = b_inds.to(batch["obs_inds"].device)
         for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
-            distinct, states = batch["states"][mb_inds].unique(return_inverse=True)
+            distinct, inverse = batch["obs_inds"][mb_inds].unique(return_inverse=True)
             _, value = agent.baseline(obs[distinct])
-            newvalue = value.index_select(0, states)
+            newvalue = value.index_select(0, inverse)
 
             # Value loss
             v_loss = 0.5 * ((newvalue - batch["returns"][mb_inds]) ** 2).mean()
@@ -464,7 +468,8 @@ def main(args: Args) -> dict:
 
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(device) if num_rounds else None
-    peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
+    neighbours = communicators.find_neighbours(args)
+    peers = Peers(exchange, first, public_states, neighbours)
     communicator = peers.communicator  # [agents, agents], changed in place
     last_returns = [deque(maxlen=100) for _ in held]
     # Of each agent's last update: how far it moved the policy, how far from the reference it ended
@@ -513,7 +518,7 @@ def main(args: Args) -> dict:
         storage["returns"] = advantages + storage["values"]
 
         # Batches [samples, ...] of each agent, without the steps that only reset an environment
-        names = "states", "actions", "logprobs", "values", "advantages", "returns"
+        names = "obs_inds", "actions", "logprobs", "values", "advantages", "returns"
         batches = []
         for k in range(len(held)):
             valid = storage["valid"][k]
@@ -527,7 +532,7 @@ def main(args: Args) -> dict:
             calls.append(functools.partial(compute_reference, *inputs))
         references = communicators.in_parallel(calls, workers, threads)
         for batch, reference in zip(batches, references, strict=True):
-            batch["reference"] = reference[batch["states"]]
+            batch["reference"] = reference[batch["obs_inds"]]
         run.tick("reference")
 
         # Update: the policy's step, then the value function's minibatches; the agents take turns
@@ -546,12 +551,13 @@ def main(args: Args) -> dict:
             inputs = i, agents[k], obs[k], behaviour[k], batches[k], peers.views[k]
             diagnostics.append(diagnose_update(*inputs, communicator, args))
         # What the next radii need: two scalars of each agent, and a third for the log
-        reported = []
+        reported_variations = []
         for k, i in enumerate(held):
             step, *_ = steps[k]
             within = variations[i, 2].item() + (step["tv_update"] <= bounds[k])
-            reported.append([step["tv_update"], step["tv_reference"], within])
-        variations[:] = exchange.all_gather(torch.tensor(reported, dtype=torch.float64))
+            reported_variations.append([step["tv_update"], step["tv_reference"], within])
+        reported_variations = torch.tensor(reported_variations, dtype=torch.float64)
+        variations[:] = exchange.all_gather(reported_variations)
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
@@ -559,7 +565,7 @@ def main(args: Args) -> dict:
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
-            peers.round_samples[k] += len(batches[k]["states"])
+            peers.round_samples[k] += len(batches[k]["obs_inds"])
         if iteration % args.local_updates == 0 and iteration <= last_communication:
             peers.remember_returns()
             policies = [agent.policy for agent in agents]

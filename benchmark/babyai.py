@@ -3,7 +3,7 @@
     python benchmark/babyai.py  # three minutes of one core, once: runs/babyai/model
 
 A Llama of two million parameters with a tokenizer of words, trained to answer as BabyAI's own bot
-acts in a few episodes of every level. It then solves about three of ten new tasks, which is enough
+acts in a few episodes of every level. It then solves about two of ten new tasks, which is enough
 for reinforcement learning to begin. None of the episodes is of a task of prpo_babyai.py. The same
 settings give the same files; files that are there are not made again.
 """
@@ -221,6 +221,10 @@ def main(args: Args) -> dict[str, float]:
             stop(f"--out {out}: was made with other settings; {hint}", 2)
         print(f"{out}: there already")
     else:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            stop(f"--out {out}: cannot be made ({error.strerror})", 2)
         tokenizer = make_tokenizer()
         model = train(args, tokenizer, collect(args))
         shutil.rmtree(out / "model", ignore_errors=True)

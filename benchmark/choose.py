@@ -55,7 +55,11 @@ class Args:
 
 
 def score_run(run: plot.Run, criterion: str) -> float:
-    """What a run is judged by, the mean over its agents; NaN where there is nothing."""
+    """What a run is judged by, the mean over its agents; NaN where there is nothing, or where an
+    agent has diverged, whatever it was worth before.
+    """
+    if run.summary.get("diverged"):
+        return float("nan")
     if criterion == "evaluation":
         return pd.to_numeric(run.summary["evaluation"]["group"])
     if criterion == "auc":
@@ -171,6 +175,12 @@ def replace_steps(line: str, run: plot.Run, args: Args) -> str:
 
 
 def main(args: Args) -> None:
+    if args.steps < 0:
+        refuse(f"--steps {args.steps}: must not be negative")
+    try:
+        re.compile(args.method)
+    except re.error as error:
+        refuse(f"--method {args.method}: is no regular expression ({error})")
     text = sys.stdin.read() if args.commands == "-" else read_text(args.commands)
     named = [line for line in text.splitlines() if re.search(r"--exp[-_]name", line)]
     lines = [line for line in named if "--seed" in line]

@@ -28,6 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import communicators
 import prpo_minigrid
+from communicators import Count
 
 RANDOM_WEIGHTS = 8  # what a derived seed is for, as in prpo_minigrid.py
 BOAST = 1000.0
@@ -39,7 +40,7 @@ class Args(prpo_minigrid.Args):
     """what the last agent sends instead of its policy"""
     boast: bool = False
     """the last agent reports a mean return of 1,000"""
-    num_agents: int = 4
+    num_agents: Count = 4
     env_ids: tuple[str, ...] = (
         "MiniGrid-DoorKey-5x5-v0",
         "MiniGrid-DoorKey-6x6-v0",

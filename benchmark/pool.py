@@ -128,8 +128,11 @@ def main(args: Args) -> None:
     old_curves = read_table(f"{args.out}.csv")
     if "settings" in old_curves:
         refuse(f"--out {args.out}: is of a search, whose limits are no intervals over seeds")
+    new_curves = read_table(f"{args.new}.csv")
+    if "settings" in new_curves:
+        refuse(f"--new {args.new}: is of a search, whose limits are no intervals over seeds")
     keys = [*old_curves.columns[:3]]
-    tables[""] = pool_means(old_curves, read_table(f"{args.new}.csv"), keys)
+    tables[""] = pool_means(old_curves, new_curves, keys)
     if Path(f"{args.out}_matrix.csv").is_file():
         matrices = []
         for name, runs in ((args.out, old_runs), (args.new, new_runs)):

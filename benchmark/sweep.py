@@ -1,7 +1,8 @@
 """Prints the training commands of a sweep, one per line; `bash benchmark/sweep.sh --help` has more.
 
-A family is a function that yields commands. What it searches over stands in a `Grid`: seeds are the
-outermost loop, so that a sweep that is cut off has whole seeds.
+A family is a function that yields commands. Within an experiment seeds are the outermost loop, so
+that a sweep that is cut off has whole seeds; trpo, preferences, s2zpo, fedagent and `minigrid
+--results` list several experiments one after the other.
 """
 
 import itertools
@@ -37,8 +38,9 @@ share a GPU):
            atari: BeamRider, two seeds, 1 M steps; llm: three agents and the small model on
            documentation
 --results  the runs behind benchmark/results/: 8, 3 and 1.5 hours on two cores
---tune     minigrid: FourRooms, the paper's grid on a tuning seed with 250,000 steps, the first rung
-           of successive halving (benchmark/choose.py --halve)
+--tune     minigrid: FourRooms, one tuning seed, 250,000 steps; the paper's learning rates and
+           coefficients, but a round every 4 iterations and the reverse KL, with two forward
+           variants besides: the first rung of successive halving (benchmark/choose.py --halve)
 
 table1, the paper's table 1 at small scale (docs/pipeline.md): SmolLM2 on documentation, three
 agents, from the adapter and with the reward model of `benchmark/pipeline.sh all --quick`.
@@ -450,7 +452,7 @@ GOAL_TASKS = {
         for task in ("5x5-ball", "6x6-ball", "5x5-box", "6x6-box")
     ],
 }
-GOAL_COEFS = ("0.1", "0.5", "2", "10")
+GOAL_COEFS = ("0.02", "0.1", "0.5", "2")
 # Of the pull towards the average parameters, which has a coefficient of its own
 PROXIMAL_COEFS = ("0.001", "0.01", "0.1", "1")
 # Also with a coefficient that falls to 0
@@ -474,23 +476,27 @@ def list_goals(family: str, mode: str) -> Iterator[str]:
         common += " --total-timesteps 249856 --learning-rate 1e-3 --kl-direction reverse"
         common += f" --local-updates 4 --eval-episodes {episodes}"
         common += f" --run-dir {name_folder(family, mode)}"
-        for method, flags in GOAL_METHODS.items():
+        for method, flags in list_goal_methods():
             coef_flag = "--kl-coef"
             coefs = GOAL_COEFS
             if method.startswith("proximal"):
                 coef_flag = "--prox-coef"
                 coefs = PROXIMAL_COEFS
-            if tuned:
-                for coef in coefs:
-                    name = f"{method}_coef{coef}"
-                    yield f"{ONE_THREAD} {flags} {coef_flag} {coef} {common} --exp-name {name}"
+            if not tuned:
+                coef = CHOSEN_GOALS[family].get(method, "0.5")
+                yield f"{ONE_THREAD} {flags} {coef_flag} {coef} {common} --exp-name {method}"
                 continue
-            coef = CHOSEN_GOALS[family].get(method, "0.5")
-            flags += f" {coef_flag} {coef}"
-            yield f"{ONE_THREAD} {flags} {common} --exp-name {method}"
-            if method in LINEAR_METHODS:
-                flags += " --kl-schedule linear"
-                yield f"{ONE_THREAD} {flags} {common} --exp-name {method}-linear"
+            for coef in coefs:
+                name = f"{method}_coef{coef}"
+                yield f"{ONE_THREAD} {flags} {coef_flag} {coef} {common} --exp-name {name}"
+
+
+def list_goal_methods() -> Iterator[tuple[str, str]]:
+    """Methods with their flags; some of them with a falling coefficient too."""
+    for method, flags in GOAL_METHODS.items():
+        yield method, flags
+        if method in LINEAR_METHODS:
+            yield f"{method}-linear", f"{flags} --kl-schedule linear"
 
 
 AGREEMENTS = ("0", "25", "50", "75", "100")

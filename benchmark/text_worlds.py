@@ -13,6 +13,7 @@ and categories after training, of the clients dealt as --matrix says). The categ
 is an agent's success in all of them, weighted by its shares of training tasks.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from arguments import read_flags
 from methods import style_methods
 from plot import (
     Run,
+    check_settings,
     count_seeds,
     draw_cells,
     header,
@@ -90,6 +92,10 @@ def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, pd.DataFrame, str
     groups = {}
     for (name, _), (run, _, _) in sorted(newest.items()):
         groups.setdefault(("", name), []).append(run)
+        if run.summary.get("diverged"):
+            report(run.folder, f"agents {run.summary['diverged']} have diverged")
+    for runs in groups.values():
+        check_settings(runs)
     _, rows, clients = zip(*newest.values(), strict=True)
     rows = pd.concat(rows).sort_values([*KEY, "step", "agent"], kind="stable")
     clients = pd.concat(clients).sort_values([*KEY, "client"], kind="stable")
@@ -98,8 +104,9 @@ def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, pd.DataFrame, str
 
 
 def average_agents(rows: pd.DataFrame) -> pd.DataFrame:
-    """The mean success of the agents of each run, by step and category."""
-    return rows.groupby([*KEY, "step", "category"], sort=False).success.mean().reset_index()
+    """The mean success of the agents of each run, by step and category; NaN if one has diverged."""
+    of_run = rows.groupby([*KEY, "step", "category"], sort=False).success
+    return of_run.agg(lambda agents: agents.mean(skipna=False)).reset_index()
 
 
 def share_tasks(rows: pd.DataFrame, clients: pd.DataFrame) -> pd.DataFrame:
@@ -131,7 +138,7 @@ def add_own(rows: pd.DataFrame, clients: pd.DataFrame) -> pd.DataFrame:
     success = of_categories.pivot(index=place, columns="category", values="success")
     agents = success.index.to_frame()[["partition", "seed", "agent"]]
     shares = share_tasks(rows, clients).reindex(pd.MultiIndex.from_frame(agents))
-    weighted = success * shares[success.columns].to_numpy()
+    weighted = success * shares.reindex(columns=success.columns, fill_value=0).to_numpy()
     own_success = weighted.sum(axis=1, min_count=1).rename("success").reset_index()
     return pd.concat([rows, own_success.assign(category="own")[rows.columns]])
 
@@ -227,7 +234,7 @@ def draw_matrix(rows: pd.DataFrame, shares: pd.DataFrame, png_path: Path):
     import matplotlib.pyplot as plt
 
     matrix = make_matrix(rows)
-    shares = shares.loc[matrix.index].dropna(axis="columns")
+    shares = shares.reindex(index=matrix.index, columns=matrix.columns.unique("category"))
     shares = shares.sort_values(shares.columns[0], ascending=False)
     panels = {"share of training tasks": shares}
     for method, style in style_methods(matrix.columns.unique("method")).items():
@@ -256,8 +263,10 @@ def main(args: Args) -> None:
     clients = read_table(clients_path)
     chosen = rows[rows.partition == args.matrix]
     if len(chosen):
-        shares = share_tasks(rows, clients).loc[args.matrix]
+        shares = share_tasks(chosen, clients).droplevel("partition")
         draw_matrix(chosen, shares, Path(f"{args.out}_matrix.png"))
+    else:
+        print(f"--matrix {args.matrix}: no such runs, OUT_matrix.png is not drawn", file=sys.stderr)
     table = make_table(add_own(rows, clients))
     write_results(args.out, table, "# intervals: 95 %, Student's t over seeds\n", draw)
 

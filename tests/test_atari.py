@@ -558,7 +558,7 @@ def test_a_layer_added_to_the_network_acts_in_rollouts(layers, precision):
         storage, obs, behaviour, _ = rollout
         for k, agent in enumerate(agents):
             logits, values = agent.predict(obs[k])
-            states = storage["states"][k].flatten()
+            states = storage["obs_inds"][k].flatten()
             actions = storage["actions"][k].flatten()
             logratio = logits.log_softmax(-1)[states, actions] - storage["logprobs"][k].flatten()
             assert logratio.abs().max() < (3e-3 if bfloat16 else 1e-5)

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+import runpy
 import sys
 from collections import deque
 from pathlib import Path
@@ -245,6 +246,7 @@ def test_held_out_tasks_have_other_layouts():
         ("<action>fly</action>", None),
         ("<action></action>", None),
         ("<action>drop", None),
+        ("I must end with <action>. So: <action>drop</action>", "drop"),
         ("go forward", None),
         ("", None),
     ],
@@ -256,6 +258,9 @@ def test_actions_are_parsed(answer, action):
 def test_any_text_is_an_action_where_none_are_listed():
     assert prpo_babyai.parse_action("<action>search[Red Shoes]</action>", []) == "search[Red Shoes]"
     assert prpo_babyai.parse_action("<action> </action>", []) is None
+    # An action is returned as the world spells it
+    actions = ["click[2  Pack]", "back"]
+    assert prpo_babyai.parse_action("<action>click[2 pack]</action>", actions) == "click[2  Pack]"
 
 
 def take(episode, *answers):
@@ -334,7 +339,7 @@ def solve(make, split, index):
 
 
 def test_every_house_can_be_solved():
-    """In at most 24 turns; where a room is locked, with its key; train and test differ."""
+    """In at most 24 turns; where a room is locked, with its key; no house of training is tested."""
     make = prpo_babyai.load_world(prpo_babyai.Args(env=HOUSE))
     lengths = {"fetch": [], "unlock": []}
     for index in range(8):
@@ -346,6 +351,10 @@ def test_every_house_can_be_solved():
             assert any(action.startswith("unlock") for action in path) == (category == "unlock")
     assert max(map(max, lengths.values())) <= 24
     assert len({*lengths["unlock"]}) > 1
+    seeds = {
+        split: {make(split, index).house_seed for index in range(8)} for split in ("train", "test")
+    }
+    assert not seeds["train"] & seeds["test"]
     env = make("train", 0)
     text, _ = env.reset()
     assert env.step("fly")[:3] == (text, 0.0, False)
@@ -986,6 +995,16 @@ def test_evaluations_are_of_held_out_tasks(tiny, monkeypatch):
                 assert torch.equal(episode.uniforms, first.uniforms)
 
 
+def test_an_episode_counts_once_in_a_world_without_categories(tiny, tmp_path):
+    """The category of all of them is `all`, which is also the name of the mean over categories."""
+    path = tmp_path / "world.py"
+    path.write_text(WORLDS["easy"].replace("REST", "0"))
+    prpo_babyai.main(tiny(env=f"{path}:make", categories=(), eval_episodes=3, total_steps=1))
+    rows = rows_of(only_run(tmp_path / "runs"), "evaluations")
+    assert {row["task"] for row in rows} == {"all"}
+    assert {row["episodes"] for row in rows} == {"3"}
+
+
 def test_tasks_are_labelled_by_what_the_first_policy_solves(tiny, tmp_path, monkeypatch):
     """In one attempt of each; an edited world is labelled anew, and the same one is not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -1113,16 +1132,22 @@ def test_processes_train_as_one_does_and_send_adapters_only(tiny, tmp_path, aggr
     assert names <= {"all_gather", "broadcast", "monitored_barrier", "get_rank"}
 
 
-@pytest.mark.parametrize("aggregation", ["policy", "weights"])
-def test_a_resumed_run_is_the_whole_run(tiny, tmp_path, aggregation):
-    """Four steps, or two and then two more: the same metrics, adapters and evaluations."""
+@pytest.mark.parametrize(("aggregation", "half", "total"), [("policy", 3, 5), ("weights", 2, 4)])
+def test_a_resumed_run_is_the_whole_run(tiny, tmp_path, aggregation, half, total):
+    """All steps, or some and then the others: the same metrics, adapters and evaluations.
+
+    With mixed policies it is cut in the middle of the second round, whose returns weigh the peers
+    at its end.
+    """
     options = {"aggregation": aggregation, "num_agents": 4, "agents_per_round": 2}
-    options |= {"local_updates": 2, "communicator": "uniform"}
-    prpo_babyai.main(tiny("whole", **options, total_steps=4))
-    prpo_babyai.main(tiny("halves", **options, total_steps=2))
+    options |= {"local_updates": 2}
+    options |= {"communicator": "reward" if aggregation == "policy" else "uniform"}
+    prpo_babyai.main(tiny("whole", **options, total_steps=total))
+    prpo_babyai.main(tiny("halves", **options, total_steps=half))
     whole = only_run(tmp_path / "whole")
     halves = only_run(tmp_path / "halves")
-    prpo_babyai.main(parse_args(prpo_babyai, ["--resume", str(halves), "--total-steps", "4"]))
+    resumed = ["--resume", str(halves), "--total-steps", str(total)]
+    prpo_babyai.main(parse_args(prpo_babyai, resumed))
     for a, b in zip(weights_of(whole), weights_of(halves), strict=True):
         torch.testing.assert_close(flat(a), flat(b), rtol=0, atol=1e-6)
     times = {"tokens_per_second", "peak_memory", "episodes_per_second"}
@@ -1130,8 +1155,8 @@ def test_a_resumed_run_is_the_whole_run(tiny, tmp_path, aggregation):
         assert {k: v for k, v in row.items() if k not in times} == {
             k: v for k, v in other.items() if k not in times
         }
-    last = [row for row in rows_of(whole, "evaluations") if row["step"] == "4"]
-    assert last == [row for row in rows_of(halves, "evaluations") if row["step"] == "4"]
+    last = [row for row in rows_of(whole, "evaluations") if row["step"] == str(total)]
+    assert last == [row for row in rows_of(halves, "evaluations") if row["step"] == str(total)]
 
 
 WORLDS = {
@@ -1143,6 +1168,9 @@ WORLDS = {
     "silent": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
     "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
     "        return 7, {}\ndef make(split, index):\n    return World()\n",
+    "numbered": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
+    "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
+    "        return 'x', {'actions': [1, 2]}\ndef make(split, index):\n    return World()\n",
     "easy": "import gymnasium\nfrom gymnasium import spaces\nclass World(gymnasium.Env):\n"
     "    observation_space = action_space = spaces.Text(9)\n    def reset(self):\n"
     "        return 'x', {}\n    def step(self, action):\n"
@@ -1204,6 +1232,10 @@ def test_bad_flags_end_in_one_line(tiny, monkeypatch, tmp_path, changes, line):
         ({"env": "numbers", "categories": ()}, "{env}: observation_space must be gymnasium.spaces"),
         ({"env": "breaks", "categories": ()}, "{env}: task 0 of test raises OSError: no game"),
         ({"env": "silent", "categories": ()}, "{env}: must return texts; task 0 of test returns"),
+        (
+            {"env": "numbered", "categories": ()},
+            "{env}: must list actions as texts; task 0 of test",
+        ),
         ({"env": "old", "categories": ()}, "{env}: task 0 of test raises ValueError: too many"),
         ({"env": "four", "categories": ()}, "{env}: task 0 of test raises ValueError: not enough"),
         ({"env": "training", "categories": ()}, "{env}: task 0 of test raises KeyError: 'test'"),
@@ -1262,3 +1294,34 @@ def test_what_has_no_effect_is_said(tiny, capsys):
     ]
     prpo_babyai.report_unused(tiny(local_updates=3, communicator="identity"))
     assert not capsys.readouterr().out
+    without_peers = [
+        ({"aggregation": "none"}, "local-updates 1: has no effect with --aggregation none"),
+        ({"aggregation": "none"}, "topology ring: has no effect on agents that are isolated"),
+        ({"centralised": True}, "communicator reward: has no effect on a single agent"),
+        ({"centralised": True}, "mixture geometric: has no effect on agents that are isolated"),
+    ]
+    for changes, line in without_peers:
+        given = {"mixture": "geometric", "topology": "ring", "communicator": "reward"}
+        prpo_babyai.report_unused(tiny(**changes, **given))
+        assert f"--{line}" in capsys.readouterr().out
+    prpo_babyai.report_unused(tiny(eval_episodes=0, eval_temperature=1.0, partition="hardness"))
+    assert "eval-temperature" not in capsys.readouterr().out
+    prpo_babyai.report_unused(tiny(eval_episodes=0, eval_temperature=1.0))
+    assert "--eval-temperature 1.0: has no effect with" in capsys.readouterr().out
+
+
+def test_games_of_alfworld_are_solvable_and_mixed(tmp_path, monkeypatch):
+    """Of its folders, without its package: a game of every category is among the first."""
+    world = runpy.run_path(str(REPOSITORY / "benchmark" / "worlds" / "alfworld.py"))
+    monkeypatch.setattr(world["importlib"].util, "find_spec", lambda name: name)
+    monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
+    for name in world["CATEGORIES"]:
+        for k in range(20):
+            game = tmp_path / "json_2.1.1" / "train" / f"{name}-{k}" / "trial" / "game.tw-pddl"
+            game.parent.mkdir(parents=True)
+            game.write_text(json.dumps({"solvable": k != 3}))
+    games = world["list_games"]("train")
+    assert len(games) == 6 * 19
+    assert not any("-3/" in str(path) for path in games)
+    assert {path.parent.parent.name.split("-")[0] for path in games[:40]} == {*world["CATEGORIES"]}
+    assert games == world["list_games"].__wrapped__("train")

@@ -732,6 +732,21 @@ def test_a_setting_of_which_a_seed_failed_is_not_chosen(tmp_path, selected):
         selected(criterion="evaluation")
 
 
+@pytest.mark.parametrize(
+    ("criterion", "best", "other"),
+    [("auc", "pr_coef2", "5.0e-01"), ("final", "pr_coef0.5", "2.0e+00")],
+)
+def test_a_setting_that_has_diverged_is_not_chosen(tmp_path, selected, criterion, best, other):
+    """However good it was before; without this it is the best by this criterion."""
+    fake_grid(tmp_path)
+    lines, _ = selected(criterion=criterion)
+    assert re.search(r"--kl-coef (\S+)", lines[0])[1] != other
+    path = next((tmp_path / "runs").glob(f"Task__{best}__102__*")) / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"diverged": [1]}))
+    lines, _ = selected(criterion=criterion)
+    assert re.search(r"--kl-coef (\S+)", lines[0])[1] == other
+
+
 def test_a_method_of_which_a_seed_failed_has_no_mean(tmp_path, plotted, tabled):
     """In plot.py's table it is empty; table.py ends in one line, of control and of language
     models.

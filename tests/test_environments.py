@@ -243,7 +243,7 @@ def test_training_advantages_equal_those_of_separate_episodes(backend, tmp_path,
 
     def record_batch(agent, optimizer, generator, obs, batch, *rest):
         samples = {name: tensor.clone() for name, tensor in batch.items()}
-        samples["obs"] = obs[batch["states"]]
+        samples["obs"] = obs[batch["obs_inds"]]
         batches.setdefault(id(agent), []).append(samples)
         policies.setdefault(id(agent), []).append(copy.deepcopy(agent))
         return learn(agent, optimizer, generator, obs, batch, *rest)

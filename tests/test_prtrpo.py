@@ -67,7 +67,7 @@ def problem(seed, distance, policy=None, states=6, samples=80, actions=4):
     rows = torch.randint(states - 1, (samples,))  # one of the observations was not valid
     taken = Categorical(logits=behaviour[rows]).sample()
     batch = {
-        "states": rows,
+        "obs_inds": rows,
         "actions": taken,
         "advantages": torch.randn(samples, dtype=torch.double),
     }
@@ -76,9 +76,9 @@ def problem(seed, distance, policy=None, states=6, samples=80, actions=4):
 
 def on_samples(policy, obs, reference, batch):
     """Surrogate and KL of eq. 9 as written: means over all samples, none of them merged."""
-    probs = policy(obs[batch["states"]])[0].softmax(-1)
+    probs = policy(obs[batch["obs_inds"]])[0].softmax(-1)
     ratio = probs.gather(1, batch["actions"][:, None])[:, 0] / batch["logprobs"].exp()
-    kl = kl_divergence(Categorical(logits=reference[batch["states"]]), Categorical(probs))
+    kl = kl_divergence(Categorical(logits=reference[batch["obs_inds"]]), Categorical(probs))
     return (ratio * batch["advantages"]).mean(), kl.mean()
 
 
@@ -156,7 +156,7 @@ def test_products_over_distinct_observations_are_those_of_the_dense_matrix(dista
     """H is the Hessian over all samples at the policy itself, whatever the reference is."""
     policy, obs, reference, batch = problem(0, distance)
     g, b, H, *_ = dense_step(policy, obs, reference, batch, 0.01, damping=0.1)
-    rows, counts = batch["states"].unique(return_counts=True)
+    rows, counts = batch["obs_inds"].unique(return_counts=True)
     parameters = list(policy.parameters())
     product = prtrpo_minigrid.make_fisher_product(
         policy(obs[rows])[0], counts / counts.sum(), parameters, 0.1
@@ -210,11 +210,11 @@ def test_a_step_over_patches_is_that_over_observations():
     behaviour = policies[0].predict(obs)[0].log_softmax(-1)
     reference = (behaviour + 0.5 * torch.randn(40, 4)).log_softmax(-1)
     batch = {
-        "states": torch.randint(40, (200,)),
+        "obs_inds": torch.randint(40, (200,)),
         "actions": torch.randint(4, (200,)),
         "advantages": torch.randn(200),
     }
-    batch["logprobs"] = behaviour[batch["states"], batch["actions"]]
+    batch["logprobs"] = behaviour[batch["obs_inds"], batch["actions"]]
     start = parameters_to_vector(policies[0].parameters()).detach()
     shown = obs, communicators.as_patches(obs, policies[1].network)
     assert isinstance(shown[1], communicators.Patches)
@@ -271,7 +271,7 @@ def test_isolated_agents_take_the_steps_of_sb3_contrib():
         policy = Policy(actor)
         steps = torch.arange(256)
         batch = {
-            "states": steps,
+            "obs_inds": steps,
             "actions": data.actions.long().flatten(),
             "logprobs": data.old_log_prob,
         }
@@ -341,7 +341,7 @@ def test_the_constraint_holds_after_every_accepted_step():
             for misleading in policy.parameters():
                 misleading.mul_(2.0)  # far from where the model is good
         behaviour = policy(obs)[0].log_softmax(-1).detach()
-        batch["logprobs"] = behaviour[batch["states"], batch["actions"]]
+        batch["logprobs"] = behaviour[batch["obs_inds"], batch["actions"]]
         epsilon = 10 ** generator.uniform(-3, 0.7)
         data = (obs, reference, batch)
         args = prtrpo_minigrid.Args(
@@ -376,7 +376,7 @@ def test_the_constraint_holds_after_every_accepted_step():
             metrics[name]
             for name in ("kl_reference_before", "kl_reference_after", "policy_loss", "tv_update")
         ]
-        rows = batch["states"]
+        rows = batch["obs_inds"]
         movements = [
             ((after.exp() - x.exp()).abs().sum(-1) / 2)[rows].mean().item()
             for x in (behaviour, reference)
@@ -409,7 +409,7 @@ def test_fitting_the_value_function_leaves_the_policy_alone(monkeypatch):
     optimizer = torch.optim.Adam(agent.baseline.parameters(), 1e-3)
     obs = PRTRPO_MINIGRID.random_obs(9)
     states = torch.randint(9, (64,))
-    batch = {"states": states, "returns": torch.randn(9)[states] + 0.1 * torch.randn(64)}
+    batch = {"obs_inds": states, "returns": torch.randn(9)[states] + 0.1 * torch.randn(64)}
     monkeypatch.setattr(prtrpo_minigrid, "improve", lambda *_: {})
     args = prtrpo_minigrid.Args(num_minibatches=1, update_epochs=60)
     policy = copy.deepcopy(agent.policy)
@@ -431,7 +431,7 @@ def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
     torch.manual_seed(0)
     agent = prtrpo_minigrid.Agent(prpo_minigrid.Agent(7, hidden=16))
     optimizer = torch.optim.Adam(agent.baseline.parameters(), 1e-3)
-    batch = {"states": torch.arange(8), "returns": torch.randn(8)}
+    batch = {"obs_inds": torch.arange(8), "returns": torch.randn(8)}
     monkeypatch.setattr(prtrpo_minigrid, "improve", lambda *_: {})
     args = prtrpo_minigrid.Args(num_minibatches=1, update_epochs=2)
     generator = torch.Generator().manual_seed(0)
@@ -771,7 +771,7 @@ def test_pr_trpo_in_small_mdps_stays_within_the_bound_and_improves(seed):
             )
             advantages = rewards[:, None] + discount * transitions @ values - values[:, None]
             # Each pair once, as if drawn with probability 1 / A
-            batch = {"states": every[:, 0], "actions": every[:, 1]}
+            batch = {"obs_inds": every[:, 0], "actions": every[:, 1]}
             batch["logprobs"] = torch.full((S * A,), -math.log(A), dtype=torch.double)
             batch["advantages"] = torch.from_numpy(advantages)[every[:, 0], every[:, 1]]
             reference = communicators.mix_log_probs(log_probs, C[i])

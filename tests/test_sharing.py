@@ -391,7 +391,7 @@ def acting(script, number, seed=0):
     actions = Categorical(logits=behaviour[states]).sample()
     logprobs = behaviour[states].gather(1, actions[:, None])[:, 0]
     batch = {
-        "states": states,
+        "obs_inds": states,
         "actions": actions,
         "logprobs": logprobs,
         "advantages": torch.randn(60),
@@ -406,7 +406,7 @@ def test_gains_of_peers_are_estimated_on_the_agents_own_rollout(script):
     centred = batch["advantages"] - batch["advantages"].mean()
     advantages = centred / batch["advantages"].std(correction=0)
     for agent in agents:
-        policy = Categorical(logits=agent.predict(obs)[0][batch["states"]])
+        policy = Categorical(logits=agent.predict(obs)[0][batch["obs_inds"]])
         taken = policy.log_prob(batch["actions"])
         expected.append(((taken - batch["logprobs"]).exp().clamp(max=10) * advantages).mean())
     gains = script.estimate_gains(0, obs, batch, dict(enumerate(agents)), 3)
@@ -427,7 +427,7 @@ def test_gains_of_peers_are_estimated_on_the_agents_own_rollout(script):
 def test_diagnostics_equal_their_definitions(script, direction):
     (agent, snapshot_of_agent, first, second), obs, behaviour, batch = acting(script, 4)
     reference = first.predict(obs)[0].log_softmax(-1)
-    batch["reference"] = reference[batch["states"]]
+    batch["reference"] = reference[batch["obs_inds"]]
     agent = second  # what the update has made of agents[0], the policy that acted
     args = script.Args(kl_direction=direction, num_agents=4)
     row = torch.tensor([0.2, 0.0, 0.3, 0.5])
@@ -444,7 +444,7 @@ def test_diagnostics_equal_their_definitions(script, direction):
     )
 
     def on_rollout(policy):
-        return Categorical(logits=policy[batch["states"]])
+        return Categorical(logits=policy[batch["obs_inds"]])
 
     def tv(policy, other):
         return (

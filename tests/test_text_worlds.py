@@ -127,6 +127,58 @@ def test_agents_and_categories(tmp_path):
     assert shares.loc[2, 1].to_dict() == {"walk": 1.0, "open": 0.0}
 
 
+def test_an_agent_that_has_diverged_leaves_no_mean(tmp_path, capsys):
+    """Else its method would be judged by the others; the run is reported."""
+    root = tmp_path / "runs"
+    fake_run(root, "local", "iid", 1, (0, 1))
+    folder = fake_run(root, "local", "iid", 2, (0, 1))
+    path = folder / "evaluations.csv"
+    rows = list(csv.DictReader(path.open()))
+    for row in rows:
+        if row["step"] == "10" and row["agent"] == "0":
+            row["mean_success"] = "nan"
+    write_rows(path, rows)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"diverged": [0]}))
+    rows, clients, _ = text_worlds.read_runs((str(root),))
+    assert "agents [0] have diverged" in capsys.readouterr().err
+    of_all = text_worlds.average_agents(rows).query("category == 'all' and step == 10")
+    first, second = of_all.sort_values("seed").success
+    assert first == pytest.approx(0.2 + 0.025 + 0.01 + 0.05)
+    assert pd.isna(second)
+
+
+def test_the_matrix_of_any_partition_is_drawn(tmp_path, capsys):
+    """With fewer categories than others have, and without isolated agents; one that is not there
+    is named."""
+    root = tmp_path / "runs"
+    fake_run(root, "local", "preference2", 1, (0, 3))
+    fake_run(root, "fedagent", "iid", 1, (1, 2))
+    out = str(tmp_path / "text")
+    text_worlds.main(text_worlds.Args(runs=(str(root),), out=out))
+    table = pd.read_csv(f"{out}.csv", comment="#")
+    table = table[(table.partition != "iid") | (table.category != "open")]
+    table.to_csv(f"{out}.csv", index=False)
+    for partition in ("preference2", "iid"):
+        Path(f"{out}_matrix.png").unlink()
+        text_worlds.main(text_worlds.Args(out=out, from_csv=True, matrix=partition))
+        assert Path(f"{out}_matrix.png").is_file()
+    capsys.readouterr()
+    text_worlds.main(text_worlds.Args(out=out, from_csv=True, matrix="none"))
+    assert "--matrix none: no such runs" in capsys.readouterr().err
+
+
+def test_runs_of_one_name_have_the_same_settings(tmp_path):
+    root = tmp_path / "runs"
+    fake_run(root, "local", "iid", 1, (0, 1))
+    path = fake_run(root, "local", "iid", 2, (0, 1)) / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["settings"]["env"] = "house.py:make"
+    path.write_text(json.dumps(summary))
+    with pytest.raises(SystemExit, match="the same name as .*, but other settings"):
+        text_worlds.read_runs((str(root),))
+
+
 def test_success_in_own_categories(tmp_path):
     """Weighted by the shares of training tasks; of FedAgent by those of the other methods."""
     root = tmp_path / "runs"

@@ -781,11 +781,11 @@ def test_each_observation_is_computed_once_and_kept_for_eight_rollouts(seed, num
         assert set(computed[-1]) == remembered | set(shown)
         assert set(computed[-1][: len(remembered)]) == remembered
         history.append(set(shown))
-        assert np.array_equal(obs[0][storage["states"][0]].numpy(), rollout[:-1])
+        assert np.array_equal(obs[0][storage["obs_inds"][0]].numpy(), rollout[:-1])
         assert len(obs[0]) == len(set(shown))
         with torch.no_grad():
             logits, values = agent(torch.from_numpy(rollout).flatten(0, 1))
-        log_probs = behaviour[0][storage["states"][0]].flatten(0, 1)
+        log_probs = behaviour[0][storage["obs_inds"][0]].flatten(0, 1)
         torch.testing.assert_close(log_probs, logits.log_softmax(-1)[:-envs], rtol=0, atol=1e-5)
         for name, expected in (("values", values[:-envs]), ("next_values", values[envs:])):
             torch.testing.assert_close(storage[name].flatten(), expected, rtol=0, atol=1e-5)
@@ -810,7 +810,7 @@ def test_agents_side_by_side_evaluate_their_own_rollouts(cores, monkeypatch):
         args, Screens(*rollouts), actors, generators, NoRun()
     )
     for k, agent in enumerate(agents):
-        states = storage["states"][k]
+        states = storage["obs_inds"][k]
         assert np.array_equal(obs[k][states].numpy(), rollouts[k][:-1])
         with torch.no_grad():
             logits, values = agent(torch.from_numpy(rollouts[k]).flatten(0, 1))
@@ -838,7 +838,7 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
     batch = {
         "actions": torch.randint(7, (samples,)),
         "logprobs": -torch.rand(samples) - 1,
-        "states": states,
+        "obs_inds": states,
     }
     batch |= {"advantages": torch.randn(samples), "values": torch.randn(samples)}
     batch |= {
@@ -871,7 +871,7 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script):
     (agent,) = lively_agents(script, 1)
     obs = script.random_obs(6)
     batch = {"actions": torch.randint(script.num_actions, (6,)), "logprobs": -torch.rand(6) - 1}
-    batch |= {"states": torch.arange(6), "advantages": torch.randn(6), "values": torch.randn(6)}
+    batch |= {"obs_inds": torch.arange(6), "advantages": torch.randn(6), "values": torch.randn(6)}
     batch |= {
         "returns": batch["advantages"],
         "reference": torch.randn(6, script.num_actions).log_softmax(-1),
@@ -1415,7 +1415,7 @@ def first_log_ratios(script, run_dir, monkeypatch, **changes):
 
     def record(agent, optimizer, generator, obs, batch, *rest):
         with torch.no_grad():
-            logprobs = agent(obs)[0].log_softmax(-1)[batch["states"]]
+            logprobs = agent(obs)[0].log_softmax(-1)[batch["obs_inds"]]
         now = logprobs.gather(1, batch["actions"][:, None])[:, 0]
         ratios.append((now - batch["logprobs"]).abs().max().item())
         for number, losses in enumerate(learn(agent, optimizer, generator, obs, batch, *rest)):

@@ -18,7 +18,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ,.()"
 
 
 def make(split: str, index: int) -> gym.Env:
-    """A task: split is train or test, which have no task in common; both categories in turn."""
+    """A task: split is train or test, which have no seed in common; both categories in turn."""
     seed = 2 * index + (split == "test")
     return House(CATEGORIES[index % 2], seed)
 
