@@ -1138,7 +1138,10 @@ def collect_public_states(args: Args, num_steps: int = 64, num_envs: int = 8) ->
 
 
 def share_cores(args: Args, held: range, device: torch.device) -> tuple[int, int]:
-    """How many agents learn side by side, and the cores of each: one for so small a network."""
+    """How many agents learn side by side, and the cores of each: one for so small a network.
+
+    Limits torch to that one thread in this process.
+    """
     workers = min(len(held), torch.get_num_threads())
     if args.compile or device.type != "cpu":  # torch.compile is not thread-safe
         workers = 1

@@ -457,9 +457,18 @@ GOAL_COEFS = ("0.02", "0.1", "0.5", "2")
 PROXIMAL_COEFS = ("0.001", "0.01", "0.1", "1")
 # Also with a coefficient that falls to 0
 LINEAR_METHODS = ("fedavg-surrogate", "pr-reward", "pr-surrogate")
-# Method -> coefficient, as choose.py has chosen it (docs/results.md, section 12); else 0.5
+# Method -> coefficient, for goals as choose.py has chosen it (docs/results.md, section 12);
+# else 0.5
 CHOSEN_GOALS = {
-    "goals": {"proximal-uniform": "0.01"},
+    "goals": {
+        "fedavg-pairs": "0.02",
+        "fedavg-surrogate-linear": "0.1",
+        "fedper-uniform": "0.02",
+        "proximal-uniform": "0.1",
+        "both-surrogate": "0.1",
+        "pr-uniform": "0.1",
+        "pr-reward": "0.1",
+    },
     "unlock-goals": {"proximal-uniform": "0.01"},
 }
 
@@ -513,9 +522,8 @@ def list_agreement(family: str, mode: str) -> Iterator[str]:
                 for task in ("5x5-green", "6x6-green", "5x5-blue", "6x6-blue")
             ]
             for method in AGREEMENT_METHODS:
-                coef = CHOSEN_GOALS["goals"].get(method, "0.5")
                 yield join(
-                    f"{ONE_THREAD} {GOAL_METHODS[method]} --kl-coef {coef}",
+                    f"{ONE_THREAD} {GOAL_METHODS[method]} --kl-coef 0.5",
                     f"--num-agents 4 --env-ids {' '.join(tasks)} --seed {seed}",
                     "--total-timesteps 122880 --learning-rate 1e-3 --kl-direction reverse",
                     "--local-updates 4 --eval-episodes 0",
