@@ -639,12 +639,13 @@ class Episode:
         if not isinstance(observation, str):
             problem = f"must return texts; {self.place} returns {type(observation).__name__}"
             refuse_world(self.args, problem)
-        actions = info.get("actions") or ()
-        if isinstance(actions, str) or not all(isinstance(action, str) for action in actions):
-            problem = f"must list actions as texts; {self.place} has {actions!r}"
+        listed = info.get("actions") or ()
+        actions = list(listed)
+        if isinstance(listed, str) or not all(isinstance(action, str) for action in actions):
+            problem = f"must list actions as texts; {self.place} has {listed!r}"
             refuse_world(self.args, problem)
         self.observation = observation
-        self.actions = list(actions)
+        self.actions = actions
 
     def write_prompt(self, history: int) -> str:
         """The prompt of the present turn, with so many observations and actions before."""
