@@ -457,8 +457,8 @@ GOAL_COEFS = ("0.02", "0.1", "0.5", "2")
 PROXIMAL_COEFS = ("0.001", "0.01", "0.1", "1")
 # Also with a coefficient that falls to 0
 LINEAR_METHODS = ("fedavg-surrogate", "pr-reward", "pr-surrogate")
-# Method -> coefficient; else 0.5. For goals those that choose.py chose where they were better than
-# 0.5, on the tuning seed, by more than 0.021 (docs/results.md, section 12)
+# Method -> coefficient; else 0.5. For goals, of the seven methods for which choose.py prefers
+# another one, the four that gain most by it (docs/results.md, section 12)
 CHOSEN_GOALS = {
     "goals": {
         "fedavg-pairs": "0.02",
