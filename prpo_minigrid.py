@@ -466,8 +466,7 @@ def learn(
         b_inds = b_inds.to(batch["obs_inds"].device)
         for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
             mb = {name: tensor[mb_inds] for name, tensor in batch.items()}
-            # Each distinct observation is evaluated once, then gathered for its samples: loss and
-            # gradient are the same
+            # Each distinct observation is evaluated once; loss and gradient stay the same
             distinct, inverse = mb["obs_inds"].unique(return_inverse=True)
             logits, value = agent(obs[distinct])
             newlogprobs = logits.log_softmax(-1).index_select(0, inverse)  # [minibatch, actions]

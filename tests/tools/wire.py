@@ -74,6 +74,8 @@ calls_of = {}
 for number, (name, (script_name, *argv)) in enumerate(runs.items()):
     if number:  # the port next to the first one may be in use
         os.environ["MASTER_PORT"] = agree_on_port(report.with_name(f"port_{number}"))
+        # torchrun's own store is at the first port only: here rank 0 makes one
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     calls.clear()
     script = load_script(script_name, argv)
     script.main(parse_args(script, argv))
