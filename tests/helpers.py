@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from command import parse_args
+from ports import free_port
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -259,13 +259,6 @@ def be(words, cwd, env, logs):
         runpy.run_path(words[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
-
-
-def free_port():
-    """A port that nobody listens to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def place_in_group(number, rank, port):

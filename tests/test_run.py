@@ -29,7 +29,6 @@ from helpers import (
     REPOSITORY,
     Child,
     environment,
-    free_port,
     only_run,
     outcomes,
     place_in_group,
@@ -37,6 +36,7 @@ from helpers import (
     scalars_of,
     torchrun,
 )
+from ports import free_port
 from scipy import stats
 
 import communicators

@@ -22,7 +22,6 @@ from helpers import (
     assert_same_run,
     evaluations_of,
     flags,
-    free_port,
     on,
     on_minigrid,
     only_run,
@@ -36,6 +35,7 @@ from helpers import (
     torchrun,
     weights_of,
 )
+from ports import free_port
 
 
 def script_file(script):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 from command import load_script, parse_args
+from ports import free_port
 from torch.distributed import distributed_c10d
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 calls = []
 depth = 0
@@ -56,7 +56,7 @@ def agree_on_port(path):
     """A free port for the next run's group: rank 0 finds one, the others read it from the file."""
     if os.environ["RANK"] == "0":
         written = path.with_suffix(".new")
-        written.write_text(str(get_free_port()))
+        written.write_text(str(free_port()))
         written.replace(path)
     while not path.exists():
         time.sleep(0.01)
