@@ -493,25 +493,31 @@ def conditions(name: str, measure: str = "final") -> str:
     return format_table(["", *names], rows)
 
 
-def strength(experiment: str) -> str:
-    """Methods of `benchmark/strength.py`: returns, and how far policies are from their peers' last
-    snapshots after the first, second and fourth update behind a round.
+EXPERIMENTS = {"doorkey": "DoorKeys", "goals": "own goals", "fourrooms": "FourRooms"}
+MEASURES = {"final": "at the end", "auc": "over the run", "tv_peers_1": "distance"}
+
+
+def strength(*columns: str) -> str:
+    """Methods of `benchmark/strength.py`; a column is an experiment and a measure: training return,
+    or how far policies are from their peers' last snapshots, one update behind a round.
     """
     table = read_result("strength")
-    table = table[table.experiment == experiment]
+    places = [tuple(column.split()) for column in columns]
     rows = []
     for method, style in METHODS.items():
-        seeds = table[table.method == method]
-        if seeds.empty:
+        of_method = table[table.method == method]
+        if of_method.empty:
             continue
-        cells = [summarise_few(seeds[measure]) for measure in ("final", "auc")]
-        for update in (1, 2, 4):
-            distance = seeds[f"tv_peers_{update}"].mean()
-            cells.append("" if np.isnan(distance) else f"{distance:.3f}")
+        cells = []
+        for experiment, measure in places:
+            values = of_method[of_method.experiment == experiment][measure].dropna()
+            if measure in ("final", "auc"):
+                cells.append(summarise_few(values))
+            else:
+                cells.append("" if values.empty else f"{values.mean():.3f}")
         rows.append([style.label, *cells])
-    header = ["", "return at the end", "over the run"]
-    header += ["distance from peers after 1 update", "2", "4"]
-    return format_table(header, rows)
+    header = [f"{EXPERIMENTS[experiment]}, {MEASURES[measure]}" for experiment, measure in places]
+    return format_table(["", *header], rows)
 
 
 def summarise_few(values: pd.Series) -> str:

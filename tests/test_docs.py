@@ -233,6 +233,16 @@ def test_the_first_screen_has_the_figures_of_the_results():
         assert (hard, easy) == (hard_task, easy_task)
 
 
+def test_a_section_of_the_results_fits_on_a_screen():
+    """60 lines, besides those that a reader must unfold."""
+    text = (REPOSITORY / "docs" / "results.md").read_text()
+    text = re.sub(r"<details>.*?</details>", "", text, flags=re.S)
+    sections = re.split(r"^(?=##+ )", text, flags=re.M)[1:]
+    assert len(sections) > 20
+    lengths = {section.splitlines()[0]: len(section.splitlines()) for section in sections}
+    assert max(lengths.values()) <= 60, lengths
+
+
 @on([*SCRIPTS, PRTRPO_MINIGRID])
 def test_metrics_are_those_of_a_run(script, whole_run):
     """Whatever a run of control writes is explained, and nothing else is."""
