@@ -158,14 +158,15 @@ def reward(returns: Tensor) -> Tensor:
 def softmax_reward(returns: Tensor, temperature: float = 1.0) -> Tensor:
     """Example 4 for signed rewards: c_ij = softmax_j(r_j / (temperature * spread)).
 
-    returns: [agents], NaN as in `reward`. The spread is the standard deviation of the agents'
-    returns, so that the scale of a task's rewards does not matter; equal returns give uniform rows.
+    returns: [agents], NaN as in `reward`. The spread is the standard deviation of those that are
+    known, so that the scale of a task's rewards does not matter; equal returns give uniform rows.
     Returns [agents, agents].
     """
+    known = ~returns.isnan()
     returns = _fill_unknown(returns)
     # Scaled first, so that the spread stays finite
     returns = returns / returns.abs().max().clamp(min=torch.finfo(returns.dtype).tiny)
-    spread = returns.std(correction=0)
+    spread = returns[known].std(correction=0) if known.any() else 0.0
     scores = torch.zeros_like(returns)
     if spread > 1e-9:
         scores = returns / spread
@@ -175,13 +176,14 @@ def softmax_reward(returns: Tensor, temperature: float = 1.0) -> Tensor:
 def rank_reward(returns: Tensor) -> Tensor:
     """Example 4 for signed rewards: weights proportional to the rank of r_j.
 
-    The worst rank is 1, the best n; ties share their mean. returns: [agents], NaN as in `reward`.
-    Returns [agents, agents].
+    The worst rank is 1, the best n; ties share their mean. returns: [agents]; NaN, as in `reward`,
+    gets the mean rank of the others. Returns [agents, agents].
     """
-    returns = _fill_unknown(returns)
-    below = (returns[None] < returns[:, None]).sum(1)
-    ties = (returns[None] == returns[:, None]).sum(1)
+    known = returns[~returns.isnan()]
+    below = (known[None] < returns[:, None]).sum(1)
+    ties = (known[None] == returns[:, None]).sum(1)
     ranks = below + (ties + 1) / 2
+    ranks[returns.isnan()] = (len(known) + 1) / 2
     return _normalise_rows(ranks.double().expand(len(ranks), -1))
 
 
@@ -1594,7 +1596,7 @@ class Privacy:
     """
 
     def __init__(self, args: "RunArgs"):
-        self.clip = math.inf if args.dp_clip is None else args.dp_clip
+        self.clip = args.dp_clip
         self.noise = args.dp_noise
         self.delta = args.dp_delta
         self.seed = args.seed
@@ -1612,22 +1614,26 @@ class Privacy:
         sent = clip_update(last_sent, theta, self.clip)
         if self.noise == 0:
             return sent
-        generator = torch.Generator().manual_seed(self._derive_seed(sent, agent, number))
-        noise = torch.randn(sent.shape, generator=generator)
+        noise = self._draw_noise(sent, agent, number)
         return sent + (self.noise * self.clip * noise).to(sent)
 
-    def _derive_seed(self, message: Tensor, agent: int, number: int) -> int:
-        """The seed of the noise, keyed by (seed, agent, number of the snapshot).
+    def _draw_noise(self, message: Tensor, agent: int, number: int) -> Tensor:
+        """Standard normal numbers [numel], keyed by (seed, agent, number of the snapshot).
 
         With --dp-key also by the secret and by what the noise hides. So a snapshot that is sent
         once more, by a run that was resumed, has the same noise if it is the same one, and other
-        noise if it is not: the difference of two snapshots with equal noise would reveal both.
+        noise if it is not: the difference of two snapshots with equal noise would reveal both. They
+        are then of a cryptographic stream: of the seed of a torch.Generator 32 bits count, which
+        can all be tried.
         """
         seed = derive_seed(self.seed, agent, number, PRIVACY)
         if not self.key:
-            return seed
+            return torch.randn(message.shape, generator=torch.Generator().manual_seed(seed))
         content = f"{seed} ".encode() + message.cpu().numpy().tobytes()
-        return int.from_bytes(hmac.digest(self.key, content, "sha256")[:8], "little")
+        stream = hashlib.shake_256(hmac.digest(self.key, content, "sha256"))
+        bits = np.frombuffer(stream.digest(8 * message.numel()), "<u8") >> 11  # 53 of 64
+        uniform = torch.from_numpy((bits + 0.5) / 2**53)
+        return torch.special.ndtri(uniform)
 
     @property
     def is_accounted(self) -> bool:
@@ -2401,8 +2407,15 @@ def check_privacy(args: RunArgs) -> None:
             refuse(args, "dp_key", f"must be a file ({error})")
         if len(key) < 16:
             refuse(args, "dp_key", "must hold at least 16 bytes, as of `head -c 32 /dev/urandom`")
-    if make_privacy(args).is_accounted and not importlib.util.find_spec("dp_accounting"):
+    is_accounted = make_privacy(args).is_accounted
+    if is_accounted and not importlib.util.find_spec("dp_accounting"):
         refuse(args, "dp_noise", "needs dp-accounting, which is not installed and computes epsilon")
+    unused = {}
+    if not is_accounted:
+        unused["dp_delta"] = "where no epsilon is logged"
+    if args.dp_noise == 0:
+        unused["dp_key"] = "without --dp-noise"
+    announce_unused(args, unused)
 
 
 def check_aggregation(args: RunArgs) -> None:
@@ -2435,8 +2448,11 @@ def check_aggregation(args: RunArgs) -> None:
     if args.communicator == "identity":
         isolated = "on isolated agents"
         unused = dict.fromkeys(("mixture", "participation", "distill_epochs"), isolated)
-    if args.robust != "none":
-        unused["self_preference"] = f"with --robust {args.robust}, which weights all agents alike"
+        if args.self_reference == "behaviour":
+            unused["communication_end"] = isolated
+    if args.robust != "none" and args.aggregation == "weights" and args.self_preference < 1:
+        alike = f"with --robust {args.robust}, which weights all agents alike"
+        unused |= dict.fromkeys(("self_preference", "communicator_temperature"), alike)
     if not args.eval_only:  # which plays all agents alone
         report_unused(args, unused)
 
@@ -3065,6 +3081,7 @@ LOSS_TERMS = (
     "losses/entropy",
     "losses/kl_reference",
     "losses/kl_anchor",
+    "losses/proximal_loss",
 )
 
 
@@ -3691,7 +3708,9 @@ class Run:
             row = []
             for columns in columns_of_tasks.values():
                 row += mean_and_half_interval(columns[self.measure])
-                row += [np.mean(columns[name]) for name in names]
+                for name in names:
+                    value, _ = mean_and_half_interval(columns[name])
+                    row.append(value)
             local.append(row)
         gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64))
         gathered = gathered.unflatten(1, (len(tasks), len(self.measures)))

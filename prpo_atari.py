@@ -464,7 +464,7 @@ def estimate_gains(
         logits, _ = peer.predict(obs)
         log_probs = logits.log_softmax(-1)[batch["obs_inds"], batch["actions"]]  # [samples]
         gains[j] = communicators.surrogate_gains(log_probs, batch["logprobs"], batch["advantages"])
-    gains[i] = 0.0  # the agent's own policy is what the others are compared with
+    gains[i] = 0.0  # of the policy of the rollout, which the others are compared with
     return gains
 
 
@@ -689,7 +689,7 @@ def main(args: Args) -> dict:
         **peers.state(),
     }
     run.restore(state)
-    if run.iteration:
+    if run.iteration or args.resume:  # a run without a checkpoint may have sent rounds too
         peers.restore()
     envs = Envs(args, held, run.iteration)
     actors = make_actors(args, agents)
@@ -731,7 +731,7 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        if args.aggregation in ("weights", "proximal"):
+        if args.aggregation in ("weights", "proximal") or iteration > last_communication:
             references = behaviour  # the agent's own policy: PPO with a KL penalty (eq. 3)
         else:
             calls = []
@@ -808,7 +808,7 @@ def main(args: Args) -> dict:
             if args.aggregation in ("weights", "both"):
                 for k, i in enumerate(held):
                     senders = communicator[i] > 0
-                    if participating[i] and peers.usable[senders].all():
+                    if participating[i] and peers.usable[senders].all() and communicator[i, i] < 1:
                         average = compute_average(i, peers.views[k], communicator, args)
                         before = communicators.flatten(agents[k : k + 1])
                         shared = mark_shared(agents[k], args)

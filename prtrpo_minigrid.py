@@ -486,7 +486,7 @@ def main(args: Args) -> dict:
         **peers.state(),
     }
     run.restore(state)
-    if run.iteration:
+    if run.iteration or args.resume:  # a run without a checkpoint may have sent rounds too
         peers.restore()
         variations[:] = exchange.all_gather(variations[list(held)])
     envs = Envs(args, held, run.iteration)
@@ -526,11 +526,14 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        calls = []
-        for k, i in enumerate(held):
-            inputs = i, obs[k], behaviour[k], peers.views[k], communicator, args
-            calls.append(functools.partial(compute_reference, *inputs))
-        references = communicators.in_parallel(calls, workers, threads)
+        if iteration > last_communication:
+            references = behaviour  # the agent's own policy: TRPO
+        else:
+            calls = []
+            for k, i in enumerate(held):
+                inputs = i, obs[k], behaviour[k], peers.views[k], communicator, args
+                calls.append(functools.partial(compute_reference, *inputs))
+            references = communicators.in_parallel(calls, workers, threads)
         for batch, reference in zip(batches, references, strict=True):
             batch["reference"] = reference[batch["obs_inds"]]
         run.tick("reference")
@@ -675,6 +678,12 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "delta", valid)
     if not 0 < args.backtrack_coef < 1:
         communicators.refuse(args, "backtrack_coef", "must lie between 0 and 1")
+    unused = {}
+    if args.delta is None:
+        unused["epsilon_min"] = "without --delta"
+    else:
+        unused["epsilon"] = "with --delta"
+    communicators.announce_unused(args, unused)
     prpo_minigrid.check_args(args)
 
 

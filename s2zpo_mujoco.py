@@ -60,9 +60,9 @@ TEST_ACTIONS = 7
 FILM_EPISODE = 8
 FILM_ACTIONS = 9
 
-# The defaults of --link-scale: a tenth of a good return, in 250 steps of MuJoCo or 500 of CartPole;
-# 10 for other tasks. With the logistic link an evaluator prefers the better of two batches that
-# differ by this much in 73 of 100 cases
+# The defaults of --link-scale: on MuJoCo a tenth of a good return in 250 steps; 10 for other tasks.
+# With the logistic link an evaluator prefers the better of two batches that differ by this much in
+# 73 of 100 cases
 LINK_SCALES = {
     "CartPole-v1": 10.0,
     "HalfCheetah-v5": 50.0,
@@ -104,11 +104,11 @@ class Args(RunArgs):
     num_pairs: Count = 8  # N, pairs of batches that are compared
     num_trajectories: Count = 1  # D, episodes in a batch
     num_evaluators: Count = 3  # M, evaluators who compare each pair, with an answer of one bit
-    # how evaluators answer: an evaluator prefers the first batch with probability sigma(x), where x
-    # is the difference of mean returns over --link-scale; the learner does not know sigma
+    # how evaluators answer: an evaluator prefers the second batch with probability sigma(x), where
+    # x is its mean return minus the first's, over --link-scale; the learner does not know sigma
     link: Literal["logistic", "linear", "probit", "noiseless"] = "logistic"
-    # the difference of mean returns at which x of --link is 1 (default: a tenth of the task's good
-    # return, see LINK_SCALES)
+    # the difference of mean returns at which x of --link is 1 (default: LINK_SCALES has the task's,
+    # or else 10)
     link_scale: Positive | None = None
     human: bool = False
     """you answer instead of the evaluators, in the terminal, after two clips for each pair"""

@@ -240,13 +240,13 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
         (communicators.samples, [(1e308, 1e308, 0)], [[0.5, 0.5, 0]] * 3),
         (communicators.samples, [(0, 0, NAN)], [[1 / 3] * 3] * 3),
         (communicators.rank_reward, [(3, 1, 3, 0)], [[0.35, 0.2, 0.35, 0.1]] * 4),
-        (communicators.rank_reward, [(-3, NAN, -7)], [[1 / 2, 1 / 3, 1 / 6]] * 3),
+        (communicators.rank_reward, [(-3, NAN, -7)], [[4 / 9, 1 / 3, 2 / 9]] * 3),
         (communicators.rank_reward, [(-2, -2, -2)], [[1 / 3] * 3] * 3),
         # Their standard deviation is half of what two returns differ by
         (communicators.softmax_reward, [(0, 7), 2 / math.log(3)], [[0.25, 0.75]] * 2),
         (
             communicators.softmax_reward,
-            [(0, 7, NAN), math.sqrt(6) / math.log(4)],
+            [(0, 7, NAN), 2 / math.log(4)],
             [[1 / 7, 4 / 7, 2 / 7]] * 3,
         ),
         (communicators.softmax_reward, [(1e4, 1e4 + 400), 2 / math.log(3)], [[0.25, 0.75]] * 2),
@@ -356,18 +356,24 @@ def test_negative_return_counts_as_zero_with_exactly_one_warning(name, values, c
 @example([NAN, 43.383611671012986, 43.383611671012986, 43.383611671012986])
 @given(st.lists(st.floats(0, 100) | st.just(NAN), min_size=1, max_size=6))
 def test_agents_without_data(name, values):
-    """They count as the others' mean, and if no agent has data every row is uniform."""
+    """They count as an average agent and change nothing between the others; if no agent has data
+    every row is uniform.
+    """
     returns = torch.tensor(values, dtype=torch.float64)
     matrix = make_communicator(name, len(values), returns=returns)
     unknown = returns.isnan()
     if unknown.all():
         torch.testing.assert_close(matrix, communicators.uniform(len(values)))
-    else:
-        reported = returns[~unknown]
-        mean = reported.mean().clamp(reported.min(), reported.max())  # of equal returns, these
-        filled = torch.where(unknown, mean, returns)
-        expected = make_communicator(name, len(values), returns=filled)
-        torch.testing.assert_close(matrix, expected, rtol=1e-5, atol=1e-6)
+        return
+    weights = matrix[:, ~unknown]
+    alone = make_communicator(name, weights.shape[1], returns=returns[~unknown])
+    known = weights / weights.sum(1, keepdim=True)
+    torch.testing.assert_close(known, alone[:1].expand_as(known), rtol=1e-5, atol=1e-6)
+    average = weights.mean(1)
+    if name == "softmax-reward":  # of a mean return the weight is the geometric mean
+        average = weights.log().mean(1).exp()
+    expected = average[:, None].expand(-1, int(unknown.sum()))
+    torch.testing.assert_close(matrix[:, unknown], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_similarity_must_receive_all_before_it_can_choose():

@@ -13,6 +13,7 @@ from helpers import (
     FEDAVG_MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRTRPO_MINIGRID,
     assert_same_run,
     on,
     only_run,
@@ -110,6 +111,26 @@ def test_a_secret_key_hides_the_noise_from_those_who_know_the_seed(tmp_path):
         noises.append(first - clip_update(last_sent, sent, 0.5))
     correlations = torch.corrcoef(torch.stack(noises)) - torch.eye(len(noises))
     assert correlations.abs().max() < 0.1
+
+
+def test_secret_noise_is_gaussian_and_has_no_seed_that_can_be_guessed(tmp_path, monkeypatch):
+    """Of a seed of torch's generator only 32 bits count: whoever has a noisy snapshot could try
+    them all.
+    """
+    path = tmp_path / "key"
+    path.write_bytes(bytes(range(32)))
+    privacy = Privacy(settings(dp_clip=3.0, dp_noise=0.5, dp_key=str(path)))
+    theta, last_sent = random_vectors(2, 40_000)
+    clipped = clip_update(last_sent, theta, 3.0)
+    noises = [privacy.protect(theta, last_sent, 0, 0) - clipped]
+    assert kstest(noises[0] / 1.5, norm.cdf).pvalue > 1e-3
+    assert noises[0].std() == pytest.approx(1.5, rel=0.02)
+    for last in (b"1", b"2"):  # equal in all bytes that fit into a seed
+        digest = b"x" * 31 + last
+        monkeypatch.setattr(communicators.hmac, "digest", lambda *_, digest=digest: digest)
+        noises.append(privacy.protect(theta, last_sent, 0, 0) - clipped)
+    correlations = torch.corrcoef(torch.stack(noises)) - torch.eye(3)
+    assert correlations.abs().max() < 0.05
 
 
 # --- the rounds ---
@@ -364,6 +385,39 @@ def test_a_run_with_a_wide_clip_is_the_run_without(script, tmp_path):
     assert "privacy" not in wide
     columns = [set(rows_of(folder)[0]) for folder in folders]
     assert columns[1] - columns[0] == {"update_norm"}
+
+
+@on([PRPO_MINIGRID, PRPO_ATARI])
+def test_an_agent_without_peers_is_not_replaced_by_what_it_would_send(script, tmp_path):
+    """Self-preference 1 is isolated training, whatever a snapshot of averages would hold."""
+    folders = []
+    for name, changes in (("plain", {}), ("noisy", {"dp_clip": 0.01, "dp_noise": 1.0})):
+        changes |= {"communicator": "self-preferred", "self_preference": 1.0, "eval_episodes": 0}
+        args = tiny(script, tmp_path / name, iterations=3, aggregation="weights", **changes)
+        script.main(args)
+        folders.append(only_run(tmp_path / name))
+    weights, expected = map(weights_of, folders)
+    assert all(torch.equal(weights[i], expected[i]) for i in expected)
+
+
+@on([PRPO_MINIGRID, PRTRPO_MINIGRID])
+def test_rounds_before_the_first_checkpoint_count_after_a_crash(script, tmp_path, crashing):
+    """Peers may have read them: their numbers are not used again, and epsilon counts them."""
+    place = {"exchange": str(tmp_path / "store"), "agents": (0,), "num_agents": 2}
+    settings = place | {"local_updates": 1, "save_every": 3, "eval_episodes": 0, "iterations": 4}
+    if script is PRPO_MINIGRID:  # PR-TRPO sends without a clip
+        settings |= NOISY
+    args = tiny(script, tmp_path / "runs", **settings)
+    crashing("not in its place", 0, 3, lambda: script.main(args))
+    folder = only_run(tmp_path / "runs")
+    assert not list(folder.glob("checkpoints/*/*.pt"))
+    summary = script.main(script.parse_args(["--resume", str(folder)]))
+    assert summary["completed"]
+    newest = max((tmp_path / "store" / "prpo" / "agent_0").glob("round_*"))
+    assert newest.name == f"round_{3 + 4:08}.safetensors"
+    if script is PRPO_MINIGRID:
+        logged = float(rows_of(folder)[-1]["epsilon"])
+        assert logged == pytest.approx(Privacy(args).compute_epsilon(7), rel=1e-4)
 
 
 def test_the_files_of_a_federation_hold_what_is_clipped_and_noisy(tmp_path):

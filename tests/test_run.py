@@ -374,7 +374,9 @@ def test_time_left_beyond_a_day(tmp_path, monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize("term", ["policy_loss", "value_loss", "entropy", "kl_reference"])
+@pytest.mark.parametrize(
+    "term", ["policy_loss", "value_loss", "entropy", "kl_reference", "proximal_loss"]
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_diverged_agent_is_named_once(term, value, tmp_path, capsys):
     """Whichever term of its loss is not finite; the others go on, and summary.json knows which."""
@@ -389,6 +391,7 @@ def test_a_diverged_agent_is_named_once(term, value, tmp_path, capsys):
     def with_nan(self, rows, *rest):
         for i, row in enumerate(rows):
             row |= {"losses/value_loss": 1.0, "losses/entropy": 1.0, "losses/kl_reference": 0.0}
+            row["losses/proximal_loss"] = 0.0
             row["losses/explained_variance"] = -math.inf  # of equal returns: no divergence
             if raise_nan and i == 1:
                 row[f"losses/{term}"] = value

@@ -418,6 +418,13 @@ def test_agents_must_not_swap_networks():
             "--self-preference 0.3",
             "with --robust median, which weights all agents alike",
         ),
+        (
+            ["--aggregation", "weights", "--robust", "median", "--communicator", "softmax-reward"],
+            "--communicator-temperature 2.0",
+            "with --robust median, which weights all agents alike",
+        ),
+        (["--communicator", "identity"], "--communication-end 0.5", "on isolated agents"),
+        (["--dp-clip", "1"], "--dp-delta 0.1", "where no epsilon is logged"),
     ],
 )
 def test_flags_without_effect_are_reported_in_one_line(argv, flags, reason, capsys, monkeypatch):
@@ -428,6 +435,9 @@ def test_flags_without_effect_are_reported_in_one_line(argv, flags, reason, caps
     script.parse_args(["--communicator", "self-preferred", "--self-preference", "0.3"])
     script.parse_args(["--communicator", "surrogate", "--communicator-temperature", "2"])
     script.parse_args(["--topology", "ring", "--top-k", "1"])
+    robust = ["--robust", "median", "--communicator", "self-preferred", "--self-preference", "0.3"]
+    script.parse_args(["--aggregation", "both", *robust])  # which mixes policies too
+    script.parse_args(["--aggregation", "weights", *robust[:-1], "1"])  # isolated
     script.parse_args(["--mixture", "geometric", "--distill-epochs", "2"])
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")

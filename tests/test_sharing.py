@@ -236,6 +236,18 @@ def test_what_pulls_and_the_end_of_communication_survive_crashes(settings, crash
     assert (folder / "communicator.csv").read_text() == (whole / "communicator.csv").read_text()
 
 
+@on([PRPO_MINIGRID, PRPO_ATARI, PRTRPO_MINIGRID])
+def test_after_the_end_of_communication_no_snapshot_holds_an_agent(script, tmp_path):
+    """Without any round it is trained as one whose reference is its policy before the update."""
+    folders = []
+    for name in ("snapshot", "behaviour"):
+        settings = {"self_reference": name, "communication_end": 0.01, "eval_episodes": 0}
+        script.main(tiny(script, tmp_path / name, iterations=3, **settings))
+        folders.append(only_run(tmp_path / name))
+    weights, expected = map(weights_of, folders)
+    assert all(torch.equal(weights[i], expected[i]) for i in expected)
+
+
 def test_who_sits_out_keeps_its_row(mixed_run):
     """In communicator.csv a row changes only in rounds in which its agent takes part.
 

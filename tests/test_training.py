@@ -230,7 +230,7 @@ def plain_training(script, args, communicator):
                 vector_to_parameters(plain_average(args, matrix[i], views[i]), anchor.parameters())
                 anchor.requires_grad_(False)
             batch["reference"] = batch["policy"]
-            if args.aggregation in ("policy", "both"):
+            if args.aggregation in ("policy", "both") and not ended(iteration + 1):
                 batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
@@ -371,6 +371,11 @@ PLAIN = {
     "mixtures for half of the time, two of three take part": (
         [PRPO_MINIGRID],
         THREE | APART | {"communication_end": 0.5, "participation": 0.67, "iterations": 6},
+        OF_THREE,
+    ),
+    "mixtures with own snapshots for half of the time": (
+        [PRPO_MINIGRID],
+        THREE | APART | SNAPSHOTS | {"communication_end": 0.5, "iterations": 6},
         OF_THREE,
     ),
     "distilled, forward": (
