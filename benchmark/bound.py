@@ -89,7 +89,7 @@ def main(args: Args) -> None:
     rows = Path(f"{args.out}.csv")
     picture = Path(f"{args.out}.png")
     if not args.from_csv:
-        runs, comments = finished_runs(args.runs)
+        runs, comments = finished_runs(args.runs, ("bound", "return_last_100"))
         write(rows, comments, make_rows(runs))
     draw(rows, picture)
     print(f"wrote {picture}")

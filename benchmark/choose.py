@@ -147,7 +147,8 @@ def compare(groups: dict[tuple[str, str], list[plot.Run]], args: Args) -> pd.Dat
     check_effort(scores, args)
     mean = scores.groupby(key).score.agg(lambda seeds: seeds.mean(skipna=False))
     seeds = scores.groupby(key).seed.nunique()
-    incomplete = seeds < seeds.groupby(level=key[:2]).transform("max")
+    seeds_of_method = scores.groupby(key[:2]).seed.nunique()
+    incomplete = seeds < seeds_of_method.reindex(seeds.index.droplevel("setting")).to_numpy()
     for _, _, name in mean.index[incomplete]:
         print(f"{name} is not chosen: it lacks a seed that other settings have", file=sys.stderr)
     mean[incomplete] = float("nan")

@@ -175,7 +175,7 @@ def main(args: Args) -> None:
     if args.agents < 0:
         refuse(f"--agents {args.agents}: must not be negative")
     if not args.from_csv:
-        runs, comments = finished_runs(args.runs)
+        runs, comments = finished_runs(args.runs, ("return_last_100",))
         check_names(runs, ["exp_name", "seed"])
         comments += f"{LABEL}{args.label}\n"
         write(path, comments, make_rows(runs, args.agents))

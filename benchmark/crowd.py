@@ -81,7 +81,7 @@ def make_rows(runs: pd.DataFrame, threshold: float) -> pd.DataFrame:
                 crowd = slice(first, first + size)
                 row = {"method": method, "agents": size, "seed": seed, "first_agent": first}
                 row["share"] = solved.iloc[crowd].mean()
-                row["evaluation"] = evaluation.iloc[crowd].mean()
+                row["evaluation"] = evaluation.iloc[crowd].mean(skipna=False)
                 # Agents that never get there are sorted behind the others
                 row["steps"] = reached.iloc[crowd].sort_values().iloc[last]
                 rows.append(row)
@@ -162,7 +162,7 @@ def draw(csv_path: Path, png_path: Path):
 def main(args: Args) -> None:
     rows = Path(f"{args.out}.csv")
     if not args.from_csv:
-        runs, comments = finished_runs(args.runs)
+        runs, comments = finished_runs(args.runs, ("return_last_100", "evaluation"))
         check_names(runs, ["exp_name", "seed"])
         comments += f"# threshold {args.threshold}\n"
         write(rows, comments, make_rows(runs, args.threshold))

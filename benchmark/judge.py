@@ -366,7 +366,7 @@ def read_pairs(folder: str, args: Args) -> pd.DataFrame:
     if args.tasks:
         rows = rows[rows.task.isin(args.tasks)]
     if args.against:
-        key = ["agent", "task", "id"]
+        key = ["agent", "task", "id", "reference"]  # which tells data sets apart
         others = read_completions(args.against)[[*key, "completion"]]
         rows = rows.merge(others.rename(columns={"completion": "other"}), on=key)
     else:

@@ -72,8 +72,8 @@ class Args:
     """as in prpo_llm.py"""
     topic_column: str = "topic"
     """as in prpo_llm.py"""
-    # topic: one for each agent (default: the largest); preference: only prompts of these (default:
-    # all)
+    # topic: one for each agent (default: the largest); other partitions: only prompts of these
+    # (default: all)
     topics: tuple[str, ...] = ()
     base_model: str = "smollm2"
     """the model whose tokenizer and chat template determine which prompts are too long"""
@@ -136,11 +136,11 @@ def preference_partition(
 def coverage_partition(
     number: int, num_agents: int, total: int, bounds: tuple, xi: float, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Algorithm 3: sets whose sizes are the more alike, the larger xi; all at a bound if xi = 0.
+    """Algorithm 3: sets whose sizes are the more alike, the larger xi.
 
     number: items; total: the sum of the sizes, so that an item is in total / number sets, rounded
-    up or down; bounds: least, mean and most of a size. With xi = 0 a size lies between the bounds
-    only if the sum needs it. Returns the indices of each agent, none of them twice. Raises
+    up or down; bounds: least, mean and most of a size. With xi = 0 all sizes are drawn at a bound,
+    before they are scaled to the sum. Returns the indices of each agent, none of them twice. Raises
     ValueError where the bounds leave no room.
     """
     least, middle, most = bounds
@@ -248,6 +248,8 @@ def choose_sets(args: Args, examples: list[dict]) -> list[np.ndarray]:
         "hardness": min(2 * (int(args.overlap * len(easy)) // n), len(hard)),
     }
     size = min(args.prompts_per_agent, room[args.partition])
+    if not size:
+        raise ValueError(f"there are {len(examples)} prompts, too few for {n} agents")
     if size < args.prompts_per_agent:
         fewer = f"fewer than --prompts-per-agent {args.prompts_per_agent}"
         print(f"every agent gets {size} prompts, {fewer}: there are {len(examples)}")

@@ -259,12 +259,15 @@ def make_run(
 
 def read_run(folder: Path) -> Run | None:
     """A run from its summary.json and metrics.csv, for `read_each`; None, and a report, for one
-    that has not finished.
+    that has not finished or is a part of one.
     """
     if not (folder / "summary.json").exists():
         report(folder, "not finished, left out")
         return None
     run = make_run(folder, *read_settings(folder), load_run(folder))
+    if run.settings.get("exchange"):
+        report(folder, "one process of a federation, with its own agents only, left out")
+        return None
     # What else the tools need of it
     name = run.settings["exp_name"] + run.task
     header({(run.task, name): [run]})
@@ -276,10 +279,15 @@ def split_run(run: Run) -> list[Run]:
     """The same run once for each of its agents' tasks: curve and evaluation of the agents that have
     it.
     """
+    table = load_run(run.folder)
+    if "env_id" not in table:
+        refuse(f"--per-task: the agents of {run.folder} have no tasks of their own")
     runs = []
-    for task, rows in load_run(run.folder).groupby("env_id", sort=False):
+    for task, rows in table.groupby("env_id", sort=False):
         last = rows[rows.timesteps == rows.timesteps.max()]
-        value = last.evaluation.mean() if "evaluation" in last else np.nan
+        value = np.nan
+        if "evaluation" in last:
+            value = last.evaluation.mean(skipna=False)  # NaN where an agent has diverged
         summary = run.summary | {"evaluation": {"group": value}}
         runs.append(make_run(run.folder, summary, run.settings, rows, task))
     return runs
@@ -401,14 +409,18 @@ def header(groups: Groups) -> str:
     return "".join(dict.fromkeys(lines))
 
 
-def finished_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, str]:
+def finished_runs(folders: tuple[str, ...], needed: tuple[str, ...]) -> tuple[pd.DataFrame, str]:
     """The runs below `folders` that count for `read_groups`, as one table like `load_runs`, and
-    their `header`.
+    their `header`. Ends with one line where they have not the columns that are needed.
     """
     groups = read_groups(Args(runs=folders))
     if not groups:
         sys.exit(f"--runs {' '.join(folders)}: no finished run in there")
     tables = [load_run(run.folder) for runs in groups.values() for run in runs]
+    for table in tables:
+        missing = [name for name in needed if name not in table]
+        if missing:
+            refuse(f"--runs: {table.run[0]} has no {missing[0]}")
     return pd.concat(tables, ignore_index=True), header(groups)
 
 
@@ -547,6 +559,8 @@ def make_matrix(groups: Groups) -> pd.DataFrame:
         for agent, row in enumerate(run.summary["evaluation"]["agents"])
         for task, cell in row.items()
     ]
+    if not rows:
+        refuse("--matrix: the runs have no evaluations")
     key = ["method", "agent", "task"]
     cells = pd.DataFrame(rows).drop_duplicates().groupby(key, sort=False).value
     table = {cell: with_interval(values.to_frame().T).iloc[0] for cell, values in cells}
@@ -707,6 +721,8 @@ def write_results(out: str, table: pd.DataFrame, note: str, draw: Callable) -> N
 
 
 def main(args: Args) -> None:
+    if args.points < 1:
+        refuse(f"--points {args.points}: must be at least 1")
     curves = Path(f"{args.out}.csv")
     rows = Path(f"{args.out}_runs.csv")
     matrix = Path(f"{args.out}_matrix.csv")

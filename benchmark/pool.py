@@ -71,6 +71,14 @@ def pool_means(old: pd.DataFrame, new: pd.DataFrame, keys: list[str]) -> pd.Data
 def pool_runs(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     """The rows per run of both, in the order of the old ones, each method's by seed."""
     keys = ["env", "method", "seed"]
+    steps = [name for name in old if name.startswith("steps_to_")]
+    if steps != [name for name in new if name.startswith("steps_to_")]:
+        refuse(f"--new: has another --threshold than {' '.join(steps)}")
+    for method in {*old.method} & {*new.method}:
+        tasks = [{*rows[rows.method == method].env} for rows in (old, new)]
+        if tasks[0] != tasks[1]:
+            names = [", ".join(sorted(each)) for each in tasks]
+            refuse(f"--new: {method} has the tasks {names[1]}, not {names[0]}; see --per-task")
     rows = pd.concat((old, new), ignore_index=True)
     for _, row in rows[rows.duplicated(keys)].iterrows():
         refuse(f"--new: seed {row.seed} of {row.method} is there already")

@@ -56,7 +56,8 @@ TEMPLATE = """\
 #SBATCH --requeue
 exec @COMMAND@
 """
-FOLDER = re.compile(r"(.+__\d+__\d+): \d+ agents on ")  # how the output of our scripts begins
+# How the output of our scripts begins, alone and as processes of a federation
+FOLDER = re.compile(r"(.+__\d+__(?:agents?_[\d_]+__)?\d+): (?:agents? [\d ]+ of )?\d+ agents on ")
 ENDED = "# exit code "
 FOR_A_SHELL = set("|&;<>()$`*?~")
 
@@ -100,12 +101,14 @@ def find_index(words: list[str], condition) -> int | None:
 
 
 def words_that_name_code(words: list[str]) -> list[str]:
-    """The flags that --resume does not restore, with their values: rewards are code of the user."""
+    """The flags that --resume does not restore, with their values: rewards and text worlds are code
+    of the user.
+    """
     kept = []
     keep = False
     for word in words:
         if word.startswith("--"):
-            keep = word.startswith("--reward")
+            keep = word.startswith("--reward") or word.partition("=")[0] == "--env"
         if keep:
             kept.append(word)
     return kept
@@ -152,7 +155,7 @@ class Job:
             if json.loads((folder / "summary.json").read_text())["completed"]:
                 return None
         script = find_index(self.words, lambda word: word.endswith(".py"))
-        if script is None or not any(folder.glob("checkpoints/agent_0/*.pt")):
+        if script is None or not any(folder.glob("checkpoints/agent_*/*.pt")):
             return self.words
         arguments = words_that_name_code(self.words[script + 1 :])
         return [*self.words[: script + 1], "--resume", str(folder), *arguments]

@@ -130,7 +130,7 @@ def draw(csv_path: Path, png_path: Path):
 def main(args: Args) -> None:
     path = Path(f"{args.out}.csv")
     if not args.from_csv:
-        runs, comments = finished_runs(args.runs)
+        runs, comments = finished_runs(args.runs, ("return_last_100",))
         write(path, comments, make_rows(runs))
     table = make_table(read_table(path, ("experiment", "method", "seed", *MEASURES, *DISTANCES)))
     write_results(args.out, table, "# intervals: 95 %, Student's t over seeds\n", draw)

@@ -150,6 +150,14 @@ def name_search(settings: dict) -> tuple:
         name = f"PR, p = {preference:g}"
     else:
         name = f"PR, {settings['communicator']}"
+    if kind == 1 and settings["communicator"] != "uniform":
+        name += f", {settings['communicator']}"
+    if settings.get("private_layers"):
+        name += ", last layers private"
+    if settings.get("kl_schedule") == "linear":
+        name += ", falls to 0"
+    if settings.get("kl_direction", "auto") != "auto":
+        name += f", {settings['kl_direction']} KL"
     return kind, -preference, name
 
 

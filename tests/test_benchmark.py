@@ -472,6 +472,24 @@ def test_table_of_searches_is_the_papers(tmp_path, tabled):
         tabled(evp=4)
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"private_layers": 1}, "FedAvg, last layers private"),
+        ({"communicator": "reward"}, "FedAvg, reward"),
+        ({"aggregation": "policy", "kl_schedule": "linear"}, "PR, uniform, falls to 0"),
+        ({"aggregation": "policy", "kl_direction": "forward"}, "PR, uniform, forward KL"),
+    ],
+)
+def test_other_methods_are_no_settings_of_one_search(changes, name, tmp_path, tabled):
+    usual = {"aggregation": "weights", "communicator": "uniform"}
+    for settings in (usual, usual | changes):
+        folder = "-".join(map(str, settings.values()))
+        fake_language_run(tmp_path / "runs", 1, folder, 0.5, 0.5, **settings)
+    shown, _ = tabled(evp=1)
+    assert list(shown) == ["FedAvg", name]
+
+
 def test_language_models_are_judged_by_common_prompts_and_their_own_topics(tmp_path, plotted):
     """evaluations.csv has a row per agent and task, the common prompts first; own topics follow in
     order.
@@ -747,6 +765,13 @@ def test_a_setting_that_has_diverged_is_not_chosen(tmp_path, selected, criterion
     assert re.search(r"--kl-coef (\S+)", lines[0])[1] == other
 
 
+def test_settings_are_compared_on_the_same_seeds(tmp_path, selected):
+    """With --unequal too: each of these two lacks a seed, though they have as many."""
+    fake_grid(tmp_path, left_out=[("pr_coef0.5", 101), ("pr_coef2", 102)])
+    with pytest.raises(SystemExit, match="a method has no setting with it"):
+        selected(unequal=True)
+
+
 def test_a_method_of_which_a_seed_failed_has_no_mean(tmp_path, plotted, tabled):
     """In plot.py's table it is empty; table.py ends in one line, of control and of language
     models.
@@ -810,6 +835,56 @@ def test_tasks_have_panels_of_their_own_and_agents_a_matrix(tmp_path, plotted):
     _, runs, _, _ = plotted(per_task=True, methods=("zzz",))
     assert runs.evaluation.tolist() == pytest.approx([0.7, 0.8])
     assert (tmp_path / "x_matrix.png").stat().st_size > 5_000
+
+
+def test_an_agent_that_has_diverged_leaves_its_seed_without_an_evaluation(tmp_path, plotted):
+    """Also in the panel of its task: the mean of the others is that of other agents."""
+    for seed in (1, 2):
+        folder = fake_run(tmp_path / "runs", seed, [0.1, 0.2], evaluation=0.5)
+    rows = pd.read_csv(folder / "evaluations.csv")
+    rows.loc[rows.agent == 1, "mean_return"] = np.nan
+    rows.to_csv(folder / "evaluations.csv", index=False)
+    *_, results, _ = plotted(per_task=True)
+    assert np.isnan(results.evaluation.item())
+    args = crowd.Args(runs=(str(tmp_path / "runs"),))
+    runs, _ = plot.finished_runs(args.runs, ())
+    crowds = crowd.make_rows(runs.assign(exp_name="pr-2"), 0.4).set_index("seed")
+    assert crowds.evaluation.tolist() == pytest.approx([0.55, np.nan], nan_ok=True)
+
+
+def test_processes_of_a_federation_are_no_runs_of_a_method(tmp_path, plotted):
+    """They have the same task, name and seed, and each has its own agents only."""
+    fake_run(tmp_path / "runs", 1, [0.1, 0.2])
+    for stamp in (2, 3):
+        fake_run(tmp_path / "runs", 1, [0.8, 0.9], stamp=stamp, exchange="file:///share")
+    *_, results, said = plotted()
+    assert results.mean_training_return.tolist() == pytest.approx([0.16])
+    assert said.count("one process of a federation") == 2
+
+
+def test_runs_that_lack_what_a_figure_shows_end_in_one_line(tmp_path):
+    """Language models have no tasks of their own; --eval-episodes 0 leaves no evaluation."""
+    runs = (str(tmp_path / "runs"),)
+    folder = fake_run(tmp_path / "runs", 1, [0.1, 0.2], exp_name="pr-2")
+    (folder / "evaluations.csv").unlink()
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["evaluation"] = {"group": None, "agents": []}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    out = str(tmp_path / "x")
+    line = "--matrix: the runs have no evaluations"
+    assert refusal(plot.main, plot.Args(runs=runs, out=out, matrix=True)) == line
+    line = f"--runs: {folder} has no evaluation"
+    assert refusal(crowd.main, crowd.Args(runs=runs, out=out)) == line
+    line = "--points 0: must be at least 1"
+    assert refusal(plot.main, plot.Args(runs=runs, out=out, points=0)) == line
+    shutil.rmtree(folder)
+    fake_language_run(tmp_path / "runs", 1, "pr-2", 0.5, 0.5, aggregation="policy")
+    (folder,) = (tmp_path / "runs").iterdir()
+    line = f"--per-task: the agents of {folder} have no tasks of their own"
+    assert refusal(plot.main, plot.Args(runs=runs, out=out, per_task=True)) == line
+    for tool in (conditions, crowd, strength):
+        line = f"--runs: {folder} has no return_last_100"
+        assert refusal(tool.main, tool.Args(runs=runs, out=out)) == line
 
 
 def test_methods_are_chosen_and_ordered(tmp_path, plotted):
@@ -1408,6 +1483,21 @@ def test_means_of_zero_are_pooled():
     assert pooled.timesteps.tolist() == [1]
     assert pooled["mean"].tolist() == [0]
     assert pooled.seeds.tolist() == [4]
+
+
+def test_results_that_do_not_fit_are_not_pooled():
+    """Steps to another threshold, or agents' tasks where there was a mean of all."""
+    old = pd.DataFrame({"env": ["A", "B"], "method": "pr", "seed": 1, "steps_to_0.4": 7})
+    new = old.assign(seed=2)
+    assert pool.pool_runs(old, new).seed.tolist() == [1, 2, 1, 2]
+    other = new.rename(columns={"steps_to_0.4": "steps_to_0.8"})
+    line = "--new: has another --threshold than steps_to_0.4"
+    assert refusal(pool.pool_runs, old, other) == line
+    whole = new[:1].assign(env="A+B")
+    line = "--new: pr has the tasks A+B, not A, B; see --per-task"
+    assert refusal(pool.pool_runs, old, whole) == line
+    another_method = whole.assign(method="fedavg")
+    assert len(pool.pool_runs(old, another_method)) == 3
 
 
 def test_results_of_a_search_are_not_pooled(tmp_path):

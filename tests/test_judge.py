@@ -233,6 +233,17 @@ def test_another_run_takes_the_place_of_the_references(server, tmp_path):
     assert not list(tmp_path.glob("runs/*/win_rates.csv"))  # these are against the references
 
 
+def test_other_prompts_of_the_same_number_are_not_compared(server, tmp_path):
+    """A run on other data has numbers in them too."""
+    first = make_run(tmp_path)
+    (tmp_path / "other").mkdir()
+    other = make_run(tmp_path / "other")
+    path = other / "completions.jsonl"
+    path.write_text(path.read_text().replace("human", "another"))
+    message = refusal(run_judge, server, tmp_path, first, against=str(other))
+    assert message.startswith(f"{first}: nothing to judge: ")
+
+
 def test_where_training_began(server, tmp_path):
     """--before judges the first completions, which are bad, against references or what the same run
     writes at the end.

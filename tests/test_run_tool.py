@@ -183,6 +183,10 @@ def test_what_was_cut_off_is_resumed_from_its_checkpoint_or_started_anew(tmp_pat
     (planned,) = tool([named], "--dry-run").stdout.splitlines()
     # Code has to be named again
     assert planned.endswith(" --reward own.py:good rouge --reward-weights 1 2")
+    world = f"{train('cut-save-world')} --env house.py:make --env-id x"
+    assert tool([world]).returncode == 1
+    (planned,) = tool([world], "--dry-run").stdout.splitlines()
+    assert planned.endswith(" --env house.py:make")
     assert tool(lines).returncode == 1  # cut is cut again; the resumed one completes
     resumed = calls(tmp_path)
     assert [call.split()[0] for call in resumed["cut-save"]] == ["--run-dir", "--resume"]
@@ -362,6 +366,20 @@ def test_our_scripts_say_what_the_tool_looks_for(tmp_path, tool):
     assert tool([line]).returncode == 0
     (summary,) = tmp_path.glob("runs/*/summary.json")
     assert json.loads(summary.read_text())["completed"] and not tool([line], "--dry-run").stdout
+    summary.unlink()
+    assert tool([line], "--dry-run").stdout.endswith(
+        f"--resume {summary.parent.relative_to(tmp_path)}\n"
+    )
+
+
+@pytest.mark.parametrize("agents", ["1", "1 2"])
+def test_a_process_of_a_federation_is_resumed(agents, tmp_path, tool):
+    line = f"python {REPOSITORY}/prpo_minigrid.py --env-id MiniGrid-Empty-5x5-v0 --wait 0"
+    line += " --num-envs 2 --num-steps 8 --total-timesteps 32 --num-minibatches 1 --save-every 1"
+    line += f" --eval-episodes 0 --run-dir runs --exchange share --agents {agents}"
+    assert tool([line]).returncode == 0
+    assert not tool([line], "--dry-run").stdout
+    (summary,) = tmp_path.glob("runs/*/summary.json")
     summary.unlink()
     assert tool([line], "--dry-run").stdout.endswith(
         f"--resume {summary.parent.relative_to(tmp_path)}\n"
