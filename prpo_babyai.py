@@ -381,6 +381,7 @@ def main(args: Args) -> dict:
         shape = (len(held), args.batch_size, args.group_size)
         returns = torch.tensor([episode.total for row in episodes for episode in row]).view(shape)
         returns[find_diverged(model).cpu()] = torch.nan  # a diverged agent's tokens mean nothing
+        returns[~returns.isfinite()] = torch.nan  # nor does a world's infinite reward
         run.tick("rollout")
 
         # Advantages: of episodes, then of the tokens of all their turns
@@ -1314,8 +1315,6 @@ def check_args(args: Args) -> None:
         refuse(args, "group_size", "must be at least 2 for GRPO")
     if 0 < args.dual_clip <= 1:
         refuse(args, "dual_clip", "must be more than 1, or 0 for no such bound")
-    if args.dual_clip and not args.clip_coef:
-        refuse(args, "dual_clip", "needs a --clip-coef, or 0")
     prpo_llm.check_kl(args)
     report_unused(args)
 
@@ -1347,7 +1346,10 @@ def check_agents(args: Args) -> None:
     averages_peers = args.aggregation == "weights" and args.communicator == "self-preferred"
     if averages_peers and n > 1 and not args.self_preference:
         refuse(args, "self_preference", "must be positive, or agents would swap adapters")
-    if args.aggregation == "weights":
+    if args.centralised and args.aggregation == "weights":
+        valid = "does not go with --aggregation weights: one agent has nobody to be averaged with"
+        refuse(args, "centralised", valid)
+    if args.aggregation == "weights" and args.communicator != "identity":
         for flag in ("total_steps", "eval_every"):
             if getattr(args, flag) % args.local_updates:
                 reason = f"must be a multiple of --local-updates {args.local_updates}"
@@ -1369,7 +1371,7 @@ def report_unused(args: Args) -> None:
     isolated = args.aggregation == "none" or args.communicator == "identity"
     alone = isolated or args.agents_at_once == 1
     if alone:
-        for flag in ("mixture", "topology", "top_k"):
+        for flag in ("mixture", "topology", "top_k", "local_updates"):
             unused[flag] = "on agents that are isolated"
     if args.aggregation != "policy":
         unused["mixture"] = f"{aggregation}, which mixes no policies"
@@ -1378,8 +1380,8 @@ def report_unused(args: Args) -> None:
         unused["communicator"] = f"{aggregation}: agents are isolated"
     elif args.agents_at_once == 1:
         unused["communicator"] = "on a single agent, which has no peers"
-    if args.lora_average != "frozen-a" and args.aggregation != "weights":
-        unused["lora_average"] = f"{aggregation}, which averages no adapters"
+    if args.lora_average != "frozen-a" and (alone or args.aggregation != "weights"):
+        unused["lora_average"] = "without averages of adapters"
     if args.partition == "iid":
         unused["strength"] = "with --partition iid"
     if not args.eval_episodes:

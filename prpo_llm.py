@@ -19,6 +19,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
@@ -767,6 +768,9 @@ def learn(
     rows = torch.arange(len(inds))[:, None]
     lengths = batch["mask"][rows, inds].sum(-1)  # [agents, minibatch, group]
     counts = weigh_tokens(lengths.flatten(1), args).view_as(lengths)
+    # Metrics are means, also where weights do not sum to 1: Dr. GRPO, masked completions
+    totals = (counts * lengths).sum((1, 2))
+    totals = torch.where(totals > 0, totals, 1.0)
     names = (*LOSSES, "value_loss", "first_log_ratio", "grad_norm", "value_grad_norm")
     losses = {name: torch.zeros(len(inds), device=model.device) for name in names}
     trained.grad.zero_()
@@ -791,7 +795,7 @@ def learn(
                 )
                 (count[k, m, g] * loss).sum().backward()
                 for name in LOSSES:
-                    losses[name][k] += (count[k, m, g] * terms[name]).sum()
+                    losses[name][k] += (count[k, m, g] * terms[name]).sum() / totals[k]
                 losses["first_log_ratio"][k].clamp_(min=terms["logratio"].abs().max())
             hidden.backward(states.grad)
 
@@ -937,9 +941,14 @@ def main(args: Args) -> dict:
         **exchange.state(),
     }
     run.restore(state)
-    if run.iteration and not isolated and shares_all:
+    if run.iteration or args.resume:  # a run without a checkpoint may have sent rounds too
         exchange.skip_rounds()
-        snapshots[:n], usable = exchange.recall_snapshots(snapshots[rows_held])
+    if run.iteration and not isolated and shares_all:
+        own = snapshots[rows_held]
+        if args.aggregation == "weights":  # which sends the value model too
+            own = nn.functional.pad(own, (0, trained.shape[1] - own.shape[1]))
+        parameters, usable = exchange.recall_snapshots(own)
+        snapshots[:n] = parameters[:, : snapshots.shape[1]]
         communicator[:] = communicators.drop_invalid(communicator, usable)
     completion_log = CompletionLog(args, run)
     if server is not None:
@@ -2831,7 +2840,9 @@ def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> lis
         if len(text) > 12 * args.max_prompt_tokens:  # spares the tokenizer what is far too long
             continue
         first_line = get_text(prompt).partition("\n")[0].removeprefix("SUBREDDIT: r/")
-        topic = row.get(args.topic_column) or first_line
+        topic = row.get(args.topic_column)
+        if topic is None or topic == "":
+            topic = first_line
         digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
         example = {
             "id": number,
@@ -2911,6 +2922,10 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
     if held[0] == 0:  # held-out prompts are the same on all ranks
         for task, examples in tests.items():
             check_number(args, task, examples, 1, "eval-prompts", args.eval_prompts)
+    used = itertools.chain(*training.values(), *tests.values())
+    if len({isinstance(example["row"][args.prompt_column], list) for example in used}) > 1:
+        problem = "must have texts as prompts or messages, not both"
+        refuse_data(args, "dataset", " ".join(args.dataset), problem)
     if args.communicator == "similarity" and not pool:
         reason = "must compare on held-out prompts, and there are none"
         communicators.refuse(args, "communicator", reason)
@@ -3000,7 +3015,7 @@ def load_reward_model(args: Args, name: str, device: torch.device) -> tuple[nn.M
     return model.eval(), tokenizer
 
 
-def compute_rouge(scorer, completions: list, references: list[str], **_) -> list[float]:
+def compute_rouge(scorer, /, completions: list, references: list[str], **_) -> list[float]:
     """ROUGE-L F of completions against the references."""
     rewards = []
     for reference, completion in zip(references, completions, strict=True):
@@ -3009,7 +3024,7 @@ def compute_rouge(scorer, completions: list, references: list[str], **_) -> list
 
 
 @torch.no_grad()
-def apply_reward_model(model, tokenizer, prompts: list, completions: list, **_) -> list[float]:
+def apply_reward_model(model, tokenizer, /, prompts: list, completions: list, **_) -> list[float]:
     """The scores of texts by a reward model, in the form in which TRL trains it: ended by EOS, or
     in its chat template."""
     texts, chat = join_texts(tokenizer, prompts, completions)
@@ -3140,7 +3155,7 @@ def list_reward_columns(
 ) -> dict[str, list]:
     """All keyword arguments that a reward function may have: the data's columns, and TRL's."""
     columns = {}
-    for name in chosen[0]["row"]:
+    for name in dict.fromkeys(name for example in chosen for name in example["row"]):
         columns[name] = [example["row"].get(name) for example in chosen]
     prompts = columns[args.prompt_column]
     completions = texts
@@ -3153,6 +3168,15 @@ def list_reward_columns(
     return columns
 
 
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def refuse_reward(args: Args, problem: str) -> NoReturn:
+    """End with one line about the rewards, on any rank: agents may have data of their own."""
+    message = f"--reward {' '.join(args.reward)}: {problem}"
+    communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
+
+
 def call_reward(args: Args, name: str, function: Callable, columns: dict[str, list]) -> list[float]:
     """A reward function's numbers, NaN for None, one for each completion.
 
@@ -3160,6 +3184,10 @@ def call_reward(args: Args, name: str, function: Callable, columns: dict[str, li
     **kwargs.
     """
     parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        required = parameter.default is parameter.empty and parameter.kind in NAMED
+        if required and parameter.name not in columns:
+            refuse_reward(args, f"{name} needs a column {parameter.name}, which the data lack")
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = columns.keys() - {"prompt", "completion"}
     else:
@@ -3167,8 +3195,7 @@ def call_reward(args: Args, name: str, function: Callable, columns: dict[str, li
     rewards = function(**{key: columns[key] for key in names})
     number = len(columns["completions"])
     if len(rewards) != number:
-        reason = f"{name} returns {len(rewards)} rewards for {number} completions"
-        communicators.refuse(args, "reward", reason)
+        refuse_reward(args, f"{name} returns {len(rewards)} rewards for {number} completions")
     return [math.nan if reward is None else reward for reward in rewards]
 
 
@@ -3454,10 +3481,13 @@ def check_data(args: Args) -> None:
     """Data sets of this process exist and fit the number of agents."""
     n = args.num_agents
     separate = list_datasets(args)
-    rank = int(os.environ.get("RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    first = rank * n // world_size
-    read_here = separate[first : first + n // world_size] or args.dataset
+    held = args.agents
+    if not args.exchange:
+        rank = int(os.environ.get("RANK", 0))
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        first = rank * n // world_size
+        held = range(first, first + n // world_size)
+    read_here = [name for i, name in enumerate(separate) if i in held] or args.dataset
     for name in (*read_here, args.eval_dataset):
         if name.endswith((".json", ".jsonl")) and not Path(name).is_file():
             flag = "eval-dataset" if name == args.eval_dataset else "dataset"
@@ -3488,7 +3518,7 @@ def check_batches(args: Args) -> None:
     if minibatch % args.micro_batch_size:
         reason = f"must divide the minibatch of {minibatch}"
         communicators.refuse(args, "micro_batch_size", reason)
-    if args.prompts_per_agent < args.batch_size:
+    if args.prompts_per_agent < args.batch_size and not list_datasets(args):
         reason = f"must be at least {args.batch_size}, a batch"
         communicators.refuse(args, "prompts_per_agent", reason)
     if args.clip_higher and not args.clip_coef:
@@ -3511,6 +3541,11 @@ def check_communication(args: Args) -> None:
     if args.communicator == "surrogate":
         reason = "is for control: a response has one advantage, not one per state"
         communicators.refuse(args, "communicator", reason)
+    if args.exchange and args.aggregation == "none":
+        communicators.refuse(args, "exchange", "has no effect on isolated agents; leave it out")
+    if args.exchange and args.lora_average == "frozen-a":
+        reason = "does not go with --exchange: A follows from --seed, which may differ there"
+        communicators.refuse(args, "lora_average", reason)
     if args.private_layers and args.aggregation == "weights" and args.communicator == "similarity":
         reason = "must be another one: with --private-layers nobody has a peer's whole policy"
         communicators.refuse(args, "communicator", reason)
@@ -3674,9 +3709,15 @@ def report_unused(args: Args) -> None:
         unused["mixture"] = f"{aggregation}, which mixes no policies"
     if args.aggregation == "none" and args.communicator != "identity":
         unused["communicator"] = "with --aggregation none: agents are isolated"
-    communicators.report_unused(args, unused)
+    if not args.eval_prompts:
+        unused["eval_every"] = "with --eval-prompts 0"
+    if list_datasets(args):
+        unused["prompts_per_agent"] = "on data sets of the agents' own, which are used whole"
     isolated = args.aggregation == "none" or args.communicator == "identity"
     alone = isolated or args.num_agents == 1
+    if alone:
+        unused |= dict.fromkeys(("mixture", "topology", "top_k"), "on agents that are isolated")
+    communicators.report_unused(args, unused)
     if args.local_updates > args.total_steps and not alone:
         flag = f"--local-updates {args.local_updates}"
         communicators.announce(f"{flag}: agents never communicate in {args.total_steps} steps")

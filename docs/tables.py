@@ -298,6 +298,9 @@ def metrics(kind: str) -> str:
     tables_of_kinds["zeroth"] = ZEROTH
     of_kind = tables_of_kinds[kind]
     meanings = of_kind if kind == "zeroth" else of_kind | COMMUNICATION
+    if kind == "agents":  # whose script has no --exchange
+        for name in ("bytes_received", "rejected", "age_j"):
+            del meanings[f"communication/{name}"]
     rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
     return format_table(["metric", "meaning"], rows)
 

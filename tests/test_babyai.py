@@ -1215,6 +1215,7 @@ WORLDS = {
         ({"participation": 0.5, "agents_per_round": 1}, "--participation 0.5: does not go with"),
         ({"participation": 0.5, "centralised": True}, "--participation 0.5: does not go with"),
         ({"agents_per_round": 1, "centralised": True}, "--agents-per-round 1: does not go with"),
+        ({"aggregation": "weights", "centralised": True}, "--centralised True: does not go with"),
         (
             {"kl_direction": "forward", "kl_estimator": "k3"},
             "--kl-estimator k3: must be full for the forward KL",
@@ -1284,6 +1285,29 @@ def test_a_world_that_breaks_while_playing_ends_in_one_line(tiny, monkeypatch):
     message = refusal(prpo_babyai.main, tiny(eval_episodes=0))
     assert message.startswith("--env babyai: task ")
     assert message.endswith("of train raises RuntimeError: lost")
+
+
+def test_an_infinite_reward_of_a_world_is_unknown(tiny, monkeypatch):
+    """Its episode is left out of the group, and the agent goes on."""
+    step = prpo_babyai.TextLevel.step
+
+    def pay(self, action):
+        seen, reward, *rest = step(self, action)
+        return seen, math.inf if reward else reward, *rest
+
+    monkeypatch.setattr(prpo_babyai.TextLevel, "step", pay)
+    args = tiny(eval_episodes=0, group_size=8)
+    summary = prpo_babyai.main(args)
+    rows = rows_of(only_run(args.run_dir))
+    assert any(math.isinf(float(row["return"])) for row in rows)
+    assert not summary["diverged"]
+    assert all(math.isfinite(float(row["policy_loss"])) for row in rows)
+
+
+def test_flags_of_averages_do_not_bind_isolated_agents(tiny):
+    """Neither steps that are no multiple of the interval, nor a dual clip without a clip."""
+    args = tiny(aggregation="weights", communicator="identity", local_updates=3, clip_coef=0.0)
+    assert parse_args(prpo_babyai, flags(args)).local_updates == 3
 
 
 def test_what_has_no_effect_is_said(tiny, capsys):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import test_llm
 import torch
+from command import parse_args
 from fsspec.implementations.local import LocalFileSystem
 from helpers import (
     FEDAVG_MINIGRID,
@@ -756,8 +757,9 @@ def test_processes_share_a_bucket(bucket, tmp_path, whole_run):
     [
         {"communicator": "relative-gain"},
         pytest.param({"aggregation": "weights"}, marks=pytest.mark.slow),
+        pytest.param({"aggregation": "weights", "algorithm": "ppo"}, marks=pytest.mark.slow),
     ],
-    ids=["policy", "weights"],
+    ids=["policy", "weights", "weights of value models too"],
 )
 def test_language_models_train_as_in_one_process(changes, files, tmp_path):  # noqa: F811
     """Also an agent that loses its last checkpoint, and reads its peer's files again."""
@@ -782,5 +784,18 @@ def test_language_models_train_as_in_one_process(changes, files, tmp_path):  # n
     (((output, errors), code),) = outcomes([again])
     assert code == 0, errors
     assert "resuming after step 2 of 4" in output
+    assert "ignored" not in output  # a peer's file
     (resumed,) = test_llm.weights_of(folder)
     assert torch.equal(resumed, weights)
+
+
+def test_language_models_use_no_round_anew(files, tmp_path, crashing):  # noqa: F811
+    """Of a run that was killed before its first checkpoint."""
+    place = {"exchange": str(tmp_path / "store"), "agents": (0,), "eval_prompts": 0}
+    script = test_llm.prpo_llm
+    args = test_llm.tiny(files, tmp_path / "runs", local_updates=1, save_every=3, **place)
+    crashing("not in its place", 0, 3, lambda: script.main(args))
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert script.main(parse_args(script, test_llm.to_resume(folder)))["completed"]
+    newest = max((tmp_path / "store" / "prpo" / "agent_0").glob("round_*"))
+    assert newest.name == f"round_{3 + args.total_steps:08}.safetensors"

@@ -12,6 +12,7 @@ import shutil
 from html import unescape
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -880,7 +881,30 @@ def test_nan_rewards_are_counted_and_ignored(files, tmp_path):
     assert all(weights.isfinite().all() for weights in weights_of(folder))
 
 
+def test_a_reward_of_some_rows_has_a_mean_in_evaluations(files, tmp_path):
+    """Of the completions that it knows; training leaves the others out too."""
+    (tmp_path / "own.py").write_text(
+        "def some(completions):\n"
+        "    return [None if k % 2 else 1.0 for k in range(len(completions))]\n"
+        "def all(completions):\n"
+        "    return [2.0] * len(completions)\n"
+    )
+    names = tuple(f"{tmp_path / 'own.py'}:{name}" for name in ("some", "all"))
+    folder, _ = train(files, tmp_path / "runs", reward=names, reward_weights=(1.0, 1.0))
+    rows = pd.read_csv(folder / "evaluations.csv")
+    assert set(rows["reward_own.some"]) == {1.0}
+    assert set(rows["reward_own.all"]) == {2.0}
+
+
 BAD = {
+    "frozen layers of a federation": (
+        ["--lora-average", "frozen-a", "--exchange", "x", "--agent", "0"],
+        ["--lora-average frozen-a", "--exchange"],
+    ),
+    "a federation of isolated agents": (
+        ["--aggregation", "none", "--exchange", "x", "--agent", "0"],
+        ["--exchange x", "isolated"],
+    ),
     "surrogate": (["--communicator", "surrogate"], ["--communicator surrogate", "is for control"]),
     "no moments": (["--adam-beta2", "1"], ["--adam-beta2 1.0", "below 1"]),
     "weights below 1 only": (["--importance-cap", "0.5"], ["--importance-cap 0.5", "at least 1"]),
@@ -1006,6 +1030,7 @@ UNUSED = {
     "--private-layers 1": ["--aggregation", "policy"],
     "--mixture geometric": ["--aggregation", "weights"],
     "--communicator similarity": ["--aggregation", "none"],
+    "--eval-every 5": ["--eval-prompts", "0"],
 }
 
 

@@ -415,6 +415,48 @@ def test_no_setting_moves_prompts_between_training_and_test(
     assert otherwise["validation"] == larger["validation"]
 
 
+def test_a_topic_may_be_the_number_zero(files, tokenizer, tmp_path):
+    rows = [{"prompt": f"{k} x", "completion": "a", "label": k % 2} for k in range(6)]
+    rows.append({"prompt": "other", "completion": "a", "label": ""})
+    args = tiny(files, "runs", dataset=write(tmp_path / "data.jsonl", rows), topic_column="label")
+    examples = prpo_llm.load_examples(args, tokenizer, args.dataset[0])
+    topics = {example["prompt"]: example["topic"] for example in examples}
+    assert topics == {f"{k} x": str(k % 2) for k in range(6)} | {"other": "other"}
+
+
+def test_prompts_are_texts_or_messages_but_not_both(files, tokenizer, tmp_path):
+    talk = [{"role": "user", "content": "a b"}]
+    names = []
+    for name, prompt in (("texts", "a b"), ("talks", talk)):
+        rows = [{"prompt": prompt, "completion": "c"}] * 4
+        names.append(write(tmp_path / f"{name}.jsonl", rows))
+    args = tiny(files, "runs", num_agents=2, dataset=(*names,), eval_prompts=0, batch_size=1)
+    message = refusal(prpo_llm.deal, args, tokenizer, range(2))
+    assert message.endswith("must have texts as prompts or messages, not both")
+
+
+@pytest.mark.parametrize("name", ["preference", "coverage", "hardness"])
+def test_no_part_is_empty(name, files, tmp_path):
+    rows = [{"prompt": f"{k} x", "completion": "a", "topic": "one"} for k in range(26)]
+    settings = {"dataset": write(tmp_path / "data.jsonl", rows), "base_model": str(files / "model")}
+    args = partition.Args(out_dir=str(tmp_path / "out"), partition=name, **settings)
+    args.topics = ("nonsense",)
+    message = refusal(partition.main, args)
+    assert message == f"--partition {name}: there are 0 prompts, too few for 3 agents"
+    assert not (tmp_path / "out").exists()
+
+
+def test_in_a_federation_only_the_own_data_must_be_here(files, tmp_path, monkeypatch):
+    """What peers train on is nobody else's business."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "agent_1.jsonl", [{"prompt": "a", "completion": "b"}] * 4)
+    argv = ["--dataset", "agent_{i}.jsonl", "--eval-prompts", "0", "--batch-size", "1"]
+    argv += ["--base-model", str(files / "model"), "--exchange", str(tmp_path / "store")]
+    assert parse_args(prpo_llm, [*argv, "--agent", "1"]).agents == (1,)
+    message = refusal(parse_args, prpo_llm, [*argv, "--agent", "0"])
+    assert message == "--dataset agent_0.jsonl: there is no such file"
+
+
 def test_topics_of_equal_size_are_taken_in_the_order_of_their_names(files, tokenizer, tmp_path):
     """However many of their prompts are held out."""
     rows = [
@@ -753,6 +795,30 @@ def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
     assert functions["own.everything"].__globals__["seen"]["prompts"] == [
         row["prompt"] for row in talk
     ]
+
+
+def test_columns_of_any_row_are_passed_and_none_takes_the_place_of_what_is_bound(
+    files, tokenizer, reward_model, tmp_path
+):
+    """Agents may have data with other columns, also `model`, `tokenizer` and `scorer`."""
+    (tmp_path / "own.py").write_text(
+        "def own(completions, answer):\n    return [len(text or '') for text in answer]\n"
+    )
+    rewards = ("rouge", str(reward_model), f"{tmp_path / 'own.py'}:own")
+    args = tiny(files, tmp_path, reward=rewards, reward_weights=(1.0, 1.0, 1.0))
+    functions = prpo_llm.make_reward(args, torch.device("cpu"))
+    names = {"model": "a", "tokenizer": "b", "scorer": "c"}
+    rows = [
+        {"prompt": "a", "completion": "b", **names},
+        {"prompt": "a", "completion": "b", "answer": "four"},
+    ]
+    for order in (rows, rows[::-1]):
+        *_, columns = score(args, tokenizer, functions, ["b", "b"], order)
+        expected = [len(row.get("answer", "")) for row in order]
+        assert columns["reward_own.own"].tolist() == expected
+        assert columns["reward_rouge"].tolist() == [1.0, 1.0]
+    message = refusal(score, args, tokenizer, functions, ["b"], rows[:1])
+    assert message.endswith("own.own needs a column answer, which the data lack")
 
 
 def test_penalties_are_taken_from_the_reward_and_not_from_the_score(files, tokenizer, tmp_path):

@@ -392,11 +392,13 @@ def plain_step(args, agent, optimizer, groups, kl_coef):
     tokens = sum(len(one["completion"]) for one in learned)
     if not learned:
         return dict.fromkeys((*prpo_llm.LOSSES, "value_loss", "grad_norm", "value_grad_norm"), 0.0)
+    total = 0.0
     for one in learned:
         together = args.algorithm == "ppo" or args.loss_type == "dapo"
         share = 1 / tokens if together else 1 / len(completions) / len(one["completion"])
         if args.loss_type == "dr-grpo":
             share = 1 / len(completions) / args.response_length
+        total += share * len(one["completion"])
         for name, values in plain_losses(args, agent, one).items():
             metrics[name] = metrics.get(name, 0.0) + share * values.sum()
     loss = (
@@ -414,6 +416,8 @@ def plain_step(args, agent, optimizer, groups, kl_coef):
         for gradient in gradients:
             gradient *= min(1.0, args.max_grad_norm / norms[name])
     optimizer.step()
+    # What is reported is a mean of tokens, also where the weights of the loss do not sum to 1
+    metrics |= {name: metrics[name] / total for name in prpo_llm.LOSSES}
     return {name: float(value.detach()) for name, value in metrics.items()} | norms
 
 
