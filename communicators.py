@@ -213,9 +213,9 @@ def surrogate(gains: Tensor, temperature: float = 1.0) -> Tensor:
     """c_ij = softmax_j(10 L_i(pi_j) / temperature): weights from agent i's *own* data.
 
     gains: [agents, agents], row i is L_i of `surrogate_gains`, in standard deviations of the
-    advantage, of which the temperature counts tenths; c_ii belongs to L_i(pi_i) = 0. NaN, for a
-    peer that is invalid, gets weight 0; a row of NaN becomes uniform. No agent reports a return
-    here, so a false report cannot attract weight. Returns [agents, agents].
+    advantage, of which the temperature counts tenths; c_ii belongs to L_i = 0 of the policy that
+    played. NaN, for a peer that is invalid, gets weight 0; a row of NaN becomes uniform. No agent
+    reports a return here, so a false report cannot attract weight. Returns [agents, agents].
     """
     scores = 10 * gains.detach().double()
     scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf)
