@@ -158,15 +158,15 @@ def reward(returns: Tensor) -> Tensor:
 def softmax_reward(returns: Tensor, temperature: float = 1.0) -> Tensor:
     """Example 4 for signed rewards: c_ij = softmax_j(r_j / (temperature * spread)).
 
-    returns: [agents], NaN as in `reward`. The spread is the standard deviation of those that are
-    known, so that the scale of a task's rewards does not matter; equal returns give uniform rows.
-    Returns [agents, agents].
+    returns: [agents], NaN as in `reward`. The spread is the standard deviation of the others, so
+    that the scale of a task's rewards does not matter; equal returns give uniform rows. Returns
+    [agents, agents].
     """
-    known = ~returns.isnan()
+    reported = ~returns.isnan()
     returns = _fill_unknown(returns)
     # Scaled first, so that the spread stays finite
     returns = returns / returns.abs().max().clamp(min=torch.finfo(returns.dtype).tiny)
-    spread = returns[known].std(correction=0) if known.any() else 0.0
+    spread = returns[reported].std(correction=0) if reported.any() else 0.0
     scores = torch.zeros_like(returns)
     if spread > 1e-9:
         scores = returns / spread
@@ -179,11 +179,11 @@ def rank_reward(returns: Tensor) -> Tensor:
     The worst rank is 1, the best n; ties share their mean. returns: [agents]; NaN, as in `reward`,
     gets the mean rank of the others. Returns [agents, agents].
     """
-    known = returns[~returns.isnan()]
-    below = (known[None] < returns[:, None]).sum(1)
-    ties = (known[None] == returns[:, None]).sum(1)
+    reported = returns[~returns.isnan()]
+    below = (reported[None] < returns[:, None]).sum(1)
+    ties = (reported[None] == returns[:, None]).sum(1)
     ranks = below + (ties + 1) / 2
-    ranks[returns.isnan()] = (len(known) + 1) / 2
+    ranks[returns.isnan()] = (len(reported) + 1) / 2
     return _normalise_rows(ranks.double().expand(len(ranks), -1))
 
 

@@ -944,10 +944,12 @@ def main(args: Args) -> dict:
     if run.iteration or args.resume:  # a run without a checkpoint may have sent rounds too
         exchange.skip_rounds()
     if run.iteration and not isolated and shares_all:
-        own = snapshots[rows_held]
+        own_snapshots = snapshots[rows_held]
         if args.aggregation == "weights":  # which sends the value model too
-            own = nn.functional.pad(own, (0, trained.shape[1] - own.shape[1]))
-        parameters, usable = exchange.recall_snapshots(own)
+            own_snapshots = nn.functional.pad(
+                own_snapshots, (0, trained.shape[1] - own_snapshots.shape[1])
+            )
+        parameters, usable = exchange.recall_snapshots(own_snapshots)
         snapshots[:n] = parameters[:, : snapshots.shape[1]]
         communicator[:] = communicators.drop_invalid(communicator, usable)
     completion_log = CompletionLog(args, run)

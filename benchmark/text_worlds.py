@@ -201,7 +201,7 @@ def draw(csv_path: Path, png_path: Path):
     for row in axes:
         row[0].set_ylabel("held-out tasks solved")
     for axis in axes.flat[len(partitions) :]:
-        axis.set_visible(False)
+        axis.remove()
     save_with_legend(figure, png_path, columns=min(across, 3))
     return figure
 

@@ -857,9 +857,9 @@ def test_processes_of_a_federation_are_no_runs_of_a_method(tmp_path, plotted):
     fake_run(tmp_path / "runs", 1, [0.1, 0.2])
     for stamp in (2, 3):
         fake_run(tmp_path / "runs", 1, [0.8, 0.9], stamp=stamp, exchange="file:///share")
-    *_, results, said = plotted()
+    *_, results, messages = plotted()
     assert results.mean_training_return.tolist() == pytest.approx([0.16])
-    assert said.count("one process of a federation") == 2
+    assert messages.count("one process of a federation") == 2
 
 
 def test_runs_that_lack_what_a_figure_shows_end_in_one_line(tmp_path):

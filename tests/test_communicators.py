@@ -367,8 +367,8 @@ def test_agents_without_data(name, values):
         return
     weights = matrix[:, ~unknown]
     alone = make_communicator(name, weights.shape[1], returns=returns[~unknown])
-    known = weights / weights.sum(1, keepdim=True)
-    torch.testing.assert_close(known, alone[:1].expand_as(known), rtol=1e-5, atol=1e-6)
+    normalised = weights / weights.sum(1, keepdim=True)
+    torch.testing.assert_close(normalised, alone[:1].expand_as(normalised), rtol=1e-5, atol=1e-6)
     average = weights.mean(1)
     if name == "softmax-reward":  # of a mean return the weight is the geometric mean
         average = weights.log().mean(1).exp()
