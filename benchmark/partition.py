@@ -72,8 +72,8 @@ class Args:
     """as in prpo_llm.py"""
     topic_column: str = "topic"
     """as in prpo_llm.py"""
-    # topic: one for each agent (default: the largest); other partitions: only prompts of these
-    # (default: all)
+    # topic: one for each agent (default: the largest); other partitions: only prompts of these,
+    # by default of all
     topics: tuple[str, ...] = ()
     base_model: str = "smollm2"
     """the model whose tokenizer and chat template determine which prompts are too long"""
