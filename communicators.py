@@ -2157,12 +2157,12 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else repr(error)
 
 
-def refuse(args: RunArgs, flag: str, valid: str) -> NoReturn:
-    """End with one line that names the flag, its value and what would be valid."""
+def refuse(args: RunArgs, flag: str, valid: str, any_rank: bool = False) -> NoReturn:
+    """End with one line that names the flag, its value and what would be valid, as `stop`."""
     value = getattr(args, flag)
     if isinstance(value, tuple):
         value = " ".join(map(str, value))
-    stop(f"--{flag.replace('_', '-')} {value}: {valid}", WRONG_VALUE)
+    stop(f"--{flag.replace('_', '-')} {value}: {valid}", WRONG_VALUE, any_rank)
 
 
 # The command line
@@ -3708,9 +3708,7 @@ class Run:
             row = []
             for columns in columns_of_tasks.values():
                 row += mean_and_half_interval(columns[self.measure])
-                for name in names:
-                    value, _ = mean_and_half_interval(columns[name])
-                    row.append(value)
+                row += [mean_and_half_interval(columns[name])[0] for name in names]
             local.append(row)
         gathered = self.exchange.all_gather(torch.tensor(local, dtype=torch.float64))
         gathered = gathered.unflatten(1, (len(tasks), len(self.measures)))

@@ -2843,7 +2843,7 @@ def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> lis
             continue
         first_line = get_text(prompt).partition("\n")[0].removeprefix("SUBREDDIT: r/")
         topic = row.get(args.topic_column)
-        if topic is None or topic == "":
+        if topic in (None, ""):
             topic = first_line
         digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
         example = {
@@ -3173,12 +3173,6 @@ def list_reward_columns(
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def refuse_reward(args: Args, problem: str) -> NoReturn:
-    """End with one line about the rewards, on any rank: agents may have data of their own."""
-    message = f"--reward {' '.join(args.reward)}: {problem}"
-    communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
-
-
 def call_reward(args: Args, name: str, function: Callable, columns: dict[str, list]) -> list[float]:
     """A reward function's numbers, NaN for None, one for each completion.
 
@@ -3189,7 +3183,8 @@ def call_reward(args: Args, name: str, function: Callable, columns: dict[str, li
     for parameter in parameters:
         required = parameter.default is parameter.empty and parameter.kind in NAMED
         if required and parameter.name not in columns:
-            refuse_reward(args, f"{name} needs a column {parameter.name}, which the data lack")
+            reason = f"{name} needs a column {parameter.name}, which the data lack"
+            communicators.refuse(args, "reward", reason, any_rank=True)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = columns.keys() - {"prompt", "completion"}
     else:
@@ -3197,7 +3192,8 @@ def call_reward(args: Args, name: str, function: Callable, columns: dict[str, li
     rewards = function(**{key: columns[key] for key in names})
     number = len(columns["completions"])
     if len(rewards) != number:
-        refuse_reward(args, f"{name} returns {len(rewards)} rewards for {number} completions")
+        reason = f"{name} returns {len(rewards)} rewards for {number} completions"
+        communicators.refuse(args, "reward", reason, any_rank=True)
     return [math.nan if reward is None else reward for reward in rewards]
 
 

@@ -526,8 +526,8 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        if iteration > last_communication:
-            references = behaviour  # the agent's own policy: TRPO
+        if iteration > last_communication:  # the reference is the agent's own policy: TRPO
+            references = behaviour
         else:
             calls = []
             for k, i in enumerate(held):

@@ -127,8 +127,8 @@ def check_args(args: Args) -> None:
         "layers": (args.layers >= 1, "must be at least 1"),
         "rare_success": (0 < args.rare_success <= 1, "must lie in (0, 1]"),
         "learning_rate": (args.learning_rate > 0, "must be positive"),
+        "demo": (not (args.demo and args.preferences), "does not go with --preferences"),
     }
-    limits["demo"] = (not (args.demo and args.preferences), "does not go with --preferences")
     for name, (holds, valid) in limits.items():
         if not holds:
             value = getattr(args, name)

@@ -1147,7 +1147,6 @@ TRUST_REGION = {
         "agents = [",
         "compute_radius",
         "reference",
-        "if iteration > last_communication:",
         "calls",
         "inputs = i, obs[k]",
         "else:",
