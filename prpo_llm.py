@@ -2924,10 +2924,10 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
     if held[0] == 0:  # held-out prompts are the same on all ranks
         for task, examples in tests.items():
             check_number(args, task, examples, 1, "eval-prompts", args.eval_prompts)
-    used = itertools.chain(*training.values(), *tests.values())
-    if len({isinstance(example["row"][args.prompt_column], list) for example in used}) > 1:
-        problem = "must have texts as prompts or messages, not both"
-        refuse_data(args, "dataset", " ".join(args.dataset), problem)
+    for examples in ([*itertools.chain(*training.values())], *tests.values()):
+        if len({isinstance(example["row"][args.prompt_column], list) for example in examples}) > 1:
+            problem = "must have texts as prompts or messages, not both"
+            refuse_data(args, "dataset", " ".join(args.dataset), problem)
     if args.communicator == "similarity" and not pool:
         reason = "must compare on held-out prompts, and there are none"
         communicators.refuse(args, "communicator", reason)

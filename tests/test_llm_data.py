@@ -688,13 +688,13 @@ def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, c
     chat template."""
     rows = [json.loads(line) for line in Path(many).read_text().splitlines()][:60]
     talk = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
-    held_out = write(tmp_path / "messages.jsonl", talk[:20])
-    for data in (many, write(tmp_path / "mixed.jsonl", rows[:30] + talk[30:])):
+    pairs = [(many, talk[:20]), (write(tmp_path / "messages.jsonl", talk), rows[:20])]
+    for data, held_out in pairs:
         args = tiny(
             files,
             "runs",
             dataset=data,
-            eval_dataset=held_out,
+            eval_dataset=write(tmp_path / "held_out.jsonl", held_out),
             prompts_per_agent=999,
             eval_prompts=20,
         )
@@ -706,34 +706,21 @@ def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, c
             for examples_of_part in examples.values()
             for example in examples_of_part
         }
-    # In one file: what is held out as a text is not trained on as a message
-    args = tiny(
-        files, "runs", dataset=write(tmp_path / "twice.jsonl", rows + talk), prompts_per_agent=999
-    )
-    args.eval_prompts = 99
-    examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
+    # What a script holds out is in no part that benchmark/partition.py makes of the file
+    args = tiny(files, "runs", dataset=many, prompts_per_agent=999, eval_prompts=99)
+    _, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
     reserved = {tuple(example["ids"]) for example in tests["validation"]}
-    assert reserved and not reserved & {
-        tuple(example["ids"])
-        for examples_of_part in examples.values()
-        for example in examples_of_part
-    }
-    deal_files(
-        args.dataset[0],
-        files,
-        tmp_path / "parts",
-        "--partition",
-        "iid",
-        "--prompts-per-agent",
-        "10",
-    )
+    deal_files(many, files, tmp_path / "parts", "--partition", "iid", "--prompts-per-agent", "10")
     parts = [
         prpo_llm.load_examples(args, tokenizer, str(path))
         for path in (tmp_path / "parts").glob("agent_*.jsonl")
     ]
-    assert parts and not reserved & {
-        tuple(example["ids"]) for examples_of_part in parts for example in examples_of_part
-    }
+    assert (
+        reserved
+        and parts
+        and not reserved
+        & {tuple(example["ids"]) for examples_of_part in parts for example in examples_of_part}
+    )
 
 
 # --- rewards ---

@@ -507,7 +507,7 @@ def test_a_run_that_goes_on_is_not_completed(whole, crashing, tmp_path):
     table = plot.load_runs(str(tmp_path / "runs"))
     assert len(table) == 8 * 3 and not table["completed"].any()
     with pytest.raises(SystemExit, match="no finished run in there"):
-        plot.finished_runs((str(tmp_path / "runs"),))
+        plot.finished_runs((str(tmp_path / "runs"),), ())
     resume_longer(folder, 9)
     assert json.loads((folder / "summary.json").read_text())["completed"]
     assert plot.load_runs(str(tmp_path / "runs"))["completed"].all()
