@@ -2924,14 +2924,23 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
     if held[0] == 0:  # held-out prompts are the same on all ranks
         for task, examples in tests.items():
             check_number(args, task, examples, 1, "eval-prompts", args.eval_prompts)
-    for examples in ([*itertools.chain(*training.values())], *tests.values()):
-        if len({isinstance(example["row"][args.prompt_column], list) for example in examples}) > 1:
-            problem = "must have texts as prompts or messages, not both"
-            refuse_data(args, "dataset", " ".join(args.dataset), problem)
+    # Prompts of one call of a reward function are of one kind
+    check_kind(args, [*itertools.chain(*training.values())])
+    for examples in tests.values():
+        check_kind(args, examples, args.eval_dataset)
     if args.communicator == "similarity" and not pool:
         reason = "must compare on held-out prompts, and there are none"
         communicators.refuse(args, "communicator", reason)
     return training, tests, pool[:PUBLIC_STATES]
+
+
+def check_kind(args: Args, examples: list[dict], eval_dataset: str = "") -> None:
+    """End where the prompts of some examples are texts and those of others are messages."""
+    if len({isinstance(example["row"][args.prompt_column], list) for example in examples}) > 1:
+        problem = "must have texts as prompts or messages, not both"
+        if eval_dataset:
+            refuse_data(args, "eval-dataset", eval_dataset, problem)
+        refuse_data(args, "dataset", " ".join(args.dataset), problem)
 
 
 def check_number(

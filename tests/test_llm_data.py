@@ -433,6 +433,15 @@ def test_prompts_are_texts_or_messages_but_not_both(files, tokenizer, tmp_path):
     args = tiny(files, "runs", num_agents=2, dataset=(*names,), eval_prompts=0, batch_size=1)
     message = refusal(prpo_llm.deal, args, tokenizer, range(2))
     assert message.endswith("must have texts as prompts or messages, not both")
+    assert message.startswith("--dataset ")
+    other = [{"role": "user", "content": "b a"}]
+    rows = [{"prompt": prompt, "completion": "c"} for prompt in ("a c", other)]
+    both = write(tmp_path / "both.jsonl", rows)
+    args.dataset = (names[0], names[0])
+    args.eval_dataset = both
+    args.eval_prompts = 2
+    message = refusal(prpo_llm.deal, args, tokenizer, range(2))
+    assert message == f"--eval-dataset {both}: must have texts as prompts or messages, not both"
 
 
 @pytest.mark.parametrize("name", ["preference", "coverage", "hardness"])
@@ -706,21 +715,40 @@ def test_held_out_prompts_are_reserved_in_every_format(many, files, tokenizer, c
             for examples_of_part in examples.values()
             for example in examples_of_part
         }
-    # What a script holds out is in no part that benchmark/partition.py makes of the file
-    args = tiny(files, "runs", dataset=many, prompts_per_agent=999, eval_prompts=99)
-    _, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
+    # In one file: what is held out as a text is not trained on as a message
+    args = tiny(files, "runs", prompts_per_agent=999, eval_prompts=99)
+    twice = write(tmp_path / "twice.jsonl", rows + talk)
+    kept = [
+        example["row"]
+        for example in prpo_llm.load_examples(args, tokenizer, twice)
+        if isinstance(example["row"]["prompt"], str) == (example["place"] < prpo_llm.HELD_OUT)
+    ]
+    args.dataset = (write(tmp_path / "one_file.jsonl", kept),)
+    examples, tests, _ = prpo_llm.deal(args, tokenizer, range(2))
     reserved = {tuple(example["ids"]) for example in tests["validation"]}
-    deal_files(many, files, tmp_path / "parts", "--partition", "iid", "--prompts-per-agent", "10")
+    messages = [row["prompt"][0]["content"] for row in kept if isinstance(row["prompt"], list)]
+    assert reserved & {tuple(ids) for ids in tokenizer(messages)["input_ids"]}
+    assert not reserved & {
+        tuple(example["ids"])
+        for examples_of_part in examples.values()
+        for example in examples_of_part
+    }
+    deal_files(
+        args.dataset[0],
+        files,
+        tmp_path / "parts",
+        "--partition",
+        "iid",
+        "--prompts-per-agent",
+        "10",
+    )
     parts = [
         prpo_llm.load_examples(args, tokenizer, str(path))
         for path in (tmp_path / "parts").glob("agent_*.jsonl")
     ]
-    assert (
-        reserved
-        and parts
-        and not reserved
-        & {tuple(example["ids"]) for examples_of_part in parts for example in examples_of_part}
-    )
+    assert parts and not reserved & {
+        tuple(example["ids"]) for examples_of_part in parts for example in examples_of_part
+    }
 
 
 # --- rewards ---

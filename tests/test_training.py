@@ -1338,7 +1338,7 @@ def test_before_the_first_round_agents_are_isolated(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["reward", "softmax-reward", "rank-reward"])
 def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypatch):
-    """Also over a restart; an agent without any episode reports nan."""
+    """Also over a restart; an agent without any episode counts with the mean of the others."""
     script = PRPO_MINIGRID
     receive = PRPO_MINIGRID.Envs.receive
     reported = []
@@ -1380,6 +1380,12 @@ def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypa
     )
     for row, matrix in zip(expected_returns, matrices, strict=True):
         torch.testing.assert_close(matrix, make(script.Args(num_agents=3, communicator=name), row))
+        if row.isnan().any():
+            others = matrix[:, ~row.isnan()]
+            mean = others.mean(1)
+            if name == "softmax-reward":  # of a mean return the weight is the geometric mean
+                mean = others.prod(1).sqrt()
+            torch.testing.assert_close(matrix[:, 1], mean, rtol=1e-5, atol=1e-6)
         assert (matrix > 0).all()
 
 
