@@ -263,13 +263,20 @@ def list_minigrid_results(grid: Grid) -> Iterator[str]:
 
 
 def list_paper_length(grid: Grid) -> Iterator[str]:
-    """Three methods on FourRooms with the paper's 5 M steps."""
+    """The paper's 5 M steps on FourRooms, where the KL has the paper's direction too, and 1 M on
+    the other tasks.
+    """
     for seed in grid.seeds:
-        for method in ("isolated", "fedavg-uniform", "pr-uniform"):
-            settings = {"task": MINIGRID.tasks[0], "seed": seed, "direction": "reverse"}
-            settings["steps"] = MINIGRID.steps
-            settings["folder"] = "runs/fourrooms-5m"
-            yield from list_method("minigrid", "--results", grid, method, **settings)
+        for task in MINIGRID.tasks:
+            four_rooms = "FourRooms" in task
+            methods = ["isolated", "fedavg-uniform", "pr-uniform"]
+            if four_rooms:
+                methods.append("pr-uniform-forward")
+            for method in methods:
+                settings = {"task": task, "seed": seed, "direction": choose_direction(method)}
+                settings["steps"] = MINIGRID.steps if four_rooms else 1000000
+                settings["folder"] = "runs/fourrooms-5m" if four_rooms else "runs/minigrid-1m"
+                yield from list_method("minigrid", "--results", grid, method, **settings)
 
 
 def list_method(
