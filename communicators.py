@@ -2265,6 +2265,10 @@ def report_unused(args: RunArgs, unused: dict[str, str]) -> None:
 
     unused: flag of the script -> with what it has none.
     """
+    mixes = args.aggregation == "policy" and args.communicator != "identity"
+    distills = getattr(args, "distill_epochs", 0) > 0
+    if mixes and args.num_agents > 1 and args.kl_coef == 0 and not distills:
+        announce("--kl-coef 0: policies are sent, and peers have no influence")
     unused = dict(unused)
     communicator = f"with --communicator {args.communicator}"
     if args.communicator != "self-preferred":

@@ -2916,42 +2916,52 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
             # From the other end, so that they are others than those of `validation`
             of_topic = [example for example in pool[::-1] if example["topic"] == name]
             tests[name] = of_topic[: args.eval_prompts]
+    source = ("dataset", " ".join(args.dataset))
+    held_out = ("eval-dataset", args.eval_dataset) if args.eval_dataset else source
     for i in held:
         # An agent with a separate data set has all of it, so that none are missing
         count = 0 if separate else args.prompts_per_agent
         owner = f"agent {i}"
-        check_number(args, owner, training[i], args.batch_size, "prompts-per-agent", count)
+        check_number(args, source, owner, training[i], args.batch_size, "prompts-per-agent", count)
     if held[0] == 0:  # held-out prompts are the same on all ranks
         for task, examples in tests.items():
-            check_number(args, task, examples, 1, "eval-prompts", args.eval_prompts)
+            check_number(args, held_out, task, examples, 1, "eval-prompts", args.eval_prompts)
     # Prompts of one call of a reward function are of one kind
-    check_kind(args, [*itertools.chain(*training.values())])
+    check_kind(args, source, [*itertools.chain(*training.values())])
     for examples in tests.values():
-        check_kind(args, examples, args.eval_dataset)
+        check_kind(args, held_out, examples)
     if args.communicator == "similarity" and not pool:
         reason = "must compare on held-out prompts, and there are none"
         communicators.refuse(args, "communicator", reason)
     return training, tests, pool[:PUBLIC_STATES]
 
 
-def check_kind(args: Args, examples: list[dict], eval_dataset: str = "") -> None:
-    """End where the prompts of some examples are texts and those of others are messages."""
+def check_kind(args: Args, source: tuple[str, str], examples: list[dict]) -> None:
+    """End where the prompts of some examples are texts and those of others are messages.
+
+    source: the flag and the name of their data set.
+    """
     if len({isinstance(example["row"][args.prompt_column], list) for example in examples}) > 1:
-        problem = "must have texts as prompts or messages, not both"
-        if eval_dataset:
-            refuse_data(args, "eval-dataset", eval_dataset, problem)
-        refuse_data(args, "dataset", " ".join(args.dataset), problem)
+        refuse_data(args, *source, "must have texts as prompts or messages, not both")
 
 
 def check_number(
-    args: Args, owner: str, examples: list[dict], least: int, flag: str, count: int
+    args: Args,
+    source: tuple[str, str],
+    owner: str,
+    examples: list[dict],
+    least: int,
+    flag: str,
+    count: int,
 ) -> None:
     """End where there are fewer examples than `least`; report where there are fewer than the flag's
-    count."""
+    count.
+
+    source: the flag and the name of their data set.
+    """
     if len(examples) < least:
-        name = " ".join(args.dataset)
         problem = f"{owner} has {len(examples)} prompts, {least} are needed"
-        refuse_data(args, "dataset", name, problem)
+        refuse_data(args, *source, problem)
     if len(examples) < count:
         print(f"{owner} has {len(examples)} prompts, fewer than --{flag} {count}", flush=True)
 

@@ -1045,6 +1045,16 @@ def test_a_run_without_a_communication_round_reports_it(capsys):
         )
 
 
+def test_a_coefficient_of_zero_is_reported_where_policies_are_mixed(capsys):
+    parse_args(prpo_llm, ["--kl-coef", "0"])
+    line = "--kl-coef 0: policies are sent, and peers have no influence\n"
+    assert capsys.readouterr().out == line
+    parse_args(prpo_llm, ["--kl-coef", "0", "--aggregation", "weights"])
+    parse_args(prpo_llm, ["--kl-coef", "0", "--communicator", "identity"])
+    parse_args(prpo_llm, ["--kl-coef", "0.1"])
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("flag", UNUSED)
 def test_flags_without_effect_are_reported_in_one_line(flag, capsys, monkeypatch):
     """The run goes on; of several ranks the first one reports."""

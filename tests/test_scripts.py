@@ -445,6 +445,20 @@ def test_flags_without_effect_are_reported_in_one_line(argv, flags, reason, caps
     assert capsys.readouterr().out == ""
 
 
+def test_a_coefficient_of_zero_is_reported_where_nothing_else_pulls(capsys):
+    """Policies would be sent for nothing."""
+    line = "--kl-coef 0: policies are sent, and peers have no influence\n"
+    for script in (PRPO_MINIGRID, PRPO_ATARI):
+        script.parse_args(["--kl-coef", "0"])
+        assert capsys.readouterr().out == line
+        for other in ("--num-agents 1", "--communicator identity", "--distill-epochs 1"):
+            script.parse_args(["--kl-coef", "0", *other.split()])
+        for aggregation in ("none", "weights", "both", "proximal"):
+            script.parse_args(["--kl-coef", "0", "--aggregation", aggregation])
+        script.parse_args(["--kl-coef", "0.1"])
+        assert capsys.readouterr().out == ""
+
+
 @every_family
 def test_agents_must_be_shared_evenly_by_the_ranks(script, monkeypatch, capsys):
     """One rank prints the error line, and all ranks end."""
