@@ -2267,8 +2267,7 @@ def report_unused(args: RunArgs, unused: dict[str, str]) -> None:
     """
     mixes = args.aggregation == "policy" and args.communicator != "identity"
     distills = getattr(args, "distill_epochs", 0) > 0
-    is_zero = getattr(args, "kl_coef", None) == 0  # PR-TRPO has none
-    if mixes and args.num_agents > 1 and is_zero and not distills:
+    if mixes and args.num_agents > 1 and args.kl_coef == 0 and not distills:
         announce("--kl-coef 0: policies are sent, and peers have no influence")
     unused = dict(unused)
     communicator = f"with --communicator {args.communicator}"

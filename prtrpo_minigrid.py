@@ -139,7 +139,8 @@ class Args(RunArgs):
 
     # What prpo_minigrid.py's functions read, and is no flag here
     kl_direction = "forward"  # of eq. 9
-    kl_schedule = "constant"  # a constraint has no coefficient
+    kl_coef = None  # a constraint has no coefficient
+    kl_schedule = "constant"
     aggregation = "policy"
     private_heads = ()
     robust = "none"
