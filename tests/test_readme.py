@@ -199,6 +199,31 @@ def test_sweeps_leave_out_only_what_they_mean_to():
     assert list_methods("crowd", "--tune") == name_all(sharing | {"pr-reward", "isolated"}, (8,))
 
 
+def test_the_papers_length_has_the_settings_that_the_search_chose():
+    """Each method's best of the search's last rung, by the training return over the run; but not
+    that of isolated agents that the first rung dropped.
+    """
+    table = REPOSITORY / "benchmark" / "results" / "fourrooms_tuning_runs.csv"
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(row for row in file if not row.startswith("#")))
+    best = {}
+    for row in rows:
+        method, rate, coef = row["method"].split("_")
+        result = float(row["mean_training_return"]), rate[2:], coef[4:]
+        if int(row["timesteps"]) > 900_000 and (method, *result[1:]) != ("isolated", "1e-3", "0.5"):
+            best[method] = max(result, best.get(method, (0, "", "")))
+    chosen = {(method, *setting) for method, (_, *setting) in best.items()}
+    assert len(chosen) == 4
+    lines, _ = print_sweep("minigrid", "--results")
+    listed = set()
+    for line in lines:
+        if "fourrooms-5m" in line:
+            pattern = r"--learning-rate (\S+) --kl-coef (\S+) .*--exp-name (\S+)"
+            rate, coef, name = re.search(pattern, line).groups()
+            listed.add((name.removesuffix("-searched"), rate, coef))
+    assert chosen <= listed
+
+
 @pytest.mark.parametrize("family", ["minigrid", "crowd", "anchor"])
 def test_sweeps_estimate_the_time_of_what_they_print(family):
     """Agents x steps of each line at the speed of its script on two cores, which differ from line
