@@ -221,9 +221,9 @@ GRIDS = {
 
 # What the search on FourRooms has chosen, where it is not what GRIDS has (docs/results.md)
 SEARCHED = {
-    "isolated": {"rates": ("5e-4",), "kl_coefs": ("0.5",)},
-    "fedavg-uniform": {"rates": ("1e-3",), "kl_coefs": ("2",)},
-    "pr-uniform": {"rates": ("5e-4",), "peer_coefs": ("0.5",)},
+    "isolated": {"rates": ("5e-4",)},
+    "fedavg-uniform": {"kl_coefs": ("2",)},
+    "pr-uniform": {"rates": ("5e-4",)},
 }
 
 
@@ -286,7 +286,7 @@ def list_paper_length(grid: Grid) -> Iterator[str]:
                 yield from list_method("minigrid", "--results", grid, method, **settings)
                 if four_rooms and method in SEARCHED:
                     searched = replace(grid, **SEARCHED[method])
-                    settings["name"] = f"{method}-searched"
+                    settings["suffix"] = "-searched"
                     yield from list_method("minigrid", "--results", searched, method, **settings)
 
 
@@ -301,12 +301,12 @@ def list_method(
     steps: int,
     folder: str,
     direction: str = "forward",
-    name: str = "",
+    suffix: str = "",
 ) -> Iterator[str]:
     """A command for each learning rate and coefficient of a method.
 
-    Table 2's settings are flags, because the scripts have other defaults. Without a name, runs are
-    called after the method, and in a search after their settings too.
+    Table 2's settings are flags, because the scripts have other defaults. suffix: of the name of
+    the runs, where it does not end with their settings.
     """
     script = f"prpo_{family}.py"
     coefs = grid.kl_coefs
@@ -322,13 +322,13 @@ def list_method(
         coefs = grid.peer_coefs
     for rate in grid.rates:
         for coef in coefs:
-            default = method if mode == "--results" else f"{method}_lr{rate}_coef{coef}"
+            name = method + suffix if mode == "--results" else f"{method}_lr{rate}_coef{coef}"
             yield join(
                 f"{ONE_THREAD} {script} --communicator {communicator} --env-id {task}",
                 f"--seed {seed} --total-timesteps {steps} --learning-rate {rate} --kl-coef {coef}",
                 f"--kl-direction {direction} --local-updates {grid.local_updates}",
                 grid.common,
-                f"--run-dir {folder} --exp-name {name or default}",
+                f"--run-dir {folder} --exp-name {name}",
             )
 
 
