@@ -478,7 +478,8 @@ PROXIMAL_COEFS = ("0.001", "0.01", "0.1", "1")
 # Also with a coefficient that falls to 0
 LINEAR_METHODS = ("fedavg-surrogate", "pr-reward", "pr-surrogate")
 # Method -> coefficient; else 0.5. Of the methods for which choose.py prefers another one, for goals
-# the four that gain most by it, for unlock-goals three (docs/results.md, section 12)
+# the four that gain most by it, for unlock-goals three, while its pull (proximal) is untuned
+# (docs/results.md, section 12)
 CHOSEN_GOALS = {
     "goals": {
         "fedavg-pairs": "0.02",
