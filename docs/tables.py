@@ -444,6 +444,30 @@ def tasks(name: str, column: str = "mean_training_return") -> str:
     return format_table(["", *map(name_task, envs)], rows)
 
 
+RANKS = ("best", "second", "third", "fourth")
+
+
+def settings(name: str) -> str:
+    """What a search compared in its longest runs: the settings of each method, best first, with the
+    training return over the run.
+    """
+    runs = read_runs(name)
+    runs = runs[runs.timesteps == runs.timesteps.max()]
+    parts = runs.method.str.extract("(?P<method>[^_]+)(?:_lr(?P<rate>[^_]+))?_coef(?P<coef>.+)")
+    runs = runs.assign(**parts).sort_values("mean_training_return", ascending=False)
+    rows = []
+    for method, style in METHODS.items():
+        cells = []
+        for run in runs[runs.method == method].itertuples():
+            rate = f"{run.rate} and " if isinstance(run.rate, str) else ""
+            cells.append(f"{rate}{run.coef}: {run.mean_training_return:.3f}")
+        if cells:
+            rows.append([style.label, *cells])
+    width = max(map(len, rows))
+    rows = [row + [""] * (width - len(row)) for row in rows]
+    return format_table(["", *RANKS[: width - 1]], rows)
+
+
 def ends(name: str) -> str:
     """Training return at the end and over the run, and how far policies have moved: methods of one
     task.
