@@ -477,9 +477,8 @@ GOAL_COEFS = ("0.02", "0.1", "0.5", "2")
 PROXIMAL_COEFS = ("0.001", "0.01", "0.1", "1")
 # Also with a coefficient that falls to 0
 LINEAR_METHODS = ("fedavg-surrogate", "pr-reward", "pr-surrogate")
-# Method -> coefficient; else 0.5. Of the methods for which choose.py prefers another one, for goals
-# the four that gain most by it, for unlock-goals three, while its pull (proximal) is untuned
-# (docs/results.md, section 12)
+# Method -> coefficient; else 0.5. What choose.py prefers; for goals only of the four methods that
+# gain most by it (docs/results.md, section 12)
 CHOSEN_GOALS = {
     "goals": {
         "fedavg-pairs": "0.02",
@@ -488,10 +487,19 @@ CHOSEN_GOALS = {
         "proximal-uniform": "0.1",
     },
     "unlock-goals": {
+        "both-surrogate": "0.02",
+        "fedavg-pairs": "0.02",
+        "fedavg-surrogate": "0.1",
+        "fedavg-surrogate-linear": "0.1",
+        "fedavg-then-alone": "0.02",
         "fedavg-uniform": "0.1",
         "isolated": "2",
+        "pr-pairs": "0.02",
         "pr-reward": "0.1",
-        "proximal-uniform": "0.01",
+        "pr-reward-linear": "0.1",
+        "pr-surrogate": "0.1",
+        "pr-uniform": "0.1",
+        "proximal-uniform": "0.001",
     },
 }
 

@@ -199,15 +199,19 @@ def test_sweeps_leave_out_only_what_they_mean_to():
     assert list_methods("crowd", "--tune") == name_all(sharing | {"pr-reward", "isolated"}, (8,))
 
 
+def read_runs(name):
+    """The rows per run of a result."""
+    table = REPOSITORY / "benchmark" / "results" / f"{name}_runs.csv"
+    with table.open(newline="") as file:
+        return list(csv.DictReader(row for row in file if not row.startswith("#")))
+
+
 def test_the_papers_length_has_the_settings_that_the_search_chose():
     """Each method's best of the search's last rung, by the training return over the run; but not
     that of isolated agents that the first rung dropped.
     """
-    table = REPOSITORY / "benchmark" / "results" / "fourrooms_tuning_runs.csv"
-    with table.open(newline="") as file:
-        rows = list(csv.DictReader(row for row in file if not row.startswith("#")))
     best = {}
-    for row in rows:
+    for row in read_runs("fourrooms_tuning"):
         method, rate, coef = row["method"].split("_")
         result = float(row["mean_training_return"]), rate[2:], coef[4:]
         if int(row["timesteps"]) > 900_000 and (method, *result[1:]) != ("isolated", "1e-3", "0.5"):
@@ -222,6 +226,23 @@ def test_the_papers_length_has_the_settings_that_the_search_chose():
             rate, coef, name = re.search(pattern, line).groups()
             listed.add((name.removesuffix("-searched"), rate, coef))
     assert chosen <= listed
+
+
+def test_the_second_task_of_own_goals_has_the_coefficients_that_the_search_chose():
+    """Each method's best on the tuning seed, by the training return over the run."""
+    best = {}
+    for row in read_runs("unlock_goals_tuning"):
+        method, coef = row["method"].split("_coef")
+        result = float(row["mean_training_return"]), coef
+        best[method] = max(result, best.get(method, (0, "")))
+    lines, _ = print_sweep("unlock-goals", "--results")
+    listed = {}
+    for line in lines:
+        pattern = r"--(?:kl|prox)-coef (\S+) .*--exp-name (\S+)"
+        coef, name = re.search(pattern, line).groups()
+        listed[name] = coef
+    assert listed == {method: coef for method, (_, coef) in best.items()}
+    assert len(listed) == 15
 
 
 @pytest.mark.parametrize("family", ["minigrid", "crowd", "anchor"])
