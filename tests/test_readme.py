@@ -27,6 +27,7 @@ SHORT = {
     "prpo_minigrid.py": "MiniGrid-Empty-5x5-v0",
     "prpo_atari.py": "BreakoutNoFrameskip-v4",
 }
+# In float32, because bfloat16 is slow on processors that do not have it
 FEW = "--total-steps 1 --batch-size 1 --group-size 2 --response-length 8 --eval-prompts 1"
 FEW += " --update-epochs 1 --lora-rank 4 --value-lora-rank 4 --precision float32"
 FEW_EPISODES = "--total-steps 1 --local-updates 1 --batch-size 1 --group-size 2 --max-turns 2"
