@@ -62,6 +62,8 @@ TINY_OF = {
         "update_epochs": 1,
     },
 }
+# Public states of fewer games: to play the usual number takes longer than a tiny run's training
+prpo_atari.collect_public_states.__defaults__ = (96, 3)
 
 
 class Variant:

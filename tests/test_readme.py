@@ -18,8 +18,7 @@ BLOCKS = [
 ]
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 # Appended to a command: of a flag that is given twice, the last one counts
-SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "2", "--run-dir"]
-# Whole games are long: only those of SHORT are played
+SMALL = ["--total-timesteps", "512", "--num-steps", "64", "--eval-episodes", "0"]
 SMALL_ATARI = ["--total-timesteps", "64", "--num-steps", "16", "--eval-episodes", "0"]
 SMALL_ATARI += ["--num-envs", "2"]
 # Whose films are short
@@ -117,11 +116,11 @@ def test_both_set_up_everything_and_ci_runs_the_same_tests():
 @on_commands("prpo_minigrid", "prpo_atari", "fedavg_ppo", "prtrpo_minigrid")
 def test_training_commands_run(words, tmp_path):
     """Every training command ends with a summary; only its budget is cut."""
-    budget = SMALL[:-1]
+    budget = SMALL
     if re.search("atari|NoFrameskip", " ".join(words)):
         budget = SMALL_ATARI
     if "--capture-video" in words:
-        budget = [*budget, "--env-id", SHORT[words[1]], "--eval-episodes", "2"]
+        budget = [*budget, "--env-id", SHORT[words[1]]]
     folder = run(words, *budget, cwd=tmp_path)
     assert (folder / "summary.json").exists()
     assert len(list(folder.glob("videos/*.mp4"))) == (3 if "--capture-video" in words else 0)
@@ -270,7 +269,8 @@ def test_sweep_commands_run_and_are_plotted(tmp_path):
     lines, _ = print_sweep(*shlex.split(generator)[2:])
     assert len(lines) == len(set(lines)) == 60
     # A task where episodes end soon
-    small = ["--env-id", "MiniGrid-Empty-5x5-v0", *SMALL, str(tmp_path / "runs")]
+    small = ["--env-id", "MiniGrid-Empty-5x5-v0", *SMALL, "--eval-episodes", "2"]
+    small += ["--run-dir", str(tmp_path / "runs")]
     commands = []
     for name in ("pr-similarity", "fedavg-uniform"):
         line = next(line for line in lines if name in line)
