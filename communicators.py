@@ -776,6 +776,21 @@ def clip_update(before: Tensor, after: Tensor, max_norm: float) -> Tensor:
 # --- 2. exchange ---
 
 
+def set_device(name: str) -> torch.device:
+    """The device of this process, prepared for computations."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{get_local_rank() % torch.cuda.device_count()}"
+    if name.startswith("cuda"):
+        torch.cuda.set_device(name)  # before anything is captured or sent from the wrong one
+        # The same float32 products in rollouts (matrix products) and updates (convolutions): by
+        # default only cuDNN rounds to TF32, and the first ratio of an update would not be 1
+        torch.backends.cudnn.allow_tf32 = False
+        torch.set_float32_matmul_precision("highest")
+    return torch.device(name)
+
+
 class Exchange:
     """Which process holds which agents, and all communication between them.
 
@@ -802,7 +817,7 @@ class Exchange:
         agents_per_rank = num_agents // self.world_size
         first = self.rank * agents_per_rank
         self.agents = range(first, first + agents_per_rank)  # the agents this process holds
-        self.device = self._set_device(str(device))
+        self.device = set_device(str(device))
         self.timeout = datetime.timedelta(seconds=timeout)
         self.bytes_sent = 0
         if self.distributed:
@@ -820,21 +835,6 @@ class Exchange:
     def describe(self) -> dict[str, float]:
         """Scalars about the communication, for the log."""
         return {"communication/bytes": self.bytes_sent}
-
-    @staticmethod
-    def _set_device(name: str) -> torch.device:
-        """The device of this process, prepared for computations."""
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cuda":
-            name = f"cuda:{get_local_rank() % torch.cuda.device_count()}"
-        if name.startswith("cuda"):
-            torch.cuda.set_device(name)  # before anything is captured or sent from the wrong one
-            # The same float32 products in rollouts (matrix products) and updates (convolutions): by
-            # default only cuDNN rounds to TF32, and the first ratio of an update would not be 1
-            torch.backends.cudnn.allow_tf32 = False
-            torch.set_float32_matmul_precision("highest")
-        return torch.device(name)
 
     def _connect(self) -> None:
         """Join the process group, and begin to show signs of life."""
@@ -3579,7 +3579,7 @@ class Run:
             return
         for i in sorted(find_diverged_agents(self.latest, members) - diverged_before):
             place = f"{self.counter} {self.iteration}"
-            print(f"\n{place}: agent {i} has diverged, it learns no more", flush=True)
+            print(f"\n{place}: agent {i} has diverged, its loss is not finite", flush=True)
         rate = self.iteration * self.units_per_iteration / self.train_seconds
         scalars = scalars | self.exchange.describe()
         self._log_to_tensorboard(scalars, rate, communicator, distances, matrix_changed)

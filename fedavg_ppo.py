@@ -6,7 +6,7 @@ The baseline of PR-PPO: `prpo_minigrid.py` or `prpo_atari.py`, chosen by the tas
 before the update (eq. 3 of the PRPO paper).
 
     python fedavg_ppo.py                                         # three agents in one process
-    python fedavg_ppo.py --env-id BeamRiderNoFrameskip-v4        # the same on Atari
+    python fedavg_ppo.py --env-id BeamRiderNoFrameskip-v4        # on Atari (and --help: its flags)
     python fedavg_ppo.py --communicator similarity               # a weighted average (WeightedAvg)
     torchrun --nproc-per-node 3 fedavg_ppo.py                    # one agent per process
     python fedavg_ppo.py --resume runs/<name>                    # continue an interrupted run
@@ -52,21 +52,26 @@ def find_task(argv: list[str] | None = None) -> str:
     if folder:
         try:
             settings = json.loads(Path(folder, "config.json").read_text())
-            return (*settings["env_ids"], settings["env_id"])[0]
+            return first_task(settings["env_ids"], settings["env_id"])
         except (OSError, ValueError, KeyError, TypeError):
             pass  # the checks of the arguments name what is wrong with the folder
-    return (given.env_ids or [given.env_id])[0]
+    return first_task(given.env_ids, given.env_id)
+
+
+def first_task(env_ids: list[str] | None, env_id: str) -> str:
+    """The task of agent 0."""
+    return env_ids[0] if env_ids else env_id
 
 
 def is_atari(env_id: str) -> bool:
     """Whether a task is a game of the Atari 2600, or one of your own that shows as many frames."""
-    if ":" in env_id:
+    if prpo_atari.is_custom(env_id):
         try:
             space = gym.make(env_id, disable_env_checker=True).observation_space
         except Exception:  # the checks of the arguments report why it cannot be made
             return False
         return space.shape == (4, 84, 84)
-    return env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")
+    return prpo_atari.is_ale(env_id)
 
 
 def choose_family(argv: list[str] | None = None) -> tuple[ModuleType, type]:

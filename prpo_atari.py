@@ -80,7 +80,7 @@ class Args(RunArgs):
     # the same run
     save_every: Count = 128
     eval_episodes: Natural = 10
-    """whole games per agent and task at the end, with unclipped scores (0: no evaluation)"""
+    """whole games per agent and task in an evaluation, with unclipped scores (0: none)"""
     capture_video: bool = False  # record one game per agent at the end
     # folder of a run: load its agents and play, also on another task, instead of training; prints a
     # table
@@ -100,11 +100,11 @@ class Args(RunArgs):
     # always is
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
     # how parameters are averaged: none: by the weighted mean; median, trimmed: coordinate by
-    # coordinate, the latter by the mean without a quarter of the values at each end
+    # coordinate, the latter by the mean without a quarter of the values at each end, at least one
     robust: Literal["none", "median", "trimmed"] = "none"
     local_updates: Count = 16  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
-    """coefficient of the KL penalty towards the reference policy"""
+    """coefficient of the KL penalty towards the reference policy, of FedAvg the agent's own"""
     kl_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 over the run, as the learning rate does"""
     kl_direction: Literal["forward", "reverse"] = "forward"
@@ -150,8 +150,8 @@ class Args(RunArgs):
     max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
     target_kl: Positive | None = None
     """skip an agent's further epochs once its approximate KL exceeds this"""
-    # of the convolutions (autocast); heads and losses are always float32. auto: bfloat16 where the
-    # hardware has it
+    # of all layers but the heads (autocast); heads and losses are always float32. auto: bfloat16
+    # where the hardware has it
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     # compile the networks with torch.compile, which is not thread-safe: the agents then compute one
     # after the other
@@ -302,7 +302,7 @@ def rollout(
 
     @torch.inference_mode()
     def play(group: slice) -> Iterator[None]:
-        """All steps of a group of games, in its own thread; the first group keeps the clock."""
+        """All steps of a group of games; the first group keeps the clock."""
         for step in range(args.num_steps):
             now = slice(None), step, group
             obs[now] = torch.from_numpy(envs.obs[:, group])
@@ -468,7 +468,6 @@ def estimate_gains(
     return gains
 
 
-@torch.enable_grad()
 def learn(
     agent: Agent,
     optimizer,
@@ -561,13 +560,12 @@ def learn(
             if args.aggregation == "proximal":
                 losses["proximal_loss"] = proximal_loss.detach()
             yield losses
-            if not finite:  # this agent has diverged and learns no more, but its peers do
+            if not finite:  # this agent has diverged and its update ends; those of its peers go on
                 return
         if args.target_kl is not None and approx_kl > args.target_kl:
             return
 
 
-@torch.enable_grad()
 def distill(
     agent: Agent,
     optimizer,
@@ -623,15 +621,15 @@ def diagnose_update(
     """What an update did to agent i's policy, on about `number` states of its rollout."""
     every = max(1, len(batch["obs_inds"]) // number)
     rows = batch["obs_inds"][::every]
-    peers = [j for j in communicator[i].nonzero().flatten().tolist() if j != i]
+    others = [j for j in communicator[i].nonzero().flatten().tolist() if j != i]
     log_probs = []
-    for network in (agent, snapshots[i], *(snapshots[j] for j in peers)):
+    for network in (agent, snapshots[i], *(snapshots[j] for j in others)):
         logits, _ = network.predict(obs[rows])
         log_probs.append(logits.log_softmax(-1))
-    after, snapshot, *of_peers = log_probs
+    after, snapshot, *of_others = log_probs
     reference = batch["reference"][::every]
     return communicators.diagnose(
-        behaviour[rows], after, snapshot, of_peers, reference, args.kl_direction
+        behaviour[rows], after, snapshot, of_others, reference, args.kl_direction
     )
 
 
@@ -736,8 +734,10 @@ def main(args: Args) -> dict:
         else:
             calls = []
             for k, i in enumerate(held):
-                inputs = i, obs[k], behaviour[k], peers.views[k], communicator, args
-                calls.append(functools.partial(compute_reference, *inputs))
+                call = functools.partial(
+                    compute_reference, i, obs[k], behaviour[k], peers.views[k], communicator, args
+                )
+                calls.append(call)
             references = communicators.in_parallel(calls, workers, threads)
         for batch, reference in zip(batches, references, strict=True):
             batch["reference"] = reference[batch["obs_inds"]]
@@ -752,13 +752,24 @@ def main(args: Args) -> dict:
         # Update: every agent takes its minibatches in order, and the agents take turns on the cores
         learners = []
         for k in range(len(held)):
-            inputs = agents[k], optimizers[k], generators[k], obs[k], batches[k]
-            learners.append(learn(*inputs, kl_coef, args, anchors[k]))
+            learner = learn(
+                agents[k],
+                optimizers[k],
+                generators[k],
+                obs[k],
+                batches[k],
+                kl_coef,
+                args,
+                anchors[k],
+            )
+            learners.append(learner)
         losses = communicators.take_turns(learners, workers, threads)
         diagnostics = []
         for k, i in enumerate(held):
-            inputs = i, agents[k], obs[k], behaviour[k], batches[k], peers.views[k]
-            diagnostics.append(diagnose_update(*inputs, communicator, args))
+            diagnosis = diagnose_update(
+                i, agents[k], obs[k], behaviour[k], batches[k], peers.views[k], communicator, args
+            )
+            diagnostics.append(diagnosis)
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
@@ -807,8 +818,7 @@ def main(args: Args) -> dict:
             # FedAvg: agents that take part go on from the average of what they received
             if args.aggregation in ("weights", "both"):
                 for k, i in enumerate(held):
-                    senders = communicator[i] > 0
-                    if participating[i] and peers.usable[senders].all() and communicator[i, i] < 1:
+                    if participating[i] and communicator[i, i] < 1:
                         average = compute_average(i, peers.views[k], communicator, args)
                         before = communicators.flatten(agents[k : k + 1])
                         shared = mark_shared(agents[k], args)
@@ -822,10 +832,19 @@ def main(args: Args) -> dict:
                 for k, i in enumerate(held):
                     if participating[i] and peers.usable[i] and communicator[i, i] < 1:
                         logits, _ = agents[k].predict(obs[k])
-                        inputs = logits.log_softmax(-1), peers.views[k], communicator, args
-                        reference = compute_reference(i, obs[k], *inputs)
-                        inputs = agents[k], optimizers[k], generators[k], obs[k]
-                        distillers[k] = distill(*inputs, batches[k]["obs_inds"], reference, args)
+                        policy = logits.log_softmax(-1)
+                        reference = compute_reference(
+                            i, obs[k], policy, peers.views[k], communicator, args
+                        )
+                        distillers[k] = distill(
+                            agents[k],
+                            optimizers[k],
+                            generators[k],
+                            obs[k],
+                            batches[k]["obs_inds"],
+                            reference,
+                            args,
+                        )
                 yielded = communicators.take_turns([*distillers.values()], workers, threads)
                 for k, kls in zip(distillers, yielded, strict=True):
                     distill_kls[k] = kls
@@ -905,6 +924,11 @@ def name_tasks(args: Args) -> list[str]:
 def is_custom(env_id: str) -> bool:
     """Whether a game is one of your own, module:id."""
     return ":" in env_id
+
+
+def is_ale(env_id: str) -> bool:
+    """Whether an id has the form of a game of the Arcade Learning Environment."""
+    return env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")
 
 
 def list_actions(env_id: str, args: Args) -> "list[ale_py.Action] | list[int]":
@@ -1003,6 +1027,10 @@ class CustomCamera:
         """The next frame."""
         self.env.step(int(actions[0]))
         return (self.env.render()[None, None],)
+
+    def close(self) -> None:
+        """Free the game."""
+        self.env.close()
 
 
 class Games:
@@ -1192,6 +1220,7 @@ def evaluate(
                 running[level] = False
     games.close()
     if film:
+        camera.close()
         video.close()
     return returns
 
@@ -1259,7 +1288,7 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
     """
     agents = agents or make_agents(args)
     agents = communicators.load_agents(args, agents)
-    device = "cpu" if args.device == "auto" else args.device
+    device = communicators.set_device(args.device)
     folder = Path(args.eval_only) / "videos"
     tests = make_tests(args)
     results = []
@@ -1284,9 +1313,13 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
 
 def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
-    args.precision = args.precision.replace("auto", choose_precision(args))
+    if args.precision == "auto":
+        args.precision = choose_precision(args)
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
+    if args.num_steps < 4:
+        valid = "must be at least 4: three may only start a game and press its button"
+        communicators.refuse(args, "num_steps", valid)
     if batch_size % args.num_minibatches:
         valid = f"must divide num_envs * num_steps = {batch_size}"
         communicators.refuse(args, "num_minibatches", valid)
@@ -1294,7 +1327,10 @@ def check_args(args: Args) -> None:
         valid = f"must be at least one rollout, {batch_size} steps"
         communicators.refuse(args, "total_timesteps", valid)
     if args.participation != 1 and not 2 <= round(args.participation * n) <= n:
-        communicators.refuse(args, "participation", f"must let 2..{n} agents take part in a round")
+        valid = f"must let 2..{n} agents take part in a round"
+        if n == 1:
+            valid = "must be 1 for one agent"
+        communicators.refuse(args, "participation", valid)
     communicators.check_aggregation(args)
     communicators.check_privacy(args)
     if args.greedy and not args.eval_only:
@@ -1310,32 +1346,32 @@ def check_args(args: Args) -> None:
 def check_envs(args: Args) -> None:
     """Every game is known and installed, and all have the same actions."""
     flag = "env_ids" if args.env_ids else "env_id"
-    first = None  # the actions of the first game
-    for env_id in list_env_ids(args):
+    actions = {}  # of each game
+    for env_id in dict.fromkeys(list_env_ids(args)):
         try:
             problem = find_game_problem(args, env_id)
-            actions = None if problem else list_actions(env_id, args)
+            if not problem:
+                actions[env_id] = list_actions(env_id, args)
         except Exception as error:  # unknown, maybe with a suggestion
             problem = communicators.first_line(error)
         if problem:
             valid = "must be <Game>NoFrameskip-v4 or ALE/<Game>-v5, or one of your own as module:id"
             communicators.refuse(args, flag, f"{valid}; {env_id}: {problem}")
-        if first is None:
-            first = actions
-        same = actions == first
-        if is_custom(env_id) or is_custom(list_env_ids(args)[0]):  # their actions have no names
-            same = len(actions) == len(first)
-        if not same:
-            valid = "need the same actions; give all 18 to each with --full-action-space"
-            communicators.refuse(args, flag, valid)
+    # Those of your own games have no names, only their number can be compared
+    named = [names for env_id, names in actions.items() if not is_custom(env_id)]
+    if len(set(map(len, actions.values()))) > 1 or any(names != named[0] for names in named):
+        valid = "need the same actions; give all 18 to each with --full-action-space"
+        communicators.refuse(args, flag, valid)
+    if not named:
+        unused = dict.fromkeys(("sticky_actions", "full_action_space"), "on games of your own")
+        communicators.announce_unused(args, unused)
 
 
 def find_game_problem(args: Args, env_id: str) -> str:
     """What makes an environment unusable here, nothing ("") if it is not."""
     name = strip_module(env_id)
     if not is_custom(env_id):
-        known_form = env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")
-        if not known_form:
+        if not is_ale(env_id):
             return "is none"
         return "" if find_spec("ale_py") else "ale-py is not installed"
     options = {"render_mode": "rgb_array"} if args.capture_video else {}  # a game may not know it

@@ -404,8 +404,8 @@ def main(args: Args) -> dict:
         learns = []  # bool [agents held]: those that have turns in an optimizer step
         for epoch in range(args.update_epochs):
             for inds in draw_minibatches(args, clients, counts, step, epoch):
-                inputs = present, model, trained, optimizer, batch, weights, inds
-                losses.append(learn(*inputs, kl_coef))
+                loss = learn(present, model, trained, optimizer, batch, weights, inds, kl_coef)
+                losses.append(loss)
                 learns.append((inds < max(counts)).any(1).tolist())
         run.tick("update")
 

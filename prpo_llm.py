@@ -1006,8 +1006,8 @@ def main(args: Args) -> dict:
         for epoch in range(args.update_epochs):
             order = draw_order(args, step, epoch).expand(len(held), -1)  # [agents, prompts]
             for inds in order.split(args.minibatch_size or args.batch_size, dim=1):
-                inputs = args, model, trained, optimizer, batch, weights, inds
-                losses.append(learn(*inputs, kl_coef))
+                loss = learn(args, model, trained, optimizer, batch, weights, inds, kl_coef)
+                losses.append(loss)
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator

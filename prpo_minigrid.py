@@ -16,7 +16,6 @@ import functools
 import importlib
 import itertools
 import re
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ class Args(RunArgs):
     """envpool is several times faster; auto takes it where it is installed and knows the task"""
     num_envs: Count = 4  # parallel environments per agent
     eval_episodes: Natural = 100
-    """episodes per agent and task in the official environment at the end (0: no evaluation)"""
+    """episodes per agent and task of an evaluation, in the official environment (0: none)"""
     capture_video: bool = False
     """record one episode per agent in the official environment at the end"""
     # folder of a run: load its agents and play, also on another task, instead of training; prints a
@@ -105,11 +104,11 @@ class Args(RunArgs):
     # always is
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
     # how parameters are averaged: none: by the weighted mean; median, trimmed: coordinate by
-    # coordinate, the latter by the mean without a quarter of the values at each end
+    # coordinate, the latter by the mean without a quarter of the values at each end, at least one
     robust: Literal["none", "median", "trimmed"] = "none"
     local_updates: Count = 4  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.5
-    """coefficient of the KL penalty towards the reference policy"""
+    """coefficient of the KL penalty towards the reference policy, of FedAvg the agent's own"""
     kl_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 over the run, as the learning rate does"""
     kl_direction: Literal["forward", "reverse"] = "reverse"
@@ -155,8 +154,8 @@ class Args(RunArgs):
     max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
     target_kl: Positive | None = None
     """skip an agent's further epochs once its approximate KL exceeds this"""
-    # of the convolutions (autocast); heads and losses are always float32. auto: float32 for so
-    # small a network
+    # of all layers but the heads (autocast); heads and losses are always float32. auto: float32 for
+    # so small a network
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     # compile the networks with torch.compile, which is not thread-safe: the agents then compute one
     # after the other
@@ -255,11 +254,11 @@ def rollout(
     for step in range(args.num_steps + 1):
         for number, group in enumerate(envs.groups):
             if step > 0:
-                *signals, ended = envs.receive(number)
-                rewards[group, step - 1] = signals[0]
-                terminations[group, step - 1] = signals[1]
-                truncations[group, step - 1] = signals[2]
-                valid[group, step - 1] = signals[3]
+                reward, terminated, truncated, is_valid, ended = envs.receive(number)
+                rewards[group, step - 1] = reward
+                terminations[group, step - 1] = terminated
+                truncations[group, step - 1] = truncated
+                valid[group, step - 1] = is_valid
                 for k, episode_return, length in ended:
                     episodes[k].append((float(episode_return), float(length)))
                 run.tick("environments")
@@ -277,11 +276,9 @@ def rollout(
     for table, agent_keys in zip(actors, keys, strict=True):
         calls.append(functools.partial(evaluate_rollout, table, agent_keys))
     evaluations = communicators.in_parallel(calls, workers)
-    obs_inds, obs, behaviour, values = zip(*evaluations, strict=True)
-    obs_inds = [rows.view(-1, args.num_envs) for rows in obs_inds]  # [steps + 1, envs]
-    values = [value.view(-1, args.num_envs) for value in values]
-    obs_inds = torch.stack(obs_inds)
-    values = torch.stack(values)
+    rows, obs, behaviour, value = zip(*evaluations, strict=True)
+    obs_inds = torch.stack(rows).view(len(actors), -1, args.num_envs)  # [agents, steps + 1, envs]
+    values = torch.stack(value).view(obs_inds.shape)
     storage = {
         "rewards": torch.from_numpy(rewards),
         "terminations": torch.from_numpy(terminations),
@@ -444,7 +441,6 @@ def estimate_gains(
     return gains
 
 
-@torch.enable_grad()
 def learn(
     agent: Agent,
     optimizer,
@@ -540,13 +536,12 @@ def learn(
             if args.aggregation == "proximal":
                 losses["proximal_loss"] = proximal_loss.detach()
             yield losses
-            if not finite:  # this agent has diverged and learns no more, but its peers do
+            if not finite:  # this agent has diverged and its update ends; those of its peers go on
                 return
         if args.target_kl is not None and approx_kl > args.target_kl:
             return
 
 
-@torch.enable_grad()
 def distill(
     agent: Agent,
     optimizer,
@@ -602,15 +597,15 @@ def diagnose_update(
     """What an update did to agent i's policy, on about `number` states of its rollout."""
     every = max(1, len(batch["obs_inds"]) // number)
     rows = batch["obs_inds"][::every]
-    peers = [j for j in communicator[i].nonzero().flatten().tolist() if j != i]
+    others = [j for j in communicator[i].nonzero().flatten().tolist() if j != i]
     log_probs = []
-    for network in (agent, snapshots[i], *(snapshots[j] for j in peers)):
+    for network in (agent, snapshots[i], *(snapshots[j] for j in others)):
         logits, _ = network.predict(obs[rows])
         log_probs.append(logits.log_softmax(-1))
-    after, snapshot, *of_peers = log_probs
+    after, snapshot, *of_others = log_probs
     reference = batch["reference"][::every]
     return communicators.diagnose(
-        behaviour[rows], after, snapshot, of_peers, reference, args.kl_direction
+        behaviour[rows], after, snapshot, of_others, reference, args.kl_direction
     )
 
 
@@ -715,8 +710,10 @@ def main(args: Args) -> dict:
         else:
             calls = []
             for k, i in enumerate(held):
-                inputs = i, obs[k], behaviour[k], peers.views[k], communicator, args
-                calls.append(functools.partial(compute_reference, *inputs))
+                call = functools.partial(
+                    compute_reference, i, obs[k], behaviour[k], peers.views[k], communicator, args
+                )
+                calls.append(call)
             references = communicators.in_parallel(calls, workers, threads)
         for batch, reference in zip(batches, references, strict=True):
             batch["reference"] = reference[batch["obs_inds"]]
@@ -731,13 +728,24 @@ def main(args: Args) -> dict:
         # Update: every agent takes its minibatches in order, and the agents take turns on the cores
         learners = []
         for k in range(len(held)):
-            inputs = agents[k], optimizers[k], generators[k], obs[k], batches[k]
-            learners.append(learn(*inputs, kl_coef, args, anchors[k]))
+            learner = learn(
+                agents[k],
+                optimizers[k],
+                generators[k],
+                obs[k],
+                batches[k],
+                kl_coef,
+                args,
+                anchors[k],
+            )
+            learners.append(learner)
         losses = communicators.take_turns(learners, workers, threads)
         diagnostics = []
         for k, i in enumerate(held):
-            inputs = i, agents[k], obs[k], behaviour[k], batches[k], peers.views[k]
-            diagnostics.append(diagnose_update(*inputs, communicator, args))
+            diagnosis = diagnose_update(
+                i, agents[k], obs[k], behaviour[k], batches[k], peers.views[k], communicator, args
+            )
+            diagnostics.append(diagnosis)
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
@@ -786,8 +794,7 @@ def main(args: Args) -> dict:
             # FedAvg: agents that take part go on from the average of what they received
             if args.aggregation in ("weights", "both"):
                 for k, i in enumerate(held):
-                    senders = communicator[i] > 0
-                    if participating[i] and peers.usable[senders].all() and communicator[i, i] < 1:
+                    if participating[i] and communicator[i, i] < 1:
                         average = compute_average(i, peers.views[k], communicator, args)
                         before = communicators.flatten(agents[k : k + 1])
                         shared = mark_shared(agents[k], args)
@@ -801,10 +808,19 @@ def main(args: Args) -> dict:
                 for k, i in enumerate(held):
                     if participating[i] and peers.usable[i] and communicator[i, i] < 1:
                         logits, _ = agents[k].predict(obs[k])
-                        inputs = logits.log_softmax(-1), peers.views[k], communicator, args
-                        reference = compute_reference(i, obs[k], *inputs)
-                        inputs = agents[k], optimizers[k], generators[k], obs[k]
-                        distillers[k] = distill(*inputs, batches[k]["obs_inds"], reference, args)
+                        policy = logits.log_softmax(-1)
+                        reference = compute_reference(
+                            i, obs[k], policy, peers.views[k], communicator, args
+                        )
+                        distillers[k] = distill(
+                            agents[k],
+                            optimizers[k],
+                            generators[k],
+                            obs[k],
+                            batches[k]["obs_inds"],
+                            reference,
+                            args,
+                        )
                 yielded = communicators.take_turns([*distillers.values()], workers, threads)
                 for k, kls in zip(distillers, yielded, strict=True):
                     distill_kls[k] = kls
@@ -1033,8 +1049,8 @@ class Envs:
 
     Each environment starts anew in the step *after* its episode's end; that step ignores the action
     and is not valid. Seeds are keyed by (seed, agent, environment, checkpoint), so that nothing
-    depends on which process holds which agent. While one of the `groups` (slices of the agents) is
-    stepped, the policies of another are computed.
+    depends on which process holds which agent. With envpool the policies of one of the `groups`
+    (slices of the agents) are computed while another is stepped.
     """
 
     def __init__(self, args: Args, agents: range, checkpoint: int):
@@ -1248,7 +1264,7 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
     """
     agents = agents or make_agents(args)
     agents = communicators.load_agents(args, agents)
-    device = "cpu" if args.device == "auto" else args.device
+    device = communicators.set_device(args.device)
     folder = Path(args.eval_only) / "videos"
     tests = make_tests(args)
     results = []
@@ -1273,10 +1289,15 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
 
 def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
-    args.precision = args.precision.replace("auto", "float32")
-    args.device = args.device.replace("auto", "cpu")
+    if args.precision == "auto":
+        args.precision = "float32"
+    if args.device == "auto":
+        args.device = "cpu"
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
+    if args.num_steps < 2:
+        valid = "must be at least 2: one may only start an episode"
+        communicators.refuse(args, "num_steps", valid)
     if batch_size % args.num_minibatches:
         valid = f"must divide num_envs * num_steps = {batch_size}"
         communicators.refuse(args, "num_minibatches", valid)
@@ -1284,7 +1305,10 @@ def check_args(args: Args) -> None:
         valid = f"must be at least one rollout, {batch_size} steps"
         communicators.refuse(args, "total_timesteps", valid)
     if args.participation != 1 and not 2 <= round(args.participation * n) <= n:
-        communicators.refuse(args, "participation", f"must let 2..{n} agents take part in a round")
+        valid = f"must let 2..{n} agents take part in a round"
+        if n == 1:
+            valid = "must be 1 for one agent"
+        communicators.refuse(args, "participation", valid)
     communicators.check_aggregation(args)
     communicators.check_privacy(args)
     if args.greedy and not args.eval_only:
@@ -1322,7 +1346,7 @@ def check_envs(args: Args) -> None:
         check_missions(args, env, env_id)
     if len(actions) > 1:
         communicators.refuse(args, flag, f"need the same number of actions, not {actions}")
-    if args.env_backend == "envpool":
+    if args.env_backend == "envpool" and not args.eval_only:
         check_envpool(args)
     if args.levels_per_agent:
         check_levels(args)
@@ -1359,7 +1383,7 @@ def check_missions(args: Args, env: gym.Env, env_id: str) -> None:
             communicators.refuse(args, "missions", valid)
     if len(missions) > 1 and not args.missions:
         message = f"{env_id}: levels have different missions, which agents are not shown"
-        warnings.warn(message, stacklevel=2)
+        communicators.announce(message)
 
 
 def check_envpool(args: Args) -> None:

@@ -87,7 +87,7 @@ class Args(RunArgs):
     """envpool is several times faster; auto takes it where it is installed and knows the task"""
     num_envs: Count = 4  # parallel environments per agent
     eval_episodes: Natural = 100
-    """episodes per agent and task in the official environment at the end (0: no evaluation)"""
+    """episodes per agent and task of an evaluation, in the official environment (0: none)"""
     capture_video: bool = False
     """record one episode per agent in the official environment at the end"""
     # folder of a run: load its agents and play, also on another task, instead of training; prints a
@@ -133,8 +133,8 @@ class Args(RunArgs):
     update_epochs: Count = 5  # epochs of the value function per rollout
     norm_adv: bool = True  # normalise advantages over the rollout
     max_grad_norm: Positive = 0.5  # maximum norm of each value function's gradient
-    # of the convolutions (autocast); heads and losses are always float32. auto: float32 for so
-    # small a network
+    # of all layers but the heads (autocast); heads and losses are always float32. auto: float32 for
+    # so small a network
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
 
     # What prpo_minigrid.py's functions read, and is no flag here
@@ -388,7 +388,6 @@ def improve(
     }
 
 
-@torch.enable_grad()
 def learn(
     agent: Agent,
     optimizer,
@@ -429,7 +428,7 @@ def learn(
                 else:  # a step would ruin the optimizer's moments; report it as such a loss
                     v_loss = torch.full_like(v_loss, torch.nan)
             yield {"value_loss": v_loss.item()}
-            if not finite:  # this agent has diverged and learns no more, but its peers do
+            if not finite:  # this agent has diverged and its update ends; those of its peers go on
                 return
 
 
@@ -532,8 +531,10 @@ def main(args: Args) -> dict:
         else:
             calls = []
             for k, i in enumerate(held):
-                inputs = i, obs[k], behaviour[k], peers.views[k], communicator, args
-                calls.append(functools.partial(compute_reference, *inputs))
+                call = functools.partial(
+                    compute_reference, i, obs[k], behaviour[k], peers.views[k], communicator, args
+                )
+                calls.append(call)
             references = communicators.in_parallel(calls, workers, threads)
         for batch, reference in zip(batches, references, strict=True):
             batch["reference"] = reference[batch["obs_inds"]]
@@ -547,13 +548,24 @@ def main(args: Args) -> dict:
             group = [i] if isolated else list(exchange.members)
             epsilon, bound = compute_radius(communicator[group], variations[group, :2], args)
             bounds.append(bound)
-            inputs = agents[k], optimizers[k], generators[k], obs[k], references[k], batches[k]
-            learners.append(learn(*inputs, epsilon, args))
+            learner = learn(
+                agents[k],
+                optimizers[k],
+                generators[k],
+                obs[k],
+                references[k],
+                batches[k],
+                epsilon,
+                args,
+            )
+            learners.append(learner)
         steps = communicators.take_turns(learners, workers, threads)
         diagnostics = []
         for k, i in enumerate(held):
-            inputs = i, agents[k], obs[k], behaviour[k], batches[k], peers.views[k]
-            diagnostics.append(diagnose_update(*inputs, communicator, args))
+            diagnosis = diagnose_update(
+                i, agents[k], obs[k], behaviour[k], batches[k], peers.views[k], communicator, args
+            )
+            diagnostics.append(diagnosis)
         # What the next radii need: two scalars of each agent, and a third for the log
         reported_variations = []
         for k, i in enumerate(held):

@@ -869,7 +869,8 @@ def film_policy(args: Args, policy: Policy, path: Path) -> None:
 
 def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
-    args.device = args.device.replace("auto", "cpu")
+    if args.device == "auto":
+        args.device = "cpu"
     if args.device != "cpu":
         communicators.refuse(args, "device", "must be cpu: the networks are too small for a GPU")
     defaults = Args()

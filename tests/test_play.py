@@ -1,6 +1,7 @@
 """The user's own tasks, and playing the agents of a finished run."""
 
 import hashlib
+import itertools
 import json
 import re
 import sys
@@ -80,7 +81,12 @@ class Frames(gym.Env):
         return np.full((40, 60, 3), self.time, np.uint8)
 
 
+class Three(Frames):
+    action_space = gym.spaces.Discrete(3)
+
+
 gym.register("Frames-v0", Frames)
+gym.register("Three-v0", Three)
 gym.register("Bare-v0", Bare)
 gym.register("Pixels-v0", lambda **more: RGBImgPartialObsWrapper(DoorKeyEnv(size=5, **more)))
 gym.register("MiniGrid-Mine-v0", Bare)
@@ -294,6 +300,30 @@ def test_games_that_cannot_be_used_are_refused_in_one_line(env_id, words, my_tas
     assert "\n" not in REFUSED[-1]
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_games_of_ale_have_the_same_actions_beside_ones_own(order, my_tasks):
+    """Whatever the order: two of ALE's games have three actions each, and not the same.
+
+    The number of actions is all that can be compared with a game of one's own.
+    """
+    games = ["my_other_tasks:Three-v0", "FreewayNoFrameskip-v4", "SkiingNoFrameskip-v4"]
+    with pytest.raises(SystemExit):
+        PRPO_ATARI.parse_args(["--env-ids", *[games[k] for k in order]])
+    assert "need the same actions" in REFUSED[-1]
+    pairs = [games[0], games[1], games[1]]
+    args = PRPO_ATARI.parse_args(["--env-ids", *[pairs[k] for k in order]])
+    assert len(args.env_ids) == 3
+
+
+@pytest.mark.parametrize("flag", ["--sticky-actions", "--full-action-space"])
+def test_flags_of_ale_without_effect_are_announced(flag, my_tasks, capsys):
+    frames = "my_other_tasks:Frames-v0"
+    PRPO_ATARI.parse_args(["--env-id", frames, flag])
+    assert f"{flag} True: has no effect on games of your own" in capsys.readouterr().out
+    PRPO_ATARI.parse_args(["--env-id", "BreakoutNoFrameskip-v4", flag])
+    assert "has no effect" not in capsys.readouterr().out
+
+
 @on([*SCRIPTS, PRTRPO_MINIGRID])
 def test_playing_a_run_gives_its_own_evaluation_and_writes_nothing(script, whole_run, capsys):
     folder = whole_run(script)
@@ -360,6 +390,18 @@ def test_what_belongs_to_a_task_is_replaced_with_it(whole_run, tmp_path):
     assert REFUSED[-1].startswith(f"--seed 5: must be 1 as in {tmp_path}")
     elsewhere = ["--env-id", DOOR_KEY, "--levels-per-agent", "2"]
     assert script.parse_args([*play, "--seed", "5", *elsewhere]).seed == 5
+
+
+def test_a_run_on_envpool_is_played_without_it(whole_run, tmp_path, monkeypatch):
+    """Evaluations are in the official environment."""
+    script = PRPO_MINIGRID
+    config = json.loads((whole_run(script) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"env_backend": "envpool"}))
+    script.patch(monkeypatch, "find_spec", lambda name: None)
+    assert script.parse_args(["--eval-only", str(tmp_path)]).env_backend == "envpool"
+    with pytest.raises(SystemExit):
+        script.parse_args(["--env-backend", "envpool"])
+    assert "envpool is not installed" in REFUSED[-1]
 
 
 @on([PRPO_MINIGRID, PRPO_ATARI, PRTRPO_MINIGRID])

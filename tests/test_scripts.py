@@ -68,6 +68,14 @@ BAD = {
     ),
     "too few in a round": (["--participation", "0.3"], ["--participation 0.3", "2..3"]),
     "more than all in a round": (["--participation", "1.1"], ["--participation 1.1", "(0, 1]"]),
+    "half of one agent in a round": (
+        ["--num-agents", "1", "--participation", "0.5"],
+        ["--participation 0.5", "be 1 for one agent"],
+    ),
+    "rollouts that may only start a game": (
+        ["--num-steps", "1", "--num-envs", "4"],
+        ["--num-steps 1", "at least"],
+    ),
     "self-preference above 1": (["--self-preference", "1.5"], ["--self-preference 1.5", "[0, 1]"]),
     "self-preference below 0": (
         ["--self-preference", "-0.1"],
@@ -1086,6 +1094,8 @@ FAMILIES = {
     "check_args": (
         "averages",
         "precision",
+        "num_steps <",
+        "only start",
         "missions",
         "hidden_sizes",
         "args.device",
@@ -1162,7 +1172,6 @@ TRUST_REGION = {
         "compute_radius",
         "reference",
         "calls",
-        "inputs = i, obs[k]",
         "else:",
         "# Update",
         "learn(",
@@ -1198,11 +1207,13 @@ TRUST_REGION = {
         "Distill",
         "participating[i] and",
         "logits",
-        "inputs",
+        "obs[k], policy,",
+        "[k],",
+        '["obs_inds"],',
+        "    args,",
         "weights = ",
         "(weights, ",
         "for k",
-        "senders",
         "networks",
         "received",
         "average",
@@ -1234,7 +1245,7 @@ def assert_same_definitions(ours, theirs, may_differ, apart=()):
     assert common == [name for name in theirs if name in ours and name not in apart]
     for name in common:
         for line in difflib.ndiff(ours[name].splitlines(), theirs[name].splitlines()):
-            if line[0] in "+-" and line[1:].strip():
+            if line[0] in "+-" and line[1:].strip(" ()"):
                 allowed = any(word in line for word in may_differ.get(name, ()))
                 assert allowed, f"{name}: {line}"
     return set(common)

@@ -1439,6 +1439,17 @@ def first_log_ratios(script, run_dir, monkeypatch, **changes):
     return ratios, logged, folder
 
 
+@on([PRPO_MINIGRID, PRPO_ATARI])
+def test_the_shortest_rollouts_have_a_step_to_learn_from(script, tmp_path):
+    """The other ones may start an episode or a game, at the beginning and in the middle."""
+    steps = {"MiniGrid": 2, "Atari": 4}[script.family]
+    changes = {"num_agents": 1, "communicator": "identity", "num_envs": 1, "num_steps": steps}
+    changes |= {"num_minibatches": 1, "iterations": 60, "save_every": 59}
+    folder, summary = train(script, tmp_path, **changes)
+    assert summary["completed"]
+    assert sum(int(float(row["episodes"])) for row in rows_of(folder)) > 0
+
+
 @pytest.mark.parametrize(
     ("script", "precision"),
     [(PRPO_MINIGRID, "float32"), (PRPO_MINIGRID, "bfloat16"), (PRPO_ATARI, "bfloat16")],
@@ -1449,7 +1460,7 @@ def test_the_first_minibatch_has_ratio_one(script, precision, tmp_path, monkeypa
 
     Weights stay float32.
     """
-    changes = {"precision": precision, "iterations": 2}
+    changes = {"precision": precision, "iterations": 2, "num_steps": 32}
     ratios, logged, folder = first_log_ratios(script, tmp_path, monkeypatch, **changes)
     assert max(ratios) < 1e-4
     assert max(logged) < 1e-5
