@@ -90,7 +90,7 @@ class Args(RunArgs):
     norm_obs: bool = True
     """normalise observations, with statistics of unperturbed episodes that agents share"""
     eval_episodes: Natural = 20
-    """episodes in gymnasium's environment at the end (0: no evaluation)"""
+    """episodes of an evaluation, in gymnasium's environment (0: none)"""
     capture_video: bool = False
     """film one episode in gymnasium's environment at the end"""
 
