@@ -1914,7 +1914,7 @@ class Peers:
     def _choose_evaluated(self) -> list[int]:
         """The agents whose networks this process evaluates on the public states."""
         if not self.gathered:
-            return list(self.held)
+            return [i for i in self.held if self.participating[i]]
         evaluated = self.participating
         if len(self.sizes) > FEW_AGENTS:
             may_send = self.neighbours & self.participating & self.participating[:, None]
@@ -1930,15 +1930,11 @@ class Peers:
             logits, _ = self.views[0][self.held[0]].predict(self.states)
             shape = logits.shape
         self.log_probs = torch.full((n, *shape), torch.nan)
-        if self.gathered:
-            for j in self.received:
-                self.log_probs[j] = log_probs[j]
-        elif n <= FEW_AGENTS:
-            public = torch.stack([log_probs[i].flatten() for i in self.held])
+        for j in self.received if self.gathered else log_probs:
+            self.log_probs[j] = log_probs[j]
+        if not self.gathered and n <= FEW_AGENTS:
+            public = self.log_probs[list(self.held)].flatten(1)
             self.log_probs[:] = self.exchange.all_gather(public).view(n, *shape)
-        else:
-            for i in self.held:
-                self.log_probs[i] = log_probs[i]
 
     def find_candidates(self, i: int) -> dict[int, nn.Module]:
         """The peers to which agent i may listen from this round on: agent -> network.

@@ -300,6 +300,38 @@ def test_a_rank_whose_agents_all_sit_out_goes_on():
         assert peers.log_probs.shape == expected.log_probs.shape
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 6])
+def test_participants_without_a_neighbour_among_them_keep_to_themselves(ranks):
+    """On a ring of six, 0 and 3 alone in a round: nothing is sent, and nobody else gets weight."""
+    n = 6
+    args = PRPO_MINIGRID.Args(num_agents=n, communicator="uniform", topology="ring")
+    pair = torch.tensor([True, False, False, True, False, False])
+
+    states = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+    def play_two_rounds(exchange):
+        peers = Peers(exchange, policies(n), states, communicators.find_neighbours(args))
+        for number, participating in ((1, torch.ones_like(pair)), (2, pair)):
+            before = exchange.bytes_sent
+            networks = [policies(n, seed=number)[i] for i in exchange.agents]
+            peers.exchange_snapshots(networks, participating, peers.neighbours, number)
+            C = PRPO_MINIGRID.make_communicator(args, None, peers.log_probs, None, peers.usable)
+            peers.update(C)
+        assert exchange.bytes_sent == before > 0
+        return peers
+
+    expected = communicators.ring(n) / 3
+    expected[pair] = torch.eye(n)[pair]
+    for peers in in_ranks(ranks, n, play_two_rounds):
+        torch.testing.assert_close(peers.communicator, expected, rtol=0, atol=1e-6)
+        seen = peers.log_probs.isfinite().flatten(1).all(1)
+        assert torch.equal(seen, pair)
+        for i, senders in snapshots_of(peers).items():
+            assert set(senders) == set(expected[i].nonzero().flatten().tolist())
+            newest = policies(n, seed=2 if pair[i] else 1)[i]
+            assert torch.equal(senders[i], communicators.flatten([newest], 99)[0])
+
+
 def test_candidates_are_those_to_whom_an_agent_may_listen():
     """Its neighbours that took part; an agent that sits out has none."""
     n = 6
