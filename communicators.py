@@ -158,9 +158,9 @@ def reward(returns: Tensor) -> Tensor:
 def softmax_reward(returns: Tensor, temperature: float = 1.0) -> Tensor:
     """Example 4 for signed rewards: c_ij = softmax_j(r_j / (temperature * spread)).
 
-    returns: [agents], NaN as in `reward`. The spread is the standard deviation of the others, so
-    that the scale of a task's rewards does not matter; equal returns give uniform rows. Returns
-    [agents, agents].
+    returns: [agents], NaN as in `reward`. The spread is the standard deviation of all that are
+    known, so that the scale of a task's rewards does not matter; equal returns give uniform rows.
+    Returns [agents, agents].
     """
     reported = ~returns.isnan()
     returns = _fill_unknown(returns)
@@ -526,13 +526,17 @@ def non_expansion(communicator: Tensor) -> float:
 def summarize_communicator(communicator: Tensor, distances: Tensor) -> dict[str, float]:
     """What TensorBoard shows of C and of the distances of many agents; NaN where nothing is known.
 
-    communicator, distances: [agents, agents].
+    communicator, distances: [agents, agents]; rows of agents of other processes may be NaN.
     """
-    peer_weights = communicator * ~torch.eye(len(communicator), dtype=torch.bool)
+    is_here = ~communicator.isnan().any(1)
+    rows = communicator[is_here]
+    oneself = torch.eye(len(communicator), dtype=torch.bool)[is_here]
+    peer_weights = rows * ~oneself
     connected = peer_weights > 0
+    distances = distances[is_here]
     measured = distances[connected & ~distances.isnan()]
     return {
-        "communicator/self_weight": communicator.diagonal().mean().item(),
+        "communicator/self_weight": rows[oneself].mean().item(),
         "communicator/peers": connected.sum(1).double().mean().item(),
         "communicator/largest_peer_weight": peer_weights.max().item(),
         "communicator/most_listeners": connected.sum(0).max().item(),
@@ -795,8 +799,9 @@ class Exchange:
     """Which process holds which agents, and all communication between them.
 
     In one process it holds all agents and nothing moves; under torchrun each rank holds num_agents
-    / world_size of them. What leaves a rank is a flat tensor of parameters or of declared scalars,
-    never an observation, an action or a reward, and nothing that arrives is unpickled. `bytes_sent`
+    / world_size of them. What leaves a rank is a flat tensor of parameters, of log-probabilities on
+    public states, or of declared scalars and sums, never an observation, an action or a reward of a
+    step, and nothing that arrives is unpickled. `bytes_sent`
     counts what agents have to send each other, parameters times listeners, which is the same in
     both placements and for every topology; between ranks it is gathered as one flat tensor, so that
     there all parameters reach every rank.
@@ -1930,8 +1935,9 @@ class Peers:
             logits, _ = self.views[0][self.held[0]].predict(self.states)
             shape = logits.shape
         self.log_probs = torch.full((n, *shape), torch.nan)
-        for j in self.received if self.gathered else log_probs:
-            self.log_probs[j] = log_probs[j]
+        for j in log_probs:
+            if j in self.received or not self.gathered:
+                self.log_probs[j] = log_probs[j]
         if not self.gathered and n <= FEW_AGENTS:
             public = self.log_probs[list(self.held)].flatten(1)
             self.log_probs[:] = self.exchange.all_gather(public).view(n, *shape)
@@ -2065,11 +2071,11 @@ class RunArgs:
     # URL of a folder (file:///shared, s3://bucket/path, sftp://host/path, ...) over which agents of
     # independent processes exchange snapshots: each process holds only --agents
     exchange: str = ""
-    # with --exchange: the agents of this process, consecutive numbers from 0
+    # with --exchange: the agents of this process, consecutive, counted from 0
     agents: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--agent"])] = ()
     federation: str = "prpo"  # with --exchange: name of the common experiment, a folder at the URL
-    # with --exchange: seconds that a round waits for every peer's new snapshot (averages of
-    # parameters wait for --timeout instead)
+    # with --exchange: seconds that a round waits for every peer's new snapshot (averages that
+    # replace parameters wait for --timeout instead)
     wait: NonNegative = 0.0
     # with --exchange: rounds after which the last snapshot of a peer that sends nothing new gets no
     # more weight
@@ -2342,7 +2348,14 @@ def _check_exchange(args: RunArgs) -> None:
     if getattr(args, "participation", 1) != 1 and not averages:
         valid = "must be 1 with --exchange, where agents take part as they come"
         refuse(args, "participation", f"{valid}; averages wait for this fraction")
-    if urllib.parse.urlsplit(args.exchange).password:
+    try:
+        urls = [
+            urllib.parse.urlsplit(url) for url in args.exchange.split("::")
+        ]  # it may be chained
+        passwords = [url.password for url in urls]
+    except ValueError as error:
+        refuse(args, "exchange", f"is no URL: {first_line(error)}")
+    if any(passwords):
         args.exchange = args.exchange.replace("@", " ").split()[-1]  # not shown
         valid = "must not have a password, which would be stored with the run's settings"
         refuse(args, "exchange", f"{valid}; give it as the driver of the store documents")
@@ -2522,6 +2535,10 @@ def _read_resumed_settings(
     free |= {"wandb_project_name", "wandb_entity", *may_change}
     if stored.exchange:
         free |= {"exchange", "wait", "max_age", "identity", "trust"}
+        # Without waiting a resumed run skips the rounds that peers have read, see `skip_rounds`
+        if (args.wait > 0) != (stored.wait > 0):
+            before = "positive" if stored.wait else "0"
+            refuse(args, "wait", f"must be {before} as in {given.resume}")
     _refuse_changes(args, stored, free, given.resume)
     return args
 

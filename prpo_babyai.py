@@ -441,7 +441,8 @@ def main(args: Args) -> dict:
 
                 # The new communicator, of the agents whose policies are finite: parameters of 3e38
                 # are finite, their policy is not
-                previous_snapshots = snapshots.clone()
+                if args.aggregation == "weights":
+                    previous_snapshots = snapshots.clone()
                 for j in usable.nonzero().flatten().tolist():
                     snapshots[j] = parameters[j]
                 log_probs = compute_public_log_probs(present, model, tokenizer, public_states)
@@ -1371,7 +1372,7 @@ def report_unused(args: Args) -> None:
     isolated = args.aggregation == "none" or args.communicator == "identity"
     alone = isolated or args.agents_at_once == 1
     if alone:
-        for flag in ("mixture", "topology", "top_k", "local_updates"):
+        for flag in ("mixture", "topology", "top_k"):
             unused[flag] = "on agents that are isolated"
     if args.aggregation != "policy":
         unused["mixture"] = f"{aggregation}, which mixes no policies"

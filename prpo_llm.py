@@ -951,7 +951,8 @@ def main(args: Args) -> dict:
             )
         parameters, usable = exchange.recall_snapshots(own_snapshots)
         snapshots[:n] = parameters[:, : snapshots.shape[1]]
-        communicator[:] = communicators.drop_invalid(communicator, usable)
+        if not usable.all():
+            communicator[:] = communicators.drop_invalid(communicator, usable)
     completion_log = CompletionLog(args, run)
     if server is not None:
         with server.ending_the_run(run):
@@ -986,6 +987,7 @@ def main(args: Args) -> dict:
         batch["rewards"] = rewards.view_as(lengths)
         batch["rewards"][find_diverged(model)] = torch.nan  # a diverged agent's tokens mean nothing
         batch["rewards"][~batch["sampled"].isfinite().all(-1)] = torch.nan
+        batch["rewards"][~batch["rewards"].isfinite()] = torch.nan  # nor does an infinite reward
         batch["ends"] = torch.tensor(ends, device=device).view_as(lengths)
         if args.mask_truncated_completions:
             batch["mask"] &= batch["ends"][..., None]
@@ -2734,10 +2736,10 @@ def list_datasets(args: Args) -> list[str]:
 
 
 def refuse_data(args: Args, flag: str, name: str, problem: str) -> NoReturn:
-    """End with one line, from any rank if agents have separate data sets: maybe only this one loads
-    it."""
+    """End with one line, from any rank if agents have data of their own: maybe only this one has
+    the problem."""
     message = f"--{flag} {name}: {problem}"
-    any_rank = bool(list_datasets(args))
+    any_rank = bool(list_datasets(args)) or args.partition == "topic"
     communicators.stop(message, communicators.WRONG_VALUE, any_rank=any_rank)
 
 
@@ -2923,7 +2925,7 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
         count = 0 if separate else args.prompts_per_agent
         owner = f"agent {i}"
         check_number(args, source, owner, training[i], args.batch_size, "prompts-per-agent", count)
-    if held[0] == 0:  # held-out prompts are the same on all ranks
+    if os.environ.get("RANK", "0") == "0":  # held-out prompts are the same on all ranks
         for task, examples in tests.items():
             check_number(args, held_out, task, examples, 1, "eval-prompts", args.eval_prompts)
     # Prompts of one call of a reward function are of one kind

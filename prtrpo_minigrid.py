@@ -341,12 +341,11 @@ def improve(
         surrogate, kl, log_probs = measure(logits)
         return surrogate.item(), kl.item(), log_probs
 
-    with torch.enable_grad():
-        logits, _ = policy(obs)
-        surrogate, kl, before = measure(logits)
-        g = compute_flat_grad(surrogate, parameters)
-        b = compute_flat_grad(kl, parameters)
-        product = make_fisher_product(logits, weights, parameters, args.damping_coef)
+    logits, _ = policy(obs)
+    surrogate, kl, before = measure(logits)
+    g = compute_flat_grad(surrogate, parameters)
+    b = compute_flat_grad(kl, parameters)
+    product = make_fisher_product(logits, weights, parameters, args.damping_coef)
     c = kl.item()
     step, centre, slack = solve(product, g, b, c, epsilon, args.cg_iters)
     lengths = [args.backtrack_coef**power for power in range(args.backtrack_iters)]
@@ -526,8 +525,8 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        if iteration > last_communication:  # the reference is the agent's own policy: TRPO
-            references = behaviour
+        if iteration > last_communication:
+            references = behaviour  # the agent's own policy: TRPO
         else:
             calls = []
             for k, i in enumerate(held):
@@ -543,8 +542,8 @@ def main(args: Args) -> dict:
         # Update: the policy's step, then the value function's minibatches; the agents take turns
         learners = []
         bounds = []
+        isolated = args.communicator == "identity" or iteration > last_communication
         for k, i in enumerate(held):
-            isolated = args.communicator == "identity" or iteration > last_communication
             group = [i] if isolated else list(exchange.members)
             epsilon, bound = compute_radius(communicator[group], variations[group, :2], args)
             bounds.append(bound)
@@ -696,7 +695,8 @@ def check_args(args: Args) -> None:
         unused["epsilon_min"] = "without --delta"
     else:
         unused["epsilon"] = "with --delta"
-    communicators.announce_unused(args, unused)
+    if not args.eval_only:  # which plays all agents alone
+        communicators.announce_unused(args, unused)
     prpo_minigrid.check_args(args)
 
 

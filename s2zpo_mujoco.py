@@ -13,6 +13,7 @@ before and after, and all agents move the policy along the perturbations, by the
     python s2zpo_mujoco.py --resume runs/<name>                  # continue an interrupted run
 """
 
+import copy
 import functools
 import importlib
 import itertools
@@ -87,8 +88,9 @@ class Args(RunArgs):
     """envpool is several times faster on MuJoCo; auto takes it there, where it is installed"""
     # most steps of an episode, also in evaluations (default: 250; of CartPole its 500)
     horizon: Count | None = None
+    # normalise observations, with statistics of unperturbed episodes that agents share; either way
+    # they are clipped to [-10, 10]
     norm_obs: bool = True
-    """normalise observations, with statistics of unperturbed episodes that agents share"""
     eval_episodes: Natural = 20
     """episodes of an evaluation, in gymnasium's environment (0: none)"""
     capture_video: bool = False
@@ -169,7 +171,11 @@ def make_policy(args: Args) -> Policy:
     """The policy from which all agents start."""
     env = make_env(args)
     obs_size = env.observation_space.shape[0]
-    num_outputs = int(getattr(env.action_space, "n", 0)) or env.action_space.shape[0]
+    if isinstance(env.action_space, gym.spaces.Discrete):
+        num_outputs = int(env.action_space.n)
+    else:
+        num_outputs = env.action_space.shape[0]
+    env.close()
     torch.manual_seed(args.seed)
     return Policy(obs_size, num_outputs, args.hidden_sizes)
 
@@ -384,10 +390,10 @@ def sum_observations(obs: Tensor, lengths: Tensor) -> Tensor:
     """
     steps = torch.arange(obs.shape[2])
     counts = (steps < lengths[..., None])[..., None].double()  # [agents, episodes, steps, 1]
-    obs = obs.double()
+    obs = torch.where(counts > 0, obs.double(), 0.0)  # those that do not count may be infinite
     number = counts.sum((1, 2))
-    total = (counts * obs).sum((1, 2))
-    squares = (counts * obs.square()).sum((1, 2))
+    total = obs.sum((1, 2))
+    squares = obs.square().sum((1, 2))
     return torch.cat((number, total, squares), dim=1)
 
 
@@ -414,7 +420,6 @@ def set_normalisation(policy: Policy, sums: Tensor, keep_policy: bool) -> None:
 def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     n = args.num_agents
-    torch.set_num_threads(1)  # for so small networks
     exchange = Exchange(n, "cpu", args.timeout)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     policy = make_policy(args).requires_grad_(False)
@@ -433,13 +438,14 @@ def main(args: Args) -> dict:
         speed="charts/trajectories_per_second",
         about=f"{args.algorithm}, {d} parameters, mu {mu:.3g}, eta {eta:.3g}",
     )
+    torch.set_num_threads(1)  # for so small networks
 
     # All agents have the same policy at the start, and remain equal because they take equal steps
     exchange.broadcast_networks([policy])
     blocks = split_parameters(args, policy)
     num_bytes = max(math.ceil((len(block) + 1) / 8) for block in blocks)  # of a message
     listeners = torch.full((n,), n - 1)
-    networks = [make_policy(args) for _ in range(2 * len(held))]
+    networks = [copy.deepcopy(policy) for _ in range(2 * len(held))]
     stacked = Stacked([network.network for network in networks])
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings, for what is
@@ -575,11 +581,11 @@ def describe_panel(answers: Tensor, differences: Tensor, vote: int) -> dict[str,
 
     answers: [pairs, evaluators]; differences: of mean returns [pairs].
     """
-    correct = answers * differences.sign()[:, None] > 0
+    correct = answers * differences.sign()[:, None]  # 0 where returns or answers are equal
     return {
         "panel/vote": vote,
         "panel/agreement": (answers == vote).double().mean().item(),
-        "panel/accuracy": correct.double().mean().item(),
+        "panel/accuracy": (correct[correct != 0] > 0).double().mean().item(),
         "panel/difference": differences.mean().item(),
     }
 
@@ -721,6 +727,7 @@ class Envs:
         env = make_env(args)
         self.horizon = env.spec.max_episode_steps
         self.actions = Actions(args, env.action_space)
+        env.close()
         self.pairs = args.num_pairs
         self.trajectories = args.num_trajectories
         number = 2 * self.pairs * self.trajectories

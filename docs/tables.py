@@ -175,7 +175,8 @@ ZEROTH = {
     " (`trajectories_per_second` in the CSV file)",
     "panel/vote": "the agent's vote: 1 for the perturbed policy, -1 against it",
     "panel/agreement": "share of answers that are as the vote",
-    "panel/accuracy": "share of answers for the batch with the higher mean return",
+    "panel/accuracy": "share of answers for the batch with the higher mean return; equal returns or"
+    " answers do not count",
     "panel/difference": "mean return of the perturbed policy minus that of the unperturbed one",
     "communication/bits": "bits of signs and votes that all agents have sent, each counted once:"
     " d + K an update with par",

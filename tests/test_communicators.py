@@ -806,6 +806,18 @@ def test_the_summary_of_an_asymmetric_matrix():
             "distances/largest": 0.4,
         }
     )
+    matrix[1] = NAN  # an agent of another process
+    distances[1] = NAN
+    assert communicators.summarize_communicator(matrix, distances) == pytest.approx(
+        {
+            "communicator/self_weight": 0.25,
+            "communicator/peers": 1.0,
+            "communicator/largest_peer_weight": 1.0,
+            "communicator/most_listeners": 1,
+            "distances/mean": 0.3,
+            "distances/largest": 0.4,
+        }
+    )
 
 
 @examples

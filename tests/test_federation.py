@@ -664,8 +664,10 @@ def test_an_exchange_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
     assert "--wait" in refused("--exchange", url, *agent, *weights, "--wait", 1)
     message = refused("--exchange", url, *agent, *weights, "--max-age", 2)
     assert message.startswith("--max-age 2: has no effect on averages")
-    line = refused("--exchange", "sftp://me:secret@host/path", *agent)
-    assert "password" in line and "secret" not in line
+    for store in ("sftp://me:secret@host/path", "simplecache::sftp://me:secret@host/path"):
+        line = refused("--exchange", store, *agent)
+        assert "password" in line and "secret" not in line
+    assert "is no URL: Invalid IPv6 URL" in refused("--exchange", "s3://[bucket/path", *agent)
     assert "delta" in refused("--exchange", url, *agent, "--delta", 0.1, script=PRTRPO_MINIGRID)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -679,6 +681,17 @@ def test_a_second_agent_of_the_same_number_is_refused(tmp_path):
     go(join(tmp_path, (0,)), 1)
     assert "has files of agent 0 in prpo already: go on with --resume" in refused(*words)
     PRPO_MINIGRID.parse_args([*map(str, words), "--federation", "other"])
+
+
+@pytest.mark.parametrize(("before", "after", "valid"), [(0, 5, "0"), (5, 0, "positive")])
+def test_a_run_that_is_resumed_waits_as_before(whole_run, tmp_path, before, after, valid):
+    """Whether rounds are repeated or skipped depends on it; how long it waits may change."""
+    config = json.loads((whole_run(PRPO_MINIGRID) / "config.json").read_text())
+    config |= {"exchange": f"file://{tmp_path}", "agents": [0], "wait": before}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    resume = ("--resume", tmp_path, "--wait")
+    assert refused(*resume, after) == f"--wait {after:.1f}: must be {valid} as in {tmp_path}"
+    assert PRPO_MINIGRID.parse_args([*map(str, (*resume, 2 * before))]).wait == 2 * before
 
 
 def test_a_run_of_one_agent_is_played(tmp_path, capsys):

@@ -514,7 +514,9 @@ def test_the_order_of_a_file_decides_nothing(many, files, tokenizer, tmp_path):
     assert 0.05 < len(tests["validation"]) / 300 < 0.15
 
 
-def test_fewer_prompts_than_requested_are_reported(many, files, tokenizer, tmp_path, capsys):
+def test_fewer_prompts_than_requested_are_reported(
+    many, files, tokenizer, tmp_path, capsys, monkeypatch
+):
     """Of agents, and of evaluations; with less than a batch there is no run."""
     args = tiny(
         files,
@@ -536,12 +538,16 @@ def test_fewer_prompts_than_requested_are_reported(many, files, tokenizer, tmp_p
     args = tiny(files, "runs", dataset=many, num_agents=3, partition="topic", batch_size=60)
     message = refusal(dealt, args, tokenizer)
     assert message.startswith(f"--dataset {many}: ") and message.endswith("60 are needed")
+    with monkeypatch.context() as patch:  # another rank, which alone knows of its agent's prompts
+        patch.setenv("RANK", "2")
+        assert "agent 2 has" in refusal(dealt, args, tokenizer, range(2, 3))
     held_out = write(
         tmp_path / "held_out.jsonl", [{"prompt": "a", "completion": "b", "topic": "x"}]
     )
     args = tiny(files, "runs", dataset=many, num_agents=3, partition="topic", eval_dataset=held_out)
     message = refusal(dealt, args, tokenizer)
     assert message == f"--eval-dataset {held_out}: y has 0 prompts, 1 are needed"
+    assert refusal(dealt, args, tokenizer, range(2, 3)) == message  # a process that holds agent 2
     args = tiny(files, "runs", dataset=many, num_agents=4, partition="topic")
     assert (
         refusal(dealt, args, tokenizer) == "--num-agents 4: must be at most 3, as there are topics"

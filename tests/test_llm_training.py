@@ -1007,7 +1007,7 @@ def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
 
 def test_agents_count_by_completions_that_taught(files, tmp_path, monkeypatch):  # noqa: F811
     """samples: c_ij is proportional to agent j's completions since the last round, without those
-    whose reward is NaN.
+    whose reward is NaN or infinite.
     """
     score = prpo_llm.score_completions
     spoilt = [[1, 0], [2, 1], [3, 0], [0, 0]]  # of each agent, by step
@@ -1017,7 +1017,7 @@ def test_agents_count_by_completions_that_taught(files, tmp_path, monkeypatch): 
         texts, ends, columns = score(*inputs)
         rewards = columns["reward"].reshape(2, -1)  # a view
         for i, number in enumerate(spoilt[len(sizes)]):
-            rewards[i, :number] = math.nan
+            rewards[i, :number] = (math.nan, 1e39)[i]  # the latter is infinite in float32
         sizes.append(rewards.shape[1])
         return texts, ends, columns
 

@@ -410,12 +410,22 @@ def test_episodes_side_by_side_are_those_of_a_plain_loop(settings):
     assert normalised.mean(0).abs().max() < 1e-2
 
 
+def test_the_accuracy_of_a_panel_leaves_out_what_is_equal():
+    """Pairs of equal returns, and answers of a person who sees no difference."""
+    answers = torch.tensor([[1, -1], [1, 1], [0, -1]])
+    measures = s2zpo_mujoco.describe_panel(answers, torch.tensor([2.0, 0.0, -1.0]), vote=1)
+    assert measures["panel/accuracy"] == pytest.approx(2 / 3)
+    measures = s2zpo_mujoco.describe_panel(answers, torch.zeros(3), vote=1)
+    assert math.isnan(measures["panel/accuracy"])
+
+
 def test_normalisation_joins_the_statistics_of_agents():
     """Agents with different numbers of observations count by them; a constant does no harm."""
     generator = np.random.default_rng(2)
     obs = torch.from_numpy(generator.normal(3, 2, size=(2, 3, 5, 4)))  # agents, episodes, steps
     obs[..., 3] = 7
     lengths = torch.tensor([[5, 1, 2], [4, 4, 5]])
+    obs[0, 1, 1:] = math.nan  # behind the end of an episode
     sums = s2zpo_mujoco.sum_observations(obs, lengths)
     rows = np.concatenate([obs[i, e, : lengths[i, e]] for i in range(2) for e in range(3)])
     assert sums[:, 0].tolist() == [8, 13]
