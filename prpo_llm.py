@@ -84,7 +84,8 @@ class Args(RunArgs):
     eval_prompts: Natural = 16
     eval_samples: Natural = 0
     """completions of each held-out prompt that are sampled beside the greedy one (0: none)"""
-    # sample them from the most probable tokens of this total probability; training samples from all
+    # --eval-samples are drawn from the most probable tokens of this total probability, training
+    # samples from all
     eval_top_p: Fraction = 1.0
     save_adapters: Natural = 0
     """steps between copies of all adapters, and keep the best by held-out reward (0: neither)"""
@@ -114,7 +115,7 @@ class Args(RunArgs):
     # writes others
     partition: Literal["iid", "topic"] = "iid"
     topics: tuple[str, ...] = ()
-    """of the agents with --partition topic, and of evaluations (default: the largest)"""
+    """of agents and evaluations (default: with --partition topic the largest, else none)"""
     prompts_per_agent: Count = 256
     """training prompts of each agent; of a separate data set an agent gets all"""
     max_prompt_tokens: Count = 300
@@ -130,7 +131,7 @@ class Args(RunArgs):
     missing_eos_penalty: NonNegative = 1.0
     """subtracted from the reward of a completion that does not end"""
     min_response_tokens: Natural = 0
-    """completions with fewer tokens (table 5's code: 18) get the same penalty"""
+    """completions with fewer tokens (table 5's code: 18) get --missing-eos-penalty"""
 
     # The agents and their communication
 
@@ -139,12 +140,13 @@ class Args(RunArgs):
     aggregation: Literal["policy", "weights", "none"] = "policy"
     local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
     """steps between communication rounds, which update the reference"""
+    # coefficient of the KL penalty towards the reference policy, of FedAvg the agent's own of the
+    # last round
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.1
-    """coefficient of the KL penalty towards the reference policy"""
     kl_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 over the run"""
     # forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), eq. 7; auto:
-    # reverse for GRPO
+    # reverse for GRPO, forward for PPO
     kl_direction: Literal["auto", "forward", "reverse"] = "auto"
     # exact over the vocabulary, or estimated from the sampled token (reverse only; the gradient of
     # k3 is forward)
@@ -208,7 +210,7 @@ class Args(RunArgs):
     clip_coef: NonNegative = 0.2
     """clip range of the surrogate objective (0: no clipping)"""
     clip_higher: NonNegative = 0.0
-    """its upper side, if it is to be wider (0: the same; DAPO: 0.28)"""
+    """upper side of the clip range, if it is to be wider (0: --clip-coef; DAPO: 0.28)"""
     # tokens with a negative advantage lose at most so many times its size, whatever the ratio (0:
     # no such bound)
     dual_clip: NonNegative = 0.0
@@ -349,9 +351,9 @@ def compute_group_advantages(
     highest = rewards.nan_to_num(-torch.inf).amax(-1)
     lowest = rewards.nan_to_num(torch.inf).amin(-1)
     # Equal rewards: else the mean's rounding error would count, over a deviation as small
-    counts = ~rewards.isnan() & (highest > lowest)[..., None]
-    centred = torch.where(counts, rewards - rewards.nanmean(-1, keepdim=True), 0.0)
-    number = counts.sum(-1, keepdim=True)
+    is_counted = ~rewards.isnan() & (highest > lowest)[..., None]
+    centred = torch.where(is_counted, rewards - rewards.nanmean(-1, keepdim=True), 0.0)
+    number = is_counted.sum(-1, keepdim=True)
     if advantage_type == "rloo":
         return centred * number / (number - 1).clamp(min=1)
     if loss_type == "dr-grpo":
@@ -689,19 +691,20 @@ def compute_token_losses(
     # Policy loss
     pg_loss = -mb_advantages * ratio
     if args.clip_coef > 0:
-        pg_loss = torch.max(pg_loss, -mb_advantages * ratio.clamp(low, high))
+        clipped_ratio = ratio.clamp(low, high)
+        pg_loss = torch.max(pg_loss, -mb_advantages * clipped_ratio)
     if args.dual_clip > 0:  # https://arxiv.org/abs/1912.09729
         bounded = torch.min(pg_loss, -args.dual_clip * mb_advantages)
         pg_loss = torch.where(mb_advantages < 0, bounded, pg_loss)
     if args.importance_cap:
         pg_loss = mb["importance"][place] * pg_loss
 
-    # The graph of the entropy holds another vocabulary, so it is built only if it is needed
+    # Entropy bonus; its graph holds another vocabulary, so it is built only if it is needed
     with torch.set_grad_enabled(args.ent_coef > 0):
         entropy = -(log_policy.exp() * log_policy).sum(-1)
 
-    # The peers' influence: the distance to the reference policy, exact over the vocabulary if not
-    # estimated
+    # Distance to the reference policy, exact over the vocabulary if not estimated: the peers'
+    # influence
     with torch.no_grad():
         peers = mb["peers"][k, m, :, g, t][:, : len(weights)]  # [tokens, senders, hidden]
         log_peers = compute_log_probs(args, model, peers).transpose(0, 1)
@@ -731,11 +734,11 @@ def compute_token_losses(
     return loss, {name: values.detach() for name, values in terms.items()}
 
 
-def compute_value_loss(args: Args, newvalue: Tensor, mb: dict, count: Tensor) -> Tensor:
+def compute_value_loss(args: Args, newvalue: Tensor, mb: dict, token_weights: Tensor) -> Tensor:
     """PPO's value loss of each agent [agents].
 
-    newvalue: [agents, prompts, 1, tokens]; count: the weight of each completion's tokens [agents,
-    prompts, 1]. Completions without a reward do not count.
+    newvalue: [agents, prompts, 1, tokens]; token_weights: of each completion [agents, prompts, 1].
+    Completions without a reward do not count.
     """
     longest = newvalue.shape[-1]
     values = mb["values"][..., :longest]
@@ -744,9 +747,10 @@ def compute_value_loss(args: Args, newvalue: Tensor, mb: dict, count: Tensor) ->
     value_clip_coef = args.clip_coef if args.value_clip_coef is None else args.value_clip_coef
     v_loss = (newvalue - returns) ** 2
     if value_clip_coef > 0:
-        v_clipped = values + (newvalue - values).clamp(-value_clip_coef, value_clip_coef)
+        v_change = (newvalue - values).clamp(-value_clip_coef, value_clip_coef)
+        v_clipped = values + v_change
         v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
-    weight = (count * ~mb["rewards"].isnan())[..., None] * mask
+    weight = (token_weights * ~mb["rewards"].isnan())[..., None] * mask
     return 0.5 * (weight * v_loss).sum((1, 2, 3))
 
 
@@ -767,16 +771,16 @@ def learn(
     """
     rows = torch.arange(len(inds))[:, None]
     lengths = batch["mask"][rows, inds].sum(-1)  # [agents, minibatch, group]
-    counts = weigh_tokens(lengths.flatten(1), args).view_as(lengths)
+    token_weights = weigh_tokens(lengths.flatten(1), args).view_as(lengths)
     # Metrics are means, also where weights do not sum to 1: Dr. GRPO, masked completions
-    totals = (counts * lengths).sum((1, 2))
+    totals = (token_weights * lengths).sum((1, 2))
     totals = torch.where(totals > 0, totals, 1.0)
     names = (*LOSSES, "value_loss", "first_log_ratio", "grad_norm", "value_grad_norm")
     losses = {name: torch.zeros(len(inds), device=model.device) for name in names}
     trained.grad.zero_()
     micro_batches = inds.split(args.micro_batch_size, dim=1)
-    micro_counts = counts.split(args.micro_batch_size, dim=1)
-    for micro, count in zip(micro_batches, micro_counts, strict=True):
+    micro_weights = token_weights.split(args.micro_batch_size, dim=1)
+    for micro, mb_weights in zip(micro_batches, micro_weights, strict=True):
         mb = select_prompts(batch, micro)
 
         # Policy. The backward pass belongs under `select_adapters` too: with
@@ -793,9 +797,9 @@ def learn(
                 loss, terms = compute_token_losses(
                     args, model, states, mb, place, weights[k], kl_coef
                 )
-                (count[k, m, g] * loss).sum().backward()
+                (mb_weights[k, m, g] * loss).sum().backward()
                 for name in LOSSES:
-                    losses[name][k] += (count[k, m, g] * terms[name]).sum() / totals[k]
+                    losses[name][k] += (mb_weights[k, m, g] * terms[name]).sum() / totals[k]
                 losses["first_log_ratio"][k].clamp_(min=terms["logratio"].abs().max())
             hidden.backward(states.grad)
 
@@ -803,7 +807,7 @@ def learn(
         if args.algorithm == "ppo":
             with select_adapters("value"):
                 newvalue = compute_values(model, compute_hidden(model, mb))
-                v_loss = compute_value_loss(args, newvalue, mb, count)
+                v_loss = compute_value_loss(args, newvalue, mb, mb_weights)
                 (args.vf_coef * v_loss.sum()).backward()
             losses["value_loss"] += v_loss.detach()
     return losses | step_optimizer(args, trained, optimizer)
