@@ -404,29 +404,32 @@ def learn(
     each minibatch.
     """
     yield improve(agent.policy, obs, reference, batch, epsilon, args)
+    parameters = list(agent.baseline.parameters())
     for _ in range(args.update_epochs):
         b_inds = torch.randperm(len(batch["obs_inds"]), generator=generator)
         b_inds = b_inds.to(batch["obs_inds"].device)
         for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
-            distinct, inverse = batch["obs_inds"][mb_inds].unique(return_inverse=True)
+            mb = {name: tensor[mb_inds] for name, tensor in batch.items()}
+            # Each distinct observation is evaluated once; loss and gradient stay the same
+            distinct, inverse = mb["obs_inds"].unique(return_inverse=True)
             _, value = agent.baseline(obs[distinct])
             newvalue = value.index_select(0, inverse)
 
             # Value loss
-            v_loss = 0.5 * ((newvalue - batch["returns"][mb_inds]) ** 2).mean()
+            v_loss = (newvalue - mb["returns"]) ** 2
+            v_loss = 0.5 * v_loss.mean()
 
             finite = bool(v_loss.isfinite())
             if finite:
                 optimizer.zero_grad()
                 v_loss.backward()
-                parameters = agent.baseline.parameters()
                 grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 finite = bool(grad_norm.isfinite())
                 if finite:
                     optimizer.step()
                 else:  # a step would ruin the optimizer's moments; report it as such a loss
                     v_loss = torch.full_like(v_loss, torch.nan)
-            yield {"value_loss": v_loss.item()}
+            yield {"value_loss": v_loss.detach()}
             if not finite:  # this agent has diverged and its update ends; those of its peers go on
                 return
 
@@ -631,13 +634,13 @@ def main(args: Args) -> dict:
                 "charts/episodes": len(episodes[k]),
                 "charts/return_last_100": mean(last_returns[k]),
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
-                "losses/value_loss": mean([loss["value_loss"] for loss in fits]),
+                "losses/value_loss": mean([loss["value_loss"].item() for loss in fits]),
                 "losses/policy_loss": step["policy_loss"],
                 "losses/entropy": step["entropy"],
             }
             for name, value in diagnostics[k].items():
                 row[f"policy/{name}"] = step.get(name, value)  # exact where the step knows it
-            for name in ("epsilon", "slack", "step", "tv_reference"):
+            for name in ("epsilon", "slack", "step"):
                 row[f"trust_region/{name}"] = step[name]
             row["trust_region/bound"] = bounds[k]
             row["trust_region/share_within_bound"] = variations[i, 2].item() / iteration

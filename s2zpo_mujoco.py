@@ -86,7 +86,8 @@ class Args(RunArgs):
     """the task of all agents: MuJoCo's, another one with continuous actions, or CartPole-v1"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
     """envpool is several times faster on MuJoCo; auto takes it there, where it is installed"""
-    # most steps of an episode, also in evaluations (default: 250; of CartPole its 500)
+    # most steps of an episode, also in evaluations (default: the task's, but 250 where it has none
+    # or 1,000 and more)
     horizon: Count | None = None
     # normalise observations, with statistics of unperturbed episodes that agents share; either way
     # they are clipped to [-10, 10]
@@ -685,7 +686,8 @@ def import_mujoco() -> None:
 
 @functools.cache
 def find_horizon(env_id: str) -> int:
-    """The most steps of an episode by default: the task's, but 250 where they are 1,000 or more."""
+    """The most steps of an episode by default: the task's, but 250 where it has none, or 1,000 and
+    more."""
     import_mujoco()
     steps = gym.make(env_id, disable_env_checker=True).spec.max_episode_steps
     return steps if steps and steps < 1000 else 250

@@ -208,7 +208,6 @@ TRPO = {name: meaning for name, meaning in CONTROL.items() if name not in PENALT
     "trust_region/slack": "epsilon - c + b H⁻¹ b / 2; if it is not positive no step is good enough",
     "trust_region/step": "kind of the step: 1 normal, -1 recovery, towards the reference only, 0"
     " rejected",
-    "trust_region/tv_reference": "total variation of the new policy and its reference",
     "trust_region/bound": "largest total variation of the update by Observation 1: `--delta`, or"
     " what epsilon allows",
     "trust_region/share_within_bound": "share of the agent's updates so far that kept the bound",

@@ -1170,6 +1170,7 @@ TRUST_REGION = {
         "how far",
         "agents = [",
         "compute_radius",
+        "if iteration > last_communication:",
         "reference",
         "calls",
         "else:",
