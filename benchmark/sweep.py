@@ -481,7 +481,10 @@ LINEAR_METHODS = ("fedavg-surrogate", "pr-reward", "pr-surrogate")
 # gain most by it (docs/results.md, section 12)
 CHOSEN_GOALS = {
     "goals": {
+        "both-surrogate": "0.1",
         "fedavg-pairs": "0.02",
+        "fedavg-surrogate-linear": "0.1",
+        "fedper-uniform": "0.02",
         "pr-reward": "0.1",
         "pr-uniform": "0.1",
         "proximal-uniform": "0.1",

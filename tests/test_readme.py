@@ -228,14 +228,15 @@ def test_the_papers_length_has_the_settings_that_the_search_chose():
     assert chosen <= listed
 
 
-def test_the_second_task_of_own_goals_has_the_coefficients_that_the_search_chose():
+@pytest.mark.parametrize("family", ["goals", "unlock-goals"])
+def test_tasks_of_own_goals_have_the_coefficients_that_the_search_chose(family):
     """Each method's best on the tuning seed, by the training return over the run."""
     best = {}
-    for row in read_runs("unlock_goals_tuning"):
+    for row in read_runs(f"{family.replace('-', '_')}_tuning"):
         method, coef = row["method"].split("_coef")
         result = float(row["mean_training_return"]), coef
         best[method] = max(result, best.get(method, (0, "")))
-    lines, _ = print_sweep("unlock-goals", "--results")
+    lines, _ = print_sweep(family, "--results")
     listed = {}
     for line in lines:
         pattern = r"--(?:kl|prox)-coef (\S+) .*--exp-name (\S+)"
