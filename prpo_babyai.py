@@ -455,12 +455,13 @@ def main(args: Args) -> dict:
                 # policy
                 if args.aggregation == "weights":
                     snapshots.copy_(previous_snapshots)
+                    del previous_snapshots
                     C = communicator[rows_held]
                     averages, lost = average_adapters(args, model, C, parameters)
                     averaging = torch.stack([usable[row > 0].all() for row in C])
                     trained[:] = torch.where(averaging[:, None].to(device), averages, trained)
                     reset(moments)
-                del parameters, previous_snapshots  # whole adapters need not stay in memory
+                del parameters  # whole adapters: they need not stay in memory
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
