@@ -1328,6 +1328,10 @@ def test_what_has_no_effect_is_said(tiny, capsys):
         given = {"mixture": "geometric", "topology": "ring", "communicator": "reward"}
         prpo_babyai.report_unused(tiny(**changes, **given))
         assert f"--{line}" in capsys.readouterr().out
+    # Isolated agents and a single one renew their own reference at this interval
+    for changes in ({"communicator": "identity"}, {"centralised": True}):
+        prpo_babyai.report_unused(tiny(local_updates=1, **changes))
+        assert "local-updates" not in capsys.readouterr().out
     prpo_babyai.report_unused(tiny(eval_episodes=0, eval_temperature=1.0, partition="hardness"))
     assert "eval-temperature" not in capsys.readouterr().out
     prpo_babyai.report_unused(tiny(eval_episodes=0, eval_temperature=1.0))
