@@ -801,10 +801,9 @@ class Exchange:
     In one process it holds all agents and nothing moves; under torchrun each rank holds num_agents
     / world_size of them. What leaves a rank is a flat tensor of parameters, of log-probabilities on
     public states, or of declared scalars and sums, never an observation, an action or a reward of a
-    step, and nothing that arrives is unpickled. `bytes_sent`
-    counts what agents have to send each other, parameters times listeners, which is the same in
-    both placements and for every topology; between ranks it is gathered as one flat tensor, so that
-    there all parameters reach every rank.
+    step, and nothing that arrives is unpickled. `bytes_sent` counts what agents have to send each
+    other, parameters times listeners, which is the same in both placements and for every topology;
+    between ranks it is gathered as one flat tensor, so that there all parameters reach every rank.
 
     device, timeout: as the flags; the attribute `device` is the device that was chosen. Raises
     ValueError if num_agents is not divisible by the world size, and RuntimeError if a peer does not
@@ -2349,9 +2348,7 @@ def _check_exchange(args: RunArgs) -> None:
         valid = "must be 1 with --exchange, where agents take part as they come"
         refuse(args, "participation", f"{valid}; averages wait for this fraction")
     try:
-        urls = [
-            urllib.parse.urlsplit(url) for url in args.exchange.split("::")
-        ]  # it may be chained
+        urls = map(urllib.parse.urlsplit, args.exchange.split("::"))  # the parts of a chained one
         passwords = [url.password for url in urls]
     except ValueError as error:
         refuse(args, "exchange", f"is no URL: {first_line(error)}")

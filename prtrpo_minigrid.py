@@ -409,14 +409,13 @@ def learn(
         b_inds = torch.randperm(len(batch["obs_inds"]), generator=generator)
         b_inds = b_inds.to(batch["obs_inds"].device)
         for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
-            mb = {name: tensor[mb_inds] for name, tensor in batch.items()}
             # Each distinct observation is evaluated once; loss and gradient stay the same
-            distinct, inverse = mb["obs_inds"].unique(return_inverse=True)
+            distinct, inverse = batch["obs_inds"][mb_inds].unique(return_inverse=True)
             _, value = agent.baseline(obs[distinct])
             newvalue = value.index_select(0, inverse)
 
             # Value loss
-            v_loss = (newvalue - mb["returns"]) ** 2
+            v_loss = (newvalue - batch["returns"][mb_inds]) ** 2
             v_loss = 0.5 * v_loss.mean()
 
             finite = bool(v_loss.isfinite())

@@ -477,8 +477,7 @@ GOAL_COEFS = ("0.02", "0.1", "0.5", "2")
 PROXIMAL_COEFS = ("0.001", "0.01", "0.1", "1")
 # Also with a coefficient that falls to 0
 LINEAR_METHODS = ("fedavg-surrogate", "pr-reward", "pr-surrogate")
-# Method -> coefficient; else 0.5. What choose.py prefers; for goals only of the four methods that
-# gain most by it (docs/results.md, section 12)
+# Method -> coefficient that choose.py prefers; else 0.5 (docs/results.md, section 12)
 CHOSEN_GOALS = {
     "goals": {
         "both-surrogate": "0.1",

@@ -306,7 +306,6 @@ def test_participants_without_a_neighbour_among_them_keep_to_themselves(ranks):
     n = 6
     args = PRPO_MINIGRID.Args(num_agents=n, communicator="uniform", topology="ring")
     pair = torch.tensor([True, False, False, True, False, False])
-
     states = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 
     def play_two_rounds(exchange):
