@@ -150,8 +150,8 @@ class Args(RunArgs):
     max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
     target_kl: Positive | None = None
     """skip an agent's further epochs once its approximate KL exceeds this"""
-    # of all layers but the heads (autocast); heads and losses are always float32. auto: bfloat16
-    # where the hardware has it
+    # of all layers but the heads (autocast); heads and losses are always float32. auto: bfloat16 on
+    # a processor that has it, else float32
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     # compile the networks with torch.compile, which is not thread-safe: the agents then compute one
     # after the other
@@ -950,12 +950,12 @@ def uses_gpu(args: Args) -> bool:
 
 
 def choose_precision(args: Args) -> str:
-    """bfloat16 where the hardware has it; where it is emulated, float32 is several times faster."""
-    if uses_gpu(args):
-        supported = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        supported = torch.cpu.get_capabilities().get("avx512_bf16")
-    return "bfloat16" if supported else "float32"
+    """bfloat16 on a processor that has it: elsewhere float32 is faster.
+
+    On a GPU most of the time is the launching of kernels, of which bfloat16 needs more.
+    """
+    supported = torch.cpu.get_capabilities().get("avx512_bf16")
+    return "bfloat16" if supported and not uses_gpu(args) else "float32"
 
 
 def choose_backend(args: Args) -> str:

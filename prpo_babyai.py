@@ -24,7 +24,6 @@ import json
 import math
 import re
 import runpy
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -71,16 +70,12 @@ from prpo_llm import (
     make_communicator,
     make_optimizer,
     measure_losses,
+    measure_peak_memory,
     measure_sampling_gaps,
     pad,
     save_adapters,
     select_adapters,
 )
-
-try:
-    import resource
-except ImportError:  # on Windows
-    resource = None
 
 # What a derived seed is for: the last number of its key
 TASKS = 21
@@ -563,19 +558,6 @@ def measure_updates(
     for name in ("losses/value_loss", "losses/value_grad_norm"):  # of PPO
         del row[name]
     return row
-
-
-def measure_peak_memory(device: torch.device) -> float:
-    """The most memory that this process has had, in GiB: the GPU's, or the processor's.
-
-    NaN on Windows, which does not count it.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    if resource is None:
-        return math.nan
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 # --- episodes: an agent's turns in a world ---

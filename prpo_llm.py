@@ -64,6 +64,11 @@ from communicators import (
     derive_seed,
 )
 
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None
+
 # What a derived seed is for: the last number of its key
 PROMPT_ORDER = 1
 SAMPLING = 2
@@ -1083,6 +1088,7 @@ def main(args: Args) -> dict:
         num_tokens = exchange.all_gather(lengths.sum((1, 2))[:, None].double()).nansum().item()
         scalars = {
             "time/tokens_per_second": num_tokens / (time.perf_counter() - began),
+            "time/peak_memory": measure_peak_memory(device),
             "charts/learning_rate": compute_learning_rate(args, step),
             "charts/kl_coefficient": kl_coef,
             "communication/rounds": step // args.local_updates,
@@ -1203,6 +1209,19 @@ def measure_losses(losses: list[dict[str, Tensor]], k: int) -> dict[str, float]:
     row["losses/first_log_ratio"] = float(losses[0]["first_log_ratio"][k])
     row["losses/skipped_steps"] = float(sum(step["skipped_steps"][k] for step in losses))
     return row
+
+
+def measure_peak_memory(device: torch.device) -> float:
+    """The most memory that this process has had, in GiB: the GPU's, or the processor's.
+
+    NaN on Windows, which does not count it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    if resource is None:
+        return math.nan
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 # --- generation: completions of prompts, here or by a server ---
@@ -1848,7 +1867,8 @@ def passes_apart(model, batch: dict) -> bool:
     """
     agents, prompts = batch["lengths"].shape[:2]
     together = agents == 1 or batch["lengths"].dim() < 3
-    if together or model.device.type != "cpu" or model.dtype != torch.float32:
+    dtype = model.get_input_embeddings().weight.dtype  # model.dtype may be the value head's
+    if together or model.device.type != "cpu" or dtype != torch.float32:
         return False
     if torch.is_grad_enabled() and getattr(model, "computes_layers_again", False):
         return False

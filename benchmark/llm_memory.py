@@ -3,16 +3,21 @@ data.
 
     python benchmark/llm_memory.py --csv benchmark/results/llm_memory.csv  # of docs/prpo_llm.md
     python benchmark/llm_memory.py --sizes 1.5B --held 7 --micro-batch-size 1 --batch-size 4
+    python benchmark/llm_memory.py --sizes 1.5B --task runs/llm-task-300 --write runs/1.5B
 
 The defaults are the settings of `bash benchmark/sweep.sh llm`, GRPO, with one of seven agents on a
 GPU. The model is built, and a micro-batch is passed through it, under PyTorch's FakeTensorMode;
 what autograd would keep is counted there. The cache of sampling and the states of references are
 products of sizes. Not counted: CUDA's own context, and memory that the allocator holds in pieces
 too small to be used.
+
+--write stores a model of that size with random weights: prpo_llm.py trains it like any other, and
+logs the memory that it takes.
 """
 
 import csv
 import io
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +25,7 @@ from pathlib import Path
 import torch
 from arguments import read_flags
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import prpo_llm
@@ -67,6 +72,10 @@ class Args:
     """the reward is a model of the same size, in --precision"""
     csv: str = ""
     """file to write the table to"""
+    write: str = ""
+    """folder to write a model of the first size to instead, with random weights"""
+    task: str = ""
+    """folder with its tokenizer and prompts, which trl_grpo.py --prepare makes"""
 
 
 class Lengths:
@@ -77,6 +86,7 @@ class Lengths:
     def __init__(self, shape, tokens):
         self.shape = shape
         self.max = lambda: tokens.shape[-1]
+        self.dim = lambda: len(shape)
 
 
 def count_kept(model, args: Args) -> int:
@@ -110,11 +120,29 @@ def attend_on_gpu(query, key, value, **options):
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
 
+def make_config(shape: tuple, **options) -> LlamaConfig:
+    """The configuration of a model of these sizes."""
+    sizes = dict(zip(NAMES, shape, strict=True))
+    return LlamaConfig(**sizes, max_position_embeddings=8192, **options)
+
+
 def build_model(shape: tuple) -> torch.nn.Module:
     """A model of these sizes in bfloat16, with our attention."""
-    config = LlamaConfig(**dict(zip(NAMES, shape, strict=True)), max_position_embeddings=8192)
     options = {"dtype": torch.bfloat16, "attn_implementation": "shared_prefix"}
-    return AutoModelForCausalLM.from_config(config, **options).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(make_config(shape), **options)
+    return model.eval().requires_grad_(False)
+
+
+def write_model(args: Args, shape: tuple) -> None:
+    """A folder to train from: a model of these sizes with random weights, tokenizer, prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(args.task)
+    config = make_config(shape, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(args.write)
+    tokenizer.save_pretrained(args.write)
+    shutil.copy(Path(args.task, "prompts.jsonl"), args.write)
 
 
 def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str, float]:
@@ -159,7 +187,9 @@ def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str,
 
 
 def main(args: Args) -> None:
-    """Print the table, and write it to --csv."""
+    """Print the table, and write it to --csv; or write a model."""
+    if args.write:
+        return write_model(args, MODELS[args.sizes[0]])
     on_processor = prpo_llm.attend_with_shared_heads
     prpo_llm.attend_with_shared_heads = attend_on_gpu
     with FakeTensorMode(allow_non_fake_inputs=True):

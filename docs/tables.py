@@ -241,6 +241,8 @@ LANGUAGE = {
     " rank r cuts off",
     "time/tokens_per_second": "tokens of completions per second of the whole step",
     "time/completions_per_second": "all agents' completions per second of training",
+    "time/peak_memory": "the most memory that rank 0's process has had, in GiB (the GPU's, or the"
+    " processor's)",
 }
 EPISODES = (
     "losses/kl_anchor",
@@ -253,6 +255,7 @@ EPISODES = (
     "charts/kl_coefficient",
     "communication/lost_by_average",
     "time/tokens_per_second",
+    "time/peak_memory",
 )
 AGENTS = {
     "episode/client": "the number of the client that the agent has been in this step",
@@ -269,8 +272,6 @@ AGENTS = {
     " rounding; in float32 also by sampling",
     "losses/sampling_gap": LANGUAGE["losses/sampling_gap"] + "; with `--precision bfloat16` only",
     "time/episodes_per_second": "all agents' episodes per second of training",
-    "time/peak_memory": "the most memory that rank 0's process has had, in GiB (the GPU's, or the"
-    " processor's)",
 }
 COMMUNICATION = {
     "communication/rounds": "communication rounds so far",
@@ -816,6 +817,21 @@ def phases(name: str, contender: str) -> str:
     shares = (runs / runs.sum()).sort_values(ascending=False)
     header = ["phase", *(phase.removesuffix("_us") for phase in shares.index)]
     return format_table(header, [["share", *(f"{share:.1%}" for share in shares)]])
+
+
+def gpu(work: str) -> str:
+    """Runs on a GPU: speed, if there is a yardstick also as a multiple of its speed, and memory."""
+    runs = read_result("gpu").query("work == @work")
+    table = pd.DataFrame({"": runs.contender})
+    if work != "sizes":
+        ratios = runs.speed / runs.speed.iloc[0]
+        table["speed"] = [f"{ratio:.1f}".replace("1.0", "1") for ratio in ratios]
+    table["per second"] = [f"{speed:,.4g}" for speed in runs.speed]
+    if work == "sizes":
+        for column in ("allocated", "counted"):
+            gigabytes = runs[f"{column}_gb"]
+            table[f"{column}, GB"] = [f"{number:.1f}".replace("nan", "") for number in gigabytes]
+    return format_table([*table], table.values.tolist())
 
 
 def rounds() -> str:

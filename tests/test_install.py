@@ -14,7 +14,7 @@ import torch
 from helpers import REPOSITORY, call, environment
 
 import communicators
-import prpo_babyai
+import prpo_llm
 
 SCRIPTS = [REPOSITORY / f"{name}.py" for name in ("prpo_minigrid", "fedavg_ppo", "prtrpo_minigrid")]
 TINY = "--num-agents 2 --num-envs 2 --num-steps 32 --total-timesteps 128 --local-updates 1"
@@ -132,9 +132,9 @@ def test_peak_memory_is_in_gib_everywhere(system, counted, gib, monkeypatch):
     if counted is not None:
         usage = SimpleNamespace(ru_maxrss=counted)
         module = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
-    monkeypatch.setattr(prpo_babyai, "resource", module)
+    monkeypatch.setattr(prpo_llm, "resource", module)
     monkeypatch.setattr(sys, "platform", system)
-    measured = prpo_babyai.measure_peak_memory(torch.device("cpu"))
+    measured = prpo_llm.measure_peak_memory(torch.device("cpu"))
     assert measured == pytest.approx(gib, nan_ok=True)
 
 

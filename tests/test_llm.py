@@ -445,6 +445,7 @@ def rows_of(folder):
     without = (
         "tokens_per_second",
         "completions_per_second",
+        "peak_memory",
         "exp_name",
     )
     return [{name: value for name, value in row.items() if name not in without} for row in rows]

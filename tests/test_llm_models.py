@@ -2,8 +2,10 @@
 reason why not.
 """
 
+import csv
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 import weakref
@@ -587,8 +589,8 @@ class LiveTensors(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
+@pytest.mark.parametrize(("checkpointing", "held"), [(False, 1), (True, 1), (False, 2)])
+def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing, held):
     """The largest sum of live tensors of an update on the processor, beside what is always
     there."""
     shape = 64, 256, 8, 4, 2, 512, True
@@ -599,7 +601,7 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
         "batch_size": 4,
         "micro_batch_size": 4,
     }
-    args = llm_memory.Args(agents=3, held=1, **sizes)
+    args = llm_memory.Args(agents=3, held=held, **sizes)
     tokens = args.batch_size * args.group_size * args.response_length
     with FakeTensorMode(allow_non_fake_inputs=True):
         parts = llm_memory.estimate(args, shape, logits_at_once=tokens * shape[5])
@@ -612,25 +614,26 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
     }
     model = llm_memory.build_model(shape)
     run = prpo_llm.Args(**run)
-    trained, _ = prpo_llm.add_adapters(run, model, 1)
+    trained, _ = prpo_llm.add_adapters(run, model, held)
     if checkpointing:
         prpo_llm.checkpoint_layers(model)
-    drawn = torch.randint(1, 512, (1, 4, 4, 24), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(1, 512, (held, 4, 4, 24), generator=torch.Generator().manual_seed(0))
     batch = {
-        "prompts": [[7] * args.prompt_tokens] * 4,
+        "prompts": [[7] * args.prompt_tokens] * 4 * held,
         "tokens": drawn,
-        "lengths": torch.full((1, 4, 4), 24),
+        "lengths": torch.full((held, 4, 4), 24),
+        "mask": torch.ones(held, 4, 4, 24, dtype=torch.bool),
+        "rewards": torch.rand(held, 4, 4),
     }
-    batch |= {"mask": torch.ones(1, 4, 4, 24, dtype=torch.bool), "rewards": torch.rand(1, 4, 4)}
-    statistics = torch.zeros(1, 3, dtype=torch.float64)
+    statistics = torch.zeros(held, 3, dtype=torch.float64)
     batch |= prpo_llm.compute_advantages(run, model, batch, statistics)
     references, weights = prpo_llm.compute_references(
-        run, model, range(1), torch.full((3, 3), 1 / 3), batch
+        run, model, range(held), torch.full((3, 3), 1 / 3), batch
     )
     optimizer = torch.optim.AdamW([*trained], 1e-3)
     optimizer.step()
     with LiveTensors() as update:
-        inds = torch.arange(4)[None]
+        inds = torch.arange(4).expand(held, -1)
         prpo_llm.learn(run, model, trained, optimizer, batch | references, weights, inds, 0.1)
     kept = parts[
         "update: activations with --gradient-checkpointing"
@@ -640,6 +643,20 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing):
     counted = kept + parts["update: logits of a part of the tokens"]
     assert 0.85 < update.peak / counted < 1.2
     assert references["peers"].nbytes == 3 / 4 * parts["update: states of references"]
+
+
+def test_a_model_of_a_size_is_written_to_be_measured(files, tmp_path, monkeypatch):
+    """A run trains it, and logs the memory."""
+    monkeypatch.setitem(llm_memory.MODELS, "tiny", (32, 48, 2, 4, 2, 100, True))
+    task = tmp_path / "task"
+    shutil.copytree(files / "model", task)
+    shutil.copy(files / "data.jsonl", task / "prompts.jsonl")
+    written = tmp_path / "written"
+    llm_memory.main(llm_memory.Args(sizes=("tiny",), task=str(task), write=str(written)))
+    paths = {"base_model": str(written), "dataset": str(written / "prompts.jsonl")}
+    folder, _ = train(files, tmp_path / "runs", **paths, total_steps=1, eval_prompts=0)
+    with open(folder / "metrics.csv", newline="") as file:
+        assert all(float(row["peak_memory"]) > 0 for row in csv.DictReader(file))
 
 
 @pytest.mark.slow
@@ -708,14 +725,16 @@ def test_bfloat16_has_a_head_in_float32(tmp_path):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_in_bfloat16_too_the_first_ratio_is_one(files, tmp_path, algorithm):
+def test_in_bfloat16_too_the_first_ratio_is_one(files, tmp_path, algorithm, checkpointing):
     """Prompts keep their micro-batch before the update and in every epoch of it."""
     changes = {
         "precision": "bfloat16",
         "batch_size": 4,
         "micro_batch_size": 2,
         "algorithm": algorithm,
+        "gradient_checkpointing": checkpointing,
     }
     folder, _ = train(files, tmp_path, **changes, eval_prompts=0)
     rows = rows_of(folder)

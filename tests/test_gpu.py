@@ -1,0 +1,193 @@
+"""Runs on a GPU: they train as those on the processor do. Skipped where there is no GPU.
+
+Kernels differ, and with them rounding: Adam makes a whole step of a gradient that is nearly 0.
+"""
+
+import csv
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from command import parse_args
+from helpers import (
+    FEDAVG_ATARI,
+    PRPO_ATARI,
+    PRPO_MINIGRID,
+    PRTRPO_MINIGRID,
+    REPOSITORY,
+    SCRIPTS,
+    assert_same_rows,
+    evaluations_of,
+    flags,
+    on,
+    only_run,
+    rows_of,
+    tiny,
+    torchrun,
+    weights_of,
+)
+from test_babyai import folder  # noqa: F401
+from test_babyai import tiny as tiny_babyai  # noqa: F401
+from test_llm import files, to_resume  # noqa: F401
+from test_llm import rows_of as language_rows_of
+from test_llm import tiny as tiny_llm
+from test_llm import weights_of as adapters_of
+
+import prpo_babyai
+import prpo_llm
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+ALL = [*SCRIPTS, FEDAVG_ATARI, PRTRPO_MINIGRID]
+OTHER = {"cuda": "cpu", "cpu": "cuda"}
+
+
+def train(script, run_dir, **changes):
+    """A tiny run in this process. Returns its folder."""
+    script.main(tiny(script, run_dir, **{"iterations": 3, "local_updates": 1} | changes))
+    return only_run(run_dir)
+
+
+def assert_nearly_same_run(ours, theirs):
+    """Equal metrics of all iterations up to rounding, and nearly equal weights."""
+    assert_same_rows(rows_of(ours), rows_of(theirs), 1e-4, apart={"explained_variance"})
+    args = SimpleNamespace(**json.loads((ours / "config.json").read_text()))
+    iterations = args.total_timesteps // (args.num_envs * args.num_steps)
+    steps = iterations * args.update_epochs * args.num_minibatches
+    expected = weights_of(theirs)
+    for i, weights in weights_of(ours).items():
+        difference = (weights - expected[i]).double()
+        assert difference.square().mean().sqrt() <= 1e-2 * args.learning_rate * steps
+
+
+# --- control ---
+
+
+@on(ALL)
+def test_a_gpu_trains_and_plays_like_the_processor(script, tmp_path):
+    ours = train(script, tmp_path / "gpu", device="cuda")
+    theirs = train(script, tmp_path / "cpu", device="cpu")
+    assert json.loads((ours / "summary.json").read_text())["device"] == "cuda:0"
+    assert_nearly_same_run(ours, theirs)
+    assert evaluations_of(ours) == evaluations_of(theirs)
+
+
+@on(ALL)
+@pytest.mark.parametrize("device", OTHER)
+def test_what_one_has_saved_the_other_resumes(script, device, crashing, tmp_path):
+    whole = train(script, tmp_path / "whole", device="cpu")
+    crashing("complete", 2, 2, lambda: train(script, tmp_path / "parts", device=device))
+    parts = only_run(tmp_path / "parts")
+    script.main(script.parse_args(["--resume", str(parts), "--device", OTHER[device]]))
+    assert_nearly_same_run(parts, whole)
+
+
+@on([PRPO_MINIGRID, PRPO_ATARI])
+def test_ranks_that_share_a_gpu_train_like_one_process(script, tmp_path):
+    """They communicate through the processor."""
+    changes = {"iterations": 3, "local_updates": 1, "device": "cuda"}
+    program = REPOSITORY / f"{script.module.__name__}.py"
+    done = torchrun(3, program, *flags(script, tmp_path / "ranks", **changes), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    together = train(script, tmp_path / "one", device="cuda")
+    assert_nearly_same_run(only_run(tmp_path / "ranks"), together)
+
+
+PROGRAM = """
+import torch
+import communicators
+exchange = communicators.Exchange(2, 'cuda')
+assert exchange._wire.type == 'cuda', exchange._wire
+local = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device='cuda')
+assert exchange.all_gather(local).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+exchange.wait_for_all()
+exchange.close()
+"""
+
+
+def test_a_rank_with_a_gpu_of_its_own_communicates_through_it(tmp_path):
+    """By nccl, of which one process is enough to see where tensors are."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = torchrun(1, tmp_path / "program.py", cwd=tmp_path, PYTHONPATH=str(REPOSITORY))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_compiled_networks_play_and_learn_the_same(precision, tmp_path):
+    """In rollouts they are a CUDA graph, whose next replay writes over the last one's outputs."""
+    changes = {"device": "cuda", "eval_episodes": 0, "precision": precision}
+    plain = train(PRPO_ATARI, tmp_path / "plain", **changes)
+    compiled = train(PRPO_ATARI, tmp_path / "compiled", **changes, compile=True)
+    if precision == "float32":
+        assert_nearly_same_run(compiled, plain)
+    value_losses = [float(rows_of(run)[0]["value_loss"]) for run in (compiled, plain)]
+    assert value_losses[0] == pytest.approx(value_losses[1], rel=0.1)
+
+
+# --- language models ---
+
+
+# An agent without a signal follows rounding errors: in PPO only agent 1 has one from the start
+@pytest.mark.parametrize(
+    ("algorithm", "aggregation", "learning_rate", "agents"),
+    [
+        ("grpo", "policy", 1e-2, (0, 1)),
+        ("grpo", "weights", 1e-2, (0, 1)),
+        ("ppo", "policy", 1e-3, (1,)),
+    ],
+)
+def test_a_gpu_trains_language_models_like_the_processor(
+    algorithm,
+    aggregation,
+    learning_rate,
+    agents,
+    files,  # noqa: F811
+    tmp_path,
+):
+    """A whole run, and one that goes on from there on the processor."""
+    changes = {"algorithm": algorithm, "aggregation": aggregation, "local_updates": 1}
+    changes |= {"learning_rate": learning_rate}
+    for device in OTHER:
+        prpo_llm.main(tiny_llm(files, tmp_path / device, **changes, device=device, total_steps=4))
+    prpo_llm.main(tiny_llm(files, tmp_path / "parts", **changes, device="cuda", total_steps=2))
+    parts = only_run(tmp_path / "parts")
+    more = ["--total-steps", "4", "--device", "cpu"]
+    prpo_llm.main(parse_args(prpo_llm, [*to_resume(parts), *more]))
+    expected = only_run(tmp_path / "cpu")
+    for run in (only_run(tmp_path / "cuda"), parts):
+        for i in agents:
+            assert (adapters_of(run)[i] - adapters_of(expected)[i]).abs().max() < 1e-3
+        for row, other in zip(language_rows_of(run), language_rows_of(expected), strict=True):
+            for name in ("reward", "length", "kl_reference", "policy_loss", "entropy"):
+                if int(row["agent"]) in agents:
+                    assert float(row[name]) == pytest.approx(float(other[name]), abs=1e-3), name
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_in_bfloat16_the_first_ratio_is_one(algorithm, checkpointing, files, tmp_path):  # noqa: F811
+    """The kernels are the same in both passes over a micro-batch."""
+    changes = {"precision": "bfloat16", "batch_size": 4, "micro_batch_size": 2}
+    changes |= {"algorithm": algorithm, "gradient_checkpointing": checkpointing}
+    prpo_llm.main(tiny_llm(files, tmp_path, **changes, device="cuda", eval_prompts=0))
+    rows = language_rows_of(only_run(tmp_path))
+    assert all(float(row["first_log_ratio"]) <= 1e-6 for row in rows)
+    assert any(float(row["approx_kl"]) > 1e-4 for row in rows)
+
+
+def test_the_logged_memory_is_the_gpu_s(files, tmp_path):  # noqa: F811
+    torch.cuda.reset_peak_memory_stats()
+    prpo_llm.main(tiny_llm(files, tmp_path, device="cuda", eval_prompts=0))
+    with open(only_run(tmp_path) / "metrics.csv", newline="") as file:
+        logged = float(list(csv.DictReader(file))[-1]["peak_memory"])
+    assert 0 < logged <= torch.cuda.max_memory_allocated() / 2**30 * (1 + 1e-5)
+
+
+def test_a_gpu_trains_agents_in_text_worlds_like_the_processor(tiny_babyai, tmp_path):  # noqa: F811
+    for device in OTHER:
+        prpo_babyai.main(tiny_babyai(device, device=device))
+    runs = [language_rows_of(only_run(tmp_path / device)) for device in OTHER]
+    for row, other in zip(*runs, strict=True):
+        for name in ("success", "return", "client", "invalid", "kl_reference", "policy_loss"):
+            assert float(row[name]) == pytest.approx(float(other[name]), abs=1e-3), name
