@@ -894,6 +894,7 @@ def main(args: Args) -> dict:
     shared = find_shared_columns(args, model)  # of what agents train
     shares_all = isinstance(shared, slice)
     examples, tests, public_states = deal(args, tokenizer, held)
+    check_positions(args, model, [*examples.values(), *tests.values()])
     server = None
     if args.generate_with:
         server = Server(args, held, tokenizer)
@@ -1425,9 +1426,9 @@ class Server:
     """--generate-with: an OpenAI-compatible server that loads the agents' adapters between steps,
     such as vLLM.
 
-    Every step has adapters of new names, in folders that this process and the server share: vLLM
-    keeps the keys and values of prompts by the adapter's name, and would mix those of the step
-    before with new weights.
+    Every step, also one that a resumed run repeats, has adapters of new names, in folders that this
+    process and the server share: vLLM keeps the keys and values of prompts by the adapter's name,
+    and would mix those of former weights with new ones.
     """
 
     def __init__(self, args: Args, held: range, tokenizer):
@@ -1438,6 +1439,7 @@ class Server:
         self.group_size = get_group_size(args)
         self.folders = {}  # of the adapters that are loaded: name -> folder
         self.names = {}  # agent -> the name of its present adapter; none if it is not finite
+        self.began = time.time_ns()
 
     def send(self, route: str, body: dict | None = None) -> str:
         """Send a request, again if it may succeed later, and return the response."""
@@ -1502,8 +1504,9 @@ class Server:
         self.names = {}
         for k, i in enumerate(self.held):
             if all(side["policy"].data[k].isfinite().all() for side in list_adapter_sides(model)):
-                name = f"{run.folder.name}-agent_{i}-step_{run.iteration}"
-                folder = run.folder / "serving" / f"agent_{i}-step_{run.iteration}"
+                step = f"agent_{i}-step_{run.iteration}"
+                name = f"{run.folder.name}-{step}-{self.began}"
+                folder = run.folder / "serving" / step
                 save_adapters(self.args, run, model, None, {i: folder}, step=run.iteration)
                 self.load(name, folder)
                 self.names[i] = name
@@ -2702,6 +2705,20 @@ def compare_with_plain(args: Args, model) -> None:
     if not valid:
         reason = f"cannot be trained: log-probabilities are off by {error:.2g}"
         communicators.refuse(args, "base_model", reason)
+
+
+def check_positions(args: Args, model, lists: list[list[dict]]) -> None:
+    """End the run if a prompt with its completion has more tokens than the model has positions."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(len(example["ids"]) for examples in lists for example in examples)
+    if most and longest + args.response_length > most:
+        valid = (
+            f"with --response-length {args.response_length} at most {most - args.response_length}"
+        )
+        problem = f"a prompt has {longest} tokens, but {valid} fit the model"
+        message = f"--max-prompt-tokens {args.max_prompt_tokens}: {problem}"
+        # The prompts of other ranks may be shorter
+        communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
 
 
 def check_layers(config, longest: int) -> None:

@@ -651,6 +651,15 @@ def flags_of(args):
     ]
 
 
+def test_a_prompt_that_does_not_fit_the_model_ends_the_run(files, tmp_path):
+    """With its completion, of 64 positions; the longest prompt has eight tokens."""
+    message = refusal(prpo_llm.main, tiny(files, tmp_path, response_length=57))
+    problem = "a prompt has 8 tokens, but with --response-length 57 at most 7 fit the model"
+    assert message == f"--max-prompt-tokens 300: {problem}"
+    longest = tiny(files, tmp_path, response_length=56, total_steps=1, eval_prompts=0)
+    assert prpo_llm.main(longest)["completed"]
+
+
 @pytest.mark.parametrize("communicator", ["uniform", "similarity"])
 def test_more_held_out_prompts_are_requested_on_resume(files, tmp_path, communicator):
     """What is trained stays the same, bit for bit: public states are not the prompts of

@@ -553,6 +553,11 @@ def test_bad_input_ends_with_one_line(case):
 # --- completions by a server ---
 
 
+def loaded_names(requests):
+    """The names of all adapters that a server was asked to load, in turn."""
+    return [body["lora_name"] for path, body in requests if path == "/v1/load_lora_adapter"]
+
+
 def test_a_server_completes_with_the_agents_adapters(files, server, tmp_path, monkeypatch):  # noqa: F811
     """Every prompt of every step is completed once, with its agent's present adapter, which the
     server has loaded from a folder: its log-probabilities are those of `predict`, and nothing stays
@@ -590,17 +595,15 @@ def test_a_server_completes_with_the_agents_adapters(files, server, tmp_path, mo
             0,
             1,
         )
-    names = [
-        body["lora_name"] for path, body in server.requests if path == "/v1/load_lora_adapter"
-    ][1:]
-    assert names == [
+    names = loaded_names(server.requests)[1:]
+    assert [name.rpartition("-")[0] for name in names] == [
         f"{folder.name}-agent_{i}-step_{step}" for step in range(1, 5) for i in range(3)
     ]
     gone = [
         body["lora_name"] for path, body in server.requests if path == "/v1/unload_lora_adapter"
     ][1:]
     assert gone == names
-    requested = {(body["model"], tuple(body["prompt"])) for body in sent}
+    requested = {(body["model"].rpartition("-")[0], tuple(body["prompt"])) for body in sent}
     stopped = 0
     for step, (chosen, batch, ours) in enumerate(seen, 1):
         for n, prompt in enumerate(batch["prompts"]):
@@ -629,7 +632,7 @@ def test_a_server_completes_with_the_agents_adapters(files, server, tmp_path, mo
 
 def test_a_run_with_a_server_is_resumed(files, server, tmp_path, monkeypatch):  # noqa: F811
     """Seeds depend on the agent, the step and the prompt; what a run left on the server is unloaded
-    first."""
+    first, and steps that are repeated have adapters of new names."""
     changes = {"learning_rate": 1e-3, "local_updates": 1, "eval_prompts": 0}
     whole, _ = train(files, tmp_path / "whole", generate_with=server.url, **changes)
     rollout = prpo_llm.rollout
@@ -647,6 +650,9 @@ def test_a_run_with_a_server_is_resumed(files, server, tmp_path, monkeypatch):  
     assert len(server.loaded) == 2 and len(list((folder / "serving").iterdir())) == 2
     prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
     assert server.loaded == {} and not (folder / "serving").exists()
+    names = loaded_names(server.requests)
+    repeated = [name for name in names if f"{folder.name}-agent_0-step_3-" in name]
+    assert len(repeated) == 2 and len({*names}) == len(names)
     for resumed, expected in zip(weights_of(folder), weights_of(whole), strict=True):
         assert torch.equal(resumed, expected)
 
@@ -704,7 +710,7 @@ def test_a_server_of_earlier_form_and_with_trouble(files, server, tmp_path, monk
         weights_of(only_run(tmp_path / "old")), weights_of(plain), strict=True
     ):
         assert torch.equal(weights, expected)
-    server.broken_adapter = "step_2"
+    server.broken_adapter = "-step_2-"
     message = refusal(
         prpo_llm.main,
         tiny(files, tmp_path / "bad", generate_with=server.url, **changes),
@@ -752,7 +758,8 @@ def test_a_diverged_agent_is_not_loaded_into_the_server(files, server, stacked, 
     client = prpo_llm.Server(args, range(3), SimpleNamespace(ends=[eos]))
     run = SimpleNamespace(folder=tmp_path, iteration=7, exchange=SimpleNamespace(agents=range(3)))
     client.load_policies(run, model)
-    assert [*server.loaded] == [f"{tmp_path.name}-agent_{i}-step_7" for i in (0, 2)]
+    names = [f"{tmp_path.name}-agent_{i}-step_7-{client.began}" for i in (0, 2)]
+    assert [*server.loaded] == names
     tokens, lengths, logprobs = client.complete([0, 1, 2], PROMPTS, [1, 2, 3], "cpu")
     assert tokens.shape == (3, 1, 6) and lengths[1] == 1 and tokens[1, 0, 0] == eos
     assert (

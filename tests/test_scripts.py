@@ -1089,7 +1089,7 @@ FAMILIES = {
         "learning_rate:",
         "heads and losses",
         "small a network",
-        "hardware has it",
+        "a processor that has it",
     ),
     "check_args": (
         "averages",

@@ -30,7 +30,7 @@ class CompletionServer:
     not tempered), ignored-adapter, one-choice, no-end (end-of-text tokens are cut off), old (token
     ids in vLLM's earlier form). failures: HTTP statuses of the next requests for completions, in
     turn (200: none); None closes the connection. broken_adapter: requests for adapters whose name
-    ends with it fail.
+    contains it fail.
     """
 
     def __init__(self, model, tokenizer):
@@ -99,7 +99,7 @@ class CompletionServer:
             self.unload(body["lora_name"])
             return 200, "Success: LoRA adapter removed successfully."
         if path == "/v1/completions":
-            if self.broken_adapter and body["model"].endswith(self.broken_adapter):
+            if self.broken_adapter and self.broken_adapter in body["model"]:
                 return 500, "out of\nmemory"
             status = self.failures.pop(0) if self.failures else 200
             if status != 200:
