@@ -2712,11 +2712,9 @@ def check_positions(args: Args, model, lists: list[list[dict]]) -> None:
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(len(example["ids"]) for examples in lists for example in examples)
     if most and longest + args.response_length > most:
-        valid = (
-            f"with --response-length {args.response_length} at most {most - args.response_length}"
-        )
-        problem = f"a prompt has {longest} tokens, but {valid} fit the model"
-        message = f"--max-prompt-tokens {args.max_prompt_tokens}: {problem}"
+        problem = f"a prompt has {longest} tokens, but at most {most - args.response_length}"
+        reason = f"{problem} fit the model with --response-length {args.response_length}"
+        message = f"--max-prompt-tokens {args.max_prompt_tokens}: {reason}"
         # The prompts of other ranks may be shorter
         communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from arguments import read_flags
+from arguments import read_flags, refuse
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -189,6 +189,8 @@ def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str,
 def main(args: Args) -> None:
     """Print the table, and write it to --csv; or write a model."""
     if args.write:
+        if not Path(args.task, "prompts.jsonl").is_file():
+            refuse(f"--task {args.task}: must be a folder with tokenizer and prompts.jsonl")
         return write_model(args, MODELS[args.sizes[0]])
     on_processor = prpo_llm.attend_with_shared_heads
     prpo_llm.attend_with_shared_heads = attend_on_gpu

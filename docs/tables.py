@@ -824,8 +824,8 @@ def gpu(work: str) -> str:
     runs = read_result("gpu").query("work == @work")
     table = pd.DataFrame({"": runs.contender})
     if work != "sizes":
-        ratios = runs.speed / runs.speed.iloc[0]
-        table["speed"] = [f"{ratio:.1f}".replace("1.0", "1") for ratio in ratios]
+        yardstick, *others = runs.speed
+        table["speed"] = ["1", *(f"{speed / yardstick:.1f}" for speed in others)]
     table["per second"] = [f"{speed:,.4g}" for speed in runs.speed]
     if work == "sizes":
         for column in ("allocated", "counted"):

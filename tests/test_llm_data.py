@@ -654,8 +654,8 @@ def flags_of(args):
 def test_a_prompt_that_does_not_fit_the_model_ends_the_run(files, tmp_path):
     """With its completion, of 64 positions; the longest prompt has eight tokens."""
     message = refusal(prpo_llm.main, tiny(files, tmp_path, response_length=57))
-    problem = "a prompt has 8 tokens, but with --response-length 57 at most 7 fit the model"
-    assert message == f"--max-prompt-tokens 300: {problem}"
+    reason = "a prompt has 8 tokens, but at most 7 fit the model with --response-length 57"
+    assert message == f"--max-prompt-tokens 300: {reason}"
     longest = tiny(files, tmp_path, response_length=56, total_steps=1, eval_prompts=0)
     assert prpo_llm.main(longest)["completed"]
 

@@ -652,6 +652,8 @@ def test_a_model_of_a_size_is_written_to_be_measured(files, tmp_path, monkeypatc
     shutil.copytree(files / "model", task)
     shutil.copy(files / "data.jsonl", task / "prompts.jsonl")
     written = tmp_path / "written"
+    missing = llm_memory.Args(sizes=("tiny",), write=str(written))
+    assert refusal(llm_memory.main, missing).startswith("--task : must be a folder")
     llm_memory.main(llm_memory.Args(sizes=("tiny",), task=str(task), write=str(written)))
     paths = {"base_model": str(written), "dataset": str(written / "prompts.jsonl")}
     folder, _ = train(files, tmp_path / "runs", **paths, total_steps=1, eval_prompts=0)
