@@ -689,7 +689,9 @@ def find_horizon(env_id: str) -> int:
     """The most steps of an episode by default: the task's, but 250 where it has none, or 1,000 and
     more."""
     import_mujoco()
-    steps = gym.make(env_id, disable_env_checker=True).spec.max_episode_steps
+    env = gym.make(env_id, disable_env_checker=True)
+    env.close()
+    steps = env.spec.max_episode_steps
     return steps if steps and steps < 1000 else 250
 
 
@@ -909,6 +911,8 @@ def check_args(args: Args) -> None:
     if args.human:
         if world_size > 1:
             communicators.refuse(args, "human", "answers in one process, without torchrun")
+        answers = "with --human: you answer"
+        communicators.announce_unused(args, {"link": answers, "link_scale": answers})
         args.num_evaluators = 1
     check_env(args)
     d = communicators.count_parameters(make_policy(args))

@@ -744,7 +744,7 @@ def test_answers_of_a_person_count_for_the_side_that_was_seen(tmp_path, monkeypa
     assert collect([(black, white)] * 2, tmp_path, "x", seeded(1)).tolist() == [[0], [0]]
 
 
-def test_a_run_with_a_person(tmp_path, monkeypatch):
+def test_a_run_with_a_person(tmp_path, monkeypatch, capsys):
     """Every pair is shown as a film, and answered once."""
     questions = []
 
@@ -755,7 +755,8 @@ def test_a_run_with_a_person(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", answer)
     changes = {"num_agents": 1, "num_pairs": 2, "total_iterations": 1, "horizon": 9}
     flags = to_flags(**TINY | changes | {"run_dir": tmp_path})
-    args = parse_args(s2zpo_mujoco, [*flags, "--human"])
+    args = parse_args(s2zpo_mujoco, [*flags, "--human", "--link", "probit"])
+    assert "--link probit: has no effect with --human" in capsys.readouterr().out
     assert (args.num_evaluators, s2zpo_mujoco.choose_backend(args)) == (1, "gymnasium")
     s2zpo_mujoco.main(args)
     folder = only_run(tmp_path)
