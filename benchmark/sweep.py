@@ -278,7 +278,7 @@ def list_paper_length(grid: Grid) -> Iterator[str]:
             four_rooms = "FourRooms" in task
             methods = ["isolated", "fedavg-uniform", "pr-uniform"]
             if four_rooms:
-                methods.append("pr-uniform-forward")
+                methods += ["pr-uniform-forward", "fedavg-similarity", "pr-similarity"]
             for method in methods:
                 settings = {"task": task, "seed": seed, "direction": choose_direction(method)}
                 settings["steps"] = MINIGRID.steps if four_rooms else 1000000
