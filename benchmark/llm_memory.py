@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import communicators
 import prpo_llm
 
 # Size -> what NAMES are
@@ -138,7 +139,7 @@ def write_model(args: Args, shape: tuple) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.task)
     config = make_config(shape, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with communicators.set_device("auto"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(args.write)
     tokenizer.save_pretrained(args.write)

@@ -369,14 +369,19 @@ def scalars_of(folder):
     return {tag: [(event.step, event.value) for event in points] for tag, points in series.items()}
 
 
+def find_largest_move(args):
+    """The most that a run can move a parameter: the learning rate times the number of steps."""
+    iterations = args.total_timesteps // (args.num_envs * args.num_steps)
+    return args.learning_rate * iterations * args.update_epochs * args.num_minibatches
+
+
 def assert_weights(weights, expected, args):
     """The same parameters after a run, up to rounding.
 
-    A run can move a parameter by at most the learning rate times the number of steps. Adam turns a
-    gradient of nearly 0 into a whole step, whose direction may depend on the processor.
+    Adam turns a gradient of nearly 0 into a whole step, whose direction may depend on the
+    processor.
     """
-    iterations = args.total_timesteps // (args.num_envs * args.num_steps)
-    most = args.learning_rate * iterations * args.update_epochs * args.num_minibatches
+    most = find_largest_move(args)
     difference = (weights - expected).double()
     assert difference.abs().max() <= 1e-2 * most
     assert difference.square().mean().sqrt() <= 3e-5 * most

@@ -19,6 +19,7 @@ from helpers import (
     SCRIPTS,
     assert_same_rows,
     evaluations_of,
+    find_largest_move,
     flags,
     on,
     only_run,
@@ -41,33 +42,46 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 ALL = [*SCRIPTS, FEDAVG_ATARI, PRTRPO_MINIGRID]
 OTHER = {"cuda": "cpu", "cpu": "cuda"}
+SHORT = {"iterations": 3, "local_updates": 1}
 
 
 def train(script, run_dir, **changes):
     """A tiny run in this process. Returns its folder."""
-    script.main(tiny(script, run_dir, **{"iterations": 3, "local_updates": 1} | changes))
+    script.main(tiny(script, run_dir, **SHORT | changes))
     return only_run(run_dir)
+
+
+@pytest.fixture(scope="session")
+def processor_run(once):
+    """processor_run(script): the folder of such a run on the processor."""
+
+    def run(script):
+        def make(run_dir):
+            return script.main(tiny(script, run_dir, **SHORT, device="cpu"))
+
+        common, _ = once(f"processor_run_{script}", make)
+        return only_run(common)
+
+    return run
 
 
 def assert_nearly_same_run(ours, theirs):
     """Equal metrics of all iterations up to rounding, and nearly equal weights."""
     assert_same_rows(rows_of(ours), rows_of(theirs), 1e-4, apart={"explained_variance"})
     args = SimpleNamespace(**json.loads((ours / "config.json").read_text()))
-    iterations = args.total_timesteps // (args.num_envs * args.num_steps)
-    steps = iterations * args.update_epochs * args.num_minibatches
     expected = weights_of(theirs)
     for i, weights in weights_of(ours).items():
         difference = (weights - expected[i]).double()
-        assert difference.square().mean().sqrt() <= 1e-2 * args.learning_rate * steps
+        assert difference.square().mean().sqrt() <= 1e-2 * find_largest_move(args)
 
 
 # --- control ---
 
 
 @on(ALL)
-def test_a_gpu_trains_and_plays_like_the_processor(script, tmp_path):
-    ours = train(script, tmp_path / "gpu", device="cuda")
-    theirs = train(script, tmp_path / "cpu", device="cpu")
+def test_a_gpu_trains_and_plays_like_the_processor(script, processor_run, tmp_path):
+    ours = train(script, tmp_path, device="cuda")
+    theirs = processor_run(script)
     assert json.loads((ours / "summary.json").read_text())["device"] == "cuda:0"
     assert_nearly_same_run(ours, theirs)
     assert evaluations_of(ours) == evaluations_of(theirs)
@@ -75,18 +89,17 @@ def test_a_gpu_trains_and_plays_like_the_processor(script, tmp_path):
 
 @on(ALL)
 @pytest.mark.parametrize("device", OTHER)
-def test_what_one_has_saved_the_other_resumes(script, device, crashing, tmp_path):
-    whole = train(script, tmp_path / "whole", device="cpu")
-    crashing("complete", 2, 2, lambda: train(script, tmp_path / "parts", device=device))
-    parts = only_run(tmp_path / "parts")
+def test_what_one_has_saved_the_other_resumes(script, device, processor_run, crashing, tmp_path):
+    crashing("complete", 2, 2, lambda: train(script, tmp_path, device=device))
+    parts = only_run(tmp_path)
     script.main(script.parse_args(["--resume", str(parts), "--device", OTHER[device]]))
-    assert_nearly_same_run(parts, whole)
+    assert_nearly_same_run(parts, processor_run(script))
 
 
 @on([PRPO_MINIGRID, PRPO_ATARI])
 def test_ranks_that_share_a_gpu_train_like_one_process(script, tmp_path):
     """They communicate through the processor."""
-    changes = {"iterations": 3, "local_updates": 1, "device": "cuda"}
+    changes = SHORT | {"device": "cuda"}
     program = REPOSITORY / f"{script.module.__name__}.py"
     done = torchrun(3, program, *flags(script, tmp_path / "ranks", **changes), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
