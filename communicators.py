@@ -580,8 +580,12 @@ def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     gives infinity.
     """
     p = log_p.exp()
-    log_ratio = (log_p - log_q).masked_fill(p == 0, 0.0)
-    return (p * log_ratio).sum(-1)
+    return (p * _log_ratio(log_p, log_q)).sum(-1)
+
+
+def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """log(p / q), 0 where p is. All [..., actions]."""
+    return (log_p - log_q).masked_fill(log_p.exp() == 0, 0.0)
 
 
 def kl_to_reference(
@@ -590,12 +594,15 @@ def kl_to_reference(
     """The penalty of eq. 4, KL(reference || policy), or of eq. 7, KL(policy || reference).
 
     direction: "forward" for eq. 4, "reverse" for eq. 7. log_policy, log_reference: [..., actions].
-    Returns [...], in nats. The reference is a constant: no gradient.
+    Returns [...], in nats, to be differentiated once. The reference is a constant: no gradient.
     """
     if direction == "forward":
         return categorical_kl(log_reference.detach(), log_policy)
     if direction == "reverse":
-        return categorical_kl(log_policy, log_reference.detach())
+        # The gradient of sum p log(p / r) is sum dp log(p / r) + sum dp, of which the last is 0:
+        # without it rounding errors move no policy that equals its reference
+        log_ratio = _log_ratio(log_policy, log_reference).detach()
+        return (log_policy.exp() * log_ratio).sum(-1)
     raise ValueError(f"unknown KL direction {direction!r}; choose from {', '.join(KL_DIRECTIONS)}")
 
 

@@ -992,6 +992,15 @@ def test_kl_to_reference_value_and_gradient(direction, masked):
     torch.testing.assert_close(logits.grad.double(), gradient, rtol=1e-5, atol=1e-6)
 
 
+def test_a_policy_that_equals_its_reference_is_not_moved():
+    """The reverse KL's gradient there is exactly 0: AdamW would scale up rounding errors."""
+    logits = torch.randn(64, 1000).mul(3).requires_grad_()
+    log_policy = logits.log_softmax(-1)
+    kl = communicators.kl_to_reference(log_policy, log_policy.detach().clone(), "reverse")
+    kl.sum().backward()
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
 def test_forward_is_the_default_direction():
     log_policy = policies(0, 4, 3)
     log_reference = policies(1, 4, 3)
