@@ -53,6 +53,7 @@ METHODS = {
     "pr-uniform": Method("PR-PPO, uniform", BLUE),
     "isolated-searched": Method("isolated, learning rate 5e-4", GREY, ":"),
     "fedavg-uniform-searched": Method("FedAvg, uniform, coefficient 2", VERMILION, "--"),
+    "fedavg-uniform-lr5e-4": Method("FedAvg, uniform, learning rate 5e-4", VERMILION, ":"),
     "pr-uniform-searched": Method("PR-PPO, uniform, learning rate 5e-4", BLUE, ":"),
     "pr-uniform-forward": Method("PR-PPO, uniform, forward KL as in eq. 4", BLUE, "--"),
     "pr-similarity": Method("PR-PPO, similarity", SKY),

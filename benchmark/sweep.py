@@ -288,6 +288,11 @@ def list_paper_length(grid: Grid) -> Iterator[str]:
                     searched = replace(grid, **SEARCHED[method])
                     settings["suffix"] = "-searched"
                     yield from list_method("minigrid", "--results", searched, method, **settings)
+                if four_rooms and method == "fedavg-uniform":
+                    # The learning rate that the search chose for the others
+                    slower = replace(grid, rates=("5e-4",))
+                    settings["suffix"] = "-lr5e-4"
+                    yield from list_method("minigrid", "--results", slower, method, **settings)
 
 
 def list_method(
