@@ -579,13 +579,13 @@ def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     log_p, log_q: [..., actions], normalised. Returns [...]. Actions with p = 0 add 0; p > 0 = q
     gives infinity.
     """
-    p = log_p.exp()
-    return (p * _log_ratio(log_p, log_q)).sum(-1)
+    return _average_log_ratio(log_p.exp(), log_p, log_q)
 
 
-def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """log(p / q), 0 where p is. All [..., actions]."""
-    return (log_p - log_q).masked_fill(log_p.exp() == 0, 0.0)
+def _average_log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The mean under p of log(p / q). All [..., actions]. Returns [...]."""
+    log_ratio = (log_p - log_q).masked_fill(p == 0, 0.0)
+    return (p * log_ratio).sum(-1)
 
 
 def kl_to_reference(
@@ -601,8 +601,8 @@ def kl_to_reference(
     if direction == "reverse":
         # The gradient of sum p log(p / r) is sum dp log(p / r) + sum dp, of which the last is 0:
         # without it rounding errors move no policy that equals its reference
-        log_ratio = _log_ratio(log_policy, log_reference).detach()
-        return (log_policy.exp() * log_ratio).sum(-1)
+        policy = log_policy.exp()
+        return _average_log_ratio(policy, log_policy.detach(), log_reference.detach())
     raise ValueError(f"unknown KL direction {direction!r}; choose from {', '.join(KL_DIRECTIONS)}")
 
 

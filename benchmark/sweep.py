@@ -219,11 +219,13 @@ GRIDS = {
     ),
 }
 
-# What the search on FourRooms has chosen, where it is not what GRIDS has (docs/results.md)
-SEARCHED = {
-    "isolated": {"rates": ("5e-4",)},
-    "fedavg-uniform": {"kl_coefs": ("2",)},
-    "pr-uniform": {"rates": ("5e-4",)},
+# Other settings than those of GRIDS at the paper's length on FourRooms (docs/results.md): what the
+# search there has chosen, and for FedAvg also the learning rate that it has chosen for the others.
+# Method -> end of the runs' names -> settings
+OTHER_SETTINGS = {
+    "isolated": {"-searched": {"rates": ("5e-4",)}},
+    "fedavg-uniform": {"-searched": {"kl_coefs": ("2",)}, "-lr5e-4": {"rates": ("5e-4",)}},
+    "pr-uniform": {"-searched": {"rates": ("5e-4",)}},
 }
 
 
@@ -271,7 +273,7 @@ def list_minigrid_results(grid: Grid) -> Iterator[str]:
 
 def list_paper_length(grid: Grid) -> Iterator[str]:
     """The paper's 5 M steps on FourRooms, where the KL has the paper's direction too, and
-    methods have the settings of the search besides; and 1 M on the other tasks.
+    methods have OTHER_SETTINGS besides; and 1 M on the other tasks.
     """
     for seed in grid.seeds:
         for task in MINIGRID.tasks:
@@ -284,15 +286,12 @@ def list_paper_length(grid: Grid) -> Iterator[str]:
                 settings["steps"] = MINIGRID.steps if four_rooms else 1000000
                 settings["folder"] = "runs/fourrooms-5m" if four_rooms else "runs/minigrid-1m"
                 yield from list_method("minigrid", "--results", grid, method, **settings)
-                if four_rooms and method in SEARCHED:
-                    searched = replace(grid, **SEARCHED[method])
-                    settings["suffix"] = "-searched"
-                    yield from list_method("minigrid", "--results", searched, method, **settings)
-                if four_rooms and method == "fedavg-uniform":
-                    # The learning rate that the search chose for the others
-                    slower = replace(grid, rates=("5e-4",))
-                    settings["suffix"] = "-lr5e-4"
-                    yield from list_method("minigrid", "--results", slower, method, **settings)
+                if not four_rooms:
+                    continue
+                for suffix, changes in OTHER_SETTINGS.get(method, {}).items():
+                    other = replace(grid, **changes)
+                    settings["suffix"] = suffix
+                    yield from list_method("minigrid", "--results", other, method, **settings)
 
 
 def list_method(

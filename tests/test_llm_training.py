@@ -1452,15 +1452,15 @@ def checkpoint_of(run, agent, step):
     return torch.load(run / "checkpoints" / f"agent_{agent}" / f"{step}.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("num_minibatches", [1, 2])
-def test_an_isolated_agent_without_signal_stays_where_it_is(files, tmp_path, num_minibatches):  # noqa: F811
+@pytest.mark.parametrize("minibatch_size", [1, 2])
+def test_an_isolated_agent_without_signal_stays_where_it_is(files, tmp_path, minibatch_size):  # noqa: F811
     """The penalty holds it at its own policy, and no rounding error of it becomes a step."""
     (tmp_path / "equal.py").write_text(
         "def equal(prompts, completions, references):\n    return [0.5] * len(prompts)\n"
     )
     settings = {"communicator": "identity", "kl_coef": 0.5, "missing_eos_penalty": 0.0}
     settings |= {"reward": f"{tmp_path / 'equal.py'}:equal", "save_every": 1, "eval_prompts": 0}
-    settings |= {"minibatch_size": 4 // num_minibatches}
+    settings |= {"minibatch_size": minibatch_size}
     prpo_llm.main(tiny(files, tmp_path / "runs", **settings))
     run = only_run(tmp_path / "runs")
     for agent in range(2):
