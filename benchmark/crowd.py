@@ -67,7 +67,8 @@ def make_rows(runs: pd.DataFrame, threshold: float) -> pd.DataFrame:
     """A row per crowd, from `load_runs`."""
     rows = []
     for (name, seed), run in runs.groupby(["exp_name", "seed"]):
-        evaluation = run.groupby("agent").evaluation.last()
+        # Not the last that there is: an agent that has diverged has none
+        evaluation = run.groupby("agent").evaluation.agg(lambda values: values.iloc[-1])
         solved = evaluation >= threshold
         above = run[run.return_last_100 >= threshold]
         reached = above.groupby("agent").timesteps.min().reindex(solved.index)

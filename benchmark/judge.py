@@ -37,7 +37,7 @@ import pandas as pd
 import tyro
 from arguments import read_flags, read_json_lines, refuse
 from pipeline import load_scorer, read_rows
-from plot import read_settings, write
+from plot import read_settings, read_table, write
 from scipy.stats import binomtest
 from stats import bootstrap
 
@@ -103,7 +103,7 @@ class Args:
     before: bool = False
     """judge the agents' completions from before training: where they began"""
     tasks: tuple[str, ...] = ("validation",)
-    """what is judged: validation, topics (none: everything)"""
+    """what is judged: validation, or topics by their names (none: everything)"""
     # file with another prompt: {prompt}, {response0}, {response1}, other braces doubled (default:
     # figure 6)
     template: str = ""
@@ -358,6 +358,12 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         if value < limit:
             refuse(f"--{name.replace('_', '-')} {value}: must be at least {limit}")
+    if args.template:
+        try:
+            Path(args.template).read_text().format(prompt="", response0="", response1="")
+        except (OSError, ValueError, LookupError) as error:
+            problem = getattr(error, "strerror", None) or f"{error} in braces that are not doubled"
+            refuse(f"--template {args.template}: {problem}")
 
 
 def read_pairs(folder: str, args: Args) -> pd.DataFrame:
@@ -403,6 +409,17 @@ def query_reward_model(args: Args, rows: pd.DataFrame) -> np.ndarray:
     return ((np.sign(scores - other_scores) + 1) / 2)[:, None]
 
 
+def add_other_tasks(path: Path, table: pd.DataFrame) -> pd.DataFrame:
+    """The win rates and, before them, those of other tasks in the file that they replace, of the
+    same judge and step.
+    """
+    if not path.is_file():
+        return table
+    before = read_table(path, comment=None)
+    same = (before.judge == table.judge.iloc[0]) & (before.step == table.step.iloc[0])
+    return pd.concat((before[same & ~before.task.isin(table.task)], table))
+
+
 def main(args: Args) -> pd.DataFrame:
     """Judge, print, write, and return the win rates of all runs."""
     check_args(args)
@@ -418,7 +435,8 @@ def main(args: Args) -> pd.DataFrame:
         table.insert(0, "judge", args.reward_model or args.model)
         table.insert(0, "run", folder)
         if not (args.against or args.before):
-            write(Path(folder, "win_rates.csv"), "", table)
+            path = Path(folder, "win_rates.csv")
+            write(path, "", add_other_tasks(path, table))
         tables.append(table)
     win_rates = pd.concat(tables)
     shown = win_rates.drop(columns=["judge", "against"])

@@ -264,7 +264,11 @@ def read_run(folder: Path) -> Run | None:
     if not (folder / "summary.json").exists():
         report(folder, "not finished, left out")
         return None
-    run = make_run(folder, *read_settings(folder), load_run(folder))
+    summary, settings = read_settings(folder)
+    if summary.get("script") == "s2zpo_mujoco":
+        report(folder, "a run of s2zpo_mujoco.py, for benchmark/zeroth.py, left out")
+        return None
+    run = make_run(folder, summary, settings, load_run(folder))
     if run.settings.get("exchange"):
         report(folder, "one process of a federation, with its own agents only, left out")
         return None
@@ -368,13 +372,13 @@ def read_groups(args: Args) -> Groups:
 # What files say about the runs behind them
 
 
-def make_command(run: Run) -> str:
-    """The command, with every setting, that `run` and the other seeds of its group come from."""
-    script = f"{run.summary['script']}.py"
-    if (Path(__file__).parent / "baselines" / script).exists():
-        script = f"benchmark/baselines/{script}"
-    words = ["python", script]
-    for name, value in run.common.items():
+def make_command(script: str, settings: dict) -> str:
+    """The command of a script with these settings, which a group's runs have in common."""
+    path = f"{script}.py"
+    if (Path(__file__).parent / "baselines" / path).exists():
+        path = f"benchmark/baselines/{path}"
+    words = ["python", path]
+    for name, value in settings.items():
         if name in ("communicator_matrix", "reward_matrix"):  # what a flag's file held
             continue
         flag = name.replace("_", "-")
@@ -398,7 +402,8 @@ def header(groups: Groups) -> str:
     backends = set()
     for runs in groups.values():
         seeds = " ".join(str(run.settings["seed"]) for run in runs)
-        lines.append(f"# {make_command(runs[0])}  (--seed {seeds})\n")
+        command = make_command(runs[0].summary["script"], runs[0].common)
+        lines.append(f"# {command}  (--seed {seeds})\n")
         for run in runs:
             backends.add(run.summary.get("env_backend", "none"))
             for name, version in run.summary["versions"].items():
@@ -490,7 +495,8 @@ def own_topic(run: Run) -> float:
     values = []
     for agent, row in enumerate(run.summary["evaluation"]["agents"]):
         means = [task["mean"] for task in row.values()]
-        values.append(means[1 + agent])
+        if means:  # it was evaluated
+            values.append(means[1 + agent])
     return float(np.mean(values)) if values else float("nan")
 
 

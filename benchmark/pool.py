@@ -44,21 +44,22 @@ def pool_means(old: pd.DataFrame, new: pd.DataFrame, keys: list[str]) -> pd.Data
     """Means and intervals of two sets of seeds as those of all of them.
 
     Columns: keys, mean, ci_low, ci_high, seeds. A method, named by all keys but the last, that one
-    table only has stays as it is; of others the rows that both have.
+    table only has stays as it is; of others the rows that both have. No mean (NaN) on one side
+    gives none.
     """
     order = pd.concat((old[keys], new[keys])).drop_duplicates()
     both = order.merge(old, how="left", on=keys)
     both = both.merge(new, how="left", on=keys, suffixes=("_old", "_new"))
-    one = both.mean_old.isna() | both.mean_new.isna()
+    has_row = both[["seeds_old", "seeds_new"]].notna()
     methods = [both[key] for key in keys[:-1]]
-    has_mean = both[["mean_old", "mean_new"]].notna()
-    in_both = has_mean.groupby(methods).transform("any").all(axis=1)
-    both = both[~(one & in_both)]
+    in_both = has_row.groupby(methods).transform("any").all(axis=1)
+    both = both[has_row.all(axis=1) | ~in_both]
     parts = []
     for name in ("old", "new"):
         seeds = both[f"seeds_{name}"].fillna(0)
         half = both[f"ci_high_{name}"] - both[f"mean_{name}"]
-        parts.append((seeds, both[f"mean_{name}"].fillna(0), sum_squares(half, seeds)))
+        mean = both[f"mean_{name}"].where(seeds > 0, 0)  # NaN where an agent has diverged
+        parts.append((seeds, mean, sum_squares(half, seeds)))
     (n, mean, squares), (m, other_mean, other_squares) = parts
     seeds = n + m
     pooled = (n * mean + m * other_mean) / seeds

@@ -144,21 +144,36 @@ class Job:
         finished.
         """
         printed = self.read_log()
-        folders = [match[1] for match in map(FOLDER.match, printed) if match]
-        if self.shell or not folders:
+        script = find_index(self.words, lambda word: word.endswith(".py"))
+        folder = self.find_folder(printed, script)
+        if folder is None:
             succeeded = printed and printed[-1].endswith(f"{ENDED}0")
             return None if succeeded else self.words
-        folder = Path(folders[0])
         self.name = folder.name
         # The run was cut off, its folder deleted, or the summary is damaged
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             if json.loads((folder / "summary.json").read_text())["completed"]:
                 return None
-        script = find_index(self.words, lambda word: word.endswith(".py"))
         if script is None or not any(folder.glob("checkpoints/agent_*/*.pt")):
             return self.words
         arguments = words_that_name_code(self.words[script + 1 :])
         return [*self.words[: script + 1], "--resume", str(folder), *arguments]
+
+    def find_folder(self, printed: list[str], script: int | None) -> Path | None:
+        """The folder of the run that the command is, where its words from `script` on are one of
+        our scripts.
+
+        A program that starts one of them prints its folder too.
+        """
+        folders = [match[1] for match in map(FOLDER.match, printed) if match]
+        if self.shell or not folders:
+            return None
+        folder = Path(folders[0])
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            started = json.loads((folder / "config.json").read_text())["script"]
+            if script is not None and started != Path(self.words[script]).stem:
+                return None
+        return folder
 
     def lock_log(self) -> bool:
         """Open the log; False where another program executes this command now."""
@@ -333,7 +348,9 @@ def submit(args: Args, lines: list[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     tool = str(Path(__file__).resolve())
-    execute_list = shlex.join([sys.executable, tool, str(path), "--cores", str(args.cores)])
+    words = [sys.executable, tool, str(path), "--cores", str(args.cores)]
+    words += ["--retries", str(args.retries)]
+    execute_list = shlex.join(words)
     values = {"NAME": "prpo", "CORES": str(args.cores), "TIME": args.time, "OUTPUT": args.output}
     for first in range(0, len(lines), args.array_limit):
         last = min(args.array_limit, len(lines) - first)

@@ -1131,7 +1131,9 @@ def estimate(family: str, lines: list[str]) -> str:
         return f"{len(lines)} runs"
     hours = 0
     for line in lines:
-        agents = read_number("num-agents", line, default=3)
+        agents = read_number("num-agents", line, default=4 if family == "liars" else 3)
+        if "baselines/" in line:
+            agents = 1
         steps = read_number("total-timesteps", line, default=0)
         speed = ATARI_SPEED if "NoFrameskip" in line else SPEEDS.get(family, DEFAULT_SPEED)
         hours += agents * steps / speed / 3600

@@ -48,10 +48,14 @@ def score_agents(run: Run, measure: str) -> pd.Series:
     """The score of every agent of a run, by its task."""
     agents = load_run(run.folder).groupby("agent")
     column = "evaluation" if measure == "evaluation" else "return_last_100"
+    if "env_id" not in agents.obj:
+        sys.exit(f"{run.folder}: agents have no tasks in there; see benchmark/text_worlds.py")
     if column not in agents.obj:
         scores = pd.Series([np.nan])
-    else:
-        scores = agents[column].agg("mean" if measure == "auc" else "last")
+    elif measure == "auc":
+        scores = agents[column].mean()
+    else:  # not the last that there is: an agent that has diverged has none
+        scores = agents[column].agg(lambda values: values.iloc[-1])
     if scores.isna().any():
         sys.exit(f"{run.folder}: not every agent has --measure {measure}")
     return scores.set_axis(agents.env_id.first())
@@ -122,7 +126,10 @@ def score_held_out(run: Run, measure: str) -> float:
     if not path.is_file():
         sys.exit(f"{run.folder}: has no win_rates.csv; run benchmark/judge.py first")
     rates = read_table(path, comment=None)
-    return rates[(rates.task == "validation") & (rates.agent == "all")].win_rate.iloc[-1]
+    rates = rates[(rates.task == "validation") & (rates.agent == "all")]
+    if rates.empty:
+        sys.exit(f"{path}: has no --tasks validation of benchmark/judge.py")
+    return rates.win_rate.iloc[-1]
 
 
 def score_topics(run: Run) -> tuple[float, float]:

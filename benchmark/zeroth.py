@@ -6,9 +6,10 @@
 
 Writes OUT_runs.csv (a row per run), OUT.csv (curves) and from these OUT.png and OUT_table.csv. A
 method is an algorithm; a cell is a pair of mu and eta, which all algorithms of a task have in
-common. The grid is the mean over all cells, within a seed. The best cell of a seed is the one with
-the highest mean over the *other* seeds, so that chance is not rewarded; with one seed it is that
-seed's best. Curves are means over seeds of the best cells, with 95 % intervals by Student's t.
+common; a seed that has not all cells is left out. The grid is the mean over all cells, within a
+seed. The best cell of a seed is the one with the highest mean over the *other* seeds, so that
+chance is not rewarded; with one seed it is that seed's best. Curves are means over seeds of the
+best cells, with 95 % intervals by Student's t.
 """
 
 import sys
@@ -18,7 +19,15 @@ from pathlib import Path
 import pandas as pd
 from arguments import read_flags, read_json, refuse
 from methods import BLACK, BLUE, VERMILION
-from plot import comments_of, read_each, read_table, with_interval, write
+from plot import (
+    UNCOMPARED,
+    comments_of,
+    make_command,
+    read_each,
+    read_table,
+    with_interval,
+    write,
+)
 
 ALGORITHMS = {
     "par": ("Par-S2ZPO", BLUE),
@@ -27,6 +36,7 @@ ALGORITHMS = {
 }
 AXES = {"iteration": "updates", "trajectories": "trajectories", "bits": "bits"}
 SETTINGS = ["task", "algorithm", "mu", "eta", "seed"]
+IN_ROWS = {"mu", "eta", "exp_name"}  # settings that are not those of all runs of a method
 
 
 @dataclass
@@ -37,20 +47,9 @@ class Args:
     """only write OUT.png and OUT_table.csv, from OUT.csv and OUT_runs.csv"""
 
 
-def describe_command(settings: dict) -> str:
-    """The command of a run, without seed, mu and eta, which the rows have."""
-    pairs = settings["num_pairs"]
-    agents = settings["num_agents"]
-    words = [f"python s2zpo_mujoco.py --env-id {settings['env_id']}"]
-    words.append(f"--algorithm {settings['algorithm']} --num-agents {agents} --num-pairs {pairs}")
-    words.append(f"--hidden-sizes {' '.join(map(str, settings['hidden_sizes']))}")
-    words.append(f"--total-iterations {settings['total_iterations']}")
-    return " ".join(words)
-
-
-def read_run(folder: Path) -> tuple[dict, pd.DataFrame, str, str] | None:
-    """A finished run of s2zpo_mujoco.py: its row, its curve by iteration, its command and the
-    versions of packages; None for other runs.
+def read_run(folder: Path) -> tuple[dict, pd.DataFrame, dict, str] | None:
+    """A finished run of s2zpo_mujoco.py: its row, its curve by iteration, the settings that all
+    runs of its method have in common, and the versions of packages; None for other runs.
     """
     path = folder / "summary.json"
     if not path.is_file():
@@ -76,32 +75,57 @@ def read_run(folder: Path) -> tuple[dict, pd.DataFrame, str, str] | None:
         "evaluation": summary["evaluation"]["group"],
     }
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
-    return row, curve, describe_command(settings), versions
+    common = {}
+    for name, value in settings.items():
+        if name not in UNCOMPARED | IN_ROWS:
+            common[name] = value
+    return row, curve, common, versions
 
 
 def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, dict[tuple, pd.DataFrame], str]:
     """A row per run, the curves by their settings, and comments with commands and versions.
 
-    Of repeated runs the newest counts.
+    Of repeated runs the newest counts. Ends with one line if runs of one task and algorithm had
+    different settings.
     """
+    where = f"--runs {' '.join(folders)}"
     rows = {}
     curves = {}
-    commands = {}
+    settings = {}  # (task, algorithm) -> those that its runs have in common
     versions = set()
-    for run in read_each(folders, read_run):
-        row, curve, command, packages = run
+    for row, curve, common, packages in read_each(folders, read_run):
         key = tuple(row[name] for name in SETTINGS)
         rows[key] = row
         curves[key] = curve
-        commands.setdefault(command, set()).add(row["seed"])
+        first = settings.setdefault(key[:2], common)
+        for name in sorted(common.keys() & first.keys()):
+            if common[name] != first[name]:
+                values = f"--{name.replace('_', '-')} {first[name]} and {common[name]}"
+                sys.exit(f"{where}: {row['task']}, {row['algorithm']} has runs with {values}")
         versions.add(packages)
     if not rows:
-        sys.exit(f"--runs {' '.join(folders)}: no finished run of s2zpo_mujoco.py in there")
-    lines = [f"# {' or '.join(sorted(versions))}\n"]
-    for command, seeds in sorted(commands.items()):
-        lines.append(f"# {command}  (--seed {' '.join(map(str, sorted(seeds)))})\n")
+        sys.exit(f"{where}: no finished run of s2zpo_mujoco.py in there")
     ordered = sorted(rows, key=str)  # by task, whatever ran first
-    return pd.DataFrame([rows[key] for key in ordered]), curves, "".join(lines)
+    runs = keep_complete(pd.DataFrame([rows[key] for key in ordered]))
+    if runs.empty:
+        sys.exit(f"{where}: no seed has all cells")
+    lines = [f"# {' or '.join(sorted(versions))}\n"]
+    for (task, algorithm), group in runs.groupby(["task", "algorithm"]):
+        command = make_command("s2zpo_mujoco", settings[task, algorithm])
+        lines.append(f"# {command}  (--seed {' '.join(map(str, sorted({*group.seed})))})\n")
+    return runs, curves, "".join(lines)
+
+
+def keep_complete(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs of the seeds that have all cells of their task and algorithm; reports the others."""
+    kept = []
+    for (task, algorithm), group in runs.groupby(["task", "algorithm"], sort=False):
+        cells = len(group[["mu", "eta"]].drop_duplicates())
+        complete = group.groupby("seed").seed.transform("size") == cells
+        for seed in group.seed[~complete].unique():
+            print(f"{task}, {algorithm}: seed {seed} has not all cells, left out", file=sys.stderr)
+        kept.append(group[complete])
+    return pd.concat(kept)
 
 
 def choose_cells(runs: pd.DataFrame, column: str) -> pd.Series:
@@ -125,11 +149,10 @@ def make_table(runs: pd.DataFrame) -> pd.DataFrame:
     """A row per task and algorithm: the grid's means and the best cell's, with intervals."""
     rows = []
     for (task, algorithm), group in runs.groupby(["task", "algorithm"], sort=False):
-        complete = group.groupby(["mu", "eta"]).seed.nunique()
         row = {
             "task": task,
             "algorithm": algorithm,
-            "cells": len(complete),
+            "cells": len(group[["mu", "eta"]].drop_duplicates()),
             "seeds": group.seed.nunique(),
             "iterations": group.iterations.iloc[0],
             "trajectories": group.trajectories.iloc[0],
@@ -138,6 +161,8 @@ def make_table(runs: pd.DataFrame) -> pd.DataFrame:
             "statistics_bits": group.statistics_bits.iloc[0],
         }
         for column in ("over_the_run", "evaluation"):
+            if group[column].isna().all():  # --eval-episodes 0
+                continue
             best = take_best(group, column)
             samples = {
                 f"{column}_grid": group.groupby("seed")[column].mean(),

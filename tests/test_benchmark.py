@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -545,6 +546,10 @@ def test_table_of_win_rates_and_topics(tmp_path, tabled):
     assert exact["others' topics"].tolist() == pytest.approx([0.3] * 3)
     assert shown["FedAvg, naive"]["gain over FedAvg"] == "+20.0%"
     assert tabled()[1]["held-out"].tolist() == pytest.approx([0.9] * 3)
+    rates = pd.read_csv(folder / "win_rates.csv")
+    rates[rates.task == "x"].to_csv(folder / "win_rates.csv", index=False)
+    with pytest.raises(SystemExit, match="has no --tasks validation"):
+        tabled(measure="win_rate")
     (folder / "win_rates.csv").unlink()
     with pytest.raises(SystemExit, match="run benchmark/judge.py first"):
         tabled(measure="win_rate")
@@ -1483,6 +1488,51 @@ def test_means_of_zero_are_pooled():
     assert pooled.timesteps.tolist() == [1]
     assert pooled["mean"].tolist() == [0]
     assert pooled.seeds.tolist() == [4]
+
+
+@pytest.mark.parametrize("diverged", ["old", "new"])
+def test_agents_that_have_diverged_have_no_pooled_mean(diverged):
+    """A row without a mean is no row that is missing."""
+    columns = {"method": "pr", "agent": [0, 1], "task": "Task"}
+    tables = {
+        "old": pd.DataFrame(columns | {"mean": 0.4, "ci_low": 0.3, "ci_high": 0.5, "seeds": 5})
+    }
+    tables["new"] = tables["old"].assign(mean=0.9, ci_low=0.8, ci_high=1.0, seeds=2)
+    tables[diverged].loc[1, ["mean", "ci_low", "ci_high"]] = np.nan
+    pooled = pool.pool_means(tables["old"], tables["new"], ["method", "agent", "task"])
+    assert pooled["mean"].tolist() == pytest.approx([(5 * 0.4 + 2 * 0.9) / 7, np.nan], nan_ok=True)
+    assert pooled.loc[1, ["ci_low", "ci_high"]].isna().all()
+    assert pooled.seeds.tolist() == [7, 7]
+
+
+def test_an_agent_that_diverged_is_not_judged_by_an_earlier_evaluation(tmp_path):
+    folder = fake_run(tmp_path, 1, [0.1, 0.2])
+    path = folder / "evaluations.csv"
+    last = pd.read_csv(path)
+    first = last.assign(iteration=1, timesteps=100)
+    last.loc[last.agent == 1, "mean_return"] = np.nan
+    pd.concat((first, last)).to_csv(path, index=False)
+    line = f"{folder}: not every agent has --measure evaluation"
+    with pytest.raises(SystemExit, match=f"^{line}$"):
+        table.main(table.Args(runs=(str(tmp_path),)))
+    table.main(table.Args(runs=(str(tmp_path),), measure="final"))  # returns are there
+    runs = plot.load_runs(str(tmp_path)).assign(exp_name="pr-2")
+    (crowds,) = crowd.make_rows(runs, 0.4).itertuples()
+    assert crowds.share == 0.5 and np.isnan(crowds.evaluation)
+
+
+def test_runs_that_were_not_evaluated_have_no_own_topic():
+    """--partition topic with --eval-prompts 0."""
+    run = SimpleNamespace(summary={"evaluation": {"group": None, "agents": [{}, {}]}})
+    assert np.isnan(plot.own_topic(run))
+
+
+def test_agents_in_text_worlds_have_another_table(tmp_path):
+    folder = fake_run(tmp_path, 1, [0.1])
+    metrics = pd.read_csv(folder / "metrics.csv").drop(columns="env_id")
+    metrics.to_csv(folder / "metrics.csv", index=False)
+    with pytest.raises(SystemExit, match="see benchmark/text_worlds.py"):
+        table.score_agents(SimpleNamespace(folder=folder), "final")
 
 
 def test_results_that_do_not_fit_are_not_pooled():

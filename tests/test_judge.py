@@ -257,6 +257,25 @@ def test_where_training_began(server, tmp_path):
     assert not list(tmp_path.glob("runs/*/win_rates.csv"))  # these are for what has been trained
 
 
+def test_judging_other_tasks_keeps_the_rates_of_the_first(server, tmp_path):
+    """In win_rates.csv, from which table.py takes those of the held-out prompts; those of another
+    judge are gone.
+    """
+    run = make_run(tmp_path)
+    path = run / "completions.jsonl"
+    path.write_text(path.read_text() + path.read_text().replace("validation", "topic"))
+    run_judge(server, tmp_path, run)
+    run_judge(server, tmp_path, run, tasks=("topic",))
+    written = pd.read_csv(run / "win_rates.csv")
+    assert written.task.tolist() == ["validation"] * 3 + ["topic"] * 3
+    run_judge(server, tmp_path, run)
+    written = pd.read_csv(run / "win_rates.csv")
+    assert written.task.tolist() == ["topic"] * 3 + ["validation"] * 3
+    run_judge(server, tmp_path, run, tasks=("topic",), model="another")
+    written = pd.read_csv(run / "win_rates.csv")
+    assert set(zip(written.task, written.judge, strict=True)) == {("topic", "another")}
+
+
 # --- failures ---
 
 
@@ -349,6 +368,8 @@ def test_queries_are_sent_at_the_same_time(server, tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"server": ""}, "needs --server and --model, or --reward-model"),
+        ({"template": "nowhere"}, "--template nowhere: No such file or directory"),
+        ({"template": "json"}, "--template json: '\"post\"' in braces that are not doubled"),
         ({"model": ""}, "needs --server and --model, or --reward-model"),
         (
             {"server": "localhost:1/v1"},
@@ -361,8 +382,10 @@ def test_queries_are_sent_at_the_same_time(server, tmp_path, monkeypatch):
         ({"tasks": ("unheard",)}, "nothing to judge: --tasks unheard"),
     ],
 )
-def test_bad_arguments(server, tmp_path, changes, message):
+def test_bad_arguments(server, tmp_path, monkeypatch, changes, message):
     """One line and exit code 2, before anything is sent."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json").write_text('{"post": "{prompt}"}')
     assert re.search(message, refusal(run_judge, server, tmp_path, make_run(tmp_path), **changes))
     assert not server.requests
 

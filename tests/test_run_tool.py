@@ -194,6 +194,24 @@ def test_what_was_cut_off_is_resumed_from_its_checkpoint_or_started_anew(tmp_pat
     assert tool(lines, "--dry-run").stdout.splitlines() == [lines[1]]
 
 
+def test_a_program_that_starts_a_script_is_not_resumed_in_its_place(tmp_path, tool):
+    """Its log names the run's folder too; it has finished if its own exit code was 0."""
+    (tmp_path / "demo.py").write_text(
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, 'train.py', *sys.argv[1:]])\n"
+        "sys.exit('save' in sys.argv[-1])\n"
+    )
+    lines = ["python demo.py --run-dir runs --exp-name cut-save", train("cut-save-too")]
+    lines += ["python demo.py --run-dir runs --exp-name whole"]
+    assert tool(lines).returncode == 1
+    for folder in tmp_path.glob("runs/Task__*"):
+        (folder / "config.json").write_text(json.dumps({"script": "train"}))
+    planned = tool(lines, "--dry-run").stdout.splitlines()
+    assert planned[0] == lines[0]
+    assert re.fullmatch(r"python train.py --resume runs/Task__cut-save-too__1__\d+", planned[1])
+    assert len(planned) == 2
+
+
 def test_a_failure_is_listed_and_stops_nobody(tmp_path, tool):
     # What the first one leaves behind does not pass for the command itself when it is tried again
     lines = [
@@ -300,8 +318,10 @@ def test_slurm_takes_a_template_and_a_dry_run_submits_nothing(tmp_path, slurm):
     (tmp_path / "template").write_text(
         "#!/bin/sh\n#SBATCH --array=@ARRAY@ --gres=gpu:@CORES@\n@COMMAND@\n"
     )
-    process, given = slurm(["true"], "--template", "template", "--dry-run")
+    flags = "--template", "template", "--dry-run", "--retries", "3"
+    process, given = slurm(["true"], *flags)
     assert process.returncode == 0 and not given and not (tmp_path / "runs").exists()
+    assert " --cores 1 --retries 3 --line" in process.stdout
     assert process.stdout.startswith("#!/bin/sh\n#SBATCH --array=1-1 --gres=gpu:1\n")
     assert process.stdout.rstrip().endswith("--line $((0 + SLURM_ARRAY_TASK_ID))")
 
