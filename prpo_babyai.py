@@ -790,7 +790,7 @@ def encode_prompts(args: Args, tokenizer, episodes: list[Episode]) -> list[list[
             (prompts[k],) = encode_texts(tokenizer, [episode.write_prompt(history)])
         if len(prompts[k]) > args.max_prompt_tokens:
             problem = f"{episode.place} needs a prompt of {len(prompts[k])} tokens"
-            message = f"--max-prompt-tokens {args.max_prompt_tokens}: {problem}"
+            message = f"--max-prompt-tokens {args.max_prompt_tokens}: {problem}; give --resume more"
             communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
     return prompts
 
@@ -1380,6 +1380,9 @@ def report_unused(args: Args) -> None:
 
 if __name__ == "__main__":
     args = communicators.parse_args(
-        Args, check_args, again=("env",), may_change=("eval_episodes", "total_steps")
+        Args,
+        check_args,
+        again=("env",),
+        may_change=("eval_episodes", "max_prompt_tokens", "total_steps"),
     )
     main(args)

@@ -326,9 +326,13 @@ def compute_running_deviation(statistics: Tensor) -> Tensor:
 
     Its lower bound keeps the rounding errors of equal rewards small.
     """
-    count, mean, squares = statistics.T
-    least = 1e-6 * mean.abs().clamp(min=1)
-    return (squares / count.clamp(min=1)).sqrt().maximum(least)
+    count, _, squares = statistics.T
+    return (squares / count.clamp(min=1)).sqrt().maximum(compute_least_deviation(statistics))
+
+
+def compute_least_deviation(statistics: Tensor) -> Tensor:
+    """What counts as the deviation of equal rewards [agents]."""
+    return 1e-6 * statistics[:, 1].abs().clamp(min=1)
 
 
 def scales_rewards(args: Args) -> bool:
@@ -405,16 +409,22 @@ def start_value_heads(
 
     Values that start at 0 turn an offset of the rewards into advantages that grow towards the end
     of a completion: with gamma = 1, ending at once looks good, or bad. A reward model's score head
-    scores in units of the reward. first: bool [agents]; hidden: the value models' states.
+    scores in units of the reward: it is scaled as the rewards are, unless the first are all equal.
+    first: bool [agents]; hidden: the value models' states.
     """
     model.value_bias[first] = 0.0
     if scales_rewards(args) and args.value_init not in ("base", "adapter"):
-        deviation = compute_running_deviation(statistics).to(model.value_head)
-        model.value_head[first] /= deviation[first, None]
+        deviation = compute_running_deviation(statistics)
+        scaled = first & (deviation > compute_least_deviation(statistics)).to(first.device)
+        model.value_head[scaled] /= deviation.to(model.value_head)[scaled, None]
     values = compute_values(model, hidden)
     for k in first.nonzero().flatten().tolist():
         rewards = batch["scaled_rewards"][k]
-        mean_reward = rewards[rewards.isfinite()].mean()
+        counted = rewards.isfinite()
+        learned = counted & batch["mask"][k].any(-1)  # see --mask-truncated-completions
+        if learned.any():
+            counted = learned
+        mean_reward = rewards[counted].mean()
         mean_value = values[k][batch["mask"][k]].mean().nan_to_num()
         model.value_bias[k] = mean_reward - mean_value
 
@@ -547,10 +557,11 @@ def compute_importance(args: Args, batch: dict, logprobs: Tensor) -> Tensor:
     """Truncated importance sampling: the trainer's over the sampler's probability, at most
     --importance-cap.
 
-    Of each token, or for GSPO of each completion; all [agents, prompts, group, tokens].
+    Of each token, or for GSPO of each completion; all [agents, prompts, group, tokens]. A
+    completion that the sampler gave no finite probability has no reward, and weight 1.
     """
     mask = batch["mask"]
-    log_weights = (logprobs - batch["sampled"]) * mask
+    log_weights = ((logprobs - batch["sampled"]) * mask).nan_to_num(0.0)
     if has_sequence_ratios(args):
         number = mask.sum(-1, keepdim=True).clamp(min=1)
         log_weights = (log_weights.sum(-1, keepdim=True) / number).expand(log_weights.shape)
@@ -1165,11 +1176,12 @@ def draw_order(args: Args, step: int, epoch: int) -> Tensor:
 def measure_sampling_gaps(batch: dict) -> Tensor:
     """The mean distance of the sampler's log-probabilities from the trainer's, in nats, [agents].
 
-    Of the tokens that are learned from.
+    Of the tokens that are learned from, where it is finite.
     """
-    gaps = (batch["logprobs"] - batch["sampled"]).abs() * batch["mask"]
-    number = batch["mask"].sum((1, 2, 3)).clamp(min=1)
-    return gaps.sum((1, 2, 3)) / number
+    gaps = (batch["logprobs"] - batch["sampled"]).abs()
+    counted = batch["mask"] & gaps.isfinite()
+    number = counted.sum((1, 2, 3)).clamp(min=1)
+    return torch.where(counted, gaps, 0.0).sum((1, 2, 3)) / number
 
 
 def measure_completions(
@@ -1461,6 +1473,9 @@ class Server:
                     break
             except (OSError, HTTPException) as error:
                 reason = f"{url}: {error}"
+            except ValueError:  # whose message may show the key
+                reason = f"{url}: this URL, or OPENAI_API_KEY, is not valid in a request"
+                break
             if seconds is not None:
                 time.sleep(seconds)
         raise ServerError(reason)
@@ -2204,7 +2219,7 @@ def find_target_layers(args: Args, model: nn.Module) -> dict[str, nn.Linear]:
             linear[name] = layer
             if name.split(".")[-1] in args.lora_targets:
                 targets[name] = layer
-    if {*args.lora_targets} - {name.split(".")[-1] for name in targets}:
+    if not targets or {*args.lora_targets} - {name.split(".")[-1] for name in targets}:
         names = ", ".join(sorted({name.split(".")[-1] for name in linear}))
         reason = f"must be among the decoder's linear layers, {names}"
         communicators.refuse(args, "lora_targets", reason)
@@ -3089,7 +3104,11 @@ def compute_rouge(scorer, /, completions: list, references: list[str], **_) -> l
 def apply_reward_model(model, tokenizer, /, prompts: list, completions: list, **_) -> list[float]:
     """The scores of texts by a reward model, in the form in which TRL trains it: ended by EOS, or
     in its chat template."""
-    texts, chat = join_texts(tokenizer, prompts, completions)
+    try:
+        texts, chat = join_texts(tokenizer, prompts, completions)
+    except Exception as error:  # whatever the template's author chose
+        problem = f"a prompt does not suit its chat template: {communicators.first_line(error)}"
+        stop_reward_model(model, problem)
     options = {
         "padding": True,
         "padding_side": "right",
@@ -3099,8 +3118,18 @@ def apply_reward_model(model, tokenizer, /, prompts: list, completions: list, **
     rewards = []
     for k in range(0, len(texts), 8):
         inputs = tokenizer(texts[k : k + 8], **options).to(model.device)
+        longest = inputs["input_ids"].shape[1]
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if most and longest > most:
+            stop_reward_model(model, f"has {most} positions, and a text {longest} of its tokens")
         rewards += model(**inputs).logits[:, 0].float().tolist()
     return rewards
+
+
+def stop_reward_model(model, problem: str) -> NoReturn:
+    """End with one line, from any rank: others may have other texts."""
+    message = f"--reward {model.name_or_path}: {problem}"
+    communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
 
 
 def join_texts(tokenizer, prompts: list, completions: list) -> tuple[list[str], bool]:

@@ -476,6 +476,15 @@ def test_an_infinite_value_loss_is_a_divergence(files, tmp_path, monkeypatch):
     assert summary["diverged"] == [1]
 
 
+def test_a_resumed_run_of_one_step_keeps_the_evaluation_before_training(files, tmp_path):
+    """Only the last evaluation is done again."""
+    folder, _ = train(files, tmp_path, total_steps=1)
+    before = (folder / "evaluations.csv").read_text()
+    prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
+    assert (folder / "evaluations.csv").read_text() == before
+    assert "\n0,0," in before
+
+
 ALGORITHMS = {"grpo": {}, "ppo": {"algorithm": "ppo"}}
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 

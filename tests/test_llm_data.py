@@ -1067,6 +1067,10 @@ def test_a_reward_model_without_a_chat_template_reads_messages_as_texts(reward_m
     prompts = [[{"role": "user", "content": "a"}]]
     completions = [[{"role": "assistant", "content": "b"}]]
     assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["u a a b "], True)
+    tokenizer.chat_template = "{{ raise_exception('no assistant') }}"
+    model = SimpleNamespace(name_or_path="judge")
+    message = refusal(prpo_llm.apply_reward_model, model, tokenizer, prompts, completions)
+    assert message == "--reward judge: a prompt does not suit its chat template: no assistant"
     tokenizer.chat_template = None
     assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["a\n\nb<eos>"], False)
 
@@ -1096,6 +1100,8 @@ def test_a_reward_model_with_learned_positions_reads_texts_from_the_left(files, 
     texts = ["c", "c d e f g", "g h"]
     alone = [function(prompts=["a b "], completions=[text])[0] for text in texts]
     together = function(prompts=["a b "] * 3, completions=texts)
+    message = refusal(function, prompts=["a b "], completions=["c " * 40])
+    assert message.startswith(f"--reward {tmp_path / 'judge'}: has 32 positions, and a text ")
     assert (
         together == pytest.approx(alone, abs=1e-5) and len({f"{score:.3f}" for score in alone}) == 3
     )

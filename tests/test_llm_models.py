@@ -912,10 +912,12 @@ def test_adapters_that_are_not_of_these_layers_are_refused(case, tmp_path):
     assert refusal(prpo_llm.add_adapters, args, model, 1).startswith("--adapter")
 
 
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "qkv_proj"])
-def test_only_linear_layers_of_the_decoder_get_adapters(target, tmp_path):
+@pytest.mark.parametrize(
+    "targets", [("q_proj", "lm_head"), ("q_proj", "embed_tokens"), ("q_proj", "qkv_proj"), ()]
+)
+def test_only_linear_layers_of_the_decoder_get_adapters(targets, tmp_path):
     """The head is shared by the rows of all agents, and embeddings are no linear layer."""
-    args = settings(save(tmp_path, config_of("Llama", {})), lora_targets=("q_proj", target))
+    args = settings(save(tmp_path, config_of("Llama", {})), lora_targets=targets)
     model, _ = prpo_llm.load_base(args)
     message = refusal(prpo_llm.add_adapters, args, model, 1)
     assert (

@@ -696,6 +696,16 @@ def test_a_server_that_is_not_running_is_refused(files, tmp_path, monkeypatch): 
     assert "Connection refused" in message and waits == [1, 4]
 
 
+@pytest.mark.parametrize(
+    ("url", "key"), [("http://[::1:8000/v1", "key"), ("http://x/v1", "key\r"), ("http://x/v1", "€")]
+)
+def test_what_no_request_can_hold_is_not_printed(files, tmp_path, url, key, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", generate_with=url))
+    assert "this URL, or OPENAI_API_KEY, is not valid in a request" in message
+    assert "key" not in message and "€" not in message
+
+
 def test_a_server_of_earlier_form_and_with_trouble(files, server, tmp_path, monkeypatch):  # noqa: F811
     """Token ids as words, statuses that pass and closed connections change nothing; one that stays
     ends the run in one line, with the command to go on."""

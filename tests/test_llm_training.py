@@ -1183,6 +1183,57 @@ def test_advantages_of_ppo_are_whitened_over_what_is_known(monkeypatch):
     assert (advantages[1:] == 0).all()
 
 
+def first_advantages(monkeypatch, args, rewards, mask):
+    """Advantages of one agent's first batch, and its value model afterwards. Hidden states are 1 at
+    every token, and the value head scores them with 0.5.
+    """
+    monkeypatch.setattr(prpo_llm, "collect_hidden", lambda *_: torch.ones(*mask.shape, 1))
+    model = SimpleNamespace(value_head=torch.tensor([[0.5]]), value_bias=torch.zeros(1, 1))
+    batch = {"lengths": torch.full(mask.shape[:3], mask.shape[3]), "mask": mask}
+    batch["rewards"] = torch.tensor(rewards)[None, :, None]
+    statistics = torch.zeros(1, 3, dtype=torch.float64)
+    return prpo_llm.compute_advantages(args, model, batch, statistics), model
+
+
+def test_values_start_at_the_rewards_that_are_learned_from(monkeypatch):
+    """Completions that --mask-truncated-completions takes out would give all others an offset."""
+    mask = torch.ones(1, 8, 1, 6, dtype=torch.bool)
+    mask[0, 2:] = False
+    rewards = [1.0, 1.0] + [-1.0] * 6
+    outputs, _ = first_advantages(monkeypatch, prpo_llm.Args(algorithm="ppo"), rewards, mask)
+    assert outputs["advantages"].abs().max() < 1e-3  # both that ended have the same reward
+    outputs, _ = first_advantages(
+        monkeypatch, prpo_llm.Args(algorithm="ppo"), rewards, torch.zeros_like(mask)
+    )
+    assert outputs["values"].isfinite().all() and (outputs["advantages"] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "head"),
+    [([0.0, 4.0], 0.25), ([0.0, 0.0], 0.5), ([0.3], 0.5), ([0.1] * 7, 0.5), ([-1e4] * 3, 0.5)],
+)
+def test_a_reward_model_s_head_is_not_divided_by_rounding(rewards, head, monkeypatch):
+    """First rewards that are all equal have no deviation in whose units it could score."""
+    args = prpo_llm.Args(algorithm="ppo", value_init="reward/model")
+    mask = torch.ones(1, len(rewards), 1, 3, dtype=torch.bool)
+    _, model = first_advantages(monkeypatch, args, rewards, mask)
+    assert float(model.value_head) == pytest.approx(head)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+def test_a_probability_that_the_sampler_lacks_concerns_its_completion_only(loss_type):
+    """Importance weights and the gap between sampler and trainer stay finite."""
+    args = prpo_llm.Args(importance_cap=2.0, loss_type=loss_type)
+    logprobs = torch.tensor([[[[-1.0, -2.0], [-1.0, -1.0]]]])
+    sampled = torch.tensor([[[[-1.5, -2.5], [math.nan, -1.0]]]])
+    batch = {"mask": torch.ones(1, 1, 2, 2, dtype=torch.bool), "sampled": sampled}
+    weights = prpo_llm.compute_importance(args, batch, logprobs)
+    assert weights[0, 0, 0].tolist() == pytest.approx([math.exp(0.5)] * 2)
+    assert weights[0, 0, 1].tolist() == [1, 1]
+    gaps = prpo_llm.measure_sampling_gaps(batch | {"logprobs": logprobs})
+    assert gaps.tolist() == pytest.approx([1 / 3])
+
+
 def test_rounding_is_no_advantage():
     """Where an agent's rewards are all equal, PPO's advantages are rounding, and stay small."""
     noise = torch.rand(2, 3, 1, 4, generator=torch.Generator().manual_seed(1))
