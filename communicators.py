@@ -553,14 +553,21 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
 
     log_probs: [policies, ..., actions]; weights: [policies], on the simplex.
     arithmetic: log sum_j c_j pi_j. geometric: sum_j c_j log pi_j, renormalised. A policy of weight
-    0 has no influence, whatever its log-probabilities are.
-    Returns [..., actions], whose probabilities sum to 1. Raises ValueError if a geometric mixture
-    has no common support.
+    0 has no influence, whatever its log-probabilities are, and one that is NaN in a state (its
+    network overflows there) none in this state.
+    Returns [..., actions], whose probabilities sum to 1; NaN where all policies are. Raises
+    ValueError if a geometric mixture has no common support.
     """
     if mixture not in MIXTURES:
         raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
     row = weights.to(log_probs.dtype).tolist()
     mixed = [(weight, log_probs[j]) for j, weight in enumerate(row) if weight > 0]
+    missing = torch.stack([policy[..., 0].isnan() for _, policy in mixed])
+    if len(mixed) > 1 and missing.any():
+        weights = torch.tensor([weight for weight, _ in mixed], dtype=log_probs.dtype)
+        return _mix_what_is_there(
+            torch.stack([policy for _, policy in mixed]), weights, missing, mixture
+        )
     if mixture == "arithmetic":
         # One policy after the other, because the vocabulary of a language model is large
         weighted = (
@@ -571,6 +578,21 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
     if unnormalised.isneginf().all(-1).any():
         raise ValueError("the policies of a geometric mixture have no action in common")
     return torch.log_softmax(unnormalised, dim=-1)
+
+
+def _mix_what_is_there(log_probs: Tensor, weights: Tensor, missing: Tensor, mixture: str) -> Tensor:
+    """`mix_log_probs` where policies are missing in some states, bool [policies, ...]."""
+    mixed = torch.full_like(log_probs[0], torch.nan)
+    patterns = missing.reshape(len(missing), -1).unique(dim=1)  # [policies, patterns]
+    for pattern in patterns.T:
+        there = ~pattern
+        if there.any():
+            column = pattern.view(-1, *[1] * (missing.dim() - 1))
+            states = (missing == column).all(0)
+            kept = weights[there.cpu()]
+            policies = log_probs[there][:, states]
+            mixed[states] = mix_log_probs(policies, kept / kept.sum(), mixture)
+    return mixed
 
 
 def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -1319,6 +1341,7 @@ class FolderExchange(Exchange):
         self.store = Store(args.exchange)
         self.max_age = args.max_age
         self.averages = args.aggregation in ("weights", "both", "proximal")
+        self.counts_noise = getattr(args, "dp_noise", 0) > 0
         self.wait = args.wait
         self.quorum = args.num_agents
         self.only_new = args.aggregation in ("weights", "both")
@@ -1454,14 +1477,19 @@ class FolderExchange(Exchange):
     def skip_rounds(self) -> int:
         """Without --wait the rounds since the checkpoint are not repeated: peers had others then.
 
-        The next round is the one behind the last file. What is here keeps its age.
+        The next round is the one behind the last file. What is here keeps its age. With --dp-noise
+        a store that does not answer ends the run: epsilon counts the files.
         """
         if self.wait:
             return 0
         number = 0
-        with contextlib.suppress(StoreError):
+        try:
             for i in self.agents:
                 number = max(number, max(self._list_rounds(i), default=0) - self.round)
+        except StoreError as error:
+            if self.counts_noise:
+                problem = "with --dp-noise its files say what was sent since the checkpoint"
+                stop(f"--exchange: {error}; {problem}; resume when it is there", any_rank=True)
         self.rounds[list(self.agents)] += number
         self.arrivals += number
         return number
@@ -1510,7 +1538,9 @@ class FolderExchange(Exchange):
     def _read_peers(self, sizes: list[int]) -> bool:
         """Read what is new of every peer. Returns whether a quorum has anything new."""
         for j in self.peers:
-            is_read = j in self.snapshots and self._fresh()[j]
+            # A peer that was far ahead, and counts, may have sent more since
+            is_new = self.rounds[j] == self.round or self.arrivals[j] == self.round
+            is_read = j in self.snapshots and is_new
             if not (self.wait and is_read):
                 with contextlib.suppress(StoreError):
                     # A peer for which this agent waits may be a round ahead already
@@ -1522,7 +1552,10 @@ class FolderExchange(Exchange):
         last = int(self.rounds[j])
         # After a resume the snapshot that was read last is read again
         oldest = last + 1 if j in self.snapshots or not last else last
-        numbers = [number for number in self._list_rounds(j) if number >= oldest]
+        numbers = []
+        for number in self._list_rounds(j):
+            if number >= oldest and self._path(j, number) not in self._rejected:
+                numbers.append(number)
         if preferred in numbers:
             numbers = [preferred]
         for number in numbers[: self.kept]:
@@ -2464,7 +2497,8 @@ def check_aggregation(args: RunArgs) -> None:
     unused = {}
     if args.communicator == "identity":
         isolated = "on isolated agents"
-        unused = dict.fromkeys(("mixture", "participation", "distill_epochs"), isolated)
+        flags = "mixture", "participation", "distill_epochs", "robust", "private_heads", "prox_coef"
+        unused = dict.fromkeys(flags, isolated)
         if args.self_reference == "behaviour":
             unused["communication_end"] = isolated
     if args.robust != "none" and args.aggregation == "weights" and args.self_preference < 1:
@@ -3549,7 +3583,7 @@ class Run:
         """Open a log whose rows begin with the iteration, with its rows up to iteration `last`."""
         path = self.folder / name
         text = io.StringIO(newline="")
-        if last and path.exists():
+        if self.iteration and path.exists():
             text_there = path.read_text(errors="replace").replace("\0", "")
             lines = re.split("[\r\n]+", text_there)
             # Each for itself: a damaged one may open a quotation that never ends

@@ -2,6 +2,7 @@
 agents.
 """
 
+import itertools
 import json
 import math
 import os
@@ -889,6 +890,29 @@ def test_policy_of_weight_zero_has_no_influence(mixture, garbage, position):
     mixed = mix_log_probs(log_probs, weights, mixture)
     assert mixed.isfinite().all()
     assert torch.equal(mixed, mix_log_probs(log_probs[others], weights[others], mixture))
+
+
+@pytest.mark.parametrize("mixture", communicators.MIXTURES)
+@examples
+@given(seeds, st.integers(2, 4), st.integers(0, 2))
+def test_a_policy_that_is_nan_in_a_state_has_no_influence_there(mixture, seed, n, dimensions):
+    """A peer may send weights that overflow in states that only the reader has."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (3, 2)[:dimensions]
+    log_probs = policies(seed, n, *shape, 4)
+    missing = torch.rand(n, *shape, generator=generator) < 0.4
+    log_probs[missing] = NAN
+    weights = simplex(seed, n)[0]
+    mixed = mix_log_probs(log_probs, weights, mixture)
+    for state in itertools.product(*map(range, shape)):
+        there = ~missing[(slice(None), *state)] & (weights > 0)
+        if there.any():
+            of_state = log_probs[(there, *state)]
+            kept = weights[there] / weights[there].sum()
+            expected = mix_log_probs(of_state, kept, mixture)
+            torch.testing.assert_close(mixed[state], expected)
+        else:
+            assert mixed[state].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

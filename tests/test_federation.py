@@ -243,14 +243,15 @@ def join(tmp_path, agents, **changes):
     return FolderExchange(SimpleNamespace(**options | changes))
 
 
-def go(exchange, value, number=0.0, numel=4):
+def go(exchange, value, number=0.0, numel=4, agents=3):
     """A round in which the agents of a process send parameters of this value."""
     held = len(exchange.agents)
     local = torch.full((held, numel), float(value))
     numbers = torch.full((held,), float(number), dtype=torch.float64)
     reported = exchange.report(numbers, local)
     present = exchange.draw_participants(1.0, 0)
-    parameters, usable = exchange.gather_snapshots(local, torch.ones(3, 3, dtype=torch.bool))
+    listeners = torch.ones(agents, agents, dtype=torch.bool)
+    parameters, usable = exchange.gather_snapshots(local, listeners)
     assert torch.equal(usable, present)
     return parameters[:, 0].tolist(), usable.tolist(), reported.tolist()
 
@@ -347,6 +348,37 @@ def test_bad_files_are_ignored_and_counted(tmp_path, capsys):
     (folder / "round_00000011.safetensors").write_bytes(whole)
     assert go(reader, 0)[0][1] == 1
     assert ages(reader)[0] == 0
+
+
+def test_bad_files_do_not_hide_good_ones(tmp_path, capsys):
+    """However many there are, under numbers above all rounds."""
+    reader = join(tmp_path, (0,))
+    writer = join(tmp_path, (1,))
+    go(writer, 1)
+    for number in range(9):
+        path = tmp_path / "prpo" / "agent_1" / f"round_{90 + number:08}.safetensors"
+        path.write_bytes(b"?")
+    seen = []
+    for value in range(2, 8):
+        go(writer, value)
+        seen.append(go(reader, 0)[0][1])
+    assert seen[-3:] == [5, 6, 7]
+    assert capsys.readouterr().out.count("ignored") == 9
+
+
+def test_what_epsilon_counts_is_not_guessed(tmp_path, monkeypatch):
+    """Without --wait the rounds since the checkpoint are those of the files in the store."""
+
+    def fail(path):
+        raise communicators.StoreError("no answer")
+
+    for noise in (0.0, 1.0):
+        exchange = join(tmp_path, (0,), dp_noise=noise)
+        monkeypatch.setattr(exchange.store, "list", fail)
+        if noise:
+            assert "--exchange: no answer; with --dp-noise" in refusal(exchange.skip_rounds, code=1)
+        else:
+            assert exchange.skip_rounds() == 0
 
 
 def test_an_older_round_is_not_read_again(tmp_path):
@@ -453,6 +485,23 @@ def test_averages_take_new_snapshots_only(tmp_path, capsys):
     # With half of the agents there is nothing to wait for
     quick = join(tmp_path, (2,), participation=2 / 3, **options | {"timeout": 1e6})
     assert go(quick, 3)[1] == [True, True, True]
+
+
+@pytest.mark.parametrize("changes", [{"aggregation": "weights"}, {"wait": 0.1}])
+def test_an_agent_that_is_far_behind_uses_what_peers_send_now(tmp_path, changes, capsys):
+    """A peer whose round is far above its own counts; what it sent since is read all the same."""
+    options = {"num_agents": 2, "timeout": 0.1} | changes
+    ahead, behind = (join(tmp_path, (i,), **options) for i in (0, 1))
+    ahead.wait = 0
+    for value in range(30):
+        go(ahead, value, agents=2)
+    for value in range(30, 36):
+        go(ahead, value, agents=2)
+        assert go(behind, 0, agents=2)[0][0] == value
+    # One that has finished still counts, and is not waited for
+    began = time.monotonic()
+    assert go(behind, 0, agents=2)[0][0] == 35
+    assert time.monotonic() - began < (0.1 if "aggregation" in changes else 60)
 
 
 def test_averages_start_from_the_first_snapshot_of_agent_0(tmp_path):

@@ -422,6 +422,21 @@ def test_agents_must_not_swap_networks():
         (["--communicator", "identity"], "--participation 0.67", "on isolated agents"),
         (["--communicator", "identity"], "--distill-epochs 2", "on isolated agents"),
         (
+            ["--communicator", "identity", "--aggregation", "weights"],
+            "--robust median",
+            "on isolated agents",
+        ),
+        (
+            ["--communicator", "identity", "--aggregation", "both"],
+            "--private-heads critic",
+            "on isolated agents",
+        ),
+        (
+            ["--communicator", "identity", "--aggregation", "proximal"],
+            "--prox-coef 5.0",
+            "on isolated agents",
+        ),
+        (
             ["--aggregation", "weights", "--robust", "median", "--communicator", "self-preferred"],
             "--self-preference 0.3",
             "with --robust median, which weights all agents alike",
