@@ -2113,8 +2113,8 @@ class RunArgs:
     # with --exchange: the agents of this process, consecutive, counted from 0
     agents: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--agent"])] = ()
     federation: str = "prpo"  # with --exchange: name of the common experiment, a folder at the URL
-    # with --exchange: seconds that a round waits for every peer's new snapshot (averages that
-    # replace parameters wait for --timeout instead)
+    # with --exchange: seconds that a round waits at most for every peer's new snapshot (averages
+    # that replace parameters wait for --timeout instead)
     wait: NonNegative = 0.0
     # with --exchange: rounds after which the last snapshot of a peer that sends nothing new gets no
     # more weight
@@ -3140,6 +3140,10 @@ LOSS_TERMS = (
 )
 
 
+# Seconds in which more than one SIGTERM is one request
+SAME_SIGTERM = 5.0
+
+
 def find_diverged_agents(metrics: dict[str, list[float]], members: range) -> set[int]:
     """The agents of `members` one of whose losses is not finite. metrics: {key: [agents]}."""
     columns = [metrics[term] for term in LOSS_TERMS if term in metrics]
@@ -3295,7 +3299,7 @@ class Run:
         # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends
         # it at once
         self._trained = False
-        self._signals = []
+        self._signals = {}  # their numbers, and when they first came
         self._handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._request_stop)
@@ -3309,8 +3313,14 @@ class Run:
             # Not by print, which may be what the signal has interrupted
             with contextlib.suppress(OSError):
                 os.write(2, f"\nfinishing {work}; again to end at once\n".encode())
-        self._signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        now = time.monotonic()
+        first = self._signals.setdefault(number, now)
+        # The next one ends the run; but Slurm sends SIGTERM to all, and torchrun passes its own on
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+        elif now - first > SAME_SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _compare_ranks(self) -> None:
         """End where ranks differ from rank 0 in settings, code or torch: it writes config.json."""
@@ -3327,6 +3337,11 @@ class Run:
             stop(f"ranks {ranks} differ from rank 0 in {what}; start all alike")
 
     # The folder
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder, also where --resume is "."."""
+        return self.folder.absolute().name
 
     @_end_in_one_line
     def _open(self, prefix: str) -> Path:
@@ -3417,6 +3432,7 @@ class Run:
             stop(message, WRONG_VALUE)
         if self.iteration:
             self._restore_from_checkpoints(state)
+        self._remove_newer_checkpoints()
         if self.chief and self.args.resume:
             # Settings changed now are kept when the run is resumed again
             _write_text(self.folder / "config.json", self._config)
@@ -3457,7 +3473,6 @@ class Run:
                 latest.append(list(totals["latest"].values()))
             except Exception as error:  # a foreign file may raise anything, but executes nothing
                 stop(f"{path}: cannot be restored: {first_line(error)}", any_rank=True)
-        self._remove_newer_checkpoints()
         self.train_seconds = totals["train"]
         self._wall_seconds = totals["wall"]
         self.clock = Counter(totals["clock"])
@@ -3573,8 +3588,8 @@ class Run:
             project=self.args.wandb_project_name,
             entity=self.args.wandb_entity,
             config=vars(self.args),
-            name=self.folder.name,
-            id=self.folder.name,
+            name=self.name,
+            id=self.name,
             resume="allow",
             sync_tensorboard=True,
         )
@@ -3827,7 +3842,7 @@ class Run:
             self._print_end()
         self.exchange.close()
         if self.interrupted:
-            first_signal = self._signals[0] if self._signals else signal.SIGTERM
+            first_signal = next(iter(self._signals), signal.SIGTERM)
             sys.exit(128 + first_signal)
         return summary
 
@@ -3866,7 +3881,7 @@ class Run:
                 versions[package] = importlib.metadata.version(package)
         summary = {
             "script": find_script(self.args).stem,
-            "run": self.folder.name,
+            "run": self.name,
             "completed": not self.interrupted,
             "diverged": sorted(find_diverged_agents(self.latest, agents)),
             "settings": vars(self.args),

@@ -1357,10 +1357,16 @@ def check_envs(args: Args) -> None:
         if problem:
             valid = "must be <Game>NoFrameskip-v4 or ALE/<Game>-v5, or one of your own as module:id"
             communicators.refuse(args, flag, f"{valid}; {env_id}: {problem}")
+    valid = "need the same actions; give all 18 to each with --full-action-space"
+    if args.eval_only:  # the games that the agents were trained on, too
+        valid = "need the actions of the games that the agents were trained on"
+        run = communicators.read_settings(args, "eval_only")
+        for env_id in run["env_ids"] or [run["env_id"]]:
+            if not is_custom(env_id):
+                actions[env_id] = list_actions(env_id, args)
     # Those of your own games have no names, only their number can be compared
     named = [names for env_id, names in actions.items() if not is_custom(env_id)]
     if len(set(map(len, actions.values()))) > 1 or any(names != named[0] for names in named):
-        valid = "need the same actions; give all 18 to each with --full-action-space"
         communicators.refuse(args, flag, valid)
     if not named:
         unused = dict.fromkeys(("sticky_actions", "full_action_space"), "on games of your own")

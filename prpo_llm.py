@@ -1520,7 +1520,7 @@ class Server:
         for k, i in enumerate(self.held):
             if all(side["policy"].data[k].isfinite().all() for side in list_adapter_sides(model)):
                 step = f"agent_{i}-step_{run.iteration}"
-                name = f"{run.folder.name}-{step}-{self.began}"
+                name = f"{run.name}-{step}-{self.began}"
                 folder = run.folder / "serving" / step
                 save_adapters(self.args, run, model, None, {i: folder}, step=run.iteration)
                 self.load(name, folder)
@@ -1528,7 +1528,7 @@ class Server:
 
     def unload_leftovers(self, run: Run) -> None:
         """Unload the adapters that this run left on the server when it was interrupted."""
-        prefixes = tuple(f"{run.folder.name}-agent_{i}-" for i in self.held)
+        prefixes = tuple(f"{run.name}-agent_{i}-" for i in self.held)
         try:
             models = [str(entry["id"]) for entry in json.loads(self.send("models"))["data"]]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -3265,8 +3265,8 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 def call_reward(args: Args, name: str, function: Callable, columns: dict[str, list]) -> list[float]:
     """A reward function's numbers, NaN for None, one for each completion.
 
-    It gets the columns that its signature names, or all but `prompt` and `completion` if it has
-    **kwargs.
+    It gets the columns that its signature names, and all others but `prompt` and `completion` if
+    it has **kwargs.
     """
     parameters = inspect.signature(function).parameters.values()
     for parameter in parameters:
@@ -3274,10 +3274,9 @@ def call_reward(args: Args, name: str, function: Callable, columns: dict[str, li
         if required and parameter.name not in columns:
             reason = f"{name} needs a column {parameter.name}, which the data lack"
             communicators.refuse(args, "reward", reason, any_rank=True)
+    names = {parameter.name for parameter in parameters} & columns.keys()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = columns.keys() - {"prompt", "completion"}
-    else:
-        names = {parameter.name for parameter in parameters} & columns.keys()
+        names |= columns.keys() - {"prompt", "completion"}
     rewards = function(**{key: columns[key] for key in names})
     number = len(columns["completions"])
     if len(rewards) != number:

@@ -189,6 +189,9 @@ def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str,
 
 def main(args: Args) -> None:
     """Print the table, and write it to --csv; or write a model."""
+    unknown = sorted({*args.sizes} - MODELS.keys())
+    if unknown or not args.sizes:
+        refuse(f"--sizes {' '.join(unknown)}: choose from {', '.join(MODELS)}")
     if args.write:
         if not Path(args.task, "prompts.jsonl").is_file():
             refuse(f"--task {args.task}: must be a folder with tokenizer and prompts.jsonl")

@@ -169,10 +169,12 @@ def write_base(folder: Path):
     source, where = prpo_llm.find_base("smollm2")
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
     options = {"dtype": torch.bfloat16}
-    quantized = {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    quantized = {}
+    if "gguf_file" in where:  # there is no cache, which has it converted
+        quantized["quantization_config"] = transformers.GgufConfig(dequantize=True)
     kind = transformers.AutoModelForCausalLM
     loaded = kind.from_pretrained(source, **where, **options, **quantized)
-    base = kind.from_config(loaded.config, **options)  # what was loaded cannot be saved
+    base = kind.from_config(loaded.config, **options)  # what was quantized cannot be saved
     base.load_state_dict(loaded.state_dict())
     base.config.eos_token_id = tokenizer.eos_token_id
     base.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -292,7 +294,7 @@ def score_pairs(args: Args) -> pd.DataFrame:
     table = pd.DataFrame({"rejected": [row.get("kind", "rejected") for row in rows]})
     table["prompt"] = [row["prompt"] for row in rows]
     for name in ("chosen", "rejected"):
-        texts = [(row["prompt"], row[name]) for row in rows]
+        texts = [(row["prompt"], prpo_llm.get_text(row[name])) for row in rows]
         new = [text for text in dict.fromkeys(texts) if text not in score_of]
         prompts, completions = map(list, zip(*new, strict=True))
         score_of |= dict(zip(new, score(prompts, completions), strict=True))

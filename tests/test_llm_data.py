@@ -834,6 +834,16 @@ def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
     ]
 
 
+def test_a_reward_that_names_a_column_gets_it_beside_all_others():
+    columns = {"completions": ["a", "b"], "completion": ["c", "dd"], "level": [1, 2]}
+
+    def reward(completions, completion, **others):
+        assert others == {"level": [1, 2]}
+        return list(map(len, completion))
+
+    assert prpo_llm.call_reward(prpo_llm.Args(), "own", reward, columns) == [1, 2]
+
+
 def test_columns_of_any_row_are_passed_and_none_takes_the_place_of_what_is_bound(
     files, tokenizer, reward_model, tmp_path
 ):

@@ -601,6 +601,8 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing, held):
         "batch_size": 4,
         "micro_batch_size": 4,
     }
+    line = "--sizes 3B: choose from 0.5B"
+    assert refusal(llm_memory.main, llm_memory.Args(sizes=("7B", "3B"))).startswith(line)
     args = llm_memory.Args(agents=3, held=held, **sizes)
     tokens = args.batch_size * args.group_size * args.response_length
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -129,6 +130,33 @@ def base(tmp_path_factory):
     }
     LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape)).bfloat16().save_pretrained(folder)
     return folder
+
+
+def test_the_base_model_of_the_package_becomes_a_folder(base, tmp_path, monkeypatch):
+    """Converted in the cache, or still in its own format; of another base model the same."""
+    monkeypatch.setattr(
+        prpo_llm, "find_base", lambda name: (str(base), {"trust_remote_code": False})
+    )
+    pipeline.write_base(tmp_path / "base")
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
+    expected = AutoModelForCausalLM.from_pretrained(base, dtype="auto").state_dict()
+    assert written.dtype == torch.bfloat16
+    assert all(torch.equal(value, expected[name]) for name, value in written.state_dict().items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "base").eos_token == "<eos>"
+
+
+def test_pairs_may_be_messages(tmp_path, monkeypatch):
+    """As those of TRL: the last one of each is what is compared."""
+    rows = []
+    for k, texts in enumerate((("aa", "a"), ("b", "bb"))):
+        row = {"prompt": [{"role": "user", "content": f"prompt {k}"}]}
+        for name, text in zip(("chosen", "rejected"), texts, strict=True):
+            row[name] = [{"role": "assistant", "content": text}]
+        rows.append(row)
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    monkeypatch.setattr(pipeline, "load_scorer", lambda model: lambda _, texts: map(len, texts))
+    args = SimpleNamespace(pairs=str(tmp_path / "pairs.jsonl"), limit=0, model="x")
+    assert pipeline.score_pairs(args).right.tolist() == [True, False]
 
 
 def make_adapter(base, folder, kind, **options):

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import re
+import shutil
 import sys
 
 import gymnasium as gym
@@ -313,6 +314,23 @@ def test_games_of_ale_have_the_same_actions_beside_ones_own(order, my_tasks):
     pairs = [games[0], games[1], games[1]]
     args = PRPO_ATARI.parse_args(["--env-ids", *[pairs[k] for k in order]])
     assert len(args.env_ids) == 3
+
+
+def test_a_game_with_other_actions_than_in_training_is_not_played(whole_run, tmp_path):
+    """Two games with nine actions each, which are not the same: scores would mean nothing."""
+    folder = shutil.copytree(whole_run(PRPO_ATARI), tmp_path / "run")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["env_id"] = "BeamRiderNoFrameskip-v4"
+    (folder / "config.json").write_text(json.dumps(settings))
+    play = ["--eval-only", str(folder)]
+    with pytest.raises(SystemExit):
+        PRPO_ATARI.parse_args([*play, "--env-id", "AsterixNoFrameskip-v4"])
+    assert "need the actions of the games that the agents were trained on" in REFUSED[-1]
+    assert PRPO_ATARI.parse_args(play).env_id == "BeamRiderNoFrameskip-v4"
+    settings["full_action_space"] = True
+    (folder / "config.json").write_text(json.dumps(settings))
+    args = PRPO_ATARI.parse_args([*play, "--env-id", "AsterixNoFrameskip-v4"])
+    assert args.env_id == "AsterixNoFrameskip-v4"
 
 
 @pytest.mark.parametrize("flag", ["--sticky-actions", "--full-action-space"])

@@ -625,6 +625,50 @@ def test_a_signal_is_answered_at_once_and_once(tmp_path, capfd):
     assert "finishing" not in capfd.readouterr().err
 
 
+def test_sigterm_that_comes_twice_at_once_is_one_request(tmp_path, capfd, monkeypatch):
+    """Slurm sends it to every process, and torchrun passes its own on: the checkpoint is written.
+
+    Later it ends the process, as a second Ctrl-C does.
+    """
+    killed = []
+
+    def interrupt(iteration):
+        if iteration == 3:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGTERM)
+            monkeypatch.setattr(communicators, "SAME_SIGTERM", -1.0)
+            kill = os.kill
+            monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
+            kill(os.getpid(), signal.SIGTERM)
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    with pytest.raises(SystemExit) as end:
+        toy.main(args_of(tmp_path), at=interrupt)
+    assert end.value.code == 128 + signal.SIGTERM
+    assert files_of(only_run(tmp_path)) == [[2, 3]] * 3
+    assert capfd.readouterr().err.count("finishing this iteration") == 1
+    assert killed == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_a_run_that_starts_anew_forgets_what_was_saved_before(whole, tmp_path):
+    """Killed during the first save: a checkpoint of one agent would count among its last two."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    for agent in range(3):
+        for path in folder.glob(f"checkpoints/agent_{agent}/*.pt"):
+            path.unlink()
+    stale = folder / "checkpoints" / "agent_0" / "32.pt"
+    shutil.copy(next(whole.glob("checkpoints/agent_0/*.pt")), stale)
+    resume(folder)
+    assert files_of(folder) == files_of(whole)
+
+
+def test_a_run_is_resumed_from_its_own_folder(whole, tmp_path, monkeypatch):
+    """Its name, by which W&B and servers know it, is not empty."""
+    folder = Path(shutil.copytree(whole, tmp_path / whole.name))
+    monkeypatch.chdir(folder)
+    assert resume(".", "--iterations", 6)["run"] == folder.name
+
+
 def test_a_signal_during_the_last_evaluation_says_so(tmp_path, capfd, monkeypatch):
     finish = communicators.Run.finish
 
