@@ -1,7 +1,7 @@
 """A laptop-size task for language models: a tiny Llama, pretrained here on string skills of which
 one is rare.
 
-    python benchmark/skills.py --demo  # two minutes: all of the following, with its result
+    python benchmark/skills.py --demo  # a minute and a half: all of the following, with its result
     python benchmark/skills.py  # half a minute, once: runs/skills/model, runs/skills/train.jsonl
     python prpo_llm.py --base-model runs/skills/model --dataset runs/skills/train.jsonl \\
         --reward benchmark/skills.py:exact --partition topic --precision float32 \\

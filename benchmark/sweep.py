@@ -37,7 +37,7 @@ share a GPU):
 --quick    a night on two cores. minigrid: two tasks, three seeds, two learning rates, 1 M steps;
            atari: BeamRider, two seeds, 1 M steps; llm: three agents and the small model on
            documentation
---results  the runs behind benchmark/results/: 8, 3 and 1.5 hours on two cores
+--results  the runs behind benchmark/results/: 22, 3 and 1.5 hours on two cores
 --tune     minigrid: FourRooms, one tuning seed, 250,000 steps; the paper's learning rates and
            coefficients, but a round every 4 iterations and the reverse KL, with two forward
            variants besides: the first rung of successive halving (benchmark/choose.py --halve)

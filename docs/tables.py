@@ -197,8 +197,8 @@ PENALTY_AND_CLIPPING = (
     *WITH_FLAGS,
 )
 TRPO = {name: meaning for name, meaning in CONTROL.items() if name not in PENALTY_AND_CLIPPING} | {
-    "losses/policy_loss": "the surrogate objective of the new policy, negated; 0 where nothing"
-    " moved",
+    "losses/policy_loss": "the surrogate objective of the new policy, negated; where nothing"
+    " moved minus the mean advantage, which --norm-adv makes 0",
     "losses/entropy": "entropy of the new policy, in nats",
     "policy/kl_reference_before": "c, KL between reference and policy before the update: what"
     " epsilon bounds",
@@ -217,7 +217,7 @@ LANGUAGE = {
     " tables",
     "objective/score": "the same before penalties: the weighted sum of the rewards",
     "objective/reward_NAME": "the score of each `--reward` by itself, such as `reward_rouge`",
-    "objective/reward_std": "its standard deviation over the completions",
+    "objective/reward_std": "standard deviation of the reward over the completions",
     "objective/nan_rewards": "completions whose reward is NaN, and their advantages 0",
     "objective/groups_without_signal": "GRPO: share of groups with equal rewards (`no_signal` in"
     " the CSV file)",

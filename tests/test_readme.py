@@ -258,7 +258,9 @@ def test_sweeps_estimate_the_time_of_what_they_print(family):
         agents = re.search(r"--num-agents (\d+)", line)
         steps = re.search(r"--total-timesteps (\d+)", line)
         speed = 650 if "NoFrameskip" in line else 6000
-        number = int(agents[1]) if agents else 1 if "sb3_ppo.py" in line else default
+        number = int(agents[1]) if agents else default
+        if "sb3_ppo.py" in line:
+            number = 1
         hours += number * int(steps[1]) / speed / 2 / 3600
     assert estimate == f"{len(lines)} runs, about {hours:.1f} h on two cores\n"
 
