@@ -562,12 +562,8 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
         raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
     row = weights.to(log_probs.dtype).tolist()
     mixed = [(weight, log_probs[j]) for j, weight in enumerate(row) if weight > 0]
-    missing = torch.stack([policy[..., 0].isnan() for _, policy in mixed])
-    if len(mixed) > 1 and missing.any():
-        weights = torch.tensor([weight for weight, _ in mixed], dtype=log_probs.dtype)
-        return _mix_what_is_there(
-            torch.stack([policy for _, policy in mixed]), weights, missing, mixture
-        )
+    if len(mixed) > 1 and any(policy[..., 0].isnan().any() for _, policy in mixed):
+        return _mix_what_is_there(log_probs, weights, mixture)
     if mixture == "arithmetic":
         # One policy after the other, because the vocabulary of a language model is large
         weighted = (
@@ -580,18 +576,17 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
     return torch.log_softmax(unnormalised, dim=-1)
 
 
-def _mix_what_is_there(log_probs: Tensor, weights: Tensor, missing: Tensor, mixture: str) -> Tensor:
-    """`mix_log_probs` where policies are missing in some states, bool [policies, ...]."""
+def _mix_what_is_there(log_probs: Tensor, weights: Tensor, mixture: str) -> Tensor:
+    """`mix_log_probs` where policies are NaN in some states."""
+    weights = weights.to(log_probs.dtype)
+    missing = log_probs[..., 0].isnan()  # [policies, ...]
     mixed = torch.full_like(log_probs[0], torch.nan)
     patterns = missing.reshape(len(missing), -1).unique(dim=1)  # [policies, patterns]
     for pattern in patterns.T:
-        there = ~pattern
-        if there.any():
-            column = pattern.view(-1, *[1] * (missing.dim() - 1))
-            states = (missing == column).all(0)
-            kept = weights[there.cpu()]
-            policies = log_probs[there][:, states]
-            mixed[states] = mix_log_probs(policies, kept / kept.sum(), mixture)
+        kept = weights.masked_fill(pattern.to(weights.device), 0.0)
+        if kept.sum() > 0:
+            states = (missing == pattern.view(-1, *[1] * (missing.dim() - 1))).all(0)
+            mixed[states] = mix_log_probs(log_probs[:, states], kept / kept.sum(), mixture)
     return mixed
 
 
@@ -1575,8 +1570,6 @@ class FolderExchange(Exchange):
     def _read(self, j: int, number: int, numel: int) -> tuple[Tensor, float] | None:
         """A peer's snapshot and the number it reports; None if it is not there, or is rejected."""
         path = self._path(j, number)
-        if path in self._rejected and number > 0:  # the start may be written anew
-            return None
         limit = 8 + MAX_HEADER + 4 * numel
         data = self.store.read(path, limit + 1)
         if data is None:
@@ -2308,7 +2301,7 @@ def report_unused(args: RunArgs, unused: dict[str, str]) -> None:
     """
     mixes = args.aggregation == "policy" and args.communicator != "identity"
     distills = getattr(args, "distill_epochs", 0) > 0
-    if mixes and args.num_agents > 1 and args.kl_coef == 0 and not distills:
+    if mixes and args.agents_at_once > 1 and args.kl_coef == 0 and not distills:
         announce("--kl-coef 0: policies are sent, and peers have no influence")
     unused = dict(unused)
     communicator = f"with --communicator {args.communicator}"
@@ -3141,7 +3134,7 @@ LOSS_TERMS = (
 
 
 # Seconds in which more than one SIGTERM is one request
-SAME_SIGTERM = 5.0
+SAME_SIGTERM = 10.0
 
 
 def find_diverged_agents(metrics: dict[str, list[float]], members: range) -> set[int]:
@@ -3296,8 +3289,8 @@ class Run:
         self._started = time.time()
         self._last_progress = 0.0  # when the last line of progress was printed
         self._matrix_digest = None  # of C and distances as logged last
-        # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second one ends
-        # it at once
+        # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second Ctrl-C,
+        # or a SIGTERM after more than SAME_SIGTERM, ends it at once
         self._trained = False
         self._signals = {}  # their numbers, and when they first came
         self._handlers = {}
@@ -3312,7 +3305,7 @@ class Run:
                 work = "the evaluation"
             # Not by print, which may be what the signal has interrupted
             with contextlib.suppress(OSError):
-                os.write(2, f"\nfinishing {work}; again to end at once\n".encode())
+                os.write(2, f"\nfinishing {work}; Ctrl-C again to end at once\n".encode())
         now = time.monotonic()
         first = self._signals.setdefault(number, now)
         # The next one ends the run; but Slurm sends SIGTERM to all, and torchrun passes its own on

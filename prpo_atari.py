@@ -1346,8 +1346,15 @@ def check_args(args: Args) -> None:
 def check_envs(args: Args) -> None:
     """Every game is known and installed, and all have the same actions."""
     flag = "env_ids" if args.env_ids else "env_id"
+    env_ids = list_env_ids(args)
+    same_actions = "need the same actions; give all 18 to each with --full-action-space"
+    if args.eval_only:
+        same_actions = "need the actions of the games that the agents were trained on"
+        run = communicators.read_settings(args, "eval_only")
+        trained_on = run["env_ids"] or [run["env_id"]]
+        env_ids = [*env_ids, *itertools.filterfalse(is_custom, trained_on)]
     actions = {}  # of each game
-    for env_id in dict.fromkeys(list_env_ids(args)):
+    for env_id in dict.fromkeys(env_ids):
         try:
             problem = find_game_problem(args, env_id)
             if not problem:
@@ -1357,17 +1364,10 @@ def check_envs(args: Args) -> None:
         if problem:
             valid = "must be <Game>NoFrameskip-v4 or ALE/<Game>-v5, or one of your own as module:id"
             communicators.refuse(args, flag, f"{valid}; {env_id}: {problem}")
-    valid = "need the same actions; give all 18 to each with --full-action-space"
-    if args.eval_only:  # the games that the agents were trained on, too
-        valid = "need the actions of the games that the agents were trained on"
-        run = communicators.read_settings(args, "eval_only")
-        for env_id in run["env_ids"] or [run["env_id"]]:
-            if not is_custom(env_id):
-                actions[env_id] = list_actions(env_id, args)
     # Those of your own games have no names, only their number can be compared
     named = [names for env_id, names in actions.items() if not is_custom(env_id)]
     if len(set(map(len, actions.values()))) > 1 or any(names != named[0] for names in named):
-        communicators.refuse(args, flag, valid)
+        communicators.refuse(args, flag, same_actions)
     if not named:
         unused = dict.fromkeys(("sticky_actions", "full_action_space"), "on games of your own")
         communicators.announce_unused(args, unused)

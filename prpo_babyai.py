@@ -476,7 +476,7 @@ def main(args: Args) -> dict:
             "time/peak_memory": measure_peak_memory(device),
             "charts/learning_rate": compute_learning_rate(args, step),
             "charts/kl_coefficient": kl_coef,
-            "communication/rounds": step // args.local_updates,
+            "communication/rounds": count_rounds(args, step),
         }
         run.log(rows, communicator, distances, scalars)
 
@@ -493,7 +493,7 @@ def main(args: Args) -> dict:
     save_adapters(args, run, model, tokenizer, folders, step=run.iteration)
     if tests and not run.interrupted:
         evaluate(args, run, model, tokenizer, make, tests)
-    summary = run.finish(communication_rounds=run.iteration // args.local_updates)
+    summary = run.finish(communication_rounds=count_rounds(args, run.iteration))
     if tests and run.chief:
         print_progress(run.folder)
     return summary
@@ -689,8 +689,9 @@ def parse_action(text: str, actions: list[str]) -> str | None:
     action = " ".join(named[-1].split())
     if not actions:
         return action or None
-    spelled = {" ".join(name.split()).lower(): name for name in actions}
-    return spelled.get(action.lower())
+    names = {" ".join(name.split()): name for name in actions}
+    in_lower_case = {name.lower(): actual for name, actual in names.items()}
+    return names.get(action, in_lower_case.get(action.lower()))
 
 
 def start_episodes(
@@ -790,7 +791,8 @@ def encode_prompts(args: Args, tokenizer, episodes: list[Episode]) -> list[list[
             (prompts[k],) = encode_texts(tokenizer, [episode.write_prompt(history)])
         if len(prompts[k]) > args.max_prompt_tokens:
             problem = f"{episode.place} needs a prompt of {len(prompts[k])} tokens"
-            message = f"--max-prompt-tokens {args.max_prompt_tokens}: {problem}; give --resume more"
+            message = f"--max-prompt-tokens {args.max_prompt_tokens}: {problem}"
+            message += "; --resume takes a larger one"
             communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
     return prompts
 
@@ -1054,6 +1056,7 @@ def label_tasks(args: Args, make: Callable, numbers: np.ndarray, model, tokenize
     key = [args.env, args.max_turns, args.history, args.invalid_penalty, args.eval_temperature]
     key += [args.seed, args.response_length, args.max_prompt_tokens, args.precision, args.adapter]
     key += [numbers.tolist(), digest_weights(model), metadata.version("minigrid")]
+    key += [tokenizer.chat_template, tokenizer.ends, sorted(tokenizer.get_vocab().items())]
     files = [Path(__file__)]  # with the words of prompts
     if args.env != "babyai":
         files.append(Path(args.env.rpartition(":")[0]))
@@ -1091,6 +1094,13 @@ def digest_weights(model) -> str:
         if ".A." not in name and ".B." not in name:  # of adapters
             digest.update(parameter.float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def count_rounds(args: Args, step: int) -> int:
+    """How many communication rounds there were until the end of a step."""
+    if args.aggregation == "none":
+        return 0
+    return step // args.local_updates
 
 
 def write_clients(path: Path, pool: dict[int, str], tasks: list[np.ndarray]) -> None:
@@ -1294,6 +1304,7 @@ def check_args(args: Args) -> None:
     if args.base_model == Args.base_model and not Path(args.base_model, "config.json").is_file():
         refuse(args, "base_model", "is not there yet: python benchmark/babyai.py makes it")
     prpo_llm.check_adapters(args)
+    check_deal(args)
     check_agents(args)
     if args.group_size < 2:
         refuse(args, "group_size", "must be at least 2 for GRPO")
@@ -1301,6 +1312,15 @@ def check_args(args: Args) -> None:
         refuse(args, "dual_clip", "must be more than 1, or 0 for no such bound")
     prpo_llm.check_kl(args)
     report_unused(args)
+
+
+def check_deal(args: Args) -> None:
+    """A resumed run deals tasks as before: by how the first policy did within the former limit."""
+    if args.resume and args.partition == "hardness":
+        before = communicators.read_settings(args, "resume")["max_prompt_tokens"]
+        if args.max_prompt_tokens != before:
+            reason = f"must be {before} as before with --partition hardness, which depends on it"
+            refuse(args, "max_prompt_tokens", reason)
 
 
 def check_agents(args: Args) -> None:

@@ -557,11 +557,11 @@ def compute_importance(args: Args, batch: dict, logprobs: Tensor) -> Tensor:
     """Truncated importance sampling: the trainer's over the sampler's probability, at most
     --importance-cap.
 
-    Of each token, or for GSPO of each completion; all [agents, prompts, group, tokens]. A
-    completion that the sampler gave no finite probability has no reward, and weight 1.
+    Of each token, or for GSPO of each completion; all [agents, prompts, group, tokens]. A token
+    without a finite log-probability by the sampler has weight 1; its completion has no reward.
     """
     mask = batch["mask"]
-    log_weights = ((logprobs - batch["sampled"]) * mask).nan_to_num(0.0)
+    log_weights = ((logprobs - batch["sampled"]) * mask).nan_to_num(0.0, posinf=0.0)
     if has_sequence_ratios(args):
         number = mask.sum(-1, keepdim=True).clamp(min=1)
         log_weights = (log_weights.sum(-1, keepdim=True) / number).expand(log_weights.shape)
@@ -3119,11 +3119,21 @@ def apply_reward_model(model, tokenizer, /, prompts: list, completions: list, **
     for k in range(0, len(texts), 8):
         inputs = tokenizer(texts[k : k + 8], **options).to(model.device)
         longest = inputs["input_ids"].shape[1]
-        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        most = count_positions(model.config.get_text_config())
         if most and longest > most:
             stop_reward_model(model, f"has {most} positions, and a text {longest} of its tokens")
         rewards += model(**inputs).logits[:, 0].float().tolist()
     return rewards
+
+
+def count_positions(config) -> int | None:
+    """The most tokens of a text that a reward model reads; None: any number."""
+    if not getattr(config, "position_biased_input", True):  # DeBERTa
+        return None
+    most = getattr(config, "max_position_embeddings", None)
+    if most and "roberta" in config.model_type:  # whose positions begin behind the padding's
+        most -= config.pad_token_id + 1
+    return most
 
 
 def stop_reward_model(model, problem: str) -> NoReturn:

@@ -183,26 +183,27 @@ class Judge:
                 timeout = self.args.answer_timeout
                 response = urllib.request.urlopen(request, timeout=timeout)  # nosec B310
                 with response:
-                    choice = json.loads(response.read(MOST_BYTES))["choices"][0]
-                answer = choice["message"]["content"] or ""
-                if not isinstance(answer, str):
-                    raise TypeError(f"an answer that is no text: {answer!r:.60}")
-                return answer, str(choice.get("finish_reason") or "")
+                    content = response.read(MOST_BYTES)
             except urllib.error.HTTPError as error:
                 text = " ".join(error.read(MOST_BYTES).decode(errors="replace").split())
                 reason = f"{error.code} {text[:400]}"
                 if error.code < 500 and error.code not in TEMPORARY:
                     break  # the request is wrong, and will be
-            # All but the first two: what the server sent is no answer
-            except (
-                OSError,
-                HTTPException,
-                ValueError,
-                LookupError,
-                TypeError,
-                AttributeError,
-                RecursionError,
-            ) as error:
+                continue
+            except (OSError, HTTPException) as error:
+                reason = f"{type(error).__name__}: {error}"
+                continue
+            except ValueError:  # whose message may show the key
+                reason = "this URL, or OPENAI_API_KEY, is not valid in a request"
+                break
+            try:
+                choice = json.loads(content)["choices"][0]
+                answer = choice["message"]["content"] or ""
+                if not isinstance(answer, str):
+                    raise TypeError(f"an answer that is no text: {answer!r:.60}")
+                return answer, str(choice.get("finish_reason") or "")
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                # What the server sent is no answer
                 reason = f"{type(error).__name__}: {error}"
         self.reason = self.reason or f"{url}: {reason}"
         self.stop.set()

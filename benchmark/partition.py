@@ -264,7 +264,7 @@ def choose_sets(args: Args, examples: list[dict]) -> list[np.ndarray]:
     middle = size if args.partition == "coverage" else size // 2
     least, most = args.bounds or (middle // 2, middle + middle // 2)
     bounds = (least, middle, most)
-    number = math.ceil(n * middle / args.overlap)
+    number = min(math.ceil(n * middle / args.overlap), len(examples))
     if args.partition == "coverage":
         chosen = rng.permutation(len(examples))[:number]
         sets = coverage_partition(number, n, n * size, bounds, strength, rng)

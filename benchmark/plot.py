@@ -496,8 +496,8 @@ def own_topic(run: Run) -> float:
     for agent, row in enumerate(run.summary["evaluation"]["agents"]):
         means = [task["mean"] for task in row.values()]
         if means:  # it was evaluated
-            values.append(means[1 + agent])
-    return float(np.mean(values)) if values else float("nan")
+            values.append(means[1 + agent])  # None where it has diverged
+    return float(np.mean(np.array(values, dtype=float))) if values else float("nan")
 
 
 def make_rows(groups: Groups, threshold: float) -> pd.DataFrame:

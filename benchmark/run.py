@@ -154,24 +154,23 @@ class Job:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             if json.loads((folder / "summary.json").read_text())["completed"]:
                 return None
-        if script is None or not any(folder.glob("checkpoints/agent_*/*.pt")):
+        if not any(folder.glob("checkpoints/agent_*/*.pt")):
             return self.words
         arguments = words_that_name_code(self.words[script + 1 :])
         return [*self.words[: script + 1], "--resume", str(folder), *arguments]
 
     def find_folder(self, printed: list[str], script: int | None) -> Path | None:
-        """The folder of the run that the command is, where its words from `script` on are one of
-        our scripts.
+        """The folder of the run, None unless the command is the script that printed it.
 
-        A program that starts one of them prints its folder too.
+        A program that starts one of our scripts prints its folder too.
         """
         folders = [match[1] for match in map(FOLDER.match, printed) if match]
-        if self.shell or not folders:
+        if self.shell or script is None or not folders:
             return None
         folder = Path(folders[0])
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             started = json.loads((folder / "config.json").read_text())["script"]
-            if script is not None and started != Path(self.words[script]).stem:
+            if started != Path(self.words[script]).stem:
                 return None
         return folder
 
@@ -228,8 +227,7 @@ class Job:
         """Interrupt the process, which interrupts its own children, or all that a shell has
         started; or kill them all.
 
-        Not with SIGTERM: Slurm and systemd send that to every process, and a second one would end a
-        run at once.
+        Not with SIGTERM, which Slurm and systemd send to every process.
         """
         if kill:
             os.killpg(self.process.pid, signal.SIGKILL)

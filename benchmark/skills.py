@@ -393,7 +393,7 @@ def measure_preferences(args: Args, held_out: pd.DataFrame) -> dict[int, dict[st
 
 
 def make_demo_command(args: Args) -> list[str]:
-    """The command of the demonstration: three agents, 40 steps."""
+    """The command of the demonstration: an agent for each of --prompt-shares, 40 steps."""
     flags = {
         "base-model": f"{args.out}/model",
         "dataset": f"{args.out}/train.jsonl",
@@ -404,7 +404,8 @@ def make_demo_command(args: Args) -> list[str]:
         "missing-eos-penalty": 0,
         "precision": "float32",
         "temperature": 1,
-        "response-length": 13,
+        "num-agents": len(args.prompt_shares),
+        "response-length": 2 * max(args.word_lengths) + 1,  # a word twice, and the end
         "batch-size": 8,
         "micro-batch-size": 8,
         "lora-rank": 8,

@@ -218,7 +218,7 @@ LANGUAGE = {
     "objective/score": "the same before penalties: the weighted sum of the rewards",
     "objective/reward_NAME": "the score of each `--reward` by itself, such as `reward_rouge`",
     "objective/reward_std": "standard deviation of the reward over the completions",
-    "objective/nan_rewards": "completions whose reward is NaN, and their advantages 0",
+    "objective/nan_rewards": "completions whose reward is NaN; their advantages are 0",
     "objective/groups_without_signal": "GRPO: share of groups with equal rewards (`no_signal` in"
     " the CSV file)",
     "completions/length": "mean length in tokens (`response_length` in the CSV file)",

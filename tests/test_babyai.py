@@ -261,6 +261,31 @@ def test_any_text_is_an_action_where_none_are_listed():
     # An action is returned as the world spells it
     actions = ["click[2  Pack]", "back"]
     assert prpo_babyai.parse_action("<action>click[2 pack]</action>", actions) == "click[2  Pack]"
+    # Two that differ by case are two
+    for action in ("open A", "open a"):
+        answer = f"<action>{action}</action>"
+        assert prpo_babyai.parse_action(answer, ["open A", "open a"]) == action
+
+
+def test_a_resumed_run_deals_tasks_as_before(tiny, tmp_path):
+    """The limit of prompts may change, but not where the first policy's attempts depend on it."""
+    args = tiny(partition="hardness")
+    config = vars(args) | {"script": "prpo_babyai", "elastic_run": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args.resume = str(tmp_path)
+    prpo_babyai.check_deal(args)
+    before = args.max_prompt_tokens
+    args.max_prompt_tokens += 1
+    message = refusal(prpo_babyai.check_deal, args)
+    assert message.startswith(f"--max-prompt-tokens {before + 1}: must be {before} as before")
+    args.partition = "iid"
+    prpo_babyai.check_deal(args)
+
+
+def test_isolated_agents_have_no_rounds(tiny):
+    args = tiny(local_updates=2, aggregation="policy")
+    assert [prpo_babyai.count_rounds(args, step) for step in range(5)] == [0, 0, 1, 1, 2]
+    assert prpo_babyai.count_rounds(tiny(local_updates=2, aggregation="none"), 4) == 0
 
 
 def take(episode, *answers):
@@ -672,7 +697,7 @@ def test_prompts_lose_history_before_they_are_too_long(tiny):
     settings = dataclasses.replace(args, max_prompt_tokens=sizes[0] - 1)
     message = refusal(prpo_babyai.encode_prompts, settings, tokenizer, [episode])
     assert message.startswith(f"--max-prompt-tokens {sizes[0] - 1}: task 1 of train needs a prompt")
-    assert message.endswith("; give --resume more")
+    assert message.endswith("; --resume takes a larger one")
 
 
 def test_the_words_of_all_levels_are_tokens():

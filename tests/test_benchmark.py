@@ -1525,6 +1525,11 @@ def test_runs_that_were_not_evaluated_have_no_own_topic():
     """--partition topic with --eval-prompts 0."""
     run = SimpleNamespace(summary={"evaluation": {"group": None, "agents": [{}, {}]}})
     assert np.isnan(plot.own_topic(run))
+    run.summary["evaluation"]["agents"] = [
+        {"all": {"mean": 0.1}, "a": {"mean": 0.2}, "b": {"mean": 0.3}},
+        {"all": {"mean": None}, "a": {"mean": None}, "b": {"mean": None}},  # has diverged
+    ]
+    assert np.isnan(plot.own_topic(run))
 
 
 def test_agents_in_text_worlds_have_another_table(tmp_path):

@@ -69,6 +69,7 @@ OTHERS = {
     "--no-compile",
     "--extra-index-url",
     "--agent",  # an alias
+    "--shutdown-timeout",  # of torchrun
     # vLLM
     "--max-loras",
     "--max-lora-rank",

@@ -499,9 +499,10 @@ def test_an_agent_that_is_far_behind_uses_what_peers_send_now(tmp_path, changes,
         go(ahead, value, agents=2)
         assert go(behind, 0, agents=2)[0][0] == value
     # One that has finished still counts, and is not waited for
+    behind.wait = 60.0
     began = time.monotonic()
     assert go(behind, 0, agents=2)[0][0] == 35
-    assert time.monotonic() - began < (0.1 if "aggregation" in changes else 60)
+    assert time.monotonic() - began < 30
 
 
 def test_averages_start_from_the_first_snapshot_of_agent_0(tmp_path):

@@ -351,6 +351,15 @@ def test_answered_queries_are_not_sent_again(server, tmp_path, monkeypatch):
         assert len(server.requests) == before + 12
 
 
+def test_a_key_that_no_request_can_hold_is_not_printed(server, tmp_path, monkeypatch):
+    """A file with the line ends of Windows; nothing is repeated."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\r")
+    with pytest.raises(SystemExit) as end:
+        run_judge(server, tmp_path, make_run(tmp_path), wait=60.0)
+    assert "this URL, or OPENAI_API_KEY, is not valid in a request" in str(end.value)
+    assert "secret" not in str(end.value)
+
+
 def test_queries_are_sent_at_the_same_time(server, tmp_path, monkeypatch):
     """As many as --concurrency says are under way together."""
     barrier = threading.Barrier(4, timeout=20)

@@ -1426,6 +1426,16 @@ def test_flags_without_effect_on_a_partition_are_named(many, files, tmp_path, ca
     assert "no effect" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("number", [449, 450, 451])
+def test_a_rounded_overlap_asks_for_no_more_prompts_than_there_are(number):
+    """1.4 times 450 is 630, but 630 over 1.4 is more than 450, by rounding."""
+    settings = {"overlap": 1.4, "num_agents": 3, "prompts_per_agent": 210, "out_dir": "x"}
+    args = partition.Args(partition="coverage", **settings)
+    examples = [{"row": {}, "completion": "x", "topic": "t"}] * number
+    sets = partition.choose_sets(args, examples)
+    assert max(map(max, sets)) < number
+
+
 def test_partitions_move_what_they_are_named_for(many, files, tmp_path, capsys):
     """Shares of topics, numbers of prompts, shares of easy prompts; overlap lets agents share
     some."""

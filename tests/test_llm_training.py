@@ -1225,13 +1225,13 @@ def test_a_probability_that_the_sampler_lacks_concerns_its_completion_only(loss_
     """Importance weights and the gap between sampler and trainer stay finite."""
     args = prpo_llm.Args(importance_cap=2.0, loss_type=loss_type)
     logprobs = torch.tensor([[[[-1.0, -2.0], [-1.0, -1.0]]]])
-    sampled = torch.tensor([[[[-1.5, -2.5], [math.nan, -1.0]]]])
+    sampled = torch.tensor([[[[-1.5, -2.5], [math.nan, -math.inf]]]])
     batch = {"mask": torch.ones(1, 1, 2, 2, dtype=torch.bool), "sampled": sampled}
     weights = prpo_llm.compute_importance(args, batch, logprobs)
     assert weights[0, 0, 0].tolist() == pytest.approx([math.exp(0.5)] * 2)
     assert weights[0, 0, 1].tolist() == [1, 1]
     gaps = prpo_llm.measure_sampling_gaps(batch | {"logprobs": logprobs})
-    assert gaps.tolist() == pytest.approx([1 / 3])
+    assert gaps.tolist() == pytest.approx([0.5])
 
 
 def test_rounding_is_no_advantage():

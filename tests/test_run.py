@@ -621,7 +621,9 @@ def test_a_signal_is_answered_at_once_and_once(tmp_path, capfd):
     with pytest.raises(SystemExit) as end:
         toy.main(args_of(tmp_path), at=interrupt)
     assert end.value.code == 128 + signal.SIGINT  # the first one's
-    assert output == ["\nfinishing this iteration, then a checkpoint; again to end at once\n"]
+    assert output == [
+        "\nfinishing this iteration, then a checkpoint; Ctrl-C again to end at once\n"
+    ]
     assert "finishing" not in capfd.readouterr().err
 
 
@@ -680,7 +682,7 @@ def test_a_signal_during_the_last_evaluation_says_so(tmp_path, capfd, monkeypatc
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert toy.main(args_of(tmp_path))["completed"]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert "\nfinishing the evaluation; again to end at once\n" in capfd.readouterr().err
+    assert "\nfinishing the evaluation; Ctrl-C again to end at once\n" in capfd.readouterr().err
 
 
 def test_a_signal_ends_the_run_after_its_iteration(whole, tmp_path, capsys):

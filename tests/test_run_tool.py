@@ -203,13 +203,15 @@ def test_a_program_that_starts_a_script_is_not_resumed_in_its_place(tmp_path, to
     )
     lines = ["python demo.py --run-dir runs --exp-name cut-save", train("cut-save-too")]
     lines += ["python demo.py --run-dir runs --exp-name whole"]
+    (tmp_path / "demo.sh").write_text('python demo.py "$@"; exit 1\n')
+    lines += ["sh demo.sh --run-dir runs --exp-name whole-too"]
     assert tool(lines).returncode == 1
     for folder in tmp_path.glob("runs/Task__*"):
         (folder / "config.json").write_text(json.dumps({"script": "train"}))
     planned = tool(lines, "--dry-run").stdout.splitlines()
     assert planned[0] == lines[0]
     assert re.fullmatch(r"python train.py --resume runs/Task__cut-save-too__1__\d+", planned[1])
-    assert len(planned) == 2
+    assert planned[2:] == lines[3:]
 
 
 def test_a_failure_is_listed_and_stops_nobody(tmp_path, tool):

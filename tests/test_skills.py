@@ -278,6 +278,12 @@ def count_exact(run, step, agent, kind):
     return sum(rewards.values()), len(rewards)
 
 
+def test_the_demonstration_has_an_agent_for_each_share_and_room_for_each_word():
+    args = skills.Args(demo=True, prompt_shares=(0.1, 0.2, 0.4, 0.8), word_lengths=(3, 8))
+    words = " ".join(skills.make_demo_command(args))
+    assert "--num-agents 4 " in words and "--response-length 17 " in words
+
+
 def test_the_demonstration_runs(task, tmp_path, monkeypatch, capsys):
     """The README's command: its run, with its flags on a small task and budget, and the figures
     that it prints.

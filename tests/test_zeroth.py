@@ -69,7 +69,7 @@ def test_a_seed_without_all_cells_is_left_out(tmp_path, capsys):
             fake_run(tmp_path, seed, mu, [100.0])
     fake_run(tmp_path, 3, 0.2, [-500.0])
     runs, _, comments = zeroth.read_runs((str(tmp_path),))
-    assert capsys.readouterr().err == "Task-v5, par: seed 3 has not all cells, left out\n"
+    assert capsys.readouterr().err == "Task-v5, par: seed 3 has 1 of 2 cells, left out\n"
     row = zeroth.make_table(runs).iloc[0]
     assert (row.seeds, row.over_the_run_grid) == (2, 100)
     assert "(--seed 1 2)" in comments
@@ -78,7 +78,8 @@ def test_a_seed_without_all_cells_is_left_out(tmp_path, capsys):
 def test_seeds_that_share_no_cell_have_no_table(tmp_path):
     fake_run(tmp_path, 1, 0.1, [1.0])
     fake_run(tmp_path, 2, 0.2, [1.0])
-    with pytest.raises(SystemExit, match=f"^--runs {tmp_path}: no seed has all cells$"):
+    line = "^Task-v5, par: most of 2 seeds have not all of 2 cells$"
+    with pytest.raises(SystemExit, match=line):
         zeroth.read_runs((str(tmp_path),))
 
 
