@@ -282,7 +282,7 @@ def test_a_damaged_line_of_a_log_costs_no_other(number, junk):
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "metrics.csv")
         path.write_bytes(b"\r\n".join([*lines, b""]))
-        run = SimpleNamespace(folder=Path(temporary))
+        run = SimpleNamespace(folder=Path(temporary), iteration=4)
         communicators.Run._open_csv(run, "metrics.csv", 4).close()
         kept = path.read_bytes().split(b"\r\n")
     for k, line in enumerate(lines):
@@ -599,7 +599,7 @@ def test_no_answer_of_a_server_ends_in_a_traceback(body):
         with contextlib.suppress(prpo_llm.ServerError):
             for ids, values in server.request_completions("name", [1], 5):
                 torch.tensor(ids), torch.tensor(values)
-        run = SimpleNamespace(folder=Path(folder))
+        run = SimpleNamespace(folder=Path(folder), name="run")
         with contextlib.suppress(prpo_llm.ServerError):
             server.unload_leftovers(run)
 

@@ -766,7 +766,8 @@ def test_a_diverged_agent_is_not_loaded_into_the_server(files, server, stacked, 
     next(iter(layers.values())).B["policy"].data[1, 0, 0] = math.nan
     args = tiny(files, tmp_path, num_agents=3, algorithm="ppo", generate_with=server.url)
     client = prpo_llm.Server(args, range(3), SimpleNamespace(ends=[eos]))
-    run = SimpleNamespace(folder=tmp_path, iteration=7, exchange=SimpleNamespace(agents=range(3)))
+    exchange = SimpleNamespace(agents=range(3))
+    run = SimpleNamespace(folder=tmp_path, name=tmp_path.name, iteration=7, exchange=exchange)
     client.load_policies(run, model)
     names = [f"{tmp_path.name}-agent_{i}-step_7-{client.began}" for i in (0, 2)]
     assert [*server.loaded] == names
