@@ -3133,10 +3133,6 @@ LOSS_TERMS = (
 )
 
 
-# Seconds in which more than one SIGTERM is one request
-SAME_SIGTERM = 10.0
-
-
 def find_diverged_agents(metrics: dict[str, list[float]], members: range) -> set[int]:
     """The agents of `members` one of whose losses is not finite. metrics: {key: [agents]}."""
     columns = [metrics[term] for term in LOSS_TERMS if term in metrics]
@@ -3215,6 +3211,10 @@ def _report_error_of_thread(arguments: threading.ExceptHookArgs) -> None:
     """
     if getattr(arguments.thread, "exception", None) is not arguments.exc_value:
         threading.__excepthook__(arguments)
+
+
+# Seconds in which more than one SIGTERM is one request
+SAME_SIGTERM = 10.0
 
 
 class Run:

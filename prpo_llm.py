@@ -3115,11 +3115,11 @@ def apply_reward_model(model, tokenizer, /, prompts: list, completions: list, **
         "add_special_tokens": not chat,
         "return_tensors": "pt",
     }
+    most = count_positions(model.config.get_text_config())
     rewards = []
     for k in range(0, len(texts), 8):
         inputs = tokenizer(texts[k : k + 8], **options).to(model.device)
         longest = inputs["input_ids"].shape[1]
-        most = count_positions(model.config.get_text_config())
         if most and longest > most:
             stop_reward_model(model, f"has {most} positions, and a text {longest} of its tokens")
         rewards += model(**inputs).logits[:, 0].float().tolist()
