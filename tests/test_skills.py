@@ -16,7 +16,7 @@ import pytest
 import torch
 from command import parse_args
 from helpers import REPOSITORY, only_run, refusal
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,8 +120,13 @@ def test_the_tokenizer_round_trips(word, skill):
 
 @settings(max_examples=20)
 @given(st.floats(0, 0.3), st.integers(0, 2**20))
+@example(0, 1)
+@example(6e-5, 524287)  # two, where 0.14 are expected: a count so small has no normal distribution
 def test_pretraining_has_the_share_of_the_settings(share, seed):
-    """Within five deviations; the other skills have equal parts; forbidden prompts never come."""
+    """The other skills have equal parts; forbidden prompts never come.
+
+    By Bernstein's inequality a count is beyond these limits with probability 2 exp(-12.5) at most.
+    """
     args = skills.Args(word_lengths=(1, 1))
     n = 2000
     without = {f"copy {letter}:" for letter in "abcdefghijklm"}
@@ -137,7 +142,8 @@ def test_pretraining_has_the_share_of_the_settings(share, seed):
     }
     for skill, expected in shares.items():
         deviation = (n * expected * (1 - expected)) ** 0.5
-        assert abs(counts[skill] - n * expected) <= 5 * deviation + 1e-9
+        assert abs(counts[skill] - n * expected) <= 5 * deviation + 25 / 3
+    assert counts["mirror"] == 0 or share > 0
 
 
 def test_agents_have_their_shares_and_prompts_of_their_own():
@@ -228,10 +234,10 @@ def test_the_model_is_one_for_everybody_and_the_rates_are_its_probabilities(task
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     batch = [skills.make_example("copy", "ab"), skills.make_example("upper", "xyz")]
     success = skills.compute_success(model, tokenizer, batch)
-    for example, probability in zip(batch, success, strict=True):
+    for row, probability in zip(batch, success, strict=True):
         expected = 1.0
-        text = example["prompt"]
-        for token in [*tokenizer(example["completion"])["input_ids"], tokenizer.eos_token_id]:
+        text = row["prompt"]
+        for token in [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]:
             inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
             with torch.no_grad():
                 logits = model(**inputs).logits[0, -1]
