@@ -2167,6 +2167,17 @@ def find_script(args: RunArgs) -> Path:
     return Path(sys.modules[type(args).__module__].__file__)
 
 
+def _list_code(args: RunArgs) -> list[Path]:
+    """The script, this module, and what has been imported from the script's folder."""
+    script = find_script(args)
+    files = {script, Path(__file__)}
+    for module in list(sys.modules.values()):
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.parent == script.parent and file.is_file():
+            files.add(file)
+    return sorted(files, key=lambda path: path.name)
+
+
 # Ends in one line
 
 # Exit code of a wrong value, as argparse and tyro have it; a run that cannot go on ends with 1
@@ -3321,7 +3332,7 @@ class Run:
         settings = {
             name: value for name, value in vars(self.args).items() if name not in may_differ
         }
-        code = [path.read_bytes() for path in (find_script(self.args), Path(__file__))]
+        code = [path.read_bytes() for path in _list_code(self.args)]
         digest = hashlib.sha256(repr((settings, code, torch.__version__)).encode()).digest()
         different_ranks = self.exchange.find_different_ranks(int.from_bytes(digest[:7], "big"))
         if different_ranks:

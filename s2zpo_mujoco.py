@@ -113,8 +113,9 @@ class Args(RunArgs):
     # the difference of mean returns at which x of --link is 1 (default: LINK_SCALES has the task's,
     # or else 10)
     link_scale: Positive | None = None
+    # you answer instead of the evaluators, in the terminal, after two clips for each pair; every
+    # iteration ends with a checkpoint
     human: bool = False
-    """you answer instead of the evaluators, in the terminal, after two clips for each pair"""
 
     # S2ZPO
     total_iterations: Count = 300  # updates of the policy
@@ -758,6 +759,7 @@ class Envs:
         if self.pool:
             return self.pool.reset()[0].astype(np.float32)
         self.frames = [[] for _ in self.envs]
+        self.lengths = [0] * len(self.envs)
         obs = []
         for env, seed in zip(self.envs, self.seeds, strict=True):
             obs.append(env.reset(seed=seed)[0])
@@ -779,8 +781,10 @@ class Envs:
             obs.append(next_obs)
             rewards.append(reward)
             ended.append(terminated or truncated)
-            if self.films:
+            # Films show every third step and the last one
+            if self.films and (self.lengths[row] % 3 == 0 or ended[-1]):
                 self.frames[row].append(draw(env))
+            self.lengths[row] += 1
         return np.array(obs), np.array(rewards), np.array(ended)
 
     @property
@@ -789,7 +793,7 @@ class Envs:
         batches = []  # [agents * 2 * pairs]
         for first in range(0, len(self.frames), self.trajectories):
             films = self.frames[first : first + self.trajectories]
-            batches.append(list(itertools.chain(*(shorten(film) for film in films))))
+            batches.append(list(itertools.chain(*films)))
         clips = []
         for k in range(len(self.agents)):
             first = 2 * self.pairs * k
@@ -808,12 +812,7 @@ class Envs:
 
 def draw(env: gym.Env) -> np.ndarray:
     """The environment's picture at half its size, [height, width, 3] uint8."""
-    return env.render()[::2, ::2]
-
-
-def shorten(film: list, every: int = 3) -> list:
-    """Every third frame, and the last one."""
-    return [*film[:-1:every], film[-1]]
+    return env.render()[::2, ::2].copy()  # a view would keep the whole picture
 
 
 # --- evaluation ---
@@ -850,7 +849,7 @@ def evaluate(
                 running.remove(k)
                 envs[k].close()
     if film:
-        write_film(frames, Path(film), fps=envs[0].metadata["render_fps"])
+        write_film(frames, Path(film), fps=envs[0].metadata.get("render_fps", 30))
     return returns
 
 
@@ -912,9 +911,21 @@ def check_args(args: Args) -> None:
         if world_size > 1:
             communicators.refuse(args, "human", "answers in one process, without torchrun")
         answers = "with --human: you answer"
-        communicators.announce_unused(args, {"link": answers, "link_scale": answers})
+        unused = {"link": answers, "link_scale": answers}
+        if args.num_evaluators != 1:  # as a run with --human has it that is resumed
+            unused["num_evaluators"] = answers
+        communicators.announce_unused(args, unused)
         args.num_evaluators = 1
+        args.save_every = 1
+    elif args.link == "noiseless":
+        sign = "with --link noiseless: the sign of the difference is the answer"
+        communicators.announce_unused(args, {"link_scale": sign})
+    if args.log_std > 10:
+        communicators.refuse(args, "log_std", "must be at most 10")
     check_env(args)
+    if strip_module(args.env_id).startswith("CartPole-"):
+        discrete = "on CartPole, whose actions are discrete"
+        communicators.announce_unused(args, {"log_std": discrete})
     d = communicators.count_parameters(make_policy(args))
     if args.algorithm == "par" and args.num_agents > d:
         communicators.refuse(args, "num_agents", f"must be at most {d}, a parameter for each")
@@ -926,7 +937,7 @@ def check_env(args: Args) -> None:
     """The task can be made, is continuous or CartPole, and is in the backend."""
     valid = "must be a task of vectors with continuous actions, as MuJoCo's, or CartPole-v1"
     try:
-        problem = find_env_problem(make_env(args))
+        problem = find_env_problem(make_env(args), args.env_id)
     except Exception as error:  # unknown, maybe with a suggestion, or a package is missing
         problem = communicators.first_line(error)
     if problem:
@@ -941,7 +952,7 @@ def check_env(args: Args) -> None:
             communicators.refuse(args, "env_backend", "cannot be filmed; choose auto or gymnasium")
 
 
-def find_env_problem(env: gym.Env) -> str:
+def find_env_problem(env: gym.Env, env_id: str) -> str:
     """What makes an environment unusable here, nothing ("") if it is not."""
     observations = env.observation_space
     if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
@@ -950,6 +961,8 @@ def find_env_problem(env: gym.Env) -> str:
     is_continuous = isinstance(env.action_space, gym.spaces.Box)
     if not is_cart_pole and not (is_continuous and len(env.action_space.shape) == 1):
         return f"its actions are {env.action_space}"
+    if env.spec.id != strip_module(env_id):  # the panel's scale and envpool know full names only
+        return f"{env_id} is {env.spec.id}"
     return ""
 
 

@@ -745,7 +745,14 @@ def test_ranks_compare_settings_code_and_torch(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             others.append(digest())
-    assert len({first, *others}) == 7
+    # Of fedavg_ppo.py the loop is in a module that it imports
+    imported = tmp_path / "imported.py"
+    monkeypatch.setitem(sys.modules, "imported", SimpleNamespace(__file__=str(imported)))
+    monkeypatch.setattr(communicators, "find_script", lambda args: other_code)
+    for text in ("a = 1", "a = 2"):
+        imported.write_text(text)
+        others.append(digest())
+    assert len({first, *others}) == 9
 
 
 def test_a_rank_that_ends_early_leaves_its_group(tmp_path):

@@ -765,11 +765,88 @@ def test_a_run_with_a_person(tmp_path, monkeypatch, capsys):
     assert all(clip.read_bytes()[:3] == b"GIF" for clip in clips)
     assert str(clips[0]) in questions[0]
 
-    def hang_up(question):
-        raise EOFError
 
-    monkeypatch.setattr("builtins.input", hang_up)
-    assert "--human" in refusal(s2zpo_mujoco.read_answer, "?", code=1)
+def test_the_answers_of_a_person_who_leaves_are_kept(tmp_path, monkeypatch):
+    """The run ends at the first question without an answer, and goes on with that iteration."""
+    questions = []
+
+    def answer(question):
+        questions.append(question)
+        if len(questions) == 3:
+            raise EOFError
+        return "l"
+
+    monkeypatch.setattr("builtins.input", answer)
+    changes = {"num_agents": 1, "num_pairs": 1, "total_iterations": 3, "horizon": 9}
+    changes["save_every"] = 50
+    flags = to_flags(**TINY | changes | {"run_dir": tmp_path})
+    args = parse_args(s2zpo_mujoco, [*flags, "--human"])
+    assert "go on with --resume" in refusal(s2zpo_mujoco.main, args, code=1)
+    s2zpo_mujoco.main(parse_args(s2zpo_mujoco, ["--resume", str(only_run(tmp_path))]))
+    iterations = [re.search(r"(\d)_agent_0_pair_0.gif", question)[1] for question in questions]
+    assert iterations == ["1", "2", "3", "3"]
+
+
+def test_films_hold_every_third_picture_and_the_last_and_nothing_more():
+    """Not the whole picture of which a frame is a part: there is one for each step."""
+    args = s2zpo_mujoco.Args(env_id="CartPole-v1", human=True, num_pairs=1, horizon=8)
+    envs = s2zpo_mujoco.Envs(args, range(1), 0)
+    envs.reset()
+    rows = np.arange(2)
+    pictures = []
+    for step in range(8):
+        ended = envs.step(rows, np.array([step % 2] * 2))[2]
+        pictures.append(envs.envs[0].render()[::2, ::2])
+    assert ended.all()
+    ((clip, other),) = envs.clips[0]
+    assert len(other) == 4
+    expected = [pictures[step] for step in (0, 3, 6, 7)]
+    np.testing.assert_array_equal(clip, expected)
+    assert all(frame.base is None for frame in clip)
+    envs.close()
+
+
+class Silent(gym.Env):
+    """A task that draws itself and does not say how fast."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+    def render(self):
+        return np.zeros((16, 16, 3), np.uint8)
+
+
+def test_a_task_that_names_no_speed_is_filmed(tmp_path, monkeypatch):
+    spec = gym.envs.registration.EnvSpec("Silent-v0", Silent, max_episode_steps=4)
+    monkeypatch.setitem(gym.registry, "Silent-v0", spec)
+    args = s2zpo_mujoco.Args(env_id="Silent-v0")
+    policy = s2zpo_mujoco.make_policy(args).requires_grad_(False)
+    s2zpo_mujoco.film_policy(args, policy, tmp_path / "film.mp4")
+    assert (tmp_path / "film.mp4").stat().st_size > 0
+
+
+def test_flags_without_effect_are_announced(tmp_path, capsys):
+    """Also once more on --resume, but not what the run has set itself."""
+    for argv, line in (
+        (["--link", "noiseless", "--link-scale", "5"], "--link-scale 5.0: has no effect"),
+        (["--human", "--num-evaluators", "7"], "--num-evaluators 7: has no effect with --human"),
+        (["--log-std", "-2"], "--log-std -2.0: has no effect on CartPole"),
+    ):
+        parse_args(s2zpo_mujoco, ["--env-id", "CartPole-v1", *argv])
+        assert line in capsys.readouterr().out
+    parse_args(s2zpo_mujoco, ["--env-id", "CartPole-v1", "--human", "--num-evaluators", "1"])
+    assert "has no effect" not in capsys.readouterr().out
 
 
 # --- bad input ---
@@ -777,6 +854,8 @@ def test_a_run_with_a_person(tmp_path, monkeypatch, capsys):
 BAD = {
     "unknown task": (["--env-id", "HalfChetah-v5"], ["--env-id HalfChetah-v5", "HalfCheetah"]),
     "discrete actions": (["--env-id", "Acrobot-v1"], ["--env-id Acrobot-v1", "Discrete(3)"]),
+    "no version": (["--env-id", "Hopper"], ["--env-id Hopper", "Hopper is Hopper-v5"]),
+    "no finite deviation": (["--log-std", "710"], ["--log-std 710", "at most 10"]),
     "no vectors": (["--env-id", "Blackjack-v1"], ["--env-id Blackjack-v1", "vectors"]),
     "more agents than parameters": (
         ["--env-id", "CartPole-v1", "--hidden-sizes", "1", "--num-agents", "10"],
