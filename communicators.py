@@ -848,6 +848,7 @@ class Exchange:
         self.device = set_device(str(device))
         self.timeout = datetime.timedelta(seconds=timeout)
         self.bytes_sent = 0
+        self.interrupted = lambda: False  # whether a signal is to end the run, see `Run`
         if self.distributed:
             self._connect()
 
@@ -1437,7 +1438,7 @@ class FolderExchange(Exchange):
                 self._write(i, parameters[: sizes[i]])
         deadline = time.monotonic() + self.wait
         pause = 0.05
-        while not self._read_peers(sizes) and time.monotonic() < deadline:
+        while not (self._read_peers(sizes) or self.interrupted() or time.monotonic() > deadline):
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
         self.present = self._find_present()
@@ -1473,18 +1474,24 @@ class FolderExchange(Exchange):
         """Without --wait the rounds since the checkpoint are not repeated: peers had others then.
 
         The next round is the one behind the last file. What is here keeps its age. With --dp-noise
-        a store that does not answer ends the run: epsilon counts the files.
+        they are not repeated either, because a file that came too late for a round may be here now;
+        and a store that does not answer, or has lost the files, ends the run: epsilon counts them.
         """
-        if self.wait:
+        if self.wait and not self.counts_noise:
             return 0
         number = 0
+        problem = ""
         try:
             for i in self.agents:
-                number = max(number, max(self._list_rounds(i), default=0) - self.round)
+                rounds = self._list_rounds(i)
+                number = max(number, max(rounds, default=0) - self.round)
+                if self.round and not rounds:
+                    problem = f"{self.store.url} has no files of agent {i}"
         except StoreError as error:
-            if self.counts_noise:
-                problem = "with --dp-noise its files say what was sent since the checkpoint"
-                stop(f"--exchange: {error}; {problem}; resume when it is there", any_rank=True)
+            problem = str(error)
+        if problem and self.counts_noise:
+            reason = "with --dp-noise its files say what was sent since the checkpoint"
+            stop(f"--exchange: {problem}; {reason}; resume when it is there", any_rank=True)
         self.rounds[list(self.agents)] += number
         self.arrivals += number
         return number
@@ -2277,8 +2284,13 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
         args = _read_resumed_settings(args, argv, may_change, again)
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     if args.agents_at_once % world_size:
-        flag = "num_agents" if args.agents_at_once == args.num_agents else "agents_per_round"
-        refuse(args, flag, f"must be a multiple of the {world_size} processes")
+        flag = "num_agents"
+        valid = f"must be a multiple of the {world_size} processes"
+        if args.agents_at_once != args.num_agents:
+            fewer = "centralised", "agents_per_round", "participation"
+            flag = next(name for name in fewer if getattr(args, name) != getattr(type(args), name))
+            valid = f"{valid}, but {args.agents_at_once} agents train at once"
+        refuse(args, flag, valid)
     _check_communicator(args)
     _check_device(args)
     if args.track and not importlib.util.find_spec("wandb"):
@@ -2355,14 +2367,19 @@ def _check_device(args: RunArgs) -> None:
 
 
 def _check_run_dir(args: RunArgs) -> None:
-    """Refuse a folder of runs that cannot be written to, or has too little disk space."""
-    run_dir = Path(args.run_dir).absolute()
-    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        refuse(args, "run_dir", "must be a folder that can be written to")
+    """Refuse a folder for the run that cannot be written to, or has too little disk space."""
+    flag = "resume" if args.resume else "run_dir"
+    run_dir = Path(getattr(args, flag)).absolute()
+    try:
+        folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+        is_writable = folder.is_dir() and os.access(folder, os.W_OK)
+    except OSError:  # it may not even be looked at, or has too long a name
+        is_writable = False
+    if not is_writable:
+        refuse(args, flag, "must be a folder that can be written to")
     megabytes = 64 + 64 * args.agents_at_once
     if shutil.disk_usage(folder).free < megabytes * 2**20:
-        refuse(args, "run_dir", f"needs {megabytes} MB of free disk space")
+        refuse(args, flag, f"needs {megabytes} MB of free disk space")
 
 
 def _check_exchange(args: RunArgs) -> None:
@@ -3304,6 +3321,7 @@ class Run:
         # or a SIGTERM after more than SAME_SIGTERM, ends it at once
         self._trained = False
         self._signals = {}  # their numbers, and when they first came
+        exchange.interrupted = lambda: bool(self._signals)
         self._handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._request_stop)
@@ -3838,9 +3856,9 @@ class Run:
         summary = json.dumps(self._summarize() | more)
         summary = json.loads(summary, parse_constant=lambda _: None)  # JSON has no NaN
         if self.chief:
-            _write_text(self.folder / "summary.json", json.dumps(summary, indent=2))
             for log in self._logs:
                 log.close()
+            _write_text(self.folder / "summary.json", json.dumps(summary, indent=2))
             if self.args.track:
                 sys.modules["wandb"].finish()
             self._print_end()

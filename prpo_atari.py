@@ -931,10 +931,22 @@ def is_ale(env_id: str) -> bool:
     return env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")
 
 
+# Steps after which a game of your own ends that has no time limit: ALE's 108,000 frames
+LONGEST_GAME = 27_000
+
+
+def make_custom(env_id: str, **options) -> gym.Env:
+    """A game of your own, with a time limit: an evaluation plays whole games."""
+    env = gym.make(env_id, disable_env_checker=True, **options)
+    if env.spec.max_episode_steps is None:
+        env = gym.wrappers.TimeLimit(env, LONGEST_GAME)
+    return env
+
+
 def list_actions(env_id: str, args: Args) -> "list[ale_py.Action] | list[int]":
     """The actions of a game, in the order of their numbers."""
     if is_custom(env_id):
-        env = gym.make(env_id, disable_env_checker=True)
+        env = make_custom(env_id)
         return list(range(int(env.action_space.n)))
     return list(make_games(args, env_id, 1).ale.get_action_set())
 
@@ -990,7 +1002,7 @@ class CustomGames:
     """
 
     def __init__(self, env_id: str, number: int):
-        thunks = [functools.partial(gym.make, env_id, disable_env_checker=True)] * number
+        thunks = [functools.partial(make_custom, env_id)] * number
         self.envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
 
     def reset(self, seed: np.ndarray) -> tuple[np.ndarray, dict]:
@@ -1016,7 +1028,7 @@ class CustomCamera:
     """One game of your own as `evaluate` films it: frames in colour, of its own `render`."""
 
     def __init__(self, env_id: str):
-        self.env = gym.make(env_id, disable_env_checker=True, render_mode="rgb_array")
+        self.env = make_custom(env_id, render_mode="rgb_array")
 
     def reset(self, seed: np.ndarray) -> tuple:
         """The first frame, as AtariVectorEnv's of a single game."""
@@ -1381,7 +1393,7 @@ def find_game_problem(args: Args, env_id: str) -> str:
             return "is none"
         return "" if find_spec("ale_py") else "ale-py is not installed"
     options = {"render_mode": "rgb_array"} if args.capture_video else {}  # a game may not know it
-    env = gym.make(env_id, disable_env_checker=True, **options)
+    env = make_custom(env_id, **options)
     obs, _ = env.reset(seed=0)
     obs = np.asarray(obs)
     if obs.shape != (4, 84, 84) or obs.dtype != np.uint8:

@@ -10,7 +10,6 @@ file contains episodes, tasks and the federation.
     python benchmark/babyai.py                              # once: a small model to start from
     python prpo_babyai.py                                   # three agents mix policies
     python prpo_babyai.py --aggregation weights --num-agents 20 --agents-per-round 2    # FedAgent
-    python prpo_babyai.py --env benchmark/worlds/house.py:make    # another text world
     torchrun --nproc-per-node 3 prpo_babyai.py              # one agent per process
     python prpo_babyai.py --resume runs/<name>              # continue an interrupted run
 """
@@ -662,6 +661,8 @@ class Episode:
         turn = Turn(prompt, answer, logprobs, observation, text, action, reward)
         self.turns.append(turn)
         self.ended |= len(self.turns) == self.args.max_turns
+        if self.ended:
+            self.call(self.env.close)
 
     def write_replay(self) -> str:
         """The whole episode as a text for people."""
@@ -898,16 +899,21 @@ def evaluate(args: Args, run: Run, model, tokenizer, make: Callable, tests: dict
 
 
 def print_progress(folder: Path) -> None:
-    """The mean success of the agents in each category, before and after training."""
-    successes = {}  # category -> step -> of each agent
+    """The mean success of the agents in each category, before and after training.
+
+    Before is NaN for a run that was evaluated later only, or then on fewer tasks (--resume).
+    """
+    successes = {}  # category -> (step, episodes) -> of each agent
     with open(folder / "evaluations.csv", newline="") as file:
         for row in csv.DictReader(file):
-            steps = successes.setdefault(row["task"], {})
-            steps.setdefault(int(row["step"]), []).append(float(row["mean_success"]))
+            evaluations = successes.setdefault(row["task"], {})
+            key = int(row["step"]), int(row["episodes"])
+            evaluations.setdefault(key, []).append(float(row["mean_success"]))
     print(f"\n{'success on held-out tasks':26}  before  after")
-    for category, steps in successes.items():
-        before = communicators.mean(steps[min(steps)])
-        after = communicators.mean(steps[max(steps)])
+    for category, evaluations in successes.items():
+        last_step, episodes = max(evaluations)
+        before = communicators.mean(evaluations.get((0, episodes), []))
+        after = communicators.mean(evaluations[last_step, episodes])
         print(f"{category:26}  {before:6.3f} {after:6.3f}", flush=True)
 
 
@@ -942,7 +948,7 @@ def list_tasks(args: Args, make: Callable) -> dict[int, str]:
     pool = {}
     for index in range(args.tasks):
         try:
-            category = find_category(make("train", index))
+            category = read_category(make, "train", index)
         except IndexError:
             refuse(args, "tasks", f"the world of --env {args.env} has {index}")
         except Exception as error:
@@ -962,6 +968,14 @@ def find_category(env: gym.Env) -> str:
     return re.sub(r"[^\w.+-]", "-", name)
 
 
+def read_category(make: Callable, split: str, index: int) -> str:
+    """The category of a task that is not played."""
+    env = make(split, index)
+    category = find_category(env)
+    env.close()
+    return category
+
+
 def list_tests(args: Args, make: Callable, pool: dict[int, str]) -> dict[int, str]:
     """The held-out tasks of evaluations by number: --eval-episodes of each category of training."""
     wanted_categories = dict.fromkeys(sorted({*pool.values()}), args.eval_episodes)
@@ -969,7 +983,7 @@ def list_tests(args: Args, make: Callable, pool: dict[int, str]) -> dict[int, st
     index = 0
     while any(wanted_categories.values()):
         try:
-            category = find_category(make("test", index))
+            category = read_category(make, "test", index)
         except IndexError:
             names = ", ".join(name for name, number in wanted_categories.items() if number)
             refuse(args, "eval_episodes", f"the world has fewer held-out tasks of {names}")
@@ -992,13 +1006,38 @@ def show_first_prompts(args: Args, tokenizer, make: Callable) -> list[dict]:
     text is refused here, before training.
     """
     examples = []
+    actions = {}  # admissible ones, in the order of their first appearance
     for index in range(PUBLIC_STATES):
         episode = Episode(args, make, "test", index)
         (ids,) = encode_prompts(args, tokenizer, [episode])
+        actions |= dict.fromkeys(episode.actions)
         action = (episode.actions or ["look"])[0]
         episode.call(episode.step, action)
+        episode.call(episode.env.close)
         examples.append({"ids": ids, "completion": f"<action>{action}</action>"})
+    check_actions(args, tokenizer, [*actions])
     return examples
+
+
+def check_actions(args: Args, tokenizer, actions: list[str]) -> None:
+    """The model can write the admissible actions: with its vocabulary, in --response-length."""
+    lengths = {}
+    for action in actions:
+        answer = f"<action>{action}</action>"
+        ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if parse_action(tokenizer.decode(ids), [action]) is not None:
+            lengths[action] = len(ids)
+    problem = f"has no tokens for the actions of --env {args.env}"
+    missing = [action for action in actions if action not in lengths]
+    if missing and not lengths:
+        refuse(args, "base_model", f"{problem}, such as {missing[0]!r}")
+    if missing:
+        names = ", ".join(missing[:5])
+        communicators.announce(f"--base-model {args.base_model}: {problem} {names}")
+    if lengths and min(lengths.values()) > args.response_length:
+        shortest = min(lengths, key=lengths.get)
+        reason = f"must be at least {lengths[shortest]}, the tokens of the action {shortest!r}"
+        refuse(args, "response_length", reason)
 
 
 def deal_tasks(
@@ -1161,6 +1200,7 @@ def load_world(args: Args) -> Callable[[str, int], gym.Env]:
         space = getattr(env, kind, None)
         if not isinstance(space, spaces.Text):
             refuse_world(args, f"{kind} must be gymnasium.spaces.Text, not {type(space).__name__}")
+    env.close()
     return make
 
 

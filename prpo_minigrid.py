@@ -1015,13 +1015,20 @@ class PrivateLevels(gym.Wrapper):
                 return result
 
 
+# Steps after which an episode of your own task ends that has no time limit
+LONGEST_EPISODE = 27_000
+
+
 def make_env(env_id: str, levels: list[int] = (), word: str = "", film: bool = False) -> gym.Env:
     """One environment of the official package, showing its image only: [7, 7, 3] uint8 codes.
 
-    Or one of your own, as module:id, which may show just that image.
+    Or one of your own, as module:id, which may show just that image. It gets a time limit, because
+    an evaluation plays whole episodes.
     """
     options = {"render_mode": "rgb_array"} if film else {}  # one of your own may not know it
     env = gym.make(env_id, disable_env_checker=True, **options)
+    if ":" in env_id and env.spec.max_episode_steps is None:
+        env = gym.wrappers.TimeLimit(env, LONGEST_EPISODE)
     if isinstance(env.observation_space, gym.spaces.Dict):
         env = minigrid.wrappers.ImgObsWrapper(env)
     if levels or word:

@@ -202,7 +202,7 @@ def measure_success(args: Args, folder: Path) -> dict[str, float]:
             episode.uniforms = torch.rand(shape, generator=generator)
             episodes.append(episode)
         prpo_babyai.play(settings, model, tokenizer, [episodes], settings.temperature, (0,))
-        rates[level] = sum(episode.success for episode in episodes) / max(len(episodes), 1)
+        rates[level] = sum(episode.success for episode in episodes) / args.probe
     return rates
 
 
@@ -213,7 +213,7 @@ def main(args: Args) -> dict[str, float]:
     out = Path(args.out)
     settings = asdict(args) | {"out": ""}
     ready = out / "settings.json"
-    if ready.is_file():
+    if ready.is_file() and (out / "model" / "config.json").is_file():
         stored = read_json(ready)
         rates = stored.pop("rates", {})
         if stored != settings:
@@ -230,14 +230,15 @@ def main(args: Args) -> dict[str, float]:
         shutil.rmtree(out / "model", ignore_errors=True)
         model.save_pretrained(out / "model")
         tokenizer.save_pretrained(out / "model")
-        rates = measure_success(args, out / "model")
+        rates = measure_success(args, out / "model") if args.probe else {}
         # Under its name only when all is there
         temporary = out / f"settings.{os.getpid()}"
         temporary.write_text(json.dumps(settings | {"rates": rates}, indent=1) + "\n")
         temporary.replace(ready)
     for level, rate in rates.items():
         print(f"{level:17} solved {rate:6.1%}")
-    print(f"{'all':17} solved {sum(rates.values()) / len(rates):6.1%}")
+    if rates:
+        print(f"{'all':17} solved {sum(rates.values()) / len(rates):6.1%}")
     return rates
 
 

@@ -13,6 +13,7 @@ and categories after training, of the clients dealt as --matrix says). The categ
 is an agent's success in all of them, weighted by its shares of training tasks.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,7 @@ def read_run(folder: Path) -> tuple[Run, pd.DataFrame, pd.DataFrame] | None:
         report(folder, "not a finished run of prpo_babyai.py, left out")
         return None
     method, _, partition = settings["exp_name"].partition("_")
+    partition = partition or settings["partition"]
     key = dict(zip(KEY, (method, partition, settings["seed"]), strict=True))
     evaluations = read_table(folder / "evaluations.csv", comment=None)
     rows = evaluations[["step", "agent", "task", "episodes", "mean_success"]]
@@ -156,8 +158,9 @@ def make_table(rows: pd.DataFrame) -> pd.DataFrame:
         row = {"partition": partition, "method": method, "category": category}
         row["seeds"] = " ".join(map(str, steps.index))
         row["steps"] = steps.columns[-1]
-        for name, step in {"before": steps.columns[0], "after": steps.columns[-1]}.items():
-            interval = with_interval(steps[[step]].T).iloc[0]
+        first = steps.get(0, pd.Series(math.nan, steps.index))  # runs may be evaluated later only
+        for name, values in {"before": first, "after": steps[row["steps"]]}.items():
+            interval = with_interval(values.to_frame().T).iloc[0]
             row[name], row[f"{name}_ci_low"], row[f"{name}_ci_high"] = interval
         table.append(row)
     return pd.DataFrame(table)

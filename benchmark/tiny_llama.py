@@ -32,8 +32,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), args.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
         )
+        warmup = 0.1 if args.steps > 10 else 0.3  # OneCycleLR divides by its steps less one
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, args.learning_rate, args.steps, pct_start=0.1, final_div_factor=1e6
+            self.optimizer, args.learning_rate, args.steps, pct_start=warmup, final_div_factor=1e6
         )
 
     def step(self, tokens: Tensor, labels: Tensor) -> float:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import runpy
+import shutil
 import sys
 from collections import deque
 from pathlib import Path
@@ -23,8 +24,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from test_docs import name_in_page, tables
 from test_llm_training import in_ranks
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed import distributed_c10d
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import communicators
 import prpo_babyai
@@ -726,6 +728,14 @@ def test_the_small_model_is_made_once(tmp_path, capsys):
     assert "there already" in capsys.readouterr().out
     message = refusal(babyai.main, babyai.Args(out=out, **size | {"steps": 4}))
     assert message.startswith(f"--out {out}: was made with other settings")
+    # A model that is gone is made again; without probes nothing is said to have been solved
+    shutil.rmtree(Path(out, "model"))
+    capsys.readouterr()
+    assert babyai.main(babyai.Args(out=out, **size)).keys() == rates.keys()
+    assert Path(out, "model", "config.json").is_file()
+    capsys.readouterr()
+    assert babyai.main(babyai.Args(out=f"{out}_2", **size | {"probe": 0, "steps": 10})) == {}
+    assert "solved" not in capsys.readouterr().out
 
 
 # --- tasks and agents ---
@@ -1077,15 +1087,100 @@ def test_clients_are_counted_by_category(tmp_path):
     assert rows == ["0,go,2", "1,go,1", "1,open,1"]
 
 
-def test_another_world_trains(tiny, tmp_path):
+@pytest.fixture
+def speller(tmp_path):
+    """The folder of a model with a token for each byte, which can write any action."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: k for k, letter in enumerate([babyai.EOS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"eos_token": babyai.EOS, "pad_token": babyai.EOS}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = babyai.make_model(babyai.Args(hidden_size=24, layers=1), tokenizer, **sizes)
+    model.save_pretrained(tmp_path / "speller")
+    tokenizer.save_pretrained(tmp_path / "speller")
+    return str(tmp_path / "speller")
+
+
+def test_another_world_trains(tiny, speller, tmp_path):
     """A world of one's own, centralised: one agent with everybody's tasks."""
-    prpo_babyai.main(
-        tiny(env=HOUSE, categories=(), centralised=True, total_steps=1, max_prompt_tokens=400)
-    )
+    settings = {"env": HOUSE, "categories": (), "centralised": True, "total_steps": 1}
+    settings |= {"base_model": speller, "max_prompt_tokens": 1500, "response_length": 40}
+    prpo_babyai.main(tiny(**settings))
     run = only_run(tmp_path / "runs")
     (row,) = rows_of(run)
     assert {"success_fetch", "success_unlock"} < row.keys()
     assert len(weights_of(run)) == 1
+
+
+def test_a_model_that_cannot_write_the_actions_is_refused(tiny, speller, tmp_path, capsys):
+    """It would be trained on empty groups: no answer ever names an action."""
+    other = {"env": HOUSE, "categories": ()}
+    message = refusal(prpo_babyai.main, tiny(**other, max_prompt_tokens=400))
+    assert message.startswith("--base-model")
+    assert "has no tokens for the actions of --env" in message and "go to" in message
+    message = refusal(
+        prpo_babyai.main,
+        tiny(**other, base_model=speller, max_prompt_tokens=1500, response_length=20),
+    )
+    assert message.startswith("--response-length 20: must be at least ")
+    assert not (tmp_path / "runs").exists()
+    capsys.readouterr()
+    prpo_babyai.check_actions(tiny(), babyai.make_tokenizer(), ["go forward", "fly", "drop"])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("has no tokens for the actions of --env babyai fly")
+
+
+def test_what_the_ranks_cannot_share_is_named(monkeypatch):
+    """The flag that was given, and not another that does not go with it."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for argv in (
+        ["--centralised", "--aggregation", "none"],
+        ["--agents-per-round", "3", "--num-agents", "4"],
+        ["--participation", "0.5", "--num-agents", "6"],
+    ):
+        message = refusal(parse_args, prpo_babyai, argv)
+        assert message.startswith(argv[0])
+        assert "multiple of the 2 processes, but" in message
+
+
+def test_every_world_is_closed(tiny, monkeypatch):
+    """Those that are played, those that are looked at, and those of evaluations."""
+    numbers = {"open": 0, "closed": 0}
+    begin = prpo_babyai.TextLevel.__init__
+
+    def note_begin(self, *inputs):
+        numbers["open"] += 1
+        begin(self, *inputs)
+
+    def note_end(self):
+        numbers["closed"] += 1
+
+    monkeypatch.setattr(prpo_babyai.TextLevel, "__init__", note_begin)
+    monkeypatch.setattr(prpo_babyai.TextLevel, "close", note_end)
+    prpo_babyai.main(tiny(total_steps=1))
+    assert numbers["closed"] == numbers["open"] > 3 * 2 * 3
+
+
+def test_success_before_training_is_that_of_the_same_tasks(tmp_path, capsys):
+    """A run that was evaluated later only, or first on fewer tasks, has none."""
+    rows = [
+        {"step": 0, "task": "all", "episodes": 2, "mean_success": 0.25},
+        {"step": 0, "task": "few", "episodes": 1, "mean_success": 0.25},
+        {"step": 9, "task": "all", "episodes": 2, "mean_success": 0.5},
+        {"step": 9, "task": "few", "episodes": 2, "mean_success": 0.5},
+        {"step": 9, "task": "late", "episodes": 2, "mean_success": 0.75},
+    ]
+    with open(tmp_path / "evaluations.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    prpo_babyai.print_progress(tmp_path)
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert table == [["all", "0.250", "0.500"], ["few", "nan", "0.500"], ["late", "nan", "0.750"]]
 
 
 @pytest.mark.slow

@@ -86,6 +86,20 @@ class Three(Frames):
     action_space = gym.spaces.Discrete(3)
 
 
+# Codes and a game that never end
+class Endless(Bare):
+    def step(self, action):
+        return *super().step(action)[:3], False, {}
+
+
+class EndlessFrames(Frames):
+    def step(self, action):
+        obs, reward, *_, info = super().step(action)
+        return obs, reward, False, False, info
+
+
+gym.register("Endless-v0", Endless)
+gym.register("EndlessFrames-v0", EndlessFrames)
 gym.register("Frames-v0", Frames)
 gym.register("Three-v0", Three)
 gym.register("Bare-v0", Bare)
@@ -331,6 +345,20 @@ def test_a_game_with_other_actions_than_in_training_is_not_played(whole_run, tmp
     (folder / "config.json").write_text(json.dumps(settings))
     args = PRPO_ATARI.parse_args([*play, "--env-id", "AsterixNoFrameskip-v4"])
     assert args.env_id == "AsterixNoFrameskip-v4"
+
+
+def test_tasks_without_an_end_get_one(my_tasks, monkeypatch):
+    """An evaluation plays whole episodes."""
+    monkeypatch.setattr(PRPO_MINIGRID.module, "LONGEST_EPISODE", 6)
+    monkeypatch.setattr(PRPO_ATARI.module, "LONGEST_GAME", 6)
+    agent = PRPO_MINIGRID.new_agent()
+    task = "my_other_tasks:Endless-v0"
+    returns = PRPO_MINIGRID.evaluate(PRPO_MINIGRID.Args(), agent, task, [1, 2], 0, greedy=True)
+    assert (returns <= 6).all()
+    game = "my_other_tasks:EndlessFrames-v0"
+    agent = PRPO_ATARI.new_agent()
+    returns = PRPO_ATARI.evaluate(PRPO_ATARI.Args(), agent, game, [1, 2], 0, greedy=True)
+    assert (returns <= 42).all()
 
 
 @pytest.mark.parametrize("flag", ["--sticky-actions", "--full-action-space"])

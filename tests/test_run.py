@@ -258,6 +258,55 @@ def test_a_full_disk_ends_with_one_line_and_keeps_what_was_saved(whole, tmp_path
     assert logs_of(folder) == logs_of(whole)
 
 
+def test_a_run_whose_logs_cannot_be_closed_is_not_completed(tmp_path, monkeypatch):
+    """What is buffered would be lost, and sweeps would leave the run out as finished."""
+    finish = communicators.Run.finish
+
+    def finish_on_a_full_disk(run):
+        monkeypatch.setattr(run.writer, "close", no_space)
+        return finish(run)
+
+    def no_space():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(communicators.Run, "finish", finish_on_a_full_disk)
+    with pytest.raises(SystemExit) as end:
+        toy.main(args_of(tmp_path))
+    assert "No space left" in end.value.code
+    folder = only_run(tmp_path)
+    assert not (folder / "summary.json").exists()
+    monkeypatch.setattr(communicators.Run, "finish", finish)
+    assert resume(folder)["completed"]
+
+
+def test_a_run_is_resumed_elsewhere(tmp_path):
+    """Where the folder of its former runs cannot be: it is not written to."""
+    toy.main(args_of(tmp_path / "runs"))
+    folder = only_run(tmp_path / "runs")
+    settings = json.loads((folder / "config.json").read_text())
+    (tmp_path / "file").write_text("")
+    settings["run_dir"] = str(tmp_path / "file" / "runs")
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert resume(folder)["completed"]
+
+
+def test_the_exchange_knows_that_a_signal_has_come(tmp_path, monkeypatch):
+    """A round of averages would else wait for peers."""
+    exchange = communicators.Exchange(3)
+    monkeypatch.setattr(toy, "Exchange", lambda *inputs: exchange)
+    interrupted = []
+
+    def send(iteration):
+        interrupted.append(exchange.interrupted())
+        if iteration == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            interrupted.append(exchange.interrupted())
+
+    with pytest.raises(SystemExit):
+        toy.main(args_of(tmp_path), at=send)
+    assert interrupted == [False, False, True]
+
+
 def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
     """Or a power cut could leave a file without content where there was a whole one."""
     path = tmp_path / "file"

@@ -578,7 +578,7 @@ def test_disk_is_checked_before_anything_starts(script, tmp_path, monkeypatch):
     """The run folder must be a folder, writable, with space for two checkpoints per agent."""
     file = tmp_path / "file"
     file.write_text("")
-    for run_dir in (file, file / "below"):
+    for run_dir in (file, file / "below", tmp_path / ("long" * 100)):
         message = complaint(script, ["--run-dir", run_dir])
         assert f"--run-dir {run_dir}" in message
         assert "folder that can be written to" in message

@@ -209,6 +209,30 @@ def test_the_newest_of_repeated_runs_counts(tmp_path):
         text_worlds.read_runs((str(tmp_path / "empty"),))
 
 
+def test_a_name_without_a_partition_has_that_of_the_settings(tmp_path):
+    for method in ("local", "fedagent"):
+        for seed in (1, 2):
+            folder = fake_run(tmp_path / "runs", method, "iid", seed, (0, 1))
+            summary = json.loads((folder / "summary.json").read_text())
+            summary["settings"]["exp_name"] = method
+            (folder / "summary.json").write_text(json.dumps(summary))
+    text_worlds.main(text_worlds.Args(runs=(str(tmp_path / "runs"),), out=str(tmp_path / "out")))
+    table = pd.read_csv(tmp_path / "out_table.csv", comment="#")
+    assert {*table.method} == {"local", "fedagent"}
+    assert {*table.partition} == {"iid"}
+
+
+def test_what_was_not_measured_before_training_is_unknown(tmp_path):
+    """A run that is evaluated for the first time after a resume."""
+    for seed in (1, 2):
+        folder = fake_run(tmp_path / "runs", "local", "iid", seed, (0, 1))
+        rows = pd.read_csv(folder / "evaluations.csv")
+        rows[rows.step > 0].to_csv(folder / "evaluations.csv", index=False)
+    text_worlds.main(text_worlds.Args(runs=(str(tmp_path / "runs"),), out=str(tmp_path / "out")))
+    table = pd.read_csv(tmp_path / "out_table.csv", comment="#")
+    assert table.before.isna().all() and table.after.notna().all()
+
+
 def test_names_of_partitions():
     assert text_worlds.name_partition("preference0.5") == "preference 0.5"
     assert text_worlds.name_partition("iid") == "iid"

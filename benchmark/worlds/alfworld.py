@@ -90,6 +90,13 @@ class Game(gym.Env):
         reward = 10.0 * info["success"]
         return self.tidy(state.feedback), reward, bool(done), False, info
 
+    def close(self) -> None:
+        """Free the planner: every game loads a copy of its library."""
+        if self.game is not None:
+            fast_downward = importlib.import_module("fast_downward")
+            fast_downward.close_lib(self.game.unwrapped.downward_lib)
+            self.game = None
+
     def inform(self, state) -> dict:
         """What goes with every observation."""
         actions = [command for command in state.admissible_commands if command != "help"]

@@ -1,6 +1,6 @@
 """A house of rooms in words, of which one may be locked: a text world for prpo_babyai.py.
 
-    python prpo_babyai.py --env benchmark/worlds/house.py:make
+    prpo_babyai.py --env benchmark/worlds/house.py:make --base-model smollm2 --response-length 32
 
 Some thing of the house is to be taken; where its room is locked, a key is to be found first. It
 needs no download, and shows what a world of your own has to have.
