@@ -793,7 +793,7 @@ def encode_prompts(args: Args, tokenizer, episodes: list[Episode]) -> list[list[
         if len(prompts[k]) > args.max_prompt_tokens:
             problem = f"{episode.place} needs a prompt of {len(prompts[k])} tokens"
             message = f"--max-prompt-tokens {args.max_prompt_tokens}: {problem}"
-            message += "; --resume takes a larger one"
+            message += "; give a larger one, also with --resume"
             communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
     return prompts
 
@@ -1121,7 +1121,7 @@ def label_tasks(args: Args, make: Callable, numbers: np.ndarray, model, tokenize
 
     folder = communicators.get_cached_folder("solved", key, write)
     if folder is None:
-        reason = "needs a folder for its labels that can be written to; see docs/runs.md"
+        reason = "needs a cache that can be written to, see docs/runs.md"
         refuse(args, "partition", reason)
     return np.array(json.loads((folder / "solved.json").read_text()))
 

@@ -21,6 +21,7 @@ different seeds give mean and interval. methods.py has the methods' names, colou
 
 import contextlib
 import fnmatch
+import math
 import os
 import re
 import shlex
@@ -662,8 +663,8 @@ def draw(csv_path: Path, png_path: Path):
 
 
 def draw_matrix(csv_path: Path, png_path: Path):
-    """OUT_matrix.png from OUT_matrix.csv: a panel per method, agents down and tasks across; returns
-    the figure.
+    """OUT_matrix.png from OUT_matrix.csv: a panel per method, at most seven in a row, agents down
+    and tasks across; returns the figure.
     """
     import matplotlib
 
@@ -678,9 +679,13 @@ def draw_matrix(csv_path: Path, png_path: Path):
     if len(tasks) > 1:  # what differs is enough: 5x5 of DoorKey-5x5, S3R1 of KeyCorridorS3R1
         start = re.match(r"(.*[a-z\- ])?", os.path.commonprefix(tasks)).end()
     highest = max(1, table["mean"].max())
-    size = (2.6 * len(methods), 3.1)
-    figure, axes = plt.subplots(1, len(methods), figsize=size, squeeze=False, layout="constrained")
-    for axis, method in zip(axes[0], methods, strict=True):
+    down = math.ceil(len(methods) / 7)
+    across = math.ceil(len(methods) / down)
+    size = (2.6 * across, 3.1 * down)
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[len(methods) :]:
+        axis.set_axis_off()
+    for axis, method in zip(axes.flat, methods, strict=False):
         rows = table[table.method == method]
         values = rows.pivot(index="agent", columns="task", values="mean")[tasks]
         values.columns = [task[start:].removesuffix("-v0") for task in tasks]

@@ -280,7 +280,8 @@ def list_paper_length(grid: Grid) -> Iterator[str]:
             four_rooms = "FourRooms" in task
             methods = ["isolated", "fedavg-uniform", "pr-uniform"]
             if four_rooms:
-                methods += ["pr-uniform-forward", "fedavg-similarity", "pr-similarity"]
+                methods += ["pr-uniform-forward", "fedavg-similarity"]
+                methods += ["pr-similarity", "pr-similarity-forward"]
             for method in methods:
                 settings = {"task": task, "seed": seed, "direction": choose_direction(method)}
                 settings["steps"] = MINIGRID.steps if four_rooms else 1000000

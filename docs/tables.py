@@ -148,8 +148,8 @@ CONTROL = {
     " with communicators that have one, see [privacy.md](privacy.md)",
     "charts/learning_rate": "the annealed learning rate",
     "charts/kl_coefficient": "the coefficient of the KL penalty, `--kl-coef` by `--kl-schedule`",
-    "charts/SPS": "all agents' steps per second of training (`agent_steps_per_second` in the CSV"
-    " file)",
+    "charts/SPS": "all agents' steps per second of training so far (`agent_steps_per_second` in the"
+    " CSV file)",
 }
 # Written only with the flag that its meaning names
 WITH_FLAGS = (
@@ -275,8 +275,8 @@ AGENTS = {
 }
 COMMUNICATION = {
     "communication/rounds": "communication rounds so far",
-    "communication/bytes": "parameters times listeners, in bytes (`communication_bytes` in the CSV"
-    " file)",
+    "communication/bytes": "parameters times listeners so far, in bytes (`communication_bytes` in"
+    " the CSV file)",
     "communication/bytes_received": "with `--exchange`: bytes read from the store",
     "communication/rejected": "with `--exchange`: files of peers that were ignored because they are"
     " damaged or of another kind",
