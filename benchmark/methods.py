@@ -145,6 +145,11 @@ def find_method(name: str) -> Method | None:
     return replace(method, label=f"{method.label}, {name[len(beginning) + 1 :]}")
 
 
+def find_place(name: str) -> int:
+    """Where a method stands in a row of them: as in METHODS, those that are not listed behind."""
+    return [*METHODS].index(name) if name in METHODS else len(METHODS)
+
+
 def style_methods(names: Iterable[str]) -> dict[str, Method]:
     """Names and styles of the methods of one figure; those that are not listed get unused ones."""
     styles = {name: METHODS[name] for name in names if name in METHODS}

@@ -26,6 +26,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `from benchmark.plot import load_runs`
 from arguments import Damaged, read_flags, read_json, refuse
-from methods import name_task, style_methods
+from methods import find_place, name_task, style_methods
 
 # What may differ between the runs of a group, and does not belong into its command
 UNCOMPARED = {"seed", "run_dir", "resume", "save_every", "timeout", "track", "capture_video"}
@@ -672,7 +673,7 @@ def draw_matrix(csv_path: Path, png_path: Path):
     import matplotlib.pyplot as plt
 
     table = read_table(csv_path)
-    methods = table.method.unique()
+    methods = sorted(table.method.unique(), key=find_place)
     tasks = list(table.task.unique())
     styles = style_methods(methods)
     start = 0
@@ -690,7 +691,7 @@ def draw_matrix(csv_path: Path, png_path: Path):
         values = rows.pivot(index="agent", columns="task", values="mean")[tasks]
         values.columns = [task[start:].removesuffix("-v0") for task in tasks]
         draw_cells(axis, values, highest)
-        axis.set_title(styles[method].label.replace(", ", ",\n", 1))
+        axis.set_title(textwrap.fill(styles[method].label, 24))
     figure.savefig(png_path, dpi=150)
     plt.close(figure)
     return figure
