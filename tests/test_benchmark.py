@@ -1,6 +1,7 @@
 """benchmark/: tables and figures of runs, and that a measurement is of what its name says."""
 
 import importlib
+import itertools
 import json
 import re
 import shutil
@@ -900,6 +901,22 @@ def test_methods_are_chosen_and_ordered(tmp_path, plotted):
     assert list(results.method) == ["pr-a", "pr-b", "isolated"]
     *_, results, _ = plotted(methods=("pr-b", "isolated"))
     assert list(results.method) == ["pr-b", "isolated"]
+
+
+def test_a_matrix_has_its_panels_in_rows_and_in_the_usual_order(tmp_path):
+    """At most seven in a row; those that nobody lists are last."""
+    names = ["mine", "pr-reward", "pr-uniform", "isolated", "fedavg-uniform"]
+    for more in ([], ["pr-pairs", "pr-surrogate", "pr-self0.2"]):
+        rows = []
+        for method, agent, task in itertools.product(names + more, (0, 1), ("Easy-v0", "Hard-v0")):
+            rows.append({"method": method, "agent": agent, "task": task, "mean": 0.5})
+        pd.DataFrame(rows).to_csv(tmp_path / "x.csv", index=False)
+        figure = plot.draw_matrix(tmp_path / "x.csv", tmp_path / "x.png")
+        titles = [axis.get_title() for axis in figure.axes if axis.axison]
+        assert titles[:2] == ["isolated", "FedAvg, uniform"]
+        assert titles[-1] == "mine" and len(titles) == len(names + more)
+        rows = {round(axis.get_position().y0, 2) for axis in figure.axes}
+        assert len(rows) == (2 if more else 1)
 
 
 FIGURES = sorted({path.stem.removesuffix("_matrix") for path in RESULTS.glob("*.png")})
