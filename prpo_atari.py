@@ -103,9 +103,8 @@ class Args(RunArgs):
     # coordinate, the latter by the mean without a quarter of the values at each end, at least one
     robust: Literal["none", "median", "trimmed"] = "none"
     local_updates: Count = 16  # iterations between communication rounds
-    # coefficient of the KL penalty towards the reference policy; with FedAvg towards the agent's
-    # own policy before the update
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
+    """coefficient of the KL penalty towards the reference policy (FedAvg: its own old policy)"""
     kl_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 over the run, as the learning rate does"""
     kl_direction: Literal["forward", "reverse"] = "forward"

@@ -145,8 +145,8 @@ class Args(RunArgs):
     aggregation: Literal["policy", "weights", "none"] = "policy"
     local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
     """steps between communication rounds, which update the reference"""
-    # coefficient of the KL penalty towards the reference policy, of FedAvg the agent's own of the
-    # last round
+    # coefficient of the KL penalty towards the reference policy (FedAvg: the agent's policy of the
+    # last round)
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.1
     kl_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 over the run"""

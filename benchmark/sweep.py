@@ -692,6 +692,10 @@ ANCHOR_DOORKEY = {
     "pr-uniform-every1": PR_UNIFORM.replace("--local-updates 4", "--local-updates 1"),
     "fedavg-uniform": FEDAVG_UNIFORM,
     "fedavg-uniform-every1": FEDAVG_UNIFORM.replace("--local-updates 4", "--local-updates 1"),
+    "pr-uniform-every16": PR_UNIFORM.replace("--local-updates 4", "--local-updates 16"),
+    "fedavg-uniform-every16": FEDAVG_UNIFORM.replace("--local-updates 4", "--local-updates 16"),
+    "pr-uniform-every32": PR_UNIFORM.replace("--local-updates 4", "--local-updates 32"),
+    "fedavg-uniform-every32": FEDAVG_UNIFORM.replace("--local-updates 4", "--local-updates 32"),
 }
 ANCHOR_BEAMRIDER = {
     "isolated": "--communicator identity",

@@ -699,7 +699,7 @@ def test_prompts_lose_history_before_they_are_too_long(tiny):
     settings = dataclasses.replace(args, max_prompt_tokens=sizes[0] - 1)
     message = refusal(prpo_babyai.encode_prompts, settings, tokenizer, [episode])
     assert message.startswith(f"--max-prompt-tokens {sizes[0] - 1}: task 1 of train needs a prompt")
-    assert message.endswith("; --resume takes a larger one")
+    assert message.endswith("; give a larger one, also with --resume")
 
 
 def test_the_words_of_all_levels_are_tokens():
