@@ -932,14 +932,14 @@ def is_ale(env_id: str) -> bool:
 
 
 # Steps after which a game of your own ends that has no time limit: ALE's 108,000 frames
-LONGEST_GAME = 27_000
+LONGEST_EPISODE = 27_000
 
 
 def make_custom(env_id: str, **options) -> gym.Env:
     """A game of your own, with a time limit: an evaluation plays whole games."""
     env = gym.make(env_id, disable_env_checker=True, **options)
     if env.spec.max_episode_steps is None:
-        env = gym.wrappers.TimeLimit(env, LONGEST_GAME)
+        env = gym.wrappers.TimeLimit(env, LONGEST_EPISODE)
     return env
 
 

@@ -86,14 +86,16 @@ class Three(Frames):
     action_space = gym.spaces.Discrete(3)
 
 
-# Codes and a game that never end
+# Codes and a game that never end; the error is that of a test, which would wait for them
 class Endless(Bare):
     def step(self, action):
+        assert self.time < 100
         return *super().step(action)[:3], False, {}
 
 
 class EndlessFrames(Frames):
     def step(self, action):
+        assert self.count < 100
         obs, reward, *_, info = super().step(action)
         return obs, reward, False, False, info
 
@@ -350,7 +352,7 @@ def test_a_game_with_other_actions_than_in_training_is_not_played(whole_run, tmp
 def test_tasks_without_an_end_get_one(my_tasks, monkeypatch):
     """An evaluation plays whole episodes."""
     monkeypatch.setattr(PRPO_MINIGRID.module, "LONGEST_EPISODE", 6)
-    monkeypatch.setattr(PRPO_ATARI.module, "LONGEST_GAME", 6)
+    monkeypatch.setattr(PRPO_ATARI.module, "LONGEST_EPISODE", 6)
     agent = PRPO_MINIGRID.new_agent()
     task = "my_other_tasks:Endless-v0"
     returns = PRPO_MINIGRID.evaluate(PRPO_MINIGRID.Args(), agent, task, [1, 2], 0, greedy=True)

@@ -781,7 +781,8 @@ def test_the_answers_of_a_person_who_leaves_are_kept(tmp_path, monkeypatch):
     changes["save_every"] = 50
     flags = to_flags(**TINY | changes | {"run_dir": tmp_path})
     args = parse_args(s2zpo_mujoco, [*flags, "--human"])
-    assert "go on with --resume" in refusal(s2zpo_mujoco.main, args, code=1)
+    message = refusal(s2zpo_mujoco.main, args, code=1)
+    assert "--human" in message and "go on with --resume" in message
     s2zpo_mujoco.main(parse_args(s2zpo_mujoco, ["--resume", str(only_run(tmp_path))]))
     iterations = [re.search(r"(\d)_agent_0_pair_0.gif", question)[1] for question in questions]
     assert iterations == ["1", "2", "3", "3"]
@@ -837,7 +838,7 @@ def test_a_task_that_names_no_speed_is_filmed(tmp_path, monkeypatch):
 
 
 def test_flags_without_effect_are_announced(tmp_path, capsys):
-    """Also once more on --resume, but not what the run has set itself."""
+    """But not the single evaluator that --human is, as it stands in the settings of its runs."""
     for argv, line in (
         (["--link", "noiseless", "--link-scale", "5"], "--link-scale 5.0: has no effect"),
         (["--human", "--num-evaluators", "7"], "--num-evaluators 7: has no effect with --human"),

@@ -18,6 +18,7 @@ from command import parse_args
 from helpers import REPOSITORY, only_run, refusal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import prpo_llm
@@ -125,7 +126,7 @@ def test_the_tokenizer_round_trips(word, skill):
 def test_pretraining_has_the_share_of_the_settings(share, seed):
     """The other skills have equal parts; forbidden prompts never come.
 
-    By Bernstein's inequality a count is beyond these limits with probability 2 exp(-12.5) at most.
+    No count is as unlikely, by the binomial distribution, as five deviations are by the normal one.
     """
     args = skills.Args(word_lengths=(1, 1))
     n = 2000
@@ -141,9 +142,9 @@ def test_pretraining_has_the_share_of_the_settings(share, seed):
         "copy": (1 - share) / 10 / kept,
     }
     for skill, expected in shares.items():
-        deviation = (n * expected * (1 - expected)) ** 0.5
-        assert abs(counts[skill] - n * expected) <= 5 * deviation + 25 / 3
-    assert counts["mirror"] == 0 or share > 0
+        distribution = stats.binom(n, expected)
+        likelihood = min(distribution.cdf(counts[skill]), distribution.sf(counts[skill] - 1))
+        assert likelihood > stats.norm.sf(5)
 
 
 def test_agents_have_their_shares_and_prompts_of_their_own():
