@@ -480,6 +480,9 @@ def learn(
 ) -> Iterator[dict[str, Tensor]]:
     """One agent's epochs over its rollout (eq. 4). Yields the losses of each minibatch.
 
+    `take_turns` runs each step in any of several threads: random numbers come from `generator`
+    only, and no `yield` stands inside a `with`.
+
     obs: its observations; batch: [samples, ...], its `obs_inds` are rows of obs;
     kl_coef: the coefficient of this iteration; anchor: the average that pulls, if one does [numel].
     """
@@ -546,8 +549,8 @@ def learn(
                 finite = bool(grad_norm.isfinite())
                 if finite:
                     optimizer.step()
-                else:  # a step would ruin the optimizer's moments; report it as such a loss
-                    pg_loss = torch.full_like(pg_loss, torch.nan)
+            if not finite:  # no step, which would ruin the optimizer; by this NaN the log names it
+                pg_loss = torch.full_like(pg_loss, torch.nan)
             losses = {
                 "value_loss": v_loss.detach(),
                 "policy_loss": pg_loss.detach(),
@@ -793,7 +796,7 @@ def main(args: Args) -> dict:
                 reported_returns = peers.report(numbers, agents)
                 seed = derive_seed(args.seed, iteration, PARTICIPATION)
                 participating = exchange.draw_participants(args.participation, seed)
-                reported_returns[~participating] = torch.nan  # it takes part in nothing
+                reported_returns[~participating] = torch.nan  # who is not drawn reports nothing
                 if args.communicator != "relative-gain":  # which has bounds of its own
                     reported_returns = communicators.bound_returns(reported_returns)
 

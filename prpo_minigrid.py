@@ -65,7 +65,7 @@ PARTICIPATION = 7
 @dataclass
 class Args(RunArgs):
     device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: the CPU, where each distinct observation is evaluated once"""
+    """cpu, cuda, cuda:N, or auto: the CPU, because each distinct observation is evaluated once"""
 
     # The environments
     env_id: str = "MiniGrid-DoorKey-6x6-v0"
@@ -173,7 +173,11 @@ def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
 
 
 class Agent(nn.Module):
-    """Policy and value function on MiniGrid's 7x7x3 codes, with a common trunk."""
+    """Policy and value function on MiniGrid's 7x7x3 codes, with a common trunk.
+
+    `network` takes integer codes, channels last, as `ImageNetwork` does. `actor` must be one linear
+    layer, and logits a function of one observation: rollouts keep those of each in a table.
+    """
 
     def __init__(self, num_actions: int, bfloat16: bool = False, hidden: int = 128):
         super().__init__()
@@ -453,6 +457,9 @@ def learn(
 ) -> Iterator[dict[str, Tensor]]:
     """One agent's epochs over its rollout (eq. 4). Yields the losses of each minibatch.
 
+    `take_turns` runs each step in any of several threads: random numbers come from `generator`
+    only, and no `yield` stands inside a `with`.
+
     obs: the distinct observations; batch: [samples, ...], its `obs_inds` are rows of obs;
     kl_coef: the coefficient of this iteration; anchor: the average that pulls, if one does [numel].
     """
@@ -522,8 +529,8 @@ def learn(
                 finite = bool(grad_norm.isfinite())
                 if finite:
                     optimizer.step()
-                else:  # a step would ruin the optimizer's moments; report it as such a loss
-                    pg_loss = torch.full_like(pg_loss, torch.nan)
+            if not finite:  # no step, which would ruin the optimizer; by this NaN the log names it
+                pg_loss = torch.full_like(pg_loss, torch.nan)
             losses = {
                 "value_loss": v_loss.detach(),
                 "policy_loss": pg_loss.detach(),
@@ -769,7 +776,7 @@ def main(args: Args) -> dict:
                 reported_returns = peers.report(numbers, agents)
                 seed = derive_seed(args.seed, iteration, PARTICIPATION)
                 participating = exchange.draw_participants(args.participation, seed)
-                reported_returns[~participating] = torch.nan  # it takes part in nothing
+                reported_returns[~participating] = torch.nan  # who is not drawn reports nothing
                 if args.communicator != "relative-gain":  # which has bounds of its own
                     reported_returns = communicators.bound_returns(reported_returns)
 
@@ -1228,8 +1235,8 @@ def film_agent(args: Args, i: int, agent: Agent, path: Path) -> None:
 def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
     """What every agent is evaluated on: name -> (environment id, seeds of its levels).
 
-    Unseen levels of every task, of its missions with the word, and, with private levels, those of
-    every agent: the agents x tasks matrix.
+    Levels of every task, of its missions with the word, and, with private levels, unseen ones and
+    those of every agent: the agents x tasks matrix.
     """
     names = name_tasks(args)
     tests = {}

@@ -69,7 +69,7 @@ RECOVERY = -1
 @dataclass
 class Args(RunArgs):
     device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: the CPU, where each distinct observation is evaluated once"""
+    """cpu, cuda, cuda:N, or auto: the CPU, because each distinct observation is evaluated once"""
 
     # The environments
     env_id: str = "MiniGrid-DoorKey-6x6-v0"
@@ -426,8 +426,8 @@ def learn(
                 finite = bool(grad_norm.isfinite())
                 if finite:
                     optimizer.step()
-                else:  # a step would ruin the optimizer's moments; report it as such a loss
-                    v_loss = torch.full_like(v_loss, torch.nan)
+            if not finite:  # no step, which would ruin the optimizer; by this NaN the log names it
+                v_loss = torch.full_like(v_loss, torch.nan)
             yield {"value_loss": v_loss.detach()}
             if not finite:  # this agent has diverged and its update ends; those of its peers go on
                 return
@@ -598,7 +598,7 @@ def main(args: Args) -> dict:
                 reported_returns = peers.report(numbers, policies)
                 seed = derive_seed(args.seed, iteration, PARTICIPATION)
                 participating = exchange.draw_participants(args.participation, seed)
-                reported_returns[~participating] = torch.nan  # it takes part in nothing
+                reported_returns[~participating] = torch.nan  # who is not drawn reports nothing
                 if args.communicator != "relative-gain":  # which has bounds of its own
                     reported_returns = communicators.bound_returns(reported_returns)
 

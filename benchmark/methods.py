@@ -79,11 +79,15 @@ METHODS = {
         VERMILION,
         ":",
     ),
-    "fedavg-uniform-every16": Method("FedAvg, uniform, a round every 16", VERMILION, "--"),
-    "fedavg-uniform-every32": Method("FedAvg, uniform, a round every 32", VERMILION, "-."),
+    "fedavg-uniform-every16": Method(
+        "FedAvg, uniform, a round every 16 iterations", VERMILION, "--"
+    ),
+    "fedavg-uniform-every32": Method(
+        "FedAvg, uniform, a round every 32 iterations", VERMILION, "-."
+    ),
     "pr-uniform-every1": Method("PR-PPO, uniform, a round after every iteration", BLUE, ":"),
-    "pr-uniform-every16": Method("PR-PPO, uniform, a round every 16", BLUE, "--"),
-    "pr-uniform-every32": Method("PR-PPO, uniform, a round every 32", BLUE, "-."),
+    "pr-uniform-every16": Method("PR-PPO, uniform, a round every 16 iterations", BLUE, "--"),
+    "pr-uniform-every32": Method("PR-PPO, uniform, a round every 32 iterations", BLUE, "-."),
     "isolated-equal": Method("isolated, 64 64 64", GREY),
     "fedavg-uniform-equal": Method("FedAvg, uniform, 64 64 64", VERMILION),
     "pr-uniform-equal": Method("PR-PPO, uniform, 64 64 64", BLUE),

@@ -1,6 +1,7 @@
 """Training: an independent plain version, configurations that must be equivalent, learning."""
 
 import copy
+import dataclasses
 import math
 import re
 
@@ -866,8 +867,8 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
 
 
 @every_family
-def test_a_gradient_that_is_not_finite_makes_no_step(script):
-    """Though the loss is finite, weights and Adam's moments stay, and the policy loss is NaN.
+def test_a_loss_or_gradient_that_is_not_finite_makes_no_step(script):
+    """Weights and Adam's moments stay, and the policy loss is NaN, though no term of the loss is.
 
     With finite gradients the agent learns again.
     """
@@ -889,12 +890,15 @@ def test_a_gradient_that_is_not_finite_makes_no_step(script):
     weights = parameters_to_vector(agent.parameters()).detach().clone()
     moments = copy.deepcopy(optimizer.state_dict()["state"])
     hook = next(agent.parameters()).register_hook(lambda gradient: gradient * torch.inf)
-    (losses,) = script.learn(agent, optimizer, generator, obs, batch, 1.0, args)
-    assert math.isnan(losses["policy_loss"])
-    assert math.isfinite(losses["value_loss"])
+    infinite_gradient = [*script.learn(agent, optimizer, generator, obs, batch, 1.0, args)]
+    hook.remove()
+    infinite = dataclasses.replace(args, vf_coef=math.inf)
+    infinite_loss = [*script.learn(agent, optimizer, generator, obs, batch, 1.0, infinite)]
+    for (losses,) in (infinite_gradient, infinite_loss):
+        assert math.isnan(losses["policy_loss"])
+        assert math.isfinite(losses["value_loss"])
     assert torch.equal(parameters_to_vector(agent.parameters()), weights)
     torch.testing.assert_close(optimizer.state_dict()["state"], moments, rtol=0, atol=0)
-    hook.remove()
     assert len([*script.learn(agent, optimizer, generator, obs, batch, 1.0, args)]) == 4
     changed = parameters_to_vector(agent.parameters())
     assert changed.isfinite().all()
