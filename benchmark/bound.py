@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from arguments import read_flags
+from arguments import read_flags, refuse
 from methods import BLACK, METHODS
 from plot import count_seeds, finished_runs, read_table, write
 
@@ -59,7 +59,7 @@ def draw(csv_path: Path, png_path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    table = read_table(csv_path)
+    table = read_table(csv_path, ("method", "seed", "timesteps", "within", *SHOWN))
     methods = [method for method in TITLES if method in set(table.method)]
     size = (4.6 * len(methods), 3.8)
     figure, axes = plt.subplots(1, len(methods), figsize=size, sharey=True, squeeze=False)
@@ -90,6 +90,8 @@ def main(args: Args) -> None:
     picture = Path(f"{args.out}.png")
     if not args.from_csv:
         runs, comments = finished_runs(args.runs, ("bound", "return_last_100"))
+        if not set(runs.exp_name) & set(TITLES):
+            refuse(f"--runs: no run with the --exp-name {' or '.join(TITLES)}")
         write(rows, comments, make_rows(runs))
     draw(rows, picture)
     print(f"wrote {picture}")

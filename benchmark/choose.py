@@ -183,7 +183,9 @@ def main(args: Args) -> None:
     except re.error as error:
         refuse(f"--method {args.method}: is no regular expression ({error})")
     text = sys.stdin.read() if args.commands == "-" else read_text(args.commands)
-    named = [line for line in text.splitlines() if re.search(r"--exp[-_]name", line)]
+    commands = dict.fromkeys(line.strip() for line in text.splitlines())  # as run.py reads them
+    commands = [line for line in commands if not line.startswith("#")]
+    named = [line for line in commands if re.search(r"--exp[-_]name", line)]
     lines = [line for line in named if "--seed" in line]
     planned = Counter()
     for line in lines:

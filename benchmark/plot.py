@@ -42,7 +42,7 @@ from arguments import Damaged, read_flags, read_json, refuse
 from methods import find_place, name_task, style_methods
 
 # What may differ between the runs of a group, and does not belong into its command
-UNCOMPARED = {"seed", "run_dir", "resume", "save_every", "timeout", "track", "capture_video"}
+UNCOMPARED = {"seed", "run_dir", "resume", "timeout", "track", "capture_video"}
 UNCOMPARED |= {"wandb_project_name", "wandb_entity"}
 FORMER = {
     "communication_coef": "kl_coef",
@@ -237,8 +237,14 @@ class Run:
 
     @property
     def common(self) -> dict:
-        """The settings that all runs of a group have in common."""
-        return {name: value for name, value in self.settings.items() if name not in UNCOMPARED}
+        """The settings that all runs of a group have in common.
+
+        Without `--device auto`, which early runs recorded where later ones have what it stands for.
+        """
+        settings = {name: value for name, value in self.settings.items() if name not in UNCOMPARED}
+        if settings.get("device") == "auto":
+            del settings["device"]
+        return settings
 
 
 def make_run(
@@ -377,8 +383,9 @@ def read_groups(args: Args) -> Groups:
 def make_command(script: str, settings: dict) -> str:
     """The command of a script with these settings, which a group's runs have in common."""
     path = f"{script}.py"
-    if (Path(__file__).parent / "baselines" / path).exists():
-        path = f"benchmark/baselines/{path}"
+    for folder in ("benchmark", "benchmark/baselines"):
+        if (Path(__file__).parents[1] / folder / path).exists():
+            path = f"{folder}/{path}"
     words = ["python", path]
     for name, value in settings.items():
         if name in ("communicator_matrix", "reward_matrix"):  # what a flag's file held
@@ -580,7 +587,7 @@ def make_table(rows: pd.DataFrame) -> pd.DataFrame:
     got there.
     """
     results = rows.columns[rows.columns.get_loc("evaluation") :].difference(DIAGNOSTICS, sort=False)
-    steps = rows.columns[-1]
+    (steps,) = [name for name in results if name.startswith("steps_to_")]
     table = []
     for (env, method), runs in rows.groupby(["env", "method"], sort=False):
         row = {"env": env, "method": method, "timesteps": runs.timesteps.iloc[0]}
@@ -623,7 +630,7 @@ def draw(csv_path: Path, png_path: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    curves = read_table(csv_path)
+    curves = read_table(csv_path, ("env", "method", "mean", "ci_low", "ci_high", "seeds"))
     x = curves.columns[2]  # timesteps, or settings
     styles = style_methods(curves.method.unique())
     envs = list(curves.env.unique())
@@ -756,7 +763,7 @@ def main(args: Args) -> None:
         comments = comments_of(rows)
         comments += "# intervals: 95 %, Student's t over seeds;"
         comments += " steps: `not reached` unless every seed got there\n"
-        results = make_table(read_table(rows))
+        results = make_table(read_table(rows, ("env", "method", "timesteps", "evaluation", "seed")))
         write(Path(f"{args.out}_table.csv"), comments, results)
         print(results.to_string(index=False))
     if matrix.is_file():

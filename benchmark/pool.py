@@ -53,7 +53,10 @@ def pool_means(old: pd.DataFrame, new: pd.DataFrame, keys: list[str]) -> pd.Data
     has_row = both[["seeds_old", "seeds_new"]].notna()
     methods = [both[key] for key in keys[:-1]]
     in_both = has_row.groupby(methods).transform("any").all(axis=1)
-    both = both[has_row.all(axis=1) | ~in_both]
+    kept = has_row.all(axis=1) | ~in_both
+    if kept.groupby(methods).mean().min() < 0.5:
+        refuse("--new: its curves are at other points; give plot.py the --points of --out")
+    both = both[kept]
     parts = []
     for name in ("old", "new"):
         seeds = both[f"seeds_{name}"].fillna(0)
@@ -104,7 +107,7 @@ def pool_comments(old: str, new: str) -> str:
     """The comment lines of both files; a command that both have names all its seeds.
 
     Ends with one line where a group had other settings. Flags that only one command has are newer
-    than the other.
+    than the other; --device auto of early runs is what later ones have recorded in its place.
     """
     commands = {}  # group -> command, seeds
     others = []
@@ -119,7 +122,10 @@ def pool_comments(old: str, new: str) -> str:
         before, seeds_before = commands.get(group, (command, ""))
         flags_before = read_flags_of(before)
         for name in flags.keys() & flags_before.keys():
-            if flags[name] != flags_before[name]:
+            values = flags[name], flags_before[name]
+            if name == "--device" and ["auto"] in values:
+                continue
+            if values[0] != values[1]:
                 value_before = " ".join(flags_before[name]) or "yes"
                 value_now = " ".join(flags[name]) or "yes"
                 values = f"{value_before} before, {value_now} now"

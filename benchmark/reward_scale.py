@@ -2,15 +2,14 @@
 its own.
 
     python benchmark/reward_scale.py | python benchmark/run.py  # the runs behind docs/results.md
-    REWARD_SCALES="1 1 10" python benchmark/reward_scale.py --communicator reward ...  # one of them
+    python benchmark/reward_scale.py --scales 1 1 10 --communicator reward ...  # one of them
 
-REWARD_SCALES are what the agents' rewards are multiplied with, all 1 where it is left out. The
-evaluation is in the official environments, whose units are the same for all. Without flags it
-prints commands, one per line.
+Everything else is `prpo_minigrid.py`, whose flags all apply. The evaluation is in the official
+environments, whose units are the same for all. Without flags it prints commands, one per line.
 """
 
-import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ import communicators
 import prpo_minigrid
 
 COMMAND = (
-    "REWARD_SCALES='{scales}' python benchmark/reward_scale.py --communicator {communicator}"
+    "python benchmark/reward_scale.py --scales {scales} --communicator {communicator}"
     " --env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0"
     " --seed {seed} --total-timesteps 150000 --learning-rate 1e-3 --kl-coef 0.5"
     " --kl-direction reverse --local-updates 4 --eval-episodes 50 --run-dir runs/reward-scale"
@@ -31,15 +30,18 @@ SCALES = {"equal": "1 1 1", "easy-times-10": "10 1 1", "hard-times-10": "1 1 10"
 COMMUNICATORS = ("reward", "relative-gain")
 
 
-class Envs(prpo_minigrid.Envs):
-    """Environments in which agent i's rewards and returns are multiplied with the i-th of
-    REWARD_SCALES.
-    """
+@dataclass
+class Args(prpo_minigrid.Args):
+    scales: tuple[float, ...] = ()
+    """what each agent's rewards are multiplied with (empty: all 1)"""
 
-    def __init__(self, args: prpo_minigrid.Args, agents: range, checkpoint: int):
+
+class Envs(prpo_minigrid.Envs):
+    """Environments in which agent i's rewards and returns are multiplied with its scale."""
+
+    def __init__(self, args: Args, agents: range, checkpoint: int):
         super().__init__(args, agents, checkpoint)
-        scales = os.environ.get("REWARD_SCALES", "1 " * args.num_agents)
-        self.scales = np.array(scales.split(), dtype=float)[agents]
+        self.scales = np.array(args.scales or args.num_agents * [1.0])[agents]
 
     def receive(self, number: int) -> tuple:
         """As there, in the agents' units."""
@@ -58,11 +60,18 @@ def print_commands() -> None:
                 print(COMMAND.format(communicator=communicator, **values))
 
 
+def check_args(args: Args) -> None:
+    """Raise one-line errors, as `prpo_minigrid.py`."""
+    prpo_minigrid.check_args(args)
+    if args.scales and len(args.scales) != args.num_agents:
+        communicators.refuse(args, "scales", f"must be {args.num_agents}, one for each agent")
+
+
 def main() -> None:
     if len(sys.argv) == 1:
         print_commands()
         return
-    args = communicators.parse_args(prpo_minigrid.Args, prpo_minigrid.check_args)
+    args = communicators.parse_args(Args, check_args)
     if args.eval_only:
         prpo_minigrid.evaluate_run(args)
         return

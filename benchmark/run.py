@@ -131,6 +131,7 @@ class Job:
         self.log = Path(run_dir, ".commands", f"{name}.log")
         self.name = line
         self.tries = 0
+        self.elsewhere = False  # another program executes it
         self.shell = bool(set(line) & FOR_A_SHELL)
 
     def read_log(self) -> list[str]:
@@ -194,6 +195,7 @@ class Job:
         locked = self.lock_log()
         words = self.next_step() if locked else None
         if words is None:
+            self.elsewhere = not locked
             state = "finished" if locked else "running elsewhere"
             print(f"{state}: {self.name}", flush=True)
             self.file.close()
@@ -240,7 +242,8 @@ class Job:
         """Whether the process has ended; if so, its exit code is noted."""
         if self.process.poll() is None:
             return False
-        print(f"{ENDED}{self.process.returncode}", file=self.file, flush=True)
+        with contextlib.suppress(OSError):  # a full disk
+            print(f"{ENDED}{self.process.returncode}", file=self.file, flush=True)
         with contextlib.suppress(OSError):
             # What the process has left behind would keep the lock
             fcntl.flock(self.file, fcntl.LOCK_UN)
@@ -271,12 +274,13 @@ def make_slots(args: Args) -> list[list[int]]:
 
 
 def execute(args: Args, jobs: list[Job], total: int) -> None:
-    """Execute the commands; ends with exit code 1 if any failed, 130 if interrupted."""
+    """Execute the commands; ends with exit code 1 unless all have finished, 130 if interrupted."""
     free = make_slots(args)
     num_slots = len(free)
     waiting = deque(jobs)
     running = {}  # job -> its slot
     failed = []
+    unstarted = []
     seconds = []  # that finished commands took
     signals = []
     answered = 0  # signals that have been passed on
@@ -285,7 +289,13 @@ def execute(args: Args, jobs: list[Job], total: int) -> None:
     while running or (waiting and not signals):
         while waiting and free and not signals:
             job = waiting.popleft()
-            if job.start(free[-1], args.cores):
+            try:
+                started = job.start(free[-1], args.cores)
+            except OSError as error:  # such as a --run-dir that cannot be made, or a full disk
+                print(f"cannot be started: {job.name} ({error})", flush=True)
+                unstarted.append(job)
+                continue
+            if started:
                 running[job] = free.pop()
         if len(signals) > answered:
             answered = len(signals)
@@ -312,7 +322,12 @@ def execute(args: Args, jobs: list[Job], total: int) -> None:
     if signals:
         print("interrupted; give the same command to go on")
         sys.exit(130)
-    sys.exit(1 if failed else 0)
+    elsewhere = sum(job.elsewhere for job in jobs)
+    if elsewhere:
+        print(f"{elsewhere} still running elsewhere")
+    if unstarted:
+        print(f"{len(unstarted)} could not be started")
+    sys.exit(1 if failed or unstarted or elsewhere else 0)
 
 
 def estimate_time_left(

@@ -899,9 +899,9 @@ def list_language(family: str, mode: str) -> Iterator[str]:
                 for method in grid.methods:
                     for coef in grid.kl_coefs:
                         for interval in grid.intervals:
-                            name = f"{algorithm}_{partition}_{method}_kl{coef}_every{interval}"
-                            if mode == "--results":
-                                name = f"{method}-{algorithm}"
+                            name = f"{method}-{algorithm}"
+                            if mode != "--results":
+                                name += f"_kl{coef}_every{interval}"
                             yield join(
                                 f"{grid.launch} --algorithm {algorithm} --partition {partition}",
                                 f"{AGGREGATIONS[method]} --kl-coef {coef}",
@@ -1153,6 +1153,8 @@ def refuse(problem: str) -> None:
 
 def main(words: list[str]) -> None:
     family = words[0] if words else ""
+    if len(words) > 2:
+        refuse(f"'{words[2]}' is too much, behind a family and an option")
     if family in ("--help", "-h"):
         print(USAGE, end="")
         return

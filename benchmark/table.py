@@ -233,6 +233,8 @@ def split_estimates(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(args: Args) -> None:
+    if args.evp < 0:
+        refuse(f"--evp {args.evp}: must not be negative")
     groups = read_groups(PlotArgs(runs=args.runs, methods=args.methods))
     languages = {"algorithm" in runs[0].settings for runs in groups.values()}
     if len(languages) != 1:

@@ -175,8 +175,8 @@ def make_table(runs: pd.DataFrame) -> pd.DataFrame:
             for name, values in samples.items():
                 average, low, high = with_interval(pd.DataFrame([[*values]])).iloc[0]
                 row |= {name: average, f"{name}_ci_low": low, f"{name}_ci_high": high}
-            cell = best[["mu", "eta"]].mode().iloc[0]
-            row[f"{column}_cell"] = f"{cell.mu} {cell.eta}"
+            mu, eta = best[["mu", "eta"]].value_counts().index[0]
+            row[f"{column}_cell"] = f"{mu} {eta}"
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -248,7 +248,7 @@ def main(args: Args) -> None:
     elif not runs_path.is_file():
         refuse(f"--from-csv: there is no {runs_path}")
     comments = comments_of(runs_path)
-    table = make_table(read_table(runs_path))
+    table = make_table(read_table(runs_path, ("task", "algorithm", *SETTINGS)))
     write(Path(f"{out}_table.csv"), comments, table)
     draw(Path(f"{out}.csv"), Path(f"{out}.png"))
     print(table.to_string(index=False, float_format=lambda value: f"{value:.4g}"))

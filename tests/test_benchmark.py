@@ -189,9 +189,18 @@ def test_of_repeated_runs_the_newest_counts(tmp_path, plotted):
     assert list(runs.evaluation) == [0.7]
     assert f"{older}: left out, {newest} has the same name and seed" in shown
     assert "cut off" in shown
-    fake_run(tmp_path / "runs", 3, [0.1, 0.2], kl_coef=3.0)
-    with pytest.raises(SystemExit, match="the same name as .*, but other settings"):
-        plotted()
+    # --save-every decides where environments start anew
+    for different in ({"kl_coef": 3.0}, {"save_every": 16}):
+        other = fake_run(tmp_path / "runs", 3, [0.1, 0.2], **{"save_every": 128} | different)
+        same = fake_run(tmp_path / "runs", 4, [0.1, 0.2], save_every=128)
+        with pytest.raises(SystemExit, match="the same name as .*, but other settings"):
+            plotted()
+        shutil.rmtree(other)
+        shutil.rmtree(same)
+    # Early runs recorded --device auto, later ones what it stands for
+    fake_run(tmp_path / "runs", 3, [0.1, 0.2], device="auto")
+    fake_run(tmp_path / "runs", 4, [0.1, 0.2], device="cpu")
+    assert list(plotted()[1].seed) == [1, 3, 4]
 
 
 def test_a_curve_reaches_as_far_as_every_run(tmp_path, plotted):
@@ -618,6 +627,11 @@ def test_settings_are_chosen_on_tuning_seeds(tmp_path, selected):
     # Mean, chosen, seeds; 0.01 is of the agents' mean
     assert row.split()[-4:] == ["0.7600", "*", "0.6600", "0.8600"]
     assert shown.count("*") == 2
+    # Lines are read as by run.py
+    lines = (tmp_path / "tuning.txt").read_text()
+    left_out = lines.splitlines()[0].replace("--seed 101", "--seed 3")
+    (tmp_path / "tuning.txt").write_text(f"# {left_out}\n {lines}\n{lines}")
+    assert selected(seeds=(3, 1), out_dir="runs/final")[0] == expected
     # By these the first, and of isolated's equal ones the first
     for criterion in ("final", "evaluation"):
         commands, _ = selected(criterion=criterion)
@@ -1119,18 +1133,46 @@ def test_names_without_a_condition_are_refused(tool, tmp_path):
 
 @pytest.mark.parametrize(
     ("tool", "name", "column"),
-    [(conditions, "strength", "condition"), (crowd, "liars", "agents"), (strength, "crowd", "exp")],
+    [
+        (conditions, "strength", "condition"),
+        (crowd, "liars", "agents"),
+        (strength, "crowd", "exp"),
+        (plot, "strength", "env"),
+        (bound, "strength", "timesteps"),
+        (zeroth, "fourrooms", "task"),
+    ],
 )
 def test_files_of_other_tools_are_refused(tool, name, column, tmp_path):
-    shutil.copy(RESULTS / f"{name}.csv", tmp_path / "out.csv")
+    for path in RESULTS.glob(f"{name}*.csv"):
+        shutil.copy(path, tmp_path / path.name.replace(name, "out"))
     args = tool.Args(out=str(tmp_path / "out"), from_csv=True)
-    with pytest.raises(arguments.Damaged, match=f"out.csv: has no column {column}"):
+    with pytest.raises(arguments.Damaged, match=rf"out(_runs)?\.csv: has no column {column}"):
         tool.main(args)
 
 
-def test_a_negative_number_of_agents_is_refused():
+def test_negative_numbers_are_refused():
     line = "--agents -1: must not be negative"
     assert refusal(conditions.main, conditions.Args(agents=-1)) == line
+    assert refusal(table.main, table.Args(evp=-1)) == "--evp -1: must not be negative"
+
+
+def test_commands_name_the_file_of_their_script():
+    paths = {
+        "prpo_minigrid": "prpo_minigrid.py",
+        "liars": "benchmark/liars.py",
+        "sb3_ppo": "benchmark/baselines/sb3_ppo.py",
+    }
+    for script, path in paths.items():
+        assert plot.make_command(script, {}) == f"python {path}"
+        assert (REPOSITORY / path).is_file()
+
+
+def test_steps_are_found_wherever_their_column_stands():
+    """Diagnostics that only later runs have stand behind it."""
+    rows = {"env": "Task", "method": "pr", "seed": [1, 2], "timesteps": 9, "evaluation": 0.5}
+    rows |= {"steps_to_0.8": [7, np.nan], "tv_reference": [np.nan, 0.1]}
+    (line,) = plot.make_table(pd.DataFrame(rows)).itertuples()
+    assert line.steps_per_seed == "7 -"
 
 
 def test_conditions_are_drawn_in_order():
@@ -1376,9 +1418,8 @@ def test_rewards_are_in_units_of_the_agents_own(monkeypatch):
     """What an agent learns from and what it reports is multiplied, nothing else."""
     tool = importlib.import_module("reward_scale")
     script = importlib.import_module("prpo_minigrid")
-    monkeypatch.setenv("REWARD_SCALES", "1 10 0.5")
-    args = script.Args(env_id="MiniGrid-Empty-5x5-v0", num_envs=2)
     scales = np.array([1, 10, 0.5])
+    args = tool.Args(env_id="MiniGrid-Empty-5x5-v0", num_envs=2, scales=(1, 10, 0.5))
     plain = script.Envs(args, range(3), 0)
     scaled = tool.Envs(args, range(3), 0)
     generator = np.random.default_rng(0)
@@ -1396,10 +1437,9 @@ def test_rewards_are_in_units_of_the_agents_own(monkeypatch):
             for k, total, _ in scaled_episodes:
                 returns[k].append(total)
     assert max(returns[1]) > 5 > 1 >= max(returns[0]) > 0.5 >= max(returns[2]) > 0
-    # A process of torchrun holds some agents; without the variable nothing changes
+    # A process of torchrun holds some agents; without the flag nothing changes
     assert tool.Envs(args, range(1, 3), 0).scales.tolist() == [10, 0.5]
-    monkeypatch.delenv("REWARD_SCALES")
-    assert tool.Envs(args, range(3), 0).scales.tolist() == [1, 1, 1]
+    assert tool.Envs(tool.Args(), range(3), 0).scales.tolist() == [1, 1, 1]
 
 
 def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(tmp_path, monkeypatch, capsys):
@@ -1411,14 +1451,15 @@ def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(tmp_path, monkey
     lines = capsys.readouterr().out.splitlines()
     assert len(set(lines)) == 30
     tasks = tuple(f"MiniGrid-DoorKey-{size}x{size}-v0" for size in (5, 6, 8))
-    scales = {"equal": "1 1 1", "easy-times-10": "10 1 1", "hard-times-10": "1 1 10"}
+    scales = {"equal": (1, 1, 1), "easy-times-10": (10, 1, 1), "hard-times-10": (1, 1, 10)}
     for line in lines:
-        variable, _, words = line.partition(" python benchmark/reward_scale.py ")
-        args = tyro.cli(script.Args, args=words.split())
+        words = line.removeprefix("python benchmark/reward_scale.py ")
+        args = tyro.cli(tool.Args, args=words.split())
+        tool.check_args(args)
         assert f"--seed {args.seed} " in line
         communicator, _, name = args.exp_name.partition(f"{args.communicator}-")
         assert communicator == ""
-        assert variable == f"REWARD_SCALES='{scales[name]}'"
+        assert args.scales == scales[name]
         assert args.env_ids == tasks  # from easy to hard
     runs = []
     monkeypatch.setattr(script, "Envs", script.Envs)
@@ -1429,7 +1470,7 @@ def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(tmp_path, monkey
     # --eval-only plays the agents of a run, in the units of the official environments
     played = []
     monkeypatch.setattr(script, "evaluate_run", lambda args: played.append(args.eval_only))
-    config = {"script": "prpo_minigrid"} | vars(script.Args())
+    config = {"script": "reward_scale"} | vars(tool.Args())
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(sys, "argv", ["reward_scale.py", "--eval-only", str(tmp_path)])
     tool.main()
@@ -1488,6 +1529,12 @@ def test_seeds_of_other_settings_are_not_added():
     other = new.replace("0.9", "0.8")
     line = "--new: pr has another --gamma: 0.9 before, 0.8 now"
     assert refusal(pool.pool_comments, old, other) == line
+    # What early runs have recorded of a default
+    auto = old.replace("0.9", "0.9 --device auto")
+    cpu = new.replace("0.9", "0.9 --device cpu")
+    assert "--device cpu --new x  (--seed 1 2 3)" in pool.pool_comments(auto, cpu)
+    line = "--new: pr has another --device: cuda before, cpu now"
+    assert refusal(pool.pool_comments, auto.replace("auto", "cuda"), cpu) == line
     # A flag that is on or off
     on = old.replace("0.9", "0.9 --anneal-lr")
     off = new.replace("0.9", "0.9 --no-anneal-lr")
@@ -1505,6 +1552,10 @@ def test_means_of_zero_are_pooled():
     assert pooled.timesteps.tolist() == [1]
     assert pooled["mean"].tolist() == [0]
     assert pooled.seeds.tolist() == [4]
+    other_points = old.assign(timesteps=[3, 4])
+    line = "--new: its curves are at other points; give plot.py the --points of --out"
+    keys = ["env", "method", "timesteps"]
+    assert refusal(pool.pool_means, old, other_points, keys) == line
 
 
 @pytest.mark.parametrize("diverged", ["old", "new"])

@@ -436,7 +436,7 @@ def test_the_pipeline_runs(tmp_path):
     printed = subprocess.run(sweep, cwd=REPOSITORY, capture_output=True, text=True).stdout
     tiny = "--total-steps 1 --batch-size 1 --micro-batch-size 1 --group-size 2"
     tiny += " --prompts-per-agent 4 --response-length 4 --eval-prompts 2"
-    isolated_and_pr = re.compile(" grpo_iid_(isolated|pr0.6)_")
+    isolated_and_pr = re.compile("--partition iid .* (isolated|pr0.6)-grpo_")
     lines = [line for line in printed.splitlines() if isolated_and_pr.search(line)]
     (from_page,) = re.findall(r"^python prpo_llm.py.*runs/docstrings.*$", page, re.M)
     for line in [*lines, f"{from_page} --run-dir runs/alone"]:

@@ -223,6 +223,12 @@ def test_a_failure_is_listed_and_stops_nobody(tmp_path, tool):
     ]
     failed = tool(lines, "--jobs", "1", "--retries", "1")
     assert failed.returncode == 1 and (tmp_path / "there").exists()
+    # A folder that cannot be made; what stands behind it is executed
+    (tmp_path / "file").touch()
+    unstarted = tool(["true --run-dir file/runs", "touch behind"])
+    assert unstarted.returncode == 1 and (tmp_path / "behind").exists()
+    assert unstarted.stdout.startswith("cannot be started: true --run-dir file/runs (")
+    assert "1 could not be started" in unstarted.stdout
     assert "failed with exit code 7: sh -c" in failed.stdout and "\n    why\n" in failed.stdout
     assert (
         "failed with exit code 127: no-such-program" in failed.stdout
@@ -242,7 +248,10 @@ def test_a_signal_reaches_the_runs_and_waits_for_their_checkpoints(tmp_path, too
     lines = [train("wait-1"), train("wait-2"), train("later")]
     process = tool(lines, "--jobs", "2", wait=False)
     until(lambda: len(calls(tmp_path)) == 2)
-    assert tool(lines[:1]).stdout.startswith("running elsewhere: Task__wait-1__1__")
+    elsewhere = tool(lines[:1])
+    assert elsewhere.stdout.startswith("running elsewhere: Task__wait-1__1__")
+    assert elsewhere.stdout.endswith("\n1 still running elsewhere\n")
+    assert elsewhere.returncode == 1
     process.send_signal(number)
     output, _ = process.communicate(timeout=20)
     assert (

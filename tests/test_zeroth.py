@@ -53,7 +53,7 @@ def test_the_best_cell_of_a_seed_is_chosen_by_the_other_seeds(tmp_path):
         3: (0.2, 0.1),
     }
     row = zeroth.make_table(runs).iloc[0]
-    assert (row.cells, row.seeds) == (2, 3)
+    assert (row.cells, row.seeds, row.over_the_run_cell) == (2, 3, "0.2 0.1")
     assert row.over_the_run_best == pytest.approx((1 + 2 + 1) / 3)
     assert row.over_the_run_grid == pytest.approx((91 + 7 + 7) / 6)
     curve = zeroth.make_curves(runs, curves)
@@ -61,6 +61,17 @@ def test_the_best_cell_of_a_seed_is_chosen_by_the_other_seeds(tmp_path):
     (command,) = [line for line in comments.splitlines() if "s2zpo_mujoco.py" in line]
     assert "--horizon 1000" in command and command.endswith("(--seed 1 2 3)")
     assert "--mu" not in command and "--seed 1 " not in command.partition("(")[0]
+
+
+def test_the_cell_that_is_named_is_one_that_seeds_chose(tmp_path, monkeypatch):
+    """The most frequent pair, not the most frequent mu and the most frequent eta."""
+    for seed in range(1, 6):
+        fake_run(tmp_path, seed, 0.1, [1.0])
+    runs, _, _ = zeroth.read_runs((str(tmp_path),))
+    columns = {"mu": [0.1, 0.1, 0.1, 0.2, 0.2], "eta": [0.3, 0.3, 0.4, 0.4, 0.5]}
+    best = runs.assign(**columns)
+    monkeypatch.setattr(zeroth, "take_best", lambda *_: best)
+    assert zeroth.make_table(runs).iloc[0].over_the_run_cell == "0.1 0.3"
 
 
 def test_a_seed_without_all_cells_is_left_out(tmp_path, capsys):
