@@ -2194,9 +2194,11 @@ WRONG_VALUE = 2
 def stop(message: str, code: int = 1, any_rank: bool = False) -> NoReturn:
     """End with one line on stderr.
 
-    Rank 0 reports for all ranks, unless any rank may be the only one with this problem (any_rank).
+    The first rank of each machine reports, since another machine may lack a file or a GPU; any rank
+    that may be the only one with this problem, too (any_rank).
     """
-    if any_rank or os.environ.get("RANK", "0") == "0":
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    if any_rank or local_rank == "0":
         print(message.strip(), file=sys.stderr, flush=True)
     end = SystemExit(message.strip())
     end.code = code
@@ -2362,8 +2364,7 @@ def _check_device(args: RunArgs) -> None:
     if torch.cuda.is_available():
         devices += ["cuda", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
     if args.device not in devices:
-        message = f"--device {args.device}: choose {', '.join(devices)}"
-        stop(message, WRONG_VALUE, any_rank=get_local_rank() == 0)
+        refuse(args, "device", f"choose {', '.join(devices)}")
 
 
 def _check_run_dir(args: RunArgs) -> None:

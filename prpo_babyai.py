@@ -441,6 +441,7 @@ def main(args: Args) -> dict:
                     snapshots[j] = parameters[j]
                 log_probs = compute_public_log_probs(present, model, tokenizer, public_states)
                 usable &= log_probs.isfinite().all(-1).all(-1)
+                log_probs[~usable] = torch.nan
                 distances[:] = communicators.total_variation(log_probs)
                 communicator[:] = make_communicator(present, reported_returns, log_probs, usable)
 

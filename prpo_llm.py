@@ -33,7 +33,7 @@ import urllib.error
 import urllib.request
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -282,6 +282,8 @@ HELD_OUT = 0.1
 # each
 PUBLIC_STATES = 4
 PUBLIC_TOKENS = 8
+# What collects the data set `docstrings`
+DOCSTRINGS = Path(__file__).parent / "benchmark" / "docstrings.py"
 # The terms of the loss of every token, as their metrics are called
 LOSSES = (
     "policy_loss",
@@ -897,15 +899,17 @@ def main(args: Args) -> dict:
     device = exchange.device
     rows_held = slice(held.start, held.stop)
 
-    # Reward, model and data
+    # Data, rewards and model: what takes longest to load comes last
+    examples, tests, public_states = deal(args, load_tokenizer(args), held)
+    lists = [*examples.values(), *tests.values()]
     functions = make_reward(args, device)
+    check_reward_inputs(args, functions, lists)
     model, tokenizer = load_base(args, device)
+    check_positions(args, model, lists)
     # [agents held, numel], [agents, numel]
     trained, snapshots = add_adapters(args, model, len(held))
     shared = find_shared_columns(args, model)  # of what agents train
     shares_all = isinstance(shared, slice)
-    examples, tests, public_states = deal(args, tokenizer, held)
-    check_positions(args, model, [*examples.values(), *tests.values()])
     server = None
     if args.generate_with:
         server = Server(args, held, tokenizer)
@@ -937,6 +941,7 @@ def main(args: Args) -> dict:
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     trained[:] = exchange.broadcast_start(trained[0])
     policy = trained[:, : snapshots.shape[1]]
+    snapshots[:] = policy[0]
     optimizer, moments = make_optimizer(args, policy, trained[:, snapshots.shape[1] :])
     # Of each agent's rewards: count, mean, sum of squared deviations
     statistics = torch.zeros(len(held), 3, dtype=torch.float64)
@@ -1074,6 +1079,7 @@ def main(args: Args) -> dict:
                 if public_states and shares_all:
                     log_probs = compute_public_log_probs(args, model, tokenizer, public_states)
                     usable &= log_probs.isfinite().all(-1).all(-1)
+                    log_probs[~usable] = torch.nan
                     distances[:] = communicators.total_variation(log_probs)
                 communicator[:] = make_communicator(args, reported_returns, log_probs, usable)
 
@@ -1275,12 +1281,12 @@ def rollout(
     # Blocks of so many prompts of each agent as are completed at once
     blocks = torch.arange(len(prompts)).view(len(held), -1)
     generated = []
+    is_stopped = find_stop_test(args, tokenizer)
     with select_adapters("policy"):
         for block in blocks.split(args.rollout_batch_size or args.batch_size, dim=1):
             inds = block.flatten().tolist()
             ids = [prompts[n] for n in inds]
             if server is None:
-                is_stopped = find_stop_test(args, tokenizer)
                 outputs = generate(
                     model,
                     ids,
@@ -1888,7 +1894,7 @@ def passes_apart(model, batch: dict) -> bool:
     dtype = model.get_input_embeddings().weight.dtype  # model.dtype may be the value head's
     if together or model.device.type != "cpu" or dtype != torch.float32:
         return False
-    if torch.is_grad_enabled() and getattr(model, "computes_layers_again", False):
+    if getattr(model, "computes_layers_again", False):
         return False
     sizes = torch.tensor([len(prompt) for prompt in batch["prompts"]]).view(agents, prompts)
     longest = sizes.amax(1)
@@ -2290,7 +2296,7 @@ def start_value_model(args: Args, model: nn.Module, layers: dict) -> None:
     prefix = "base_model.model."
     if args.value_init != "adapter":
         head = weights.pop(f"{prefix}score.weight", torch.empty(0))
-        if head.shape != (1, model.value_head.shape[1]) or not head.isfinite().all():
+        if head.shape != (1, model.value_head.shape[1]):
             reason = "must have a score head for this model, score.weight"
             communicators.refuse(args, "value_init", reason)
         model.value_head[:] = head
@@ -2566,6 +2572,16 @@ class Float32Head(nn.Linear):
         return logits
 
 
+def load_tokenizer(args: Args):
+    """The base model's tokenizer."""
+    name, where = find_base(args.base_model)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, **where)
+    except Exception as error:  # damaged files may raise anything
+        reason = f"cannot be loaded: {communicators.first_line(error)}"
+        communicators.refuse(args, "base_model", reason)
+
+
 def load_base(args: Args, device: torch.device | str = "cpu") -> tuple[nn.Module, object]:
     """The frozen base model with our attention, and its tokenizer.
 
@@ -2581,8 +2597,8 @@ def load_base(args: Args, device: torch.device | str = "cpu") -> tuple[nn.Module
     }
     if "gguf_file" in where:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    tokenizer = load_tokenizer(args)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             name, output_loading_info=True, **where, **options
         )
@@ -2592,9 +2608,8 @@ def load_base(args: Args, device: torch.device | str = "cpu") -> tuple[nn.Module
             reason = "its attention cannot be replaced"
         communicators.refuse(args, "base_model", f"cannot be trained: {reason}")
     except Exception as error:  # damaged files may raise anything
-        communicators.refuse(
-            args, "base_model", f"cannot be loaded: {communicators.first_line(error)}"
-        )
+        reason = f"cannot be loaded: {communicators.first_line(error)}"
+        communicators.refuse(args, "base_model", reason, lacks_memory(error))
     if report["missing_keys"]:  # transformers would draw them at random
         reason = f"cannot be loaded: {min(report['missing_keys'])} is missing"
         communicators.refuse(args, "base_model", reason)
@@ -2714,12 +2729,16 @@ def compare_with_plain(args: Args, model) -> None:
     except (
         Exception
     ) as error:  # an unknown model may raise anything at a call that it does not know
-        communicators.refuse(
-            args, "base_model", f"cannot be trained: {communicators.first_line(error)}"
-        )
+        reason = f"cannot be trained: {communicators.first_line(error)}"
+        communicators.refuse(args, "base_model", reason, lacks_memory(error))
     if not valid:
         reason = f"cannot be trained: log-probabilities are off by {error:.2g}"
         communicators.refuse(args, "base_model", reason)
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether this may be an error of one rank alone, whose GPU others use."""
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 def check_positions(args: Args, model, lists: list[list[dict]]) -> None:
@@ -2820,9 +2839,8 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
     """What `read_examples` returns; for the docstrings, which take seconds, from the cache."""
     if name != "docstrings":
         return read_examples(args, tokenizer, name, name, flag)
-    tool = str(Path(__file__).parent / "benchmark" / "docstrings.py")  # it collects them once
     try:
-        path = runpy.run_path(tool)["cached"]()
+        path = runpy.run_path(str(DOCSTRINGS))["cached"]()  # it collects them once
         content = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except (OSError, ValueError) as error:
         refuse_data(args, flag, name, f"cannot be read: {communicators.first_line(error)}")
@@ -2928,7 +2946,7 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
     """The training examples of each agent held, those of every evaluation task, and those that make
     public states.
 
-    No setting moves a prompt between training and test: a tenth of all prompts is held out because
+    No other setting moves a prompt between training and test: a tenth of all prompts is held out because
     of their hashes, or all of --eval-dataset. `validation` is common to all agents; there is a task
     for each topic. Public states are of the first held-out prompts, whatever --eval-prompts is,
     since the similarity communicator learns from them.
@@ -2968,6 +2986,10 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
     tests = {}
     if args.eval_prompts:
         tests["validation"] = pool[: args.eval_prompts]
+        if "validation" in topics:
+            communicators.refuse(
+                args, "topics", "none may be called validation, as all together are"
+            )
         for name in topics:
             # From the other end, so that they are others than those of `validation`
             of_topic = [example for example in pool[::-1] if example["topic"] == name]
@@ -3046,6 +3068,21 @@ def make_reward(args: Args, device: torch.device) -> dict[str, Callable]:
     return functions
 
 
+def check_reward_inputs(args: Args, functions: dict, lists: list[list[dict]]) -> None:
+    """End the run if a reward function lacks a column, or a reward model positions."""
+    for (name, function), examples in itertools.product(functions.items(), lists):
+        rows = [example["row"] for example in examples]
+        check_columns(args, name, function, {*itertools.chain(*rows), *GIVEN_COLUMNS})
+        if getattr(function, "func", None) is apply_reward_model:
+            model, tokenizer = function.args
+            prompt = max(examples, key=lambda example: len(example["ids"]))["row"][
+                args.prompt_column
+            ]
+            completion = "" if isinstance(prompt, str) else [{"role": "assistant", "content": ""}]
+            inputs = tokenize_texts(model, tokenizer, [prompt], [completion])
+            check_length(model, inputs["input_ids"].shape[1] + args.response_length)
+
+
 def name_reward(name: str) -> str:
     """What a --reward is called in metrics: FILE.function, or the last part of a model's name."""
     file, _, function_name = name.rpartition(":")
@@ -3077,9 +3114,8 @@ def load_reward_model(args: Args, name: str, device: torch.device) -> tuple[nn.M
             name, num_labels=1, output_loading_info=True, **options
         )
     except Exception as error:  # damaged files may raise anything
-        communicators.refuse(
-            args, "reward", f"{name} cannot be loaded: {communicators.first_line(error)}"
-        )
+        reason = f"{name} cannot be loaded: {communicators.first_line(error)}"
+        communicators.refuse(args, "reward", reason, lacks_memory(error))
     if report["missing_keys"]:
         reason = f"{name} is no whole model with one score for a text"
         communicators.refuse(args, "reward", reason)
@@ -3102,28 +3138,39 @@ def compute_rouge(scorer, /, completions: list, references: list[str], **_) -> l
 
 @torch.no_grad()
 def apply_reward_model(model, tokenizer, /, prompts: list, completions: list, **_) -> list[float]:
-    """The scores of texts by a reward model, in the form in which TRL trains it: ended by EOS, or
-    in its chat template."""
+    """The scores of texts by a reward model."""
+    rewards = []
+    for k in range(0, len(prompts), 8):
+        inputs = tokenize_texts(model, tokenizer, prompts[k : k + 8], completions[k : k + 8])
+        check_length(model, inputs["input_ids"].shape[1])
+        rewards += model(**inputs.to(model.device)).logits[:, 0].float().tolist()
+    return rewards
+
+
+def tokenize_texts(model, tokenizer, prompts: list, completions: list):
+    """A reward model's inputs, in the form in which TRL trains it: texts ended by EOS, or in its
+    chat template."""
     try:
         texts, chat = join_texts(tokenizer, prompts, completions)
     except Exception as error:  # whatever the template's author chose
         problem = f"a prompt does not suit its chat template: {communicators.first_line(error)}"
         stop_reward_model(model, problem)
-    options = {
-        "padding": True,
-        "padding_side": "right",
-        "add_special_tokens": not chat,
-        "return_tensors": "pt",
-    }
+    return tokenizer(
+        texts,
+        padding=True,
+        padding_side="right",
+        add_special_tokens=not chat,
+        return_tensors="pt",
+    )
+
+
+def check_length(model, tokens: int) -> None:
+    """End the run if a text has more tokens than a reward model has positions."""
     most = count_positions(model.config.get_text_config())
-    rewards = []
-    for k in range(0, len(texts), 8):
-        inputs = tokenizer(texts[k : k + 8], **options).to(model.device)
-        longest = inputs["input_ids"].shape[1]
-        if most and longest > most:
-            stop_reward_model(model, f"has {most} positions, and a text {longest} of its tokens")
-        rewards += model(**inputs).logits[:, 0].float().tolist()
-    return rewards
+    if most and tokens > most:
+        stop_reward_model(
+            model, f"has {most} positions, and a text may have {tokens} of its tokens"
+        )
 
 
 def count_positions(config) -> int | None:
@@ -3270,6 +3317,16 @@ def list_reward_columns(
 
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+GIVEN_COLUMNS = ("prompts", "completions", "completion_ids", "references")  # besides the data's
+
+
+def check_columns(args: Args, name: str, function: Callable, columns: Collection[str]) -> None:
+    """End the run if a reward function requires a column that is not there."""
+    for parameter in inspect.signature(function).parameters.values():
+        required = parameter.default is parameter.empty and parameter.kind in NAMED
+        if required and parameter.name not in columns:
+            reason = f"{name} needs a column {parameter.name}, which the data lack"
+            communicators.refuse(args, "reward", reason, any_rank=True)
 
 
 def call_reward(args: Args, name: str, function: Callable, columns: dict[str, list]) -> list[float]:
@@ -3278,12 +3335,8 @@ def call_reward(args: Args, name: str, function: Callable, columns: dict[str, li
     It gets the columns that its signature names, and all others but `prompt` and `completion` if
     it has **kwargs.
     """
+    check_columns(args, name, function, columns)
     parameters = inspect.signature(function).parameters.values()
-    for parameter in parameters:
-        required = parameter.default is parameter.empty and parameter.kind in NAMED
-        if required and parameter.name not in columns:
-            reason = f"{name} needs a column {parameter.name}, which the data lack"
-            communicators.refuse(args, "reward", reason, any_rank=True)
     names = {parameter.name for parameter in parameters} & columns.keys()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names |= columns.keys() - {"prompt", "completion"}
@@ -3398,7 +3451,8 @@ def show_completions(
     all rows written."""
     first = tests["validation"][0]
     shown = [row for row in written if (row["task"], row["id"]) == ("validation", first["id"])]
-    means = " ".join(f"{row[0]:.3f}" for row in run.results["validation"])
+    of_agents = run.results["validation"]
+    means = " ".join(f"{of_agents[i][0]:.3f}" for i in run.exchange.members)
     print(f"\nevaluation after step {run.iteration}: validation reward of the agents {means}")
     print(f"  reference: {shown[0]['reference']}")
     table = "|agent|completion|reward|\n|-|-|-|"
@@ -3583,11 +3637,17 @@ def check_data(args: Args) -> None:
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         first = rank * n // world_size
         held = range(first, first + n // world_size)
-    read_here = [name for i, name in enumerate(separate) if i in held] or args.dataset
+    read_here = args.dataset
+    if separate:
+        read_here = [name for i, name in enumerate(separate) if i in held]
     for name in (*read_here, args.eval_dataset):
-        if name.endswith((".json", ".jsonl")) and not Path(name).is_file():
+        path = DOCSTRINGS if name == "docstrings" else Path(name)
+        if path.suffix in (".json", ".jsonl", ".py") and not path.is_file():
             flag = "eval-dataset" if name == args.eval_dataset else "dataset"
-            refuse_data(args, flag, name, "there is no such file")
+            reason = "there is no such file"
+            if name == "docstrings":
+                reason = "needs benchmark/docstrings.py beside this script, which collects them"
+            refuse_data(args, flag, name, reason)
     if len(args.dataset) not in (1, n):
         reason = f"must be one for all, or one for each of the {n} agents"
         communicators.refuse(args, "dataset", reason)
@@ -3600,8 +3660,9 @@ def check_data(args: Args) -> None:
     if separate and args.partition == "topic":
         reason = "must be iid: every agent has a data set of its own"
         communicators.refuse(args, "partition", reason)
-    repeated = len({*args.topics}) < len(args.topics)
-    if repeated or (args.partition == "topic" and len(args.topics) not in (0, n)):
+    if len({*args.topics}) < len(args.topics):
+        communicators.refuse(args, "topics", "must name each topic once")
+    if args.partition == "topic" and len(args.topics) not in (0, n):
         communicators.refuse(args, "topics", f"must be {n} topics")
 
 
@@ -3712,8 +3773,8 @@ def check_rewards(args: Args) -> None:
                 "must be rouge, an existing FILE.py:function, or a reward model's folder or hub id"
             )
             communicators.refuse(args, "reward", reason)
-    if not args.reward or len({*args.reward}) < len(args.reward):
-        communicators.refuse(args, "reward", "must name different rewards")
+    if not args.reward:
+        communicators.refuse(args, "reward", "must name one at least")
     if len({name_reward(name) for name in args.reward}) < len(args.reward):
         communicators.refuse(args, "reward", "must have different names in metrics")
     if names_weights_file(args):
@@ -3797,10 +3858,12 @@ def report_unused(args: Args) -> None:
             unused["norm_reward"] = f"{algorithm}, whose groups normalise their rewards"
     if not args.missing_eos_penalty:
         unused["min_response_tokens"] = "with --missing-eos-penalty 0, which short completions pay"
-    if args.lora_average != "frozen-a" and args.aggregation != "weights":
-        unused["lora_average"] = f"{aggregation}, which averages no adapters"
-    if args.aggregation != "weights":
-        unused["private_layers"] = f"{aggregation}, which averages no adapters"
+    isolated = args.aggregation == "none" or args.communicator == "identity"
+    if isolated or args.aggregation != "weights":
+        setting = "with --communicator identity" if args.aggregation == "weights" else aggregation
+        unused["private_layers"] = f"{setting}, which averages no adapters"
+        if args.lora_average != "frozen-a":
+            unused["lora_average"] = unused["private_layers"]
     if args.aggregation != "policy":
         unused["mixture"] = f"{aggregation}, which mixes no policies"
     if args.aggregation == "none" and args.communicator != "identity":
@@ -3809,7 +3872,6 @@ def report_unused(args: Args) -> None:
         unused["eval_every"] = "with --eval-prompts 0"
     if list_datasets(args):
         unused["prompts_per_agent"] = "on data sets of the agents' own, which are used whole"
-    isolated = args.aggregation == "none" or args.communicator == "identity"
     alone = isolated or args.num_agents == 1
     if alone:
         unused |= dict.fromkeys(("mixture", "topology", "top_k"), "on agents that are isolated")

@@ -553,6 +553,28 @@ def test_a_policy_that_is_not_finite_on_public_states_is_dropped(files, tmp_path
     assert communicator_of(folder).tolist() == [[1, 0], [1, 0]]
 
 
+def test_a_snapshot_that_is_not_there_has_no_distance(files, tmp_path, monkeypatch):
+    """What stands in its place is an older one, or the common start."""
+    gather = communicators.Exchange.gather_snapshots
+
+    def lose(*inputs):
+        parameters, usable = gather(*inputs)
+        usable[1] = False
+        return parameters, usable
+
+    for name, patched in (("whole", gather), ("lost", lose)):
+        monkeypatch.setattr(communicators.Exchange, "gather_snapshots", patched)
+        folder, _ = train(files, tmp_path / name, total_steps=1, local_updates=1)
+        with open(folder / "communicator.csv", newline="") as file:
+            rows = [*csv.DictReader(file)]
+        between = [float(row["distance"]) for row in rows if row["listener"] != row["peer"]]
+        assert len(between) >= 2
+        if name == "whole":
+            assert all(distance > 0 for distance in between[-2:])
+        else:
+            assert all(math.isnan(distance) for distance in between)
+
+
 @every_algorithm
 def test_the_first_minibatch_has_ratio_one(files, tmp_path, algorithm):
     """Old and new log-probs take the same path, so that nothing but learning moves the ratio; later
@@ -1038,6 +1060,7 @@ UNUSED = {
     "--min-response-tokens 18": ["--missing-eos-penalty", "0"],
     "--lora-average naive": ["--aggregation", "policy"],
     "--private-layers 1": ["--aggregation", "policy"],
+    "--private-layers 2": ["--communicator", "identity", "--aggregation", "weights"],
     "--mixture geometric": ["--aggregation", "weights"],
     "--communicator similarity": ["--aggregation", "none"],
     "--eval-every 5": ["--eval-prompts", "0"],

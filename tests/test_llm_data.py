@@ -481,6 +481,9 @@ def test_topics_of_equal_size_are_taken_in_the_order_of_their_names(files, token
         partition="topic",
     )
     assert list(prpo_llm.deal(args, tokenizer, range(3))[1]) == ["validation", "x", "y", "z"]
+    args.topics = ("x", "validation", "z")
+    line = "--topics x validation z: none may be called validation, as all together are"
+    assert refusal(prpo_llm.deal, args, tokenizer, range(3)) == line
 
 
 def test_a_rank_deals_its_own_agents_what_one_process_deals_them(many, files, tokenizer):
@@ -554,7 +557,9 @@ def test_fewer_prompts_than_requested_are_reported(
     )
 
 
-def test_agents_may_have_data_sets_of_their_own(many, files, tokenizer, tmp_path, monkeypatch):
+def test_agents_may_have_data_sets_of_their_own(
+    many, files, tokenizer, tmp_path, monkeypatch, capsys
+):
     """A rank reads its own agents' files and the common held-out prompts, which no agent
     trains on."""
     monkeypatch.chdir(tmp_path)
@@ -586,6 +591,13 @@ def test_agents_may_have_data_sets_of_their_own(many, files, tokenizer, tmp_path
     assert parse_args(prpo_llm, argv).dataset == ("agent_{i}.jsonl",)
     monkeypatch.setenv("RANK", "2")  # the rank that alone needs the file reports it
     assert refusal(parse_args, prpo_llm, argv) == "--dataset agent_2.jsonl: there is no such file"
+    # The first rank of each machine reports a common one: another machine may have it
+    argv = ["--num-agents", "3", "--dataset", "common.jsonl"]
+    for local_rank, line in (("0", "--dataset common.jsonl: there is no such file\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit):
+            parse_args(prpo_llm, argv)
+        assert capsys.readouterr().err == line
 
 
 def test_a_rank_reads_the_data_sets_of_all_its_agents(many, tmp_path, monkeypatch):
@@ -845,7 +857,7 @@ def test_a_reward_that_names_a_column_gets_it_beside_all_others():
 
 
 def test_columns_of_any_row_are_passed_and_none_takes_the_place_of_what_is_bound(
-    files, tokenizer, reward_model, tmp_path
+    files, tokenizer, reward_model, tmp_path, monkeypatch
 ):
     """Agents may have data with other columns, also `model`, `tokenizer` and `scorer`."""
     (tmp_path / "own.py").write_text(
@@ -866,6 +878,10 @@ def test_columns_of_any_row_are_passed_and_none_takes_the_place_of_what_is_bound
         assert columns["reward_rouge"].tolist() == [1.0, 1.0]
     message = refusal(score, args, tokenizer, functions, ["b"], rows[:1])
     assert message.endswith("own.own needs a column answer, which the data lack")
+    # A run ends before the model is loaded
+    args = tiny(files, tmp_path, reward=args.reward, base_model=str(files / "model"))
+    monkeypatch.setattr(prpo_llm, "load_base", None)
+    assert refusal(prpo_llm.main, args) == message
 
 
 def test_penalties_are_taken_from_the_reward_and_not_from_the_score(files, tokenizer, tmp_path):
@@ -1111,7 +1127,17 @@ def test_a_reward_model_with_learned_positions_reads_texts_from_the_left(files, 
     alone = [function(prompts=["a b "], completions=[text])[0] for text in texts]
     together = function(prompts=["a b "] * 3, completions=texts)
     message = refusal(function, prompts=["a b "], completions=["c " * 40])
-    assert message.startswith(f"--reward {tmp_path / 'judge'}: has 32 positions, and a text ")
+    line = f"--reward {tmp_path / 'judge'}: has 32 positions, and a text may have "
+    assert message.startswith(line)
+    # A run ends before it trains, if a completion could be too long
+    examples = [{"ids": [1] * n, "row": {"prompt": "a " * n}} for n in (2, 9, 4)]
+    for length, valid in ((22, True), (23, False)):
+        args.response_length = length
+        check = functools.partial(prpo_llm.check_reward_inputs, args, {"judge": function})
+        if valid:
+            check([examples[:1], examples])
+        else:
+            assert refusal(check, [examples[:1], examples]) == f"{line}33 of its tokens"
     assert (
         together == pytest.approx(alone, abs=1e-5) and len({f"{score:.3f}" for score in alone}) == 3
     )
@@ -1227,17 +1253,17 @@ def test_bad_input_ends_with_one_line(case):
     assert all(text in line for text in texts), line
 
 
-def test_a_file_without_the_function_is_refused(files, tmp_path):
+def test_a_file_without_the_function_is_refused(files, tmp_path, monkeypatch):
     """Before the model is loaded."""
     (tmp_path / "broken.py").write_text("counts = 1\n")
+    monkeypatch.setattr(prpo_llm, "load_base", None)
     args = tiny(
         files,
         tmp_path / "runs",
-        base_model="nowhere/at/all",
         reward=f"{tmp_path / 'broken.py'}:count",
     )
     assert f"{tmp_path / 'broken.py'} has no function count" in refusal(prpo_llm.main, args)
-    args = tiny(files, tmp_path / "runs", base_model="nowhere/at/all", reward="nowhere/at/all")
+    args = tiny(files, tmp_path / "runs", reward="nowhere/at/all")
     assert refusal(prpo_llm.main, args).startswith(
         "--reward nowhere/at/all: nowhere/at/all cannot be loaded"
     )

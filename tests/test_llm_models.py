@@ -410,7 +410,7 @@ def test_ranks_wait_for_all_after_loading_and_before_a_collective(files, tmp_pat
     for name in ("wait_for_all", "broadcast", "all_gather", "barrier"):
         record(communicators.Exchange, name)
     train(files, tmp_path, total_steps=1, eval_prompts=0)
-    assert calls[:5] == ["make_reward", "load_base", "deal", "wait_for_all", "broadcast"]
+    assert calls[:5] == ["deal", "make_reward", "load_base", "wait_for_all", "broadcast"]
 
 
 # --- memory ---
