@@ -2946,10 +2946,10 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
     """The training examples of each agent held, those of every evaluation task, and those that make
     public states.
 
-    No other setting moves a prompt between training and test: a tenth of all prompts is held out because
-    of their hashes, or all of --eval-dataset. `validation` is common to all agents; there is a task
-    for each topic. Public states are of the first held-out prompts, whatever --eval-prompts is,
-    since the similarity communicator learns from them.
+    A tenth of all prompts is held out because of their hashes, or all of --eval-dataset; no other
+    setting moves a prompt between training and test. `validation` is common to all agents; there is
+    a task for each topic. Public states are of the first held-out prompts, whatever --eval-prompts
+    is, since the similarity communicator learns from them.
     """
     n = args.num_agents
     separate = list_datasets(args)
