@@ -271,6 +271,15 @@ def read_completions(folder: str, before: bool = False) -> pd.DataFrame:
     return rows[rows.step == step].reset_index(drop=True)
 
 
+def is_finished(folder: str) -> bool:
+    """Whether a run was not cut off; a line on stderr if it was: its last evaluation is older."""
+    summary, _ = read_settings(Path(folder))
+    finished = bool(summary.get("completed"))
+    if not finished:
+        print(f"{folder}: cut off, left out", file=sys.stderr)
+    return finished
+
+
 def add_prompts(rows: pd.DataFrame, folder: str, for_reward_model: bool = False) -> pd.DataFrame:
     """The rows with their prompts: plain ones for a language model, or texts and messages as a
     reward model was trained on.
@@ -424,7 +433,9 @@ def add_other_tasks(path: Path, table: pd.DataFrame) -> pd.DataFrame:
 def main(args: Args) -> pd.DataFrame:
     """Judge, print, write, and return the win rates of all runs."""
     check_args(args)
-    folders = list(dict.fromkeys(args.runs))
+    folders = [folder for folder in dict.fromkeys(args.runs) if args.before or is_finished(folder)]
+    if not folders:
+        refuse(f"--runs {' '.join(args.runs)}: no finished run in there")
     rows = pd.concat([read_pairs(folder, args).assign(run=folder) for folder in folders])
     query = query_reward_model if args.reward_model else query_language_model
     verdicts = query(args, rows)

@@ -130,28 +130,26 @@ def read_rows(
 
 def load_scorer(name: str) -> Callable[[list, list[str]], list[float]]:
     """A function with the scores of a reward model for completions of prompts, texts or messages,
-    as TRL trains it on both together.
+    as prpo_llm.py gives them.
     """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="right")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    kind = transformers.AutoModelForSequenceClassification
-    model = kind.from_pretrained(name, num_labels=1)
-    # The score is read at the last token that is not padding
-    model.config.pad_token_id = tokenizer.pad_token_id
-    device = 0 if torch.cuda.is_available() else "cpu"
-    options = {"model": model, "tokenizer": tokenizer, "device": device}
-    classify = transformers.pipeline("text-classification", **options)
+    args = prpo_llm.Args(reward=(name,), precision="float32")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = prpo_llm.load_reward_model(args, name, device)
 
     def score(prompts: list, completions: list[str]) -> list[float]:
-        if isinstance(prompts[0], list):
-            completions = [[{"role": "assistant", "content": text}] for text in completions]
-        texts, chat = prpo_llm.join_texts(tokenizer, prompts, completions)
-        options = {"batch_size": 8, "function_to_apply": "none", "add_special_tokens": not chat}
-        order = sorted(range(len(texts)), key=lambda k: len(texts[k]))  # little padding
-        results = classify([texts[k] for k in order], **options)
-        scores = [0.0] * len(texts)
-        for k, result in zip(order, results, strict=True):
-            scores[k] = result["score"]
+        scores = [0.0] * len(prompts)
+        # Prompts of one kind together, and by length: little padding
+        kinds = [isinstance(prompt, list) for prompt in prompts]
+        for kind in (False, True):
+            rows = [k for k in range(len(prompts)) if kinds[k] == kind]
+            rows.sort(key=lambda k: len(prpo_llm.get_text(prompts[k]) + completions[k]))
+            texts = [completions[k] for k in rows]
+            if kind:
+                texts = [[{"role": "assistant", "content": text}] for text in texts]
+            ordered = [prompts[k] for k in rows]
+            results = prpo_llm.apply_reward_model(model, tokenizer, ordered, texts)
+            for k, result in zip(rows, results, strict=True):
+                scores[k] = result
         return scores
 
     return score
@@ -219,7 +217,7 @@ def write_data(args: Args) -> None:
         if name == "sft":
             written = [select_columns(split, ("prompt", "completion")) for split in (test, train)]
         else:
-            written = [make_pairs(test, rows, every=True), make_pairs(train, rows, every=False)]
+            written = [make_pairs(test, test, every=True), make_pairs(train, train, every=False)]
         write_lines(out / name / "test.jsonl", written[0])
         write_lines(out / name / "train.jsonl", written[1])
 
@@ -289,16 +287,20 @@ def score_pairs(args: Args) -> pd.DataFrame:
     order, and ROUGE-L of the rejected text where the kinds are known.
     """
     rows = read_rows(args.pairs, split="validation")[: args.limit or None]
+    if not all({"prompt", "chosen", "rejected"} <= row.keys() for row in rows) or not rows:
+        refuse(f"--pairs {args.pairs}: must have rows with prompt, chosen and rejected")
     score = load_scorer(args.model)
     score_of = {}  # (prompt, text) -> score; a chosen text stands in several pairs
     table = pd.DataFrame({"rejected": [row.get("kind", "rejected") for row in rows]})
-    table["prompt"] = [row["prompt"] for row in rows]
+    prompts = [row.get("messages", row["prompt"]) for row in rows]
+    table["prompt"] = [json.dumps(prompt) for prompt in prompts]
     for name in ("chosen", "rejected"):
-        texts = [(row["prompt"], prpo_llm.get_text(row[name])) for row in rows]
-        new = [text for text in dict.fromkeys(texts) if text not in score_of]
-        prompts, completions = map(list, zip(*new, strict=True))
-        score_of |= dict(zip(new, score(prompts, completions), strict=True))
-        table[f"{name}_score"] = [score_of[text] for text in texts]
+        texts = [prpo_llm.get_text(row[name]) for row in rows]
+        keys = [*zip(table.prompt, texts, strict=True)]
+        places = {key: k for k, key in enumerate(keys) if key not in score_of}
+        scores = score([prompts[k] for k in places.values()], [texts[k] for k in places.values()])
+        score_of |= dict(zip(places, scores, strict=True))
+        table[f"{name}_score"] = [score_of[key] for key in keys]
     table["right"] = table.chosen_score > table.rejected_score
     if "kind" in rows[0]:
         rouge = RougeScorer(["rougeL"], use_stemmer=True)

@@ -106,6 +106,8 @@ def format_value(value) -> str:
 def main(args: Args) -> None:
     if not hasattr(os, "wait4"):
         refuse("rounds.py measures memory on Linux and macOS, on Windows in WSL")
+    if args.csv:
+        Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for participation in args.participations:
         for num_agents in args.agents:

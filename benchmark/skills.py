@@ -486,8 +486,6 @@ def main(args: Args) -> dict[str, float]:
     settings = json.loads(json.dumps(asdict(args)))
     for name in ("runs", "csv", "demo"):
         del settings[name]
-    if not args.preferences:
-        del settings["preferences"]  # as in folders that were made before there was this task
     settings["out"] = ""
     if (out / "settings.json").is_file():
         rates = read_rates(out, settings)
@@ -504,7 +502,8 @@ def main(args: Args) -> dict[str, float]:
 
 def read_rates(out: Path, settings: dict) -> dict[str, float]:
     """What `main` returns, of a task that is there; ends with one line if its settings differ."""
-    stored = read_json(out / "settings.json")
+    # A folder may have been made before there were preferences
+    stored = {"preferences": False} | read_json(out / "settings.json")
     other = [name for name in settings if stored.get(name) != settings[name]]
     if other:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in other)

@@ -129,6 +129,8 @@ def score_held_out(run: Run, measure: str) -> float:
     rates = rates[(rates.task == "validation") & (rates.agent == "all")]
     if rates.empty:
         sys.exit(f"{path}: has no --tasks validation of benchmark/judge.py")
+    if rates.step.iloc[-1] != run.summary["steps"]:
+        sys.exit(f"{path}: is of an earlier evaluation; run benchmark/judge.py again")
     return rates.win_rate.iloc[-1]
 
 
@@ -195,7 +197,8 @@ def make_search_table(groups: Groups, args: Args) -> list[dict]:
         row |= {"settings": len(by_name), "seeds": " ".join(map(str, held_out.index))}
         row["best setting"] = best
         row["held-out"] = tuple(with_interval(held_out[[best]].T).iloc[0])
-        if runs[best].iloc[0].settings["partition"] == "topic":
+        # Whose rewards are those of the evaluation
+        if runs[best].iloc[0].settings["partition"] == "topic" and args.measure != "win_rate":
             topics = pd.DataFrame([score_topics(run) for run in runs[best]]).T
             intervals = with_interval(topics)
             row["own topic"] = tuple(intervals.iloc[0])

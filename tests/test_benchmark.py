@@ -430,6 +430,7 @@ def fake_language_run(root, seed, name, training, held_out, agents=(), **setting
         "seed": seed,
         "settings": settings,
         "versions": {},
+        "steps": 2,
     }
     (folder / "summary.json").write_text(
         json.dumps(summary | {"evaluation": {"group": held_out, "agents": agents}})
@@ -527,8 +528,8 @@ def test_language_models_are_judged_by_common_prompts_and_their_own_topics(tmp_p
 
 
 def test_table_of_win_rates_and_topics(tmp_path, tabled):
-    """What a judge found, of all agents on the common prompts; rewards on own and others' topics;
-    both averages.
+    """What a judge found, of all agents on the common prompts; else rewards, also on own topics and
+    those of others; both averages.
     """
     kinds = {
         "isolated": {"aggregation": "none"},
@@ -546,17 +547,23 @@ def test_table_of_win_rates_and_topics(tmp_path, tabled):
                 tmp_path / "runs", seed, name, 0.5, 0.9, agents, partition="topic", **settings
             )
             rates = {"agent": [0, "all", "all"], "task": ["validation", "x", "validation"]}
+            rates["step"] = 2
             pd.DataFrame(rates | {"win_rate": [0.1, 0.2, 0.4 + 0.1 * k]}).to_csv(
                 folder / "win_rates.csv", index=False
             )
     shown, exact = tabled(measure="win_rate")
     assert list(shown) == ["isolated", "FedAvg", "FedAvg, naive"]
     assert exact["held-out"].tolist() == pytest.approx([0.4, 0.5, 0.6])
-    assert exact["own topic"].tolist() == pytest.approx([0.15, 0.7, 1.25])
-    assert exact["others' topics"].tolist() == pytest.approx([0.3] * 3)
+    assert "own topic" not in exact and "others' topics" not in exact
     assert shown["FedAvg, naive"]["gain over FedAvg"] == "+20.0%"
-    assert tabled()[1]["held-out"].tolist() == pytest.approx([0.9] * 3)
+    _, rewards = tabled()
+    assert rewards["held-out"].tolist() == pytest.approx([0.9] * 3)
+    assert rewards["own topic"].tolist() == pytest.approx([0.15, 0.7, 1.25])
+    assert rewards["others' topics"].tolist() == pytest.approx([0.3] * 3)
     rates = pd.read_csv(folder / "win_rates.csv")
+    rates.assign(step=1).to_csv(folder / "win_rates.csv", index=False)
+    with pytest.raises(SystemExit, match="is of an earlier evaluation"):
+        tabled(measure="win_rate")
     rates[rates.task == "x"].to_csv(folder / "win_rates.csv", index=False)
     with pytest.raises(SystemExit, match="has no --tasks validation"):
         tabled(measure="win_rate")

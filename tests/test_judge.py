@@ -3,6 +3,7 @@ lost.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -94,9 +95,10 @@ def make_run(root, completions=COMPLETIONS):
     ]
     data.write_text("\n".join(map(json.dumps, rows)))
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(
-        json.dumps({"script": "prpo_llm", "dataset": str(data), "exp_name": "x"})
-    )
+    settings = {"dataset": str(data), "exp_name": "x"}
+    (folder / "config.json").write_text(json.dumps({"script": "prpo_llm"} | settings))
+    summary = {"completed": True, "settings": settings}
+    (folder / "summary.json").write_text(json.dumps(summary))
     rows = []
     for step, texts in ((0, [["bad"] * 4] * len(completions)), (9, completions)):
         for agent, of_agent in enumerate(texts):
@@ -406,8 +408,9 @@ def test_other_data_than_the_runs_is_refused(server, tmp_path):
     (tmp_path / "data.jsonl").write_text("\n".join(lines[1:] + lines[:1]))
     with pytest.raises(SystemExit, match="data.jsonl has changed since the run"):
         run_judge(server, tmp_path, run)
+    (run / "completions.jsonl").unlink()
     with pytest.raises(SystemExit, match="has no completions.jsonl"):
-        run_judge(server, tmp_path, tmp_path)
+        run_judge(server, tmp_path, run)
 
 
 # --- win rates of verdicts ---
@@ -490,6 +493,20 @@ def test_a_reward_model_judges_offline(tmp_path, monkeypatch):
     assert set(seen) == {f"<chat>post {k}" for k in range(4)}
     assert "orders_agree" not in rates
     assert rates.loc["all", "answers"] == 8
+
+
+def test_a_run_that_was_cut_off_is_not_judged(tmp_path, monkeypatch, capsys):
+    """Its last evaluation is that before training, which --before asks for."""
+    monkeypatch.setattr(judge, "load_scorer", lambda name: lambda _, texts: [0.0] * len(texts))
+    cut_off, whole = make_run(tmp_path), make_run(tmp_path)
+    (cut_off / "summary.json").unlink()
+    both = judge.Args(runs=(str(cut_off), str(whole)), reward_model="model")
+    assert {*judge.main(both).run} == {str(whole)}
+    assert f"{cut_off}: cut off, left out" in capsys.readouterr().err
+    line = f"--runs {cut_off}: no finished run in there"
+    assert refusal(judge.main, dataclasses.replace(both, runs=(str(cut_off),))) == line
+    before = judge.main(dataclasses.replace(both, before=True))
+    assert {*before.run} == {str(cut_off), str(whole)}
 
 
 def test_a_reward_model_receives_messages_as_messages(tmp_path, monkeypatch):

@@ -157,6 +157,40 @@ def test_pairs_may_be_messages(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "load_scorer", lambda model: lambda _, texts: map(len, texts))
     args = SimpleNamespace(pairs=str(tmp_path / "pairs.jsonl"), limit=0, model="x")
     assert pipeline.score_pairs(args).right.tolist() == [True, False]
+    # A scorer gets the messages, whose template it may have
+    seen = []
+
+    def score(prompts, texts):
+        seen.extend(prompts)
+        return map(len, texts)
+
+    monkeypatch.setattr(pipeline, "load_scorer", lambda model: score)
+    pipeline.score_pairs(args)
+    assert seen == 2 * [row["prompt"] for row in rows]
+
+
+@pytest.mark.parametrize("text", ["", '{"chosen": "a", "rejected": "b"}'])
+def test_files_without_pairs_are_refused(text, tmp_path, monkeypatch):
+    """Before a model is loaded."""
+    monkeypatch.setattr(pipeline, "load_scorer", None)
+    (tmp_path / "pairs.jsonl").write_text(text)
+    args = SimpleNamespace(pairs=str(tmp_path / "pairs.jsonl"), limit=0, model="x")
+    line = f"--pairs {args.pairs}: must have rows with prompt, chosen and rejected"
+    assert refusal(pipeline.score_pairs, args) == line
+
+
+def test_a_pair_without_a_new_text_is_scored(tmp_path, monkeypatch):
+    """Both orders of the same texts."""
+    rows = [{"prompt": "p", "chosen": a, "rejected": b} for a, b in (("long", "s"), ("s", "long"))]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    monkeypatch.setattr(pipeline, "load_scorer", lambda model: lambda _, texts: map(len, texts))
+    args = SimpleNamespace(pairs=str(tmp_path / "pairs.jsonl"), limit=0, model="x")
+    assert pipeline.score_pairs(args).right.tolist() == [True, False]
+
+
+def test_a_model_without_a_score_head_is_no_scorer(base):
+    """Its scores would be those of random weights."""
+    assert "is no whole model with one score" in refusal(pipeline.load_scorer, str(base))
 
 
 def make_adapter(base, folder, kind, **options):
@@ -286,6 +320,10 @@ def test_a_reward_model_scores_messages_in_its_own_template(base, tmp_path):
         if isinstance(prompt, list):
             completion = [{"role": "assistant", "content": completion}]
         assert function(prompts=[prompt], completions=[completion]) == expected
+    # Messages beside texts
+    prompts = [prompt for prompt, *_ in cases]
+    each = [score([prompt], ["e"])[0] for prompt in prompts]
+    assert score(prompts, ["e", "e"]) == pytest.approx(each, abs=1e-5)
 
 
 def test_accuracy_by_kind(tmp_path, monkeypatch, capsys):

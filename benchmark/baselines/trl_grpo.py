@@ -76,13 +76,15 @@ def prepare(args: Args) -> None:
     fresh.generation_config.eos_token_id = tokenizer.eos_token_id
     fresh.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    with open(folder / "prompts.jsonl", "w") as file:
+    unfinished = folder / "prompts.jsonl.part"
+    with open(unfinished, "w") as file:
         for example in examples:
             ids = tokenizer(example["prompt"])["input_ids"][: args.prompt_tokens]
             prompt = tokenizer.decode(ids)
             if len(tokenizer(prompt)["input_ids"]) == args.prompt_tokens:
                 row = {"prompt": prompt, "completion": example["completion"]}
                 file.write(f"{json.dumps(row)}\n")
+    unfinished.replace(folder / "prompts.jsonl")
 
 
 def main(args: Args) -> dict:
