@@ -2197,8 +2197,9 @@ def stop(message: str, code: int = 1, any_rank: bool = False) -> NoReturn:
     The first rank of each machine reports, since another machine may lack a file or a GPU; any rank
     that may be the only one with this problem, too (any_rank).
     """
-    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-    if any_rank or local_rank == "0":
+    rank = os.environ.get("RANK", "0")
+    first_here = rank == "0" or os.environ.get("LOCAL_RANK", rank) == "0"
+    if any_rank or first_here:
         print(message.strip(), file=sys.stderr, flush=True)
     end = SystemExit(message.strip())
     end.code = code

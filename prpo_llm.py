@@ -901,7 +901,7 @@ def main(args: Args) -> dict:
 
     # Data, rewards and model: what takes longest to load comes last
     examples, tests, public_states = deal(args, load_tokenizer(args), held)
-    lists = [*examples.values(), *tests.values()]
+    lists = [*filter(None, (*examples.values(), *tests.values()))]
     functions = make_reward(args, device)
     check_reward_inputs(args, functions, lists)
     model, tokenizer = load_base(args, device)
@@ -3069,18 +3069,33 @@ def make_reward(args: Args, device: torch.device) -> dict[str, Callable]:
 
 
 def check_reward_inputs(args: Args, functions: dict, lists: list[list[dict]]) -> None:
-    """End the run if a reward function lacks a column, or a reward model positions."""
-    for (name, function), examples in itertools.product(functions.items(), lists):
-        rows = [example["row"] for example in examples]
-        check_columns(args, name, function, {*itertools.chain(*rows), *GIVEN_COLUMNS})
-        if getattr(function, "func", None) is apply_reward_model:
-            model, tokenizer = function.args
-            prompt = max(examples, key=lambda example: len(example["ids"]))["row"][
-                args.prompt_column
-            ]
-            completion = "" if isinstance(prompt, str) else [{"role": "assistant", "content": ""}]
-            inputs = tokenize_texts(model, tokenizer, [prompt], [completion])
-            check_length(model, inputs["input_ids"].shape[1] + args.response_length)
+    """End the run if a reward function lacks a column, or a reward model has fewer positions than a
+    prompt; report it if a completion may be too long.
+    """
+    for examples in lists:
+        columns = {*itertools.chain(*(example["row"] for example in examples)), *GIVEN_COLUMNS}
+        longest = max(examples, key=lambda example: len(example["ids"]))
+        for name, function in functions.items():
+            check_columns(args, name, function, columns)
+            if getattr(function, "func", None) is apply_reward_model:
+                check_reward_positions(args, *function.args, longest["row"][args.prompt_column])
+
+
+def check_reward_positions(args: Args, model, tokenizer, prompt: str | list[dict]) -> None:
+    """End the run if a prompt alone is too long for a reward model; report that with a completion
+    it may be.
+    """
+    completion = ""
+    if isinstance(prompt, list):
+        completion = [{"role": "assistant", "content": ""}]
+    inputs = tokenize_texts(model, tokenizer, [prompt], [completion])
+    tokens = inputs["input_ids"].shape[1]
+    check_length(model, tokens)
+    most = count_positions(model.config.get_text_config())
+    if most and tokens + args.response_length > most:
+        name = f"--reward {model.name_or_path}"
+        left = f"a prompt leaves {most - tokens} of its {most} positions for a completion"
+        communicators.announce(f"{name}: {left}; a longer one ends the run")
 
 
 def name_reward(name: str) -> str:
@@ -3168,9 +3183,7 @@ def check_length(model, tokens: int) -> None:
     """End the run if a text has more tokens than a reward model has positions."""
     most = count_positions(model.config.get_text_config())
     if most and tokens > most:
-        stop_reward_model(
-            model, f"has {most} positions, and a text may have {tokens} of its tokens"
-        )
+        stop_reward_model(model, f"has {most} positions, and a text {tokens} of its tokens")
 
 
 def count_positions(config) -> int | None:

@@ -177,7 +177,8 @@ def main(args: Args) -> None:
     if not args.from_csv:
         runs, comments = finished_runs(args.runs, ("return_last_100",))
         check_names(runs, ["exp_name", "seed"])
-        comments += f"# agents: {f'the first {args.agents}' if args.agents else 'all'}\n"
+        if args.agents:
+            comments += f"# agents: the first {args.agents}\n"
         comments += f"{LABEL}{args.label}\n"
         write(path, comments, make_rows(runs, args.agents))
     table = make_table(read_rows(path))

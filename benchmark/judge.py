@@ -433,6 +433,11 @@ def add_other_tasks(path: Path, table: pd.DataFrame) -> pd.DataFrame:
 def main(args: Args) -> pd.DataFrame:
     """Judge, print, write, and return the win rates of all runs."""
     check_args(args)
+    for folder in filter(None, (*args.runs, args.against)):
+        if not Path(folder, "config.json").is_file():
+            refuse(f"{folder}: is no run's folder")
+    if args.against and not is_finished(args.against):
+        refuse(f"--against {args.against}: must be a finished run")
     folders = [folder for folder in dict.fromkeys(args.runs) if args.before or is_finished(folder)]
     if not folders:
         refuse(f"--runs {' '.join(args.runs)}: no finished run in there")

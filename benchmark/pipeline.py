@@ -117,11 +117,13 @@ def read_rows(
         name, _, named_split = name.partition(":")
         rows = load_dataset(name, split=named_split or split).to_list()
     for row in rows:
-        if isinstance(row.get(prompt), list):
-            row["messages"] = row[prompt]
+        value = row.get(prompt)
+        row.pop("messages", None)  # a column of the data with the whole conversation
+        if isinstance(value, list):
+            row["messages"] = value
         texts = {}
-        if prompt in row:
-            texts["prompt"] = prpo_llm.get_text(row[prompt])
+        if value is not None:
+            texts["prompt"] = prpo_llm.get_text(value)
         if completion in row:
             texts["completion"] = prpo_llm.get_text(row[completion])
         row |= texts
@@ -138,13 +140,13 @@ def load_scorer(name: str) -> Callable[[list, list[str]], list[float]]:
 
     def score(prompts: list, completions: list[str]) -> list[float]:
         scores = [0.0] * len(prompts)
-        # Prompts of one kind together, and by length: little padding
-        kinds = [isinstance(prompt, list) for prompt in prompts]
-        for kind in (False, True):
-            rows = [k for k in range(len(prompts)) if kinds[k] == kind]
+        # Texts and messages apart, and by length: little padding
+        are_messages = [isinstance(prompt, list) for prompt in prompts]
+        for of_messages in (False, True):
+            rows = [k for k in range(len(prompts)) if are_messages[k] == of_messages]
             rows.sort(key=lambda k: len(prpo_llm.get_text(prompts[k]) + completions[k]))
             texts = [completions[k] for k in rows]
-            if kind:
+            if of_messages:
                 texts = [[{"role": "assistant", "content": text}] for text in texts]
             ordered = [prompts[k] for k in rows]
             results = prpo_llm.apply_reward_model(model, tokenizer, ordered, texts)

@@ -239,11 +239,14 @@ class Run:
     def common(self) -> dict:
         """The settings that all runs of a group have in common.
 
-        Without `--device auto`, which early runs recorded where later ones have what it stands for.
+        Early runs recorded `--device auto` where later ones have what it stands for. A checkpoint
+        changes nothing in the training of language models.
         """
         settings = {name: value for name, value in self.settings.items() if name not in UNCOMPARED}
         if settings.get("device") == "auto":
-            del settings["device"]
+            settings["device"] = self.summary.get("device", "auto")
+        if "base_model" in settings:
+            settings.pop("save_every", None)
         return settings
 
 

@@ -54,8 +54,9 @@ def pool_means(old: pd.DataFrame, new: pd.DataFrame, keys: list[str]) -> pd.Data
     methods = [both[key] for key in keys[:-1]]
     in_both = has_row.groupby(methods).transform("any").all(axis=1)
     kept = has_row.all(axis=1) | ~in_both
-    if kept.groupby(methods).mean().min() < 0.5:
-        refuse("--new: its curves are at other points; give plot.py the --points of --out")
+    fewer_rows = has_row.groupby(methods).sum().min(axis=1)
+    if (kept.groupby(methods).sum() < 0.5 * fewer_rows).any():
+        refuse("--new: its curves are at other points than those of --out")
     both = both[kept]
     parts = []
     for name in ("old", "new"):
@@ -107,7 +108,7 @@ def pool_comments(old: str, new: str) -> str:
     """The comment lines of both files; a command that both have names all its seeds.
 
     Ends with one line where a group had other settings. Flags that only one command has are newer
-    than the other; --device auto of early runs is what later ones have recorded in its place.
+    than the other; --device auto of early runs on MiniGrid is the cpu that later ones record.
     """
     commands = {}  # group -> command, seeds
     others = []
@@ -122,10 +123,10 @@ def pool_comments(old: str, new: str) -> str:
         before, seeds_before = commands.get(group, (command, ""))
         flags_before = read_flags_of(before)
         for name in flags.keys() & flags_before.keys():
-            values = flags[name], flags_before[name]
-            if name == "--device" and ["auto"] in values:
+            both = flags[name], flags_before[name]
+            if name == "--device" and sorted(both) == [["auto"], ["cpu"]]:
                 continue
-            if values[0] != values[1]:
+            if flags[name] != flags_before[name]:
                 value_before = " ".join(flags_before[name]) or "yes"
                 value_now = " ".join(flags[name]) or "yes"
                 values = f"{value_before} before, {value_now} now"

@@ -71,7 +71,9 @@ def main() -> None:
     if len(sys.argv) == 1:
         print_commands()
         return
-    args = communicators.parse_args(Args, check_args)
+    args = communicators.parse_args(
+        Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")
+    )
     if args.eval_only:
         prpo_minigrid.evaluate_run(args)
         return

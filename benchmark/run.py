@@ -247,7 +247,8 @@ class Job:
         with contextlib.suppress(OSError):
             # What the process has left behind would keep the lock
             fcntl.flock(self.file, fcntl.LOCK_UN)
-        self.file.close()
+        with contextlib.suppress(OSError):  # again of what could not be written
+            self.file.close()
         self.next_step()  # for the name of its folder
         return True
 

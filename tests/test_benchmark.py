@@ -198,9 +198,14 @@ def test_of_repeated_runs_the_newest_counts(tmp_path, plotted):
         shutil.rmtree(other)
         shutil.rmtree(same)
     # Early runs recorded --device auto, later ones what it stands for
-    fake_run(tmp_path / "runs", 3, [0.1, 0.2], device="auto")
+    auto = fake_run(tmp_path / "runs", 3, [0.1, 0.2], device="auto")
     fake_run(tmp_path / "runs", 4, [0.1, 0.2], device="cpu")
+    summary = json.loads((auto / "summary.json").read_text())
+    (auto / "summary.json").write_text(json.dumps(summary | {"device": "cpu"}))
     assert list(plotted()[1].seed) == [1, 3, 4]
+    (auto / "summary.json").write_text(json.dumps(summary | {"device": "cuda"}))
+    with pytest.raises(SystemExit, match="the same name as .*, but other settings"):
+        plotted()
 
 
 def test_a_curve_reaches_as_far_as_every_run(tmp_path, plotted):
@@ -1542,6 +1547,8 @@ def test_seeds_of_other_settings_are_not_added():
     assert "--device cpu --new x  (--seed 1 2 3)" in pool.pool_comments(auto, cpu)
     line = "--new: pr has another --device: cuda before, cpu now"
     assert refusal(pool.pool_comments, auto.replace("auto", "cuda"), cpu) == line
+    line = "--new: pr has another --device: auto before, cuda now"
+    assert refusal(pool.pool_comments, auto, cpu.replace("cpu", "cuda")) == line
     # A flag that is on or off
     on = old.replace("0.9", "0.9 --anneal-lr")
     off = new.replace("0.9", "0.9 --no-anneal-lr")
@@ -1560,9 +1567,11 @@ def test_means_of_zero_are_pooled():
     assert pooled["mean"].tolist() == [0]
     assert pooled.seeds.tolist() == [4]
     other_points = old.assign(timesteps=[3, 4])
-    line = "--new: its curves are at other points; give plot.py the --points of --out"
+    line = "--new: its curves are at other points than those of --out"
     keys = ["env", "method", "timesteps"]
     assert refusal(pool.pool_means, old, other_points, keys) == line
+    finer = pd.concat((old, old.assign(timesteps=[5, 6]), other_points))
+    assert pool.pool_means(old, finer, keys).timesteps.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("diverged", ["old", "new"])

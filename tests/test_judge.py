@@ -505,6 +505,10 @@ def test_a_run_that_was_cut_off_is_not_judged(tmp_path, monkeypatch, capsys):
     assert f"{cut_off}: cut off, left out" in capsys.readouterr().err
     line = f"--runs {cut_off}: no finished run in there"
     assert refusal(judge.main, dataclasses.replace(both, runs=(str(cut_off),))) == line
+    against = dataclasses.replace(both, runs=(str(whole),), against=str(cut_off))
+    assert refusal(judge.main, against) == f"--against {cut_off}: must be a finished run"
+    nowhere = dataclasses.replace(both, runs=(str(whole), "nowhere"))
+    assert refusal(judge.main, nowhere) == "nowhere: is no run's folder"
     before = judge.main(dataclasses.replace(both, before=True))
     assert {*before.run} == {str(cut_off), str(whole)}
 

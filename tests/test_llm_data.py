@@ -1101,7 +1101,7 @@ def test_a_reward_model_without_a_chat_template_reads_messages_as_texts(reward_m
     assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["a\n\nb<eos>"], False)
 
 
-def test_a_reward_model_with_learned_positions_reads_texts_from_the_left(files, tmp_path):
+def test_a_reward_model_with_learned_positions_reads_texts_from_the_left(files, tmp_path, capsys):
     """Padding stands behind them, so that positions count from their first token, also beside
     longer ones."""
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
@@ -1127,17 +1127,21 @@ def test_a_reward_model_with_learned_positions_reads_texts_from_the_left(files, 
     alone = [function(prompts=["a b "], completions=[text])[0] for text in texts]
     together = function(prompts=["a b "] * 3, completions=texts)
     message = refusal(function, prompts=["a b "], completions=["c " * 40])
-    line = f"--reward {tmp_path / 'judge'}: has 32 positions, and a text may have "
+    line = f"--reward {tmp_path / 'judge'}: has 32 positions, and a text "
     assert message.startswith(line)
-    # A run ends before it trains, if a completion could be too long
+    # A run ends before it trains if a prompt is too long, and reports that a completion could be
+    check = functools.partial(prpo_llm.check_reward_inputs, args, {"judge": function})
     examples = [{"ids": [1] * n, "row": {"prompt": "a " * n}} for n in (2, 9, 4)]
-    for length, valid in ((22, True), (23, False)):
-        args.response_length = length
-        check = functools.partial(prpo_llm.check_reward_inputs, args, {"judge": function})
-        if valid:
-            check([examples[:1], examples])
-        else:
-            assert refusal(check, [examples[:1], examples]) == f"{line}33 of its tokens"
+    capsys.readouterr()
+    args.response_length = 22
+    check([examples[:1], examples])
+    assert capsys.readouterr().out == ""
+    args.response_length = 23
+    check([examples[:1], examples])
+    warning = "a prompt leaves 22 of its 32 positions for a completion; a longer one ends the run"
+    assert capsys.readouterr().out == f"--reward {tmp_path / 'judge'}: {warning}\n"
+    examples.append({"ids": [1] * 32, "row": {"prompt": "a " * 32}})
+    assert refusal(check, [examples[:1], examples]) == f"{line}33 of its tokens"
     assert (
         together == pytest.approx(alone, abs=1e-5) and len({f"{score:.3f}" for score in alone}) == 3
     )

@@ -169,6 +169,15 @@ def test_pairs_may_be_messages(tmp_path, monkeypatch):
     assert seen == 2 * [row["prompt"] for row in rows]
 
 
+def test_a_conversation_beside_a_prompt_is_no_prompt(tmp_path):
+    """Some data hold the chosen answer in a column `messages` too."""
+    row = {"prompt": "q", "messages": [{"role": "user", "content": "q"}], "completion": "a"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
+    assert pipeline.read_rows(str(tmp_path / "pairs.jsonl")) == [{"prompt": "q", "completion": "a"}]
+    (as_prompt,) = pipeline.read_rows(str(tmp_path / "pairs.jsonl"), prompt="messages")
+    assert as_prompt == row
+
+
 @pytest.mark.parametrize("text", ["", '{"chosen": "a", "rejected": "b"}'])
 def test_files_without_pairs_are_refused(text, tmp_path, monkeypatch):
     """Before a model is loaded."""

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -238,6 +239,17 @@ def test_a_failure_is_listed_and_stops_nobody(tmp_path, tool):
     ten = "sh -c 'exit 10'"
     # It ends in a 0 too
     assert tool([ten]).returncode == 1 and tool([ten], "--dry-run").stdout == f"{ten}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_ends_no_list():
+    """The exit code of a command cannot be written to its log."""
+    run = importlib.import_module("run")
+    job = run.Job("true")
+    job.file = open("/dev/full", "a")  # noqa: SIM115
+    job.process = subprocess.Popen(["true"])
+    job.process.wait()
+    assert job.has_ended()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
