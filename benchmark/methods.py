@@ -49,6 +49,7 @@ METHODS = {
     "fedper-uniform": Method("FedPer, uniform", ORANGE, ":"),
     "fedavg-then-alone": Method("FedAvg, uniform, then alone", VERMILION, ":"),
     "proximal-uniform": Method("pulled to the average of parameters, uniform", BLACK, ":"),
+    "proximal-reward": Method("pulled to the average of parameters, reward", BLACK, "-."),
     "both-surrogate": Method("PR-PPO and FedPer, surrogate", PINK, ":"),
     "pr-uniform": Method("PR-PPO, uniform", BLUE),
     "isolated-searched": Method("isolated, learning rate 5e-4", GREY, ":"),

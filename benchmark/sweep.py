@@ -467,6 +467,11 @@ GOAL_METHODS = {
     # Both at once: a common trunk, private heads, and mixed policies
     "both-surrogate": f"{PR_PPO} surrogate --aggregation both {PRIVATE_HEADS}",
 }
+# On the first task, averages with the weights that are best for mixtures there
+AVERAGES_BY_REWARD = {
+    "fedavg-reward": f"{FEDAVG} reward",
+    "proximal-reward": f"{PR_PPO} reward --aggregation proximal",
+}
 GOAL_TASKS = {
     "goals": [
         f"benchmark.goals:DoorKeyGoals-{task}-v0"
@@ -487,10 +492,12 @@ CHOSEN_GOALS = {
     "goals": {
         "both-surrogate": "0.1",
         "fedavg-pairs": "0.02",
+        "fedavg-reward": "0.1",
         "fedavg-surrogate-linear": "0.1",
         "fedper-uniform": "0.02",
         "pr-reward": "0.1",
         "pr-uniform": "0.1",
+        "proximal-reward": "0.1",
         "proximal-uniform": "0.1",
     },
     "unlock-goals": {
@@ -523,7 +530,7 @@ def list_goals(family: str, mode: str) -> Iterator[str]:
         common += " --total-timesteps 249856 --learning-rate 1e-3 --kl-direction reverse"
         common += f" --local-updates 4 --eval-episodes {episodes}"
         common += f" --run-dir {name_folder(family, mode)}"
-        for method, flags in list_goal_methods():
+        for method, flags in list_goal_methods(family):
             coef_flag = "--kl-coef"
             coefs = GOAL_COEFS
             if method.startswith("proximal"):
@@ -538,9 +545,12 @@ def list_goals(family: str, mode: str) -> Iterator[str]:
                 yield f"{ONE_THREAD} {flags} {coef_flag} {coef} {common} --exp-name {name}"
 
 
-def list_goal_methods() -> Iterator[tuple[str, str]]:
+def list_goal_methods(family: str) -> Iterator[tuple[str, str]]:
     """Methods with their flags; some of them with a falling coefficient too."""
-    for method, flags in GOAL_METHODS.items():
+    methods = GOAL_METHODS
+    if family == "goals":
+        methods = GOAL_METHODS | AVERAGES_BY_REWARD
+    for method, flags in methods.items():
         yield method, flags
         if method in LINEAR_METHODS:
             yield f"{method}-linear", f"{flags} --kl-schedule linear"

@@ -31,6 +31,7 @@ SCRIPT_NAMES = (
 )
 BENCHMARKS = (
     "rounds",
+    "reward_scale",
     "plot",
     "run",
     "choose",

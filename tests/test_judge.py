@@ -498,7 +498,8 @@ def test_a_reward_model_judges_offline(tmp_path, monkeypatch):
 def test_a_run_that_was_cut_off_is_not_judged(tmp_path, monkeypatch, capsys):
     """Its last evaluation is that before training, which --before asks for."""
     monkeypatch.setattr(judge, "load_scorer", lambda name: lambda _, texts: [0.0] * len(texts))
-    cut_off, whole = make_run(tmp_path), make_run(tmp_path)
+    cut_off = make_run(tmp_path)
+    whole = make_run(tmp_path)
     (cut_off / "summary.json").unlink()
     both = judge.Args(runs=(str(cut_off), str(whole)), reward_model="model")
     assert {*judge.main(both).run} == {str(whole)}
