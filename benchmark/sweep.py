@@ -454,6 +454,7 @@ PRIVATE_HEADS = "--private-heads actor critic"
 GOAL_METHODS = {
     "isolated": f"{PR_PPO} identity",
     "fedavg-uniform": f"{FEDAVG} uniform",
+    "fedavg-reward": f"{FEDAVG} reward",
     "fedavg-surrogate": f"{FEDAVG} surrogate",
     "fedavg-pairs": f"{FEDAVG} {PAIRS}",
     "pr-uniform": f"{PR_PPO} uniform",
@@ -464,13 +465,9 @@ GOAL_METHODS = {
     "fedper-uniform": f"{FEDAVG} uniform {PRIVATE_HEADS}",
     "fedavg-then-alone": f"{FEDAVG} uniform --communication-end 0.8",
     "proximal-uniform": f"{PR_PPO} uniform --aggregation proximal",
+    "proximal-reward": f"{PR_PPO} reward --aggregation proximal",
     # Both at once: a common trunk, private heads, and mixed policies
     "both-surrogate": f"{PR_PPO} surrogate --aggregation both {PRIVATE_HEADS}",
-}
-# On the first task, averages with the weights that are best for mixtures there
-AVERAGES_BY_REWARD = {
-    "fedavg-reward": f"{FEDAVG} reward",
-    "proximal-reward": f"{PR_PPO} reward --aggregation proximal",
 }
 GOAL_TASKS = {
     "goals": [
@@ -513,6 +510,7 @@ CHOSEN_GOALS = {
         "pr-reward-linear": "0.1",
         "pr-surrogate": "0.1",
         "pr-uniform": "0.1",
+        "proximal-reward": "0.01",
         "proximal-uniform": "0.001",
     },
 }
@@ -530,7 +528,7 @@ def list_goals(family: str, mode: str) -> Iterator[str]:
         common += " --total-timesteps 249856 --learning-rate 1e-3 --kl-direction reverse"
         common += f" --local-updates 4 --eval-episodes {episodes}"
         common += f" --run-dir {name_folder(family, mode)}"
-        for method, flags in list_goal_methods(family):
+        for method, flags in list_goal_methods():
             coef_flag = "--kl-coef"
             coefs = GOAL_COEFS
             if method.startswith("proximal"):
@@ -545,12 +543,9 @@ def list_goals(family: str, mode: str) -> Iterator[str]:
                 yield f"{ONE_THREAD} {flags} {coef_flag} {coef} {common} --exp-name {name}"
 
 
-def list_goal_methods(family: str) -> Iterator[tuple[str, str]]:
+def list_goal_methods() -> Iterator[tuple[str, str]]:
     """Methods with their flags; some of them with a falling coefficient too."""
-    methods = GOAL_METHODS
-    if family == "goals":
-        methods = GOAL_METHODS | AVERAGES_BY_REWARD
-    for method, flags in methods.items():
+    for method, flags in GOAL_METHODS.items():
         yield method, flags
         if method in LINEAR_METHODS:
             yield f"{method}-linear", f"{flags} --kl-schedule linear"

@@ -243,7 +243,7 @@ def test_tasks_of_own_goals_have_the_coefficients_that_the_search_chose(family):
         coef, name = re.search(pattern, line).groups()
         listed[name] = coef
     assert listed == {method: coef for method, (_, coef) in best.items()}
-    assert len(listed) == (17 if family == "goals" else 15)
+    assert len(listed) == 17
 
 
 @pytest.mark.parametrize("family", ["minigrid", "crowd", "anchor", "liars"])
