@@ -900,11 +900,12 @@ def main(args: Args) -> dict:
     rows_held = slice(held.start, held.stop)
 
     # Data, rewards and model: what takes longest to load comes last
-    examples, tests, public_states = deal(args, load_tokenizer(args), held)
+    tokenizer = load_tokenizer(args)
+    examples, tests, public_states = deal(args, tokenizer, held)
     lists = [*filter(None, (*examples.values(), *tests.values()))]
     functions = make_reward(args, device)
     check_reward_inputs(args, functions, lists)
-    model, tokenizer = load_base(args, device)
+    model, tokenizer = load_base(args, device, tokenizer)
     check_positions(args, model, lists)
     # [agents held, numel], [agents, numel]
     trained, snapshots = add_adapters(args, model, len(held))
@@ -2582,8 +2583,10 @@ def load_tokenizer(args: Args):
         communicators.refuse(args, "base_model", reason)
 
 
-def load_base(args: Args, device: torch.device | str = "cpu") -> tuple[nn.Module, object]:
-    """The frozen base model with our attention, and its tokenizer.
+def load_base(
+    args: Args, device: torch.device | str = "cpu", tokenizer=None
+) -> tuple[nn.Module, object]:
+    """The frozen base model with our attention, and its tokenizer, which may be loaded already.
 
     The tokenizer's `ends` are all the tokens that end a text.
     """
@@ -2597,7 +2600,8 @@ def load_base(args: Args, device: torch.device | str = "cpu") -> tuple[nn.Module
     }
     if "gguf_file" in where:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    tokenizer = load_tokenizer(args)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(args)
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             name, output_loading_info=True, **where, **options
@@ -2819,6 +2823,13 @@ def refuse_data(args: Args, flag: str, name: str, problem: str) -> NoReturn:
 def get_text(value: str | list[dict]) -> str:
     """A text, or the content of the last of some messages."""
     return value if isinstance(value, str) else value[-1]["content"]
+
+
+def match_form(prompt: str | list[dict], texts: list[str]) -> list:
+    """Completions in the form of a prompt: these texts, or messages of the assistant."""
+    if isinstance(prompt, list):
+        return [[{"role": "assistant", "content": text}] for text in texts]
+    return texts
 
 
 def is_text(value: object) -> bool:
@@ -3085,10 +3096,7 @@ def check_reward_positions(args: Args, model, tokenizer, prompt: str | list[dict
     """End the run if a prompt alone is too long for a reward model; report that with a completion
     it may be.
     """
-    completion = ""
-    if isinstance(prompt, list):
-        completion = [{"role": "assistant", "content": ""}]
-    inputs = tokenize_texts(model, tokenizer, [prompt], [completion])
+    inputs = tokenize_texts(model, tokenizer, [prompt], match_form(prompt, [""]))
     tokens = inputs["input_ids"].shape[1]
     check_length(model, tokens)
     most = count_positions(model.config.get_text_config())
@@ -3319,11 +3327,8 @@ def list_reward_columns(
     for name in dict.fromkeys(name for example in chosen for name in example["row"]):
         columns[name] = [example["row"].get(name) for example in chosen]
     prompts = columns[args.prompt_column]
-    completions = texts
-    if isinstance(prompts[0], list):
-        completions = [[{"role": "assistant", "content": text}] for text in texts]
     columns["prompts"] = prompts
-    columns["completions"] = completions
+    columns["completions"] = match_form(prompts[0], texts)
     columns["completion_ids"] = ids
     columns["references"] = [example["completion"] for example in chosen]
     return columns

@@ -54,6 +54,12 @@ def read_text(path: Path) -> str:
         raise Damaged(f"{path}: cannot be read ({error})") from error
 
 
+def list_commands(text: str) -> list[str]:
+    """The commands of a list with one per line: each once, without comments."""
+    lines = dict.fromkeys(line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def parse_object(place: Path | str, text: str) -> dict:
     """The JSON object of a text, which stands at this place; raises Damaged."""
     try:

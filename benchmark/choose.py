@@ -30,7 +30,7 @@ from typing import Literal
 
 import pandas as pd
 import plot
-from arguments import read_flags, read_text, refuse
+from arguments import list_commands, read_flags, read_text, refuse
 
 
 @dataclass
@@ -183,9 +183,7 @@ def main(args: Args) -> None:
     except re.error as error:
         refuse(f"--method {args.method}: is no regular expression ({error})")
     text = sys.stdin.read() if args.commands == "-" else read_text(args.commands)
-    commands = dict.fromkeys(line.strip() for line in text.splitlines())  # as run.py reads them
-    commands = [line for line in commands if not line.startswith("#")]
-    named = [line for line in commands if re.search(r"--exp[-_]name", line)]
+    named = [line for line in list_commands(text) if re.search(r"--exp[-_]name", line)]
     lines = [line for line in named if "--seed" in line]
     planned = Counter()
     for line in lines:

@@ -37,7 +37,7 @@ import pandas as pd
 import tyro
 from arguments import read_flags, read_json_lines, refuse
 from pipeline import load_scorer, read_rows
-from plot import read_settings, read_table, write
+from plot import read_settings, read_table, report, write
 from scipy.stats import binomtest
 from stats import bootstrap
 
@@ -272,12 +272,9 @@ def read_completions(folder: str, before: bool = False) -> pd.DataFrame:
 
 
 def is_finished(folder: str) -> bool:
-    """Whether a run was not cut off; a line on stderr if it was: its last evaluation is older."""
+    """Whether a run was not cut off, whose last evaluation would be an older one."""
     summary, _ = read_settings(Path(folder))
-    finished = bool(summary.get("completed"))
-    if not finished:
-        print(f"{folder}: cut off, left out", file=sys.stderr)
-    return finished
+    return bool(summary.get("completed"))
 
 
 def add_prompts(rows: pd.DataFrame, folder: str, for_reward_model: bool = False) -> pd.DataFrame:
@@ -438,7 +435,12 @@ def main(args: Args) -> pd.DataFrame:
             refuse(f"{folder}: is no run's folder")
     if args.against and not is_finished(args.against):
         refuse(f"--against {args.against}: must be a finished run")
-    folders = [folder for folder in dict.fromkeys(args.runs) if args.before or is_finished(folder)]
+    folders = []
+    for folder in dict.fromkeys(args.runs):
+        if args.before or is_finished(folder):
+            folders.append(folder)
+        else:
+            report(folder, "cut off, left out")
     if not folders:
         refuse(f"--runs {' '.join(args.runs)}: no finished run in there")
     rows = pd.concat([read_pairs(folder, args).assign(run=folder) for folder in folders])

@@ -144,11 +144,11 @@ def load_scorer(name: str) -> Callable[[list, list[str]], list[float]]:
         are_messages = [isinstance(prompt, list) for prompt in prompts]
         for of_messages in (False, True):
             rows = [k for k in range(len(prompts)) if are_messages[k] == of_messages]
+            if not rows:
+                continue
             rows.sort(key=lambda k: len(prpo_llm.get_text(prompts[k]) + completions[k]))
-            texts = [completions[k] for k in rows]
-            if of_messages:
-                texts = [[{"role": "assistant", "content": text}] for text in texts]
             ordered = [prompts[k] for k in rows]
+            texts = prpo_llm.match_form(ordered[0], [completions[k] for k in rows])
             results = prpo_llm.apply_reward_model(model, tokenizer, ordered, texts)
             for k, result in zip(rows, results, strict=True):
                 scores[k] = result

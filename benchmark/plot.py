@@ -334,7 +334,7 @@ def match_pattern(name: str, patterns: tuple[str, ...]) -> int | None:
     return None
 
 
-def report(folder: Path, problem: str) -> None:
+def report(folder: Path | str, problem: str) -> None:
     """A line on stderr about a run."""
     print(f"{folder}: {problem}", file=sys.stderr)
 

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from arguments import read_flags, refuse
+from arguments import list_commands, read_flags, refuse
 
 try:
     import fcntl
@@ -404,8 +404,7 @@ def check_args(args: Args) -> None:
 
 def main(args: Args) -> None:
     check_args(args)
-    lines = dict.fromkeys(line.strip() for line in read(args.commands).splitlines())
-    jobs = [Job(line) for line in lines if line and not line.startswith("#")]
+    jobs = [Job(line) for line in list_commands(read(args.commands))]
     if not jobs:
         refuse(f"{args.commands}: there is no command in it")
     if args.line:

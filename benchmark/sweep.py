@@ -697,11 +697,11 @@ ANCHOR_DOORKEY = {
     "pr-uniform-every1": PR_UNIFORM.replace("--local-updates 4", "--local-updates 1"),
     "fedavg-uniform": FEDAVG_UNIFORM,
     "fedavg-uniform-every1": FEDAVG_UNIFORM.replace("--local-updates 4", "--local-updates 1"),
-    "pr-uniform-every16": PR_UNIFORM.replace("--local-updates 4", "--local-updates 16"),
-    "fedavg-uniform-every16": FEDAVG_UNIFORM.replace("--local-updates 4", "--local-updates 16"),
-    "pr-uniform-every32": PR_UNIFORM.replace("--local-updates 4", "--local-updates 32"),
-    "fedavg-uniform-every32": FEDAVG_UNIFORM.replace("--local-updates 4", "--local-updates 32"),
 }
+for interval in (16, 32):
+    for method, flags in (("pr-uniform", PR_UNIFORM), ("fedavg-uniform", FEDAVG_UNIFORM)):
+        rarer = flags.replace("--local-updates 4", f"--local-updates {interval}")
+        ANCHOR_DOORKEY[f"{method}-every{interval}"] = rarer
 ANCHOR_BEAMRIDER = {
     "isolated": "--communicator identity",
     "isolated-snapshot": "--communicator identity --self-reference snapshot --kl-coef 0.6667",

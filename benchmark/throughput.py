@@ -499,8 +499,6 @@ def main(args: Args) -> None:
         refuse(f"--repeats {args.repeats}: must not be negative")
     if args.scaling and (args.llm or args.text or args.zeroth):
         refuse("--scaling: is of prpo_minigrid.py and prpo_atari.py")
-    if args.csv:
-        Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     # As Ctrl-C does, it also ends the contender that runs
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     tables = {}

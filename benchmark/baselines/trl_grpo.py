@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmark"))
 from arguments import read_flags, refuse  # noqa: E402
+from docstrings import write_rows  # noqa: E402
 
 NEVER_GENERATED = "<file_sep>"  # a special token of SmolLM2 for code files
 
@@ -76,15 +77,13 @@ def prepare(args: Args) -> None:
     fresh.generation_config.eos_token_id = tokenizer.eos_token_id
     fresh.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    unfinished = folder / "prompts.jsonl.part"
-    with open(unfinished, "w") as file:
-        for example in examples:
-            ids = tokenizer(example["prompt"])["input_ids"][: args.prompt_tokens]
-            prompt = tokenizer.decode(ids)
-            if len(tokenizer(prompt)["input_ids"]) == args.prompt_tokens:
-                row = {"prompt": prompt, "completion": example["completion"]}
-                file.write(f"{json.dumps(row)}\n")
-    unfinished.replace(folder / "prompts.jsonl")
+    rows = []
+    for example in examples:
+        ids = tokenizer(example["prompt"])["input_ids"][: args.prompt_tokens]
+        prompt = tokenizer.decode(ids)
+        if len(tokenizer(prompt)["input_ids"]) == args.prompt_tokens:
+            rows.append({"prompt": prompt, "completion": example["completion"]})
+    write_rows(folder / "prompts.jsonl", rows)
 
 
 def main(args: Args) -> dict:
