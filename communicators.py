@@ -848,7 +848,7 @@ class Exchange:
         self.device = set_device(str(device))
         self.timeout = datetime.timedelta(seconds=timeout)
         self.bytes_sent = 0
-        self.interrupted = lambda: False  # whether a signal is to end the run, see `Run`
+        self.interrupted = lambda: 0  # the signal that is to end the run, see `Run`
         if self.distributed:
             self._connect()
 
@@ -1414,6 +1414,9 @@ class FolderExchange(Exchange):
                     return start[0].to(parameters)
                 if 0 in self.agents:
                     self.store.write(path, self._encode(0, 0, parameters, math.nan))
+            if self.interrupted():
+                problem = "interrupted while waiting for agent 0, nothing was trained"
+                stop(f"{self.store.url}: {problem}", 128 + self.interrupted())
             if time.monotonic() > deadline:
                 problem = f"no usable {path} after {self.timeout.total_seconds():g} seconds"
                 stop(f"{self.store.url}: {problem}; averages start from it, start agent 0")
@@ -3323,7 +3326,7 @@ class Run:
         # or a SIGTERM after more than SAME_SIGTERM, ends it at once
         self._trained = False
         self._signals = {}  # their numbers, and when they first came
-        exchange.interrupted = lambda: bool(self._signals)
+        exchange.interrupted = lambda: next(iter(self._signals), 0)
         self._handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._request_stop)

@@ -155,7 +155,10 @@ class Job:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             if json.loads((folder / "summary.json").read_text())["completed"]:
                 return None
-        if not any(folder.glob("checkpoints/agent_*/*.pt")):
+        # A process whose agents have files in the store is refused without --resume
+        federated = any(word.split("=")[0] == "--exchange" for word in self.words)
+        started = federated and (folder / "config.json").is_file()
+        if not started and not any(folder.glob("checkpoints/agent_*/*.pt")):
             return self.words
         arguments = words_that_name_code(self.words[script + 1 :])
         return [*self.words[: script + 1], "--resume", str(folder), *arguments]

@@ -188,6 +188,13 @@ def test_what_was_cut_off_is_resumed_from_its_checkpoint_or_started_anew(tmp_pat
     assert tool([world]).returncode == 1
     (planned,) = tool([world], "--dry-run").stdout.splitlines()
     assert planned.endswith(" --env house.py:make")
+    # A federation has its files already, from which only --resume goes on
+    federated = f"{train('cut-federated')} --exchange shared"
+    assert tool([federated]).returncode == 1
+    (started,) = tmp_path.glob("runs/Task__cut-federated__*")
+    (started / "config.json").write_text(json.dumps({"script": "train"}))
+    (planned,) = tool([federated], "--dry-run").stdout.splitlines()
+    assert planned == f"python train.py --resume runs/{started.name}"
     assert tool(lines).returncode == 1  # cut is cut again; the resumed one completes
     resumed = calls(tmp_path)
     assert [call.split()[0] for call in resumed["cut-save"]] == ["--run-dir", "--resume"]

@@ -1,6 +1,7 @@
 """What agents of a federation sign, and what is believed of what arrives: --identity, --trust."""
 
 import re
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -191,6 +192,14 @@ def test_the_common_start_of_averages_is_signed_too(tmp_path, keys):
     assert first.broadcast_start(torch.ones(4)).tolist() == [1] * 4
     second = join(tmp_path / "store", (1,), identity=str(keys.private[1]), **options)
     assert second.broadcast_start(torch.zeros(4)).tolist() == [1] * 4
+
+
+def test_ctrl_c_ends_the_wait_for_the_common_start(tmp_path):
+    waiting = join(tmp_path / "store", (1,), aggregation="weights", timeout=20.0)
+    waiting.interrupted = lambda: signal.SIGINT
+    with pytest.raises(SystemExit) as end:
+        waiting.broadcast_start(torch.zeros(4))
+    assert end.value.code == 130
 
 
 def test_the_documented_commands_make_keys(tmp_path, monkeypatch):
