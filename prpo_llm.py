@@ -2492,23 +2492,24 @@ def save_best_adapters(args: Args, run: Run, model: nn.Module, tokenizer) -> Non
     """Save the policies whose held-out reward is above that of all their evaluations before.
 
     That reward stands in the header of the weights. One from behind the step that a run was resumed
-    at does not count: its evaluation is done again.
+    at does not count: its evaluation is done again. Nor does one of another number of prompts.
     """
     for i in run.exchange.agents:
         folder = run.folder / "adapters" / "best" / f"agent_{i}"
         reward = run.results["validation"][i][0]
-        if reward > read_best_reward(folder, run.iteration):  # false for NaN
-            about = {"step": run.iteration, "reward": reward}
+        best = read_best_reward(folder, run.iteration, args.eval_prompts)
+        if reward > best:  # false for NaN
+            about = {"step": run.iteration, "reward": reward, "prompts": args.eval_prompts}
             save_adapters(args, run, model, tokenizer, {i: folder}, **about)
 
 
-def read_best_reward(folder: Path, last_step: int) -> float:
-    """The reward in the header of the weights in a folder; -inf if there are none up to this
-    step."""
+def read_best_reward(folder: Path, last_step: int, prompts: int) -> float:
+    """The reward in the header of the weights in a folder; -inf if there are none up to this step
+    with so many --eval-prompts."""
     try:
         with safe_open(folder / "adapter_model.safetensors", "pt") as file:
             header = file.metadata()
-        if int(header["step"]) <= last_step:
+        if int(header["step"]) <= last_step and int(header["prompts"]) == prompts:
             return float(header["reward"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         pass  # there is none yet, or a damaged one

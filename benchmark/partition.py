@@ -220,7 +220,9 @@ def hardness_partition(
     where the bounds leave no room.
     """
     least, _, most = bounds
-    if not most <= size <= len(hard) + least:
+    if most > size:
+        raise ValueError(f"sets of {size} have no room for {most} easy prompts")
+    if size > len(hard) + least:
         raise ValueError(f"sets of {size} with {least} to {most} easy prompts need more hard ones")
     sets = []
     for items in coverage_partition(len(easy), num_agents, total, bounds, xi, rng):

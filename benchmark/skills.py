@@ -110,14 +110,22 @@ class Args:
 def check_args(args: Args) -> None:
     """Ends with one line that names the flag, its value and what would be valid."""
     shortest, longest = args.word_lengths
-    most = 26 ** max(shortest, 1) // 2  # prompts that half of the shortest words give
     shares = args.prompt_shares
+    # Prompts are all different: half of the shortest words have to do for each skill
+    words = 26 ** max(shortest, 1) // 2
+    others = (len(SKILLS) - 1) * words
+    rare_prompts = sum(round(share * args.prompts) for share in shares)
+    enough = rare_prompts <= words and len(shares) * args.prompts - rare_prompts <= others
     limits = {
         "rare": (args.rare in SKILLS, f"must be one of {', '.join(SKILLS)}"),
         "rare_share": (0 <= args.rare_share < 1, "must lie in [0, 1)"),
         "prompt_shares": (all(0 <= share <= 1 for share in shares), "must lie in [0, 1]"),
         "word_lengths": (1 <= shortest <= longest, "must be positive, first the shortest"),
-        "prompts": (1 <= args.prompts <= most, f"must lie in [1, {most}]"),
+        "prompts": (
+            args.prompts >= 1 and enough,
+            f"must be positive, and of all agents {words} for the rare skill at most, {others} for "
+            "the others",
+        ),
         "hidden_size": (
             args.hidden_size >= 8 and args.hidden_size % 8 == 0,
             "must be a multiple of 8",
@@ -315,16 +323,18 @@ def measure_success(args: Args, model, tokenizer, batch: list[dict[str, str]]) -
     return success
 
 
-def read_held_out(folder: Path, dataset: str, rare: str) -> pd.DataFrame:
+def read_held_out(folder: Path, datasets: list[str], rare: str) -> pd.DataFrame:
     """The completions of the held-out prompts before and after training, of all evaluated tasks,
     each prompt once per agent; completed greedily.
 
-    Columns of completions.jsonl; `prompt`; `kind`, the rare skill or others; `when`.
+    datasets: the files whose rows `id` numbers. Columns of completions.jsonl; `prompt`; `exact`,
+    the reward of this name; `kind`, the rare skill or others; `when`.
     """
-    examples = read_json_lines(Path(dataset))
+    examples = [example for name in datasets for example in read_json_lines(Path(name))]
     rows = pd.DataFrame(read_json_lines(folder / "completions.jsonl"))
     rows = rows.drop_duplicates(["step", "agent", "id"])
     rows["prompt"] = [examples[k]["prompt"] for k in rows.id]
+    rows["exact"] = exact(rows.completion, [examples[k]["completion"] for k in rows.id])
     rows["kind"] = [rare if examples[k]["skill"] == rare else "others" for k in rows.id]
     rows["when"] = rows.step.map({rows.step.min(): "before", rows.step.max(): "after"})
     return rows
@@ -345,9 +355,9 @@ def tabulate(args: Args) -> pd.DataFrame:
     measure = measure_preferences if args.preferences else measure_skills
     rows = []
     for run in (run for runs in groups.values() for run in runs):
+        datasets = run.settings.get("eval_dataset") or run.settings["dataset"]
         # A word, in runs before a data set per agent was possible
-        (dataset,) = np.atleast_1d(run.settings["dataset"])
-        held_out = read_held_out(run.folder, dataset, args.rare)
+        held_out = read_held_out(run.folder, np.atleast_1d(datasets).tolist(), args.rare)
         for agent, values in measure(args, held_out).items():
             row = {"method": run.settings["exp_name"], "seed": run.settings["seed"], "agent": agent}
             rows.append(row | values)
@@ -363,14 +373,14 @@ def measure_skills(args: Args, held_out: pd.DataFrame) -> dict[int, dict[str, fl
     """Agent -> the share of prompts that it completes exactly; those for the rare skill and the
     others apart.
     """
-    by_kind = held_out.groupby(["agent", "kind", "when"]).reward.agg(["mean", "size"])
     measures = {}
-    for agent, results in by_kind.unstack(["kind", "when"]).iterrows():
+    for agent, of_agent in held_out.groupby("agent"):
         row = {}
         for kind in (args.rare, "others"):
-            row[f"{kind}_prompts"] = int(results["size", kind, "after"])
+            of_kind = of_agent[of_agent.kind == kind]
+            row[f"{kind}_prompts"] = of_kind.id.nunique()
             for when in ("before", "after"):
-                row[f"{kind}_{when}"] = results["mean", kind, when]
+                row[f"{kind}_{when}"] = of_kind[of_kind.when == when].exact.mean()
         measures[agent] = row
     return measures
 
@@ -456,7 +466,7 @@ def report(args: Args, folder: Path) -> None:
     """Print how many held-out prompts for the rare skill each agent completes exactly, before and
     after training, and one completion that the agent with most prompts for it has learned.
     """
-    rows = read_held_out(folder, f"{args.out}/train.jsonl", args.rare)
+    rows = read_held_out(folder, [f"{args.out}/train.jsonl"], args.rare)
     rows = rows[rows.kind == args.rare].set_index(["agent", "id"])
     before = rows[rows.when == "before"]
     after = rows[rows.when == "after"]
@@ -465,10 +475,11 @@ def report(args: Args, folder: Path) -> None:
     )
     print("prompts in training:")
     for agent, share in enumerate(args.prompt_shares):
-        rewards = before.reward[agent]
-        counts = f"{rewards.sum():.0f} of {len(rewards)} before training"
-        print(f"  agent {agent}, {share:.0%}: {counts}, {after.reward[agent].sum():.0f} after")
-    learned = before[(before.reward == 0) & (after.reward == 1)]
+        right = before.exact[before.index.get_level_values("agent") == agent]
+        right_after = after.exact[after.index.get_level_values("agent") == agent]
+        counts = f"{right.sum():.0f} of {len(right)} before training"
+        print(f"  agent {agent}, {share:.0%}: {counts}, {right_after.sum():.0f} after")
+    learned = before[(before.exact == 0) & (after.exact == 1)]
     most = int(np.argmax(args.prompt_shares))
     for (agent, number), row in learned.iterrows():
         if agent == most:

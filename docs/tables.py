@@ -274,7 +274,7 @@ AGENTS = {
     "time/episodes_per_second": "all agents' episodes per second of training",
 }
 COMMUNICATION = {
-    "communication/rounds": "communication rounds so far",
+    "communication/rounds": "communication rounds so far; isolated agents count theirs too",
     "communication/bytes": "parameters times listeners so far, in bytes (`communication_bytes` in"
     " the CSV file)",
     "communication/bytes_received": "with `--exchange`: bytes read from the store",

@@ -547,12 +547,14 @@ def test_models_execute_nothing(files, adapter, tmp_path):  # noqa: F811
 
 
 @often
-@given(metadata=st.dictionaries(st.sampled_from(["step", "reward"]), st.text(max_size=4)))
+@given(
+    metadata=st.dictionaries(st.sampled_from(["step", "reward", "prompts"]), st.text(max_size=4))
+)
 def test_a_header_without_a_reward_is_none(metadata):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "adapter_model.safetensors")
         safetensors.torch.save_file({"x": torch.zeros(1)}, path, metadata)
-        assert isinstance(prpo_llm.read_best_reward(Path(folder), 5), float)
+        assert isinstance(prpo_llm.read_best_reward(Path(folder), 5, 5), float)
 
 
 # --- servers ---

@@ -1380,8 +1380,10 @@ def test_hardness_partition_keeps_its_promises(seed, xi, middle):
     assert sum(amounts) == 4 * middle and all(
         bounds[0] <= amount <= bounds[2] for amount in amounts
     )
-    with pytest.raises(ValueError, match="hard"):
+    with pytest.raises(ValueError, match="need more hard ones"):
         partition.hardness_partition(easy, hard[:10], 4, 40, 40, (5, 10, 15), xi, rng)
+    with pytest.raises(ValueError, match="no room for 41 easy"):
+        partition.hardness_partition(easy, hard, 4, 40, 40, (5, 10, 41), xi, rng)
 
 
 def deal_files(many, files, folder, *words):

@@ -237,6 +237,9 @@ def test_the_best_adapters_are_kept(files, stacked, tmp_path):  # noqa: F811
     assert evaluate(8, [9.0, 1.0, 0.6, 0.7]) == [8, 6, 8]
     # Resumed at step 5: what was saved in step 6 or 8 is evaluated again
     assert evaluate(5, [9.0, 0.0, 0.1, 0.2]) == [5, 5, 5]
+    # Means of other prompts are not comparable
+    args.eval_prompts += 1
+    assert evaluate(7, [9.0, -3.0, -3.0, -3.0]) == [7, 7, 7]
 
 
 def test_a_full_disk_leaves_the_former_adapter(files, stacked, tmp_path, monkeypatch):  # noqa: F811

@@ -531,7 +531,7 @@ def test_the_table_has_each_agents_own_reward_and_style(tmp_path):
             names = [f"reward_skills.{name}" for name in ("content", *skills.STYLES)]
             rows += [row | dict(zip(names, values, strict=True))] * 2
     (tmp_path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    held_out = skills.read_held_out(tmp_path, str(tmp_path / "train.jsonl"), "mirror")
+    held_out = skills.read_held_out(tmp_path, [str(tmp_path / "train.jsonl")], "mirror")
     measured = skills.measure_preferences(skills.Args(preferences=True), held_out)
     after = {
         agent: (row["reward_after"], row["content_after"], row["own_style_after"])

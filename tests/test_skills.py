@@ -213,7 +213,17 @@ def test_the_rare_skill_comes_in_time(seed, tmp_path):
         (["--rare-share", "1"], "--rare-share 1.0: must lie in [0, 1)"),
         (["--prompt-shares", "0.5", "1.5"], "--prompt-shares 0.5 1.5: must lie in [0, 1]"),
         (["--word-lengths", "5", "3"], "--word-lengths 5 3: must be positive"),
-        (["--prompts", "900", "--word-lengths", "2", "4"], "--prompts 900: must lie in [1, 338]"),
+        (["--prompts", "0"], "--prompts 0: must be positive"),
+        # Half of 26 ** 2 words, for prompts that are all different
+        (
+            ["--prompts", "113", "--word-lengths", "2", "4", "--prompt-shares", "1", "1", "1"],
+            "--prompts 113: must be positive, and of all agents 338 for the rare skill at most",
+        ),
+        (
+            ["--prompts", "564", "--word-lengths", "2", "2", "--prompt-shares", "0", "0", "0"],
+            "--prompts 564: must be positive, and of all agents 338 for the rare skill at most, "
+            "1690 for the others",
+        ),
         (["--rare-success", "0"], "--rare-success 0.0: must lie in (0, 1]"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--hidden-size", "20"], "--hidden-size 20: must be a multiple of 8"),
@@ -342,6 +352,12 @@ def test_the_demonstration_runs(task, tmp_path, monkeypatch, capsys):
                 right, prompts = count_exact(run, step, row["agent"], kind)
                 assert row[f"{kind}_prompts"] == prompts > 0
                 assert row[f"{kind}_{when}"] == pytest.approx(right / prompts)
+    # Held-out prompts may come from data of their own
+    summary = json.loads((run / "summary.json").read_text())
+    summary["settings"]["eval_dataset"] = summary["settings"]["dataset"]
+    summary["settings"]["dataset"] = ["elsewhere.jsonl"]
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert skills.tabulate(skills.Args(runs=str(out / "demo"), rare="upper")).equals(table)
 
 
 def test_the_demonstration_shows_what_was_learned(tmp_path, capsys):
@@ -362,15 +378,16 @@ def test_the_demonstration_shows_what_was_learned(tmp_path, capsys):
     rows = []
     for agent, k, *texts in completions:
         for step, text in zip((0, 7), texts, strict=True):
-            reward = float(text == examples[k]["completion"])
+            reward = float(text == examples[k]["completion"]) - 1  # a penalty
             row = {"step": step, "agent": agent, "task": "validation", "id": k}
             rows.append(row | {"completion": text, "reward": reward})
     (tmp_path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    args = skills.Args(out=str(tmp_path), prompt_shares=(0.1, 0.5))
+    args = skills.Args(out=str(tmp_path), prompt_shares=(0.1, 0.5, 0))
     skills.report(args, tmp_path)
-    assert capsys.readouterr().out.splitlines()[-3:] == [
+    assert capsys.readouterr().out.splitlines()[-4:] == [
         "  agent 0, 10%: 0 of 1 before training, 1 after",
         "  agent 1, 50%: 1 of 3 before training, 3 after",
+        "  agent 2, 0%: 0 of 0 before training, 0 after",
         "agent 1, for example, completes mirror cd: as cdcd before, cddc after",
     ]
 
