@@ -131,7 +131,7 @@ CONTROL = {
     "losses/distill_kl_after": "the same after the epochs",
     "losses/explained_variance": "how much of the returns' variance the value function explains",
     "policy/kl_reference_before": "KL between policy and reference before the update, on 128"
-    " states of the rollout",
+    " to 255 states of the rollout",
     "policy/kl_reference_after": "the same after it",
     "policy/reference_entropy": "entropy of the reference policy, in nats",
     "policy/tv_update": "total variation of the policies before and after the update, as a mean"
