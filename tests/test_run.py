@@ -304,7 +304,7 @@ def test_the_exchange_knows_that_a_signal_has_come(tmp_path, monkeypatch):
 
     with pytest.raises(SystemExit):
         toy.main(args_of(tmp_path), at=send)
-    assert interrupted == [False, False, True]
+    assert interrupted == [0, 0, signal.SIGTERM]
 
 
 def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
