@@ -3869,8 +3869,7 @@ class Run:
             self._print_end()
         self.exchange.close()
         if self.interrupted:
-            first_signal = next(iter(self._signals), signal.SIGTERM)
-            sys.exit(128 + first_signal)
+            sys.exit(128 + (self.exchange.interrupted() or signal.SIGTERM))
         return summary
 
     def _recent(self) -> list[float]:

@@ -54,6 +54,14 @@ def read_text(path: Path) -> str:
         raise Damaged(f"{path}: cannot be read ({error})") from error
 
 
+def list_evaluated_data(settings: dict) -> list[str]:
+    """The data whose rows the ids in a run's completions.jsonl number, one file after the other."""
+    names = settings.get("eval_dataset") or settings["dataset"]
+    if isinstance(names, str):  # in runs before a data set per agent was possible
+        return [names]
+    return list(names)
+
+
 def list_commands(text: str) -> list[str]:
     """The commands of a list with one per line: each once, without comments."""
     lines = dict.fromkeys(line.strip() for line in text.splitlines())

@@ -35,7 +35,7 @@ from typing import Annotated
 import numpy as np
 import pandas as pd
 import tyro
-from arguments import read_flags, read_json_lines, refuse
+from arguments import list_evaluated_data, read_flags, read_json_lines, refuse
 from pipeline import load_scorer, read_rows
 from plot import read_settings, read_table, report, write
 from scipy.stats import binomtest
@@ -286,15 +286,15 @@ def add_prompts(rows: pd.DataFrame, folder: str, for_reward_model: bool = False)
     _, settings = read_settings(Path(folder))
     prompt_column = settings.get("prompt_column", "prompt")
     completion_column = settings.get("completion_column", "completion")
-    names = settings.get("eval_dataset") or settings["dataset"]
+    names = list_evaluated_data(settings)
     examples = []
-    for name in np.atleast_1d(names).tolist():
+    for name in names:
         examples += read_rows(name, "train", prompt_column, completion_column)
     prompts = []
     for number, reference in zip(rows.id, rows.reference, strict=True):
         example = examples[number] if number < len(examples) else {}
         if example.get("completion") != reference:
-            sys.exit(f"{folder}: --dataset {names} has changed since the run")
+            sys.exit(f"{folder}: --dataset {' '.join(names)} has changed since the run")
         column = "messages" if for_reward_model else "request"
         prompts.append(example.get(column, example["prompt"]))
     return rows.assign(prompt=prompts)

@@ -46,7 +46,13 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).parent))  # for `--reward benchmark/skills.py:exact`
-from arguments import read_flags, read_json, read_json_lines, refuse  # noqa: E402
+from arguments import (  # noqa: E402
+    list_evaluated_data,
+    read_flags,
+    read_json,
+    read_json_lines,
+    refuse,
+)
 from tiny_llama import Trainer, make_model  # noqa: E402
 
 SKILLS: dict[str, Callable[[str], str]] = {
@@ -114,18 +120,16 @@ def check_args(args: Args) -> None:
     # Prompts are all different: half of the shortest words have to do for each skill
     words = 26 ** max(shortest, 1) // 2
     others = (len(SKILLS) - 1) * words
-    rare_prompts = sum(round(share * args.prompts) for share in shares)
-    enough = rare_prompts <= words and len(shares) * args.prompts - rare_prompts <= others
+    enough = (
+        f"must be positive, and of all agents {words} for the rare skill at most, {others} for the "
+        "others"
+    )
     limits = {
         "rare": (args.rare in SKILLS, f"must be one of {', '.join(SKILLS)}"),
         "rare_share": (0 <= args.rare_share < 1, "must lie in [0, 1)"),
         "prompt_shares": (all(0 <= share <= 1 for share in shares), "must lie in [0, 1]"),
         "word_lengths": (1 <= shortest <= longest, "must be positive, first the shortest"),
-        "prompts": (
-            args.prompts >= 1 and enough,
-            f"must be positive, and of all agents {words} for the rare skill at most, {others} for "
-            "the others",
-        ),
+        "prompts": (args.prompts >= 1, enough),
         "hidden_size": (
             args.hidden_size >= 8 and args.hidden_size % 8 == 0,
             "must be a multiple of 8",
@@ -143,6 +147,9 @@ def check_args(args: Args) -> None:
             if isinstance(value, tuple):
                 value = " ".join(map(str, value))
             refuse(f"--{name.replace('_', '-')} {value}: {valid}")
+    rare_prompts = sum(round(share * args.prompts) for share in shares)
+    if rare_prompts > words or len(shares) * args.prompts - rare_prompts > others:
+        refuse(f"--prompts {args.prompts}: {enough}")
 
 
 def exact(completions: list[str], references: list[str], **_) -> list[float]:
@@ -355,9 +362,7 @@ def tabulate(args: Args) -> pd.DataFrame:
     measure = measure_preferences if args.preferences else measure_skills
     rows = []
     for run in (run for runs in groups.values() for run in runs):
-        datasets = run.settings.get("eval_dataset") or run.settings["dataset"]
-        # A word, in runs before a data set per agent was possible
-        held_out = read_held_out(run.folder, np.atleast_1d(datasets).tolist(), args.rare)
+        held_out = read_held_out(run.folder, list_evaluated_data(run.settings), args.rare)
         for agent, values in measure(args, held_out).items():
             row = {"method": run.settings["exp_name"], "seed": run.settings["seed"], "agent": agent}
             rows.append(row | values)
@@ -467,7 +472,7 @@ def report(args: Args, folder: Path) -> None:
     after training, and one completion that the agent with most prompts for it has learned.
     """
     rows = read_held_out(folder, [f"{args.out}/train.jsonl"], args.rare)
-    rows = rows[rows.kind == args.rare].set_index(["agent", "id"])
+    rows = rows[rows.kind == args.rare]
     before = rows[rows.when == "before"]
     after = rows[rows.when == "after"]
     print(
@@ -475,17 +480,16 @@ def report(args: Args, folder: Path) -> None:
     )
     print("prompts in training:")
     for agent, share in enumerate(args.prompt_shares):
-        right = before.exact[before.index.get_level_values("agent") == agent]
-        right_after = after.exact[after.index.get_level_values("agent") == agent]
+        right = before.exact[before.agent == agent]
+        right_after = after.exact[after.agent == agent]
         counts = f"{right.sum():.0f} of {len(right)} before training"
         print(f"  agent {agent}, {share:.0%}: {counts}, {right_after.sum():.0f} after")
-    learned = before[(before.exact == 0) & (after.exact == 1)]
+    both = before.merge(after, on=["agent", "id", "prompt"], suffixes=("_before", "_after"))
     most = int(np.argmax(args.prompt_shares))
-    for (agent, number), row in learned.iterrows():
-        if agent == most:
-            texts = f"{row.completion} before, {after.completion[agent, number]} after"
-            print(f"agent {agent}, for example, completes {row.prompt} as {texts}")
-            return
+    learned = both[(both.agent == most) & (both.exact_before == 0) & (both.exact_after == 1)]
+    for row in learned.head(1).itertuples():
+        texts = f"{row.completion_before} before, {row.completion_after} after"
+        print(f"agent {most}, for example, completes {row.prompt} as {texts}")
 
 
 def main(args: Args) -> dict[str, float]:

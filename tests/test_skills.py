@@ -212,6 +212,7 @@ def test_the_rare_skill_comes_in_time(seed, tmp_path):
         (["--rare", "jump"], "--rare jump: must be one of copy, "),
         (["--rare-share", "1"], "--rare-share 1.0: must lie in [0, 1)"),
         (["--prompt-shares", "0.5", "1.5"], "--prompt-shares 0.5 1.5: must lie in [0, 1]"),
+        (["--prompt-shares", "nan"], "--prompt-shares nan: must lie in [0, 1]"),
         (["--word-lengths", "5", "3"], "--word-lengths 5 3: must be positive"),
         (["--prompts", "0"], "--prompts 0: must be positive"),
         # Half of 26 ** 2 words, for prompts that are all different
