@@ -393,7 +393,8 @@ def test_an_agent_without_peers_is_not_replaced_by_what_it_would_send(script, tm
     folders = []
     for name, changes in (("plain", {}), ("noisy", {"dp_clip": 0.01, "dp_noise": 1.0})):
         changes |= {"communicator": "self-preferred", "self_preference": 1.0, "eval_episodes": 0}
-        args = tiny(script, tmp_path / name, iterations=3, aggregation="weights", **changes)
+        changes |= {"aggregation": "weights", "local_updates": 1, "iterations": 1}
+        args = tiny(script, tmp_path / name, **changes)
         script.main(args)
         folders.append(only_run(tmp_path / name))
     weights, expected = map(weights_of, folders)

@@ -27,7 +27,7 @@ SHORT = {
     "prpo_atari.py": "BreakoutNoFrameskip-v4",
 }
 # In float32, because bfloat16 is slow on processors that do not have it
-FEW = "--total-steps 1 --batch-size 1 --group-size 2 --response-length 8 --eval-prompts 1"
+FEW = "--total-steps 1 --batch-size 1 --group-size 2 --response-length 4 --eval-prompts 1"
 FEW += " --update-epochs 1 --lora-rank 4 --value-lora-rank 4 --precision float32"
 FEW_EPISODES = "--total-steps 1 --local-updates 1 --batch-size 1 --group-size 2 --max-turns 2"
 FEW_EPISODES += " --eval-episodes 1 --response-length 5 --lora-rank 2 --tasks 60"

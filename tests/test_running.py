@@ -219,6 +219,7 @@ def test_a_dead_rank_ends_the_others_and_the_run_goes_on_elsewhere(whole_run, tm
     assert_same_run(folder, whole_run(PRPO_MINIGRID))
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_crashed_run_unattended(whole_run, tmp_path):
     """With --max-restarts a run whose rank dies once goes on in the same folder and equals an
     uninterrupted one.

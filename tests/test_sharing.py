@@ -236,7 +236,7 @@ def test_what_pulls_and_the_end_of_communication_survive_crashes(settings, crash
     assert (folder / "communicator.csv").read_text() == (whole / "communicator.csv").read_text()
 
 
-@on([PRPO_MINIGRID, PRPO_ATARI, PRTRPO_MINIGRID])
+@on([PRPO_MINIGRID, PRTRPO_MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
 def test_after_the_end_of_communication_no_snapshot_holds_an_agent(script, tmp_path):
     """Without any round it is trained as one whose reference is its policy before the update."""
     folders = []

@@ -1033,7 +1033,7 @@ def test_distillation_is_logged_in_iterations_with_a_round(tmp_path):
     assert all(0 < after < before for _, before, after in logged)
 
 
-@every_script
+@on([*MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
 def test_an_agent_that_sits_out_has_no_say_in_the_weights_of_others(script, tmp_path, monkeypatch):
     """What it reports is unknown to the others, so that it cannot bound their returns either."""
     rounds = []
@@ -1396,7 +1396,7 @@ def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypa
 # --- numerics ---
 
 
-@every_family
+@on([PRPO_MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
 def test_threads_change_nothing(script, tmp_path):
     """Equal seeds give equal runs however many threads there are: agents share no generators.
 
