@@ -483,10 +483,7 @@ GOAL_COEFS = ("0.02", "0.1", "0.5", "2")
 # Of the pull towards the average parameters, which has a coefficient of its own
 PROXIMAL_COEFS = ("0.001", "0.01", "0.1", "1")
 # Also with a coefficient that falls to 0
-LINEAR_METHODS = {
-    "goals": ("fedavg-surrogate", "pr-uniform", "pr-reward", "pr-surrogate", "pr-pairs"),
-    "unlock-goals": ("fedavg-surrogate", "pr-reward", "pr-surrogate"),
-}
+LINEAR_METHODS = ("fedavg-surrogate", "pr-uniform", "pr-reward", "pr-surrogate", "pr-pairs")
 # Method -> coefficient that choose.py prefers; else 0.5 (docs/results.md, section 12)
 CHOSEN_GOALS = {
     "goals": {
@@ -509,10 +506,12 @@ CHOSEN_GOALS = {
         "fedavg-uniform": "0.1",
         "isolated": "2",
         "pr-pairs": "0.02",
+        "pr-pairs-linear": "0.1",
         "pr-reward": "0.1",
         "pr-reward-linear": "0.1",
         "pr-surrogate": "0.1",
         "pr-uniform": "0.1",
+        "pr-uniform-linear": "0.1",
         "proximal-reward": "0.01",
         "proximal-uniform": "0.001",
     },
@@ -531,7 +530,7 @@ def list_goals(family: str, mode: str) -> Iterator[str]:
         common += " --total-timesteps 249856 --learning-rate 1e-3 --kl-direction reverse"
         common += f" --local-updates 4 --eval-episodes {episodes}"
         common += f" --run-dir {name_folder(family, mode)}"
-        for method, flags in list_goal_methods(family):
+        for method, flags in list_goal_methods():
             coef_flag = "--kl-coef"
             coefs = GOAL_COEFS
             if method.startswith("proximal"):
@@ -546,11 +545,11 @@ def list_goals(family: str, mode: str) -> Iterator[str]:
                 yield f"{ONE_THREAD} {flags} {coef_flag} {coef} {common} --exp-name {name}"
 
 
-def list_goal_methods(family: str) -> Iterator[tuple[str, str]]:
+def list_goal_methods() -> Iterator[tuple[str, str]]:
     """Methods with their flags; some of them with a falling coefficient too."""
     for method, flags in GOAL_METHODS.items():
         yield method, flags
-        if method in LINEAR_METHODS[family]:
+        if method in LINEAR_METHODS:
             yield f"{method}-linear", f"{flags} --kl-schedule linear"
 
 
