@@ -59,6 +59,7 @@ METHODS = {
     "pr-uniform-searched": Method("PR-PPO, uniform, learning rate 5e-4", BLUE, ":"),
     "pr-uniform-forward": Method("PR-PPO, uniform, forward KL as in eq. 4", BLUE, "--"),
     "pr-similarity": Method("PR-PPO, similarity", SKY),
+    "pr-similarity-forward": Method("PR-PPO, similarity, forward KL", SKY, "--"),
     "pr-surrogate": Method("PR-PPO, surrogate", PINK),
     "pr-surrogate-linear": Method("PR-PPO, surrogate, falls to 0", PINK, "--"),
     "pr-pairs": Method("PR-PPO, pairs", BLUE, "-."),
