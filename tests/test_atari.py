@@ -510,9 +510,11 @@ def changed(*layers, at=6):
     class Changed(PRPO_ATARI.Agent):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
-            self.network = nn.Sequential(
-                *self.network[:at], *copy.deepcopy(layers), *self.network[at:]
-            )
+            added = copy.deepcopy(layers)
+            for layer in added:
+                if hasattr(layer, "reset_parameters"):  # by the test's seed, which comes later
+                    layer.reset_parameters()
+            self.network = nn.Sequential(*self.network[:at], *added, *self.network[at:])
             with torch.no_grad():
                 flat = (
                     self.network[: at + len(layers)](torch.zeros(1, 64, 21, 21)).flatten(1).shape[1]
