@@ -141,6 +141,7 @@ FEDAVG_MINIGRID = Variant(fedavg_ppo, "MiniGrid")
 PRTRPO_MINIGRID = Variant(prtrpo_minigrid, "MiniGrid")
 PRPO_ATARI = Variant(prpo_atari, "Atari")
 FEDAVG_ATARI = Variant(fedavg_ppo, "Atari")
+SLOW_ATARI = pytest.param(PRPO_ATARI, marks=pytest.mark.slow)
 MINIGRID = [PRPO_MINIGRID, FEDAVG_MINIGRID]
 ATARI = [PRPO_ATARI, FEDAVG_ATARI]
 SCRIPTS = [PRPO_MINIGRID, PRPO_ATARI, FEDAVG_MINIGRID]

@@ -14,6 +14,7 @@ from helpers import (
     PRPO_ATARI,
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
+    SLOW_ATARI,
     assert_same_run,
     on,
     only_run,
@@ -342,7 +343,7 @@ def noisy_run(once):
 
 @pytest.mark.parametrize(
     "script",
-    [PRPO_MINIGRID, FEDAVG_MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)],
+    [PRPO_MINIGRID, FEDAVG_MINIGRID, SLOW_ATARI],
     ids=str,
 )
 def test_a_run_logs_epsilon_and_the_updates(script, noisy_run):

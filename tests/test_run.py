@@ -253,7 +253,6 @@ def test_a_full_disk_ends_with_one_line_and_keeps_what_was_saved(whole, tmp_path
     folder = only_run(tmp_path)
     assert files_of(folder) == [[2]] * 3
     full.clear()
-    time.sleep(1)  # TensorBoard orders its files by the second
     resume(folder)
     assert logs_of(folder) == logs_of(whole)
 
@@ -751,7 +750,6 @@ def test_a_signal_ends_the_run_after_its_iteration(whole, tmp_path, capsys):
         files_of(folder) == [[2, 3]] * 3
         and not json.loads((folder / "summary.json").read_text())["completed"]
     )
-    time.sleep(1)  # TensorBoard orders its files by the second
     resume(folder)
     assert_same(folder, whole)
 

@@ -18,6 +18,7 @@ from helpers import (
     PRPO_ATARI,
     PRPO_MINIGRID,
     REPOSITORY,
+    SLOW_ATARI,
     Child,
     assert_same_run,
     evaluations_of,
@@ -132,7 +133,7 @@ def assert_same_charts(folder, expected):
 
 
 # Which a real kill -9 tests below
-@on([*MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
+@on([*MINIGRID, SLOW_ATARI])
 def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tmp_path):
     """Some agents have saved and others have not: all go on from the newest checkpoint that all of
     them completed.
@@ -155,7 +156,7 @@ def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tm
     assert evaluations_of(folder) == evaluations_of(whole_run(script))
 
 
-@on([*MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
+@on([*MINIGRID, SLOW_ATARI])
 def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
     """The same after real SIGKILLs, when nothing in memory reaches the disk any more; TensorBoard
     has no gap.

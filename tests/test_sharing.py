@@ -12,6 +12,7 @@ from helpers import (
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
     REPOSITORY,
+    SLOW_ATARI,
     assert_same_run,
     assert_weights,
     flags,
@@ -236,7 +237,7 @@ def test_what_pulls_and_the_end_of_communication_survive_crashes(settings, crash
     assert (folder / "communicator.csv").read_text() == (whole / "communicator.csv").read_text()
 
 
-@on([PRPO_MINIGRID, PRTRPO_MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
+@on([PRPO_MINIGRID, PRTRPO_MINIGRID, SLOW_ATARI])
 def test_after_the_end_of_communication_no_snapshot_holds_an_agent(script, tmp_path):
     """Without any round it is trained as one whose reference is its policy before the update."""
     folders = []
@@ -502,7 +503,7 @@ def test_isolated_agents_log_distances_but_send_nothing(tmp_path):
 # --- clones ---
 
 
-@on([PRPO_MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
+@on([PRPO_MINIGRID, SLOW_ATARI])
 def test_clones_with_a_round_after_every_iteration_learn_like_isolated_agents(
     script, tmp_path, monkeypatch
 ):

@@ -15,6 +15,7 @@ from helpers import (
     MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    SLOW_ATARI,
     assert_same_rows,
     assert_same_run,
     assert_weights,
@@ -1033,7 +1034,7 @@ def test_distillation_is_logged_in_iterations_with_a_round(tmp_path):
     assert all(0 < after < before for _, before, after in logged)
 
 
-@on([*MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
+@on([*MINIGRID, SLOW_ATARI])
 def test_an_agent_that_sits_out_has_no_say_in_the_weights_of_others(script, tmp_path, monkeypatch):
     """What it reports is unknown to the others, so that it cannot bound their returns either."""
     rounds = []
@@ -1396,7 +1397,7 @@ def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypa
 # --- numerics ---
 
 
-@on([PRPO_MINIGRID, pytest.param(PRPO_ATARI, marks=pytest.mark.slow)])
+@on([PRPO_MINIGRID, SLOW_ATARI])
 def test_threads_change_nothing(script, tmp_path):
     """Equal seeds give equal runs however many threads there are: agents share no generators.
 
