@@ -1202,7 +1202,7 @@ def measure_completions(
     finite = rewards[~rewards.isnan()]
     row = {
         "objective/reward": float(finite.mean()),
-        "objective/reward_std": float(finite.std()),
+        "objective/reward_std": float(finite.std()) if len(finite) > 1 else math.nan,
     }
     for name, column in scores.items():
         values = column.reshape(len(batch["rewards"]), -1)[k]

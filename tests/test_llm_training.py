@@ -1503,6 +1503,17 @@ def checkpoint_of(run, agent, step):
     return torch.load(run / "checkpoints" / f"agent_{agent}" / f"{step}.pt", weights_only=True)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("rewards", "expected"), [([1.0, 4.0], 4.5**0.5), ([1.0, math.nan], math.nan)]
+)
+def test_one_reward_has_no_standard_deviation(rewards, expected):
+    rewards = torch.tensor([[rewards]])  # [agents, prompts, completions]
+    batch = {"rewards": rewards, "lengths": torch.ones(1, 1, 2), "ends": torch.ones(1, 1, 2)}
+    row = prpo_llm.measure_completions(prpo_llm.Args(algorithm="ppo"), batch, {}, 0)
+    assert row["objective/reward_std"] == pytest.approx(expected, nan_ok=True)
+
+
 @pytest.mark.parametrize("minibatch_size", [1, 2])
 def test_an_isolated_agent_without_signal_stays_where_it_is(files, tmp_path, minibatch_size):  # noqa: F811
     """The penalty holds it at its own policy, and no rounding error of it becomes a step."""
