@@ -592,7 +592,12 @@ def assert_same_training(tmp_path, processes, whole):
         (PRPO_MINIGRID, {}, [(0,), (1,), (2,)]),
         (PRPO_MINIGRID, {"communicator": "surrogate", "hidden_sizes": "64 128 32"}, [(0, 1), (2,)]),
         (FEDAVG_MINIGRID, {"communicator": "reward"}, [(0,), (1, 2)]),
-        (PRTRPO_MINIGRID, {"communicator": "similarity"}, [(0,), (1, 2)]),
+        pytest.param(
+            PRTRPO_MINIGRID,
+            {"communicator": "similarity"},
+            [(0,), (1, 2)],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(PRPO_ATARI, {}, [(0,), (1,), (2,)], marks=pytest.mark.slow),
     ],
     ids=lambda value: str(value) if value in (PRPO_ATARI,) else None,

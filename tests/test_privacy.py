@@ -388,7 +388,7 @@ def test_a_run_with_a_wide_clip_is_the_run_without(script, tmp_path):
     assert columns[1] - columns[0] == {"update_norm"}
 
 
-@on([PRPO_MINIGRID, PRPO_ATARI])
+@on([PRPO_MINIGRID, SLOW_ATARI])
 def test_an_agent_without_peers_is_not_replaced_by_what_it_would_send(script, tmp_path):
     """Self-preference 1 is isolated training, whatever a snapshot of averages would hold."""
     folders = []

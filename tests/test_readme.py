@@ -133,7 +133,10 @@ def test_language_model_commands_run(words, tmp_path, request):
     """
     if "ppo" not in words and not runs_slow(request):
         pytest.skip("a minute each: -m slow")
-    assert (run(words, *FEW.split(), cwd=tmp_path) / "summary.json").exists()
+    few = FEW.split()
+    if words[0] != "torchrun":
+        few += ["--num-agents", "2"]
+    assert (run(words, *few, cwd=tmp_path) / "summary.json").exists()
 
 
 @on_commands("prpo_babyai")

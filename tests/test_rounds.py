@@ -13,9 +13,9 @@ import pytest
 import torch
 from helpers import (
     FEDAVG_MINIGRID,
-    PRPO_ATARI,
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
+    SLOW_ATARI,
     assert_same_run,
     only_run,
     rows_of,
@@ -677,7 +677,7 @@ def test_logs_of_many_agents_are_linear(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script", [PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID, PRPO_ATARI], ids=str
+    "script", [PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID, SLOW_ATARI], ids=str
 )
 def test_agents_count_by_their_samples(script, tmp_path, monkeypatch):
     """c_ij is proportional to the steps of agent j that counted since the last round.

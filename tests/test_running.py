@@ -15,10 +15,10 @@ import torch
 from helpers import (
     FEDAVG_MINIGRID,
     MINIGRID,
-    PRPO_ATARI,
     PRPO_MINIGRID,
     REPOSITORY,
     SLOW_ATARI,
+    SLOW_FEDAVG,
     Child,
     assert_same_run,
     evaluations_of,
@@ -60,7 +60,7 @@ def crash_command(moment, agent, iteration, script):
 # --- placements ---
 
 
-@on([*MINIGRID, PRPO_ATARI])
+@on([*MINIGRID, SLOW_ATARI])
 def test_three_ranks_train_like_one_process(script, whole_run, tmp_path):
     """One agent per rank gives the metrics, weights, evaluation and bytes of one process; what
     moves is what may.
@@ -156,7 +156,7 @@ def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tm
     assert evaluations_of(folder) == evaluations_of(whole_run(script))
 
 
-@on([*MINIGRID, SLOW_ATARI])
+@on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_ATARI])
 def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
     """The same after real SIGKILLs, when nothing in memory reaches the disk any more; TensorBoard
     has no gap.
@@ -269,7 +269,7 @@ def assert_interrupted(folder, agents):
     return iteration
 
 
-@on_minigrid
+@on([PRPO_MINIGRID, SLOW_FEDAVG])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
     """Ctrl-C and SIGTERM: the iteration is finished and saved, and the command in the message goes

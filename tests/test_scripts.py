@@ -30,6 +30,7 @@ from helpers import (
     PRTRPO_MINIGRID,
     REPOSITORY,
     SCRIPTS,
+    SLOW_ATARI,
     WORDS,
     call,
     evaluations_of,
@@ -541,7 +542,7 @@ def test_auto_is_the_processor_for_minigrid(script, monkeypatch):
     assert args.device == ("cpu" if script.family == "MiniGrid" else "auto")
 
 
-@every_family
+@on([PRPO_MINIGRID, SLOW_ATARI])
 def test_a_compiled_network_computes_in_one_thread(script, tmp_path, monkeypatch):
     """torch.compile is not thread-safe, so that with --compile agents compute one after the
     other.
