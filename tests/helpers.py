@@ -60,7 +60,6 @@ TINY_OF = {
         "communicator_temperature": 1.0,
         "learning_rate": 1e-4,
         "update_epochs": 1,
-        "eval_episodes": 1,
     },
 }
 # Public states of fewer games: to play the usual number takes longer than a tiny run's training
@@ -142,8 +141,9 @@ FEDAVG_MINIGRID = Variant(fedavg_ppo, "MiniGrid")
 PRTRPO_MINIGRID = Variant(prtrpo_minigrid, "MiniGrid")
 PRPO_ATARI = Variant(prpo_atari, "Atari")
 FEDAVG_ATARI = Variant(fedavg_ppo, "Atari")
+# Where the tested lines are those of prpo_minigrid.py
 SLOW_ATARI = pytest.param(PRPO_ATARI, marks=pytest.mark.slow)
-SLOW_FEDAVG = pytest.param(FEDAVG_MINIGRID, marks=pytest.mark.slow)  # prpo_minigrid.py's lines
+SLOW_FEDAVG = pytest.param(FEDAVG_MINIGRID, marks=pytest.mark.slow)
 MINIGRID = [PRPO_MINIGRID, FEDAVG_MINIGRID]
 ATARI = [PRPO_ATARI, FEDAVG_ATARI]
 SCRIPTS = [PRPO_MINIGRID, PRPO_ATARI, FEDAVG_MINIGRID]

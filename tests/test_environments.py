@@ -552,7 +552,8 @@ TASKS = {
     ("script", "changes"),
     [
         *((PRPO_MINIGRID, {"env_backend": backend}) for backend in BACKENDS),
-        *((PRPO_ATARI, {"sticky_actions": sticky}) for sticky in (False, True)),
+        (PRPO_ATARI, {"sticky_actions": False}),
+        pytest.param(PRPO_ATARI, {"sticky_actions": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -60,7 +60,7 @@ def crash_command(moment, agent, iteration, script):
 # --- placements ---
 
 
-@on([*MINIGRID, SLOW_ATARI])
+@on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_ATARI])
 def test_three_ranks_train_like_one_process(script, whole_run, tmp_path):
     """One agent per rank gives the metrics, weights, evaluation and bytes of one process; what
     moves is what may.

@@ -21,7 +21,6 @@ from helpers import (
     assert_weights,
     evaluations_of,
     every_family,
-    every_script,
     on,
     on_minigrid,
     only_run,
@@ -1091,7 +1090,7 @@ def test_pr_ppo_exchanges_policies_and_keeps_parameters(tmp_path):
         assert (rounds[i] - rounds[(i + 1) % 3]).abs().max() > 1e-3
 
 
-@every_script
+@on([PRPO_MINIGRID, SLOW_ATARI, FEDAVG_MINIGRID])
 def test_similarity_is_computed_from_exchanged_policies(script, tmp_path):
     """In real runs the logged C is their similarity on the public states."""
     n = 3 if script.family == "MiniGrid" else 2
