@@ -2329,8 +2329,7 @@ def report_unused(args: RunArgs, unused: dict[str, str]) -> None:
     unused: flag of the script -> with what it has none.
     """
     mixes = args.aggregation == "policy" and args.communicator != "identity"
-    distills = getattr(args, "distill_epochs", 0) > 0
-    if mixes and args.agents_at_once > 1 and args.kl_coef == 0 and not distills:
+    if mixes and args.agents_at_once > 1 and args.kl_coef == 0:
         announce("--kl-coef 0: policies are sent, and peers have no influence")
     unused = dict(unused)
     communicator = f"with --communicator {args.communicator}"
@@ -2512,10 +2511,6 @@ def check_aggregation(args: RunArgs) -> None:
             refuse(args, flag, f"has no effect with --aggregation {args.aggregation}; leave it out")
     if args.prox_coef != type(args).prox_coef and args.aggregation != "proximal":
         refuse(args, "prox_coef", "needs --aggregation proximal")
-    if args.distill_epochs and args.aggregation not in ("policy", "both"):
-        refuse(
-            args, "distill_epochs", "needs policies that are mixed: --aggregation policy or both"
-        )
     if args.communication_end != 1 and args.aggregation == "none":
         refuse(args, "communication_end", "has no effect with --aggregation none; leave it out")
     if args.kl_schedule != "constant" and args.kl_coef == 0:
@@ -2523,7 +2518,7 @@ def check_aggregation(args: RunArgs) -> None:
     unused = {}
     if args.communicator == "identity":
         isolated = "on isolated agents"
-        flags = "mixture", "participation", "distill_epochs", "robust", "private_heads", "prox_coef"
+        flags = "mixture", "participation", "robust", "private_heads", "prox_coef"
         unused = dict.fromkeys(flags, isolated)
         if args.self_reference == "behaviour":
             unused["communication_end"] = isolated

@@ -122,8 +122,6 @@ class Args(RunArgs):
     """fraction of the agents, drawn anew, that takes part in a communication round"""
     communication_end: PositiveFraction = 1.0
     """fraction of the iterations after which there is no more round, and agents are isolated"""
-    distill_epochs: Natural = 0
-    """after a round: epochs towards the new reference policy, on the states of the last rollout"""
 
     # What leaves an agent, see docs/privacy.md
 
@@ -549,47 +547,6 @@ def learn(
             return
 
 
-def distill(
-    agent: Agent,
-    optimizer,
-    generator,
-    obs: Tensor | Patches,
-    obs_inds: Tensor,
-    reference: Tensor,
-    args: Args,
-) -> Iterator[Tensor]:
-    """One agent's epochs towards its new reference policy, on the states of its rollout.
-
-    Only the KL is minimised: the value function's head gets no gradient.
-    obs: the distinct observations; obs_inds: [samples], rows of obs;
-    reference: log-probabilities at obs [states, actions]. Yields the mean KL over all samples
-    before the first step, that of each minibatch, and that over all samples after the last step.
-    """
-
-    def measure() -> Tensor:
-        logits, _ = agent.predict(obs)
-        kl = communicators.kl_to_reference(logits.log_softmax(-1), reference, args.kl_direction)
-        return kl[obs_inds].mean()
-
-    yield measure()
-    for _ in range(args.distill_epochs):
-        b_inds = torch.randperm(len(obs_inds), generator=generator).to(obs_inds.device)
-        for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
-            distinct, inverse = obs_inds[mb_inds].unique(return_inverse=True)
-            logits, _ = agent(obs[distinct])
-            newlogprobs = logits.log_softmax(-1)
-            kl = communicators.kl_to_reference(newlogprobs, reference[distinct], args.kl_direction)
-            loss = kl.index_select(0, inverse).mean()
-            if loss.isfinite():
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                if grad_norm.isfinite():
-                    optimizer.step()
-            yield loss.detach()
-    yield measure()
-
-
 def diagnose_update(
     i: int,
     agent: Agent,
@@ -756,7 +713,6 @@ def main(args: Args) -> dict:
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
-        distill_kls = [[torch.nan]] * len(held)
         for k in range(len(held)):
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
@@ -807,31 +763,6 @@ def main(args: Args) -> dict:
                         shared = mark_shared(agents[k], args)
                         average = torch.where(shared, average, before)
                         communicators.unflatten(average, agents[k : k + 1])
-
-            # Distillation: agents that take part and have peers learn their new reference policy
-            if args.distill_epochs:
-                run.tick("exchange")
-                distillers = {}  # k -> generator
-                for k, i in enumerate(held):
-                    if participating[i] and peers.usable[i] and communicator[i, i] < 1:
-                        logits, _ = agents[k].predict(obs[k])
-                        policy = logits.log_softmax(-1)
-                        reference = compute_reference(
-                            i, obs[k], policy, peers.views[k], communicator, args
-                        )
-                        distillers[k] = distill(
-                            agents[k],
-                            optimizers[k],
-                            generators[k],
-                            obs[k],
-                            batches[k]["obs_inds"],
-                            reference,
-                            args,
-                        )
-                yielded = communicators.take_turns([*distillers.values()], workers, threads)
-                for k, kls in zip(distillers, yielded, strict=True):
-                    distill_kls[k] = kls
-                run.tick("update")
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -848,9 +779,6 @@ def main(args: Args) -> dict:
             }
             for name in losses[k][0]:
                 row[f"losses/{name}"] = mean([loss[name].item() for loss in losses[k]])
-            if args.distill_epochs:
-                row["losses/distill_kl_before"] = float(distill_kls[k][0])
-                row["losses/distill_kl_after"] = float(distill_kls[k][-1])
             for name, value in diagnostics[k].items():
                 row[f"policy/{name}"] = value
             row |= peers.describe_privacy(k)

@@ -60,9 +60,9 @@ share skills and have goals of their own, on two kinds of tasks; agreement, as g
 goals agree in a part of the levels.
 liars: one agent of four sends what it has not learned. privacy: return against the noise on what
 agents send (docs/privacy.md). strength: FedAvg of parts of the network, and PR-PPO with other
-coefficients, schedules and distillation. anchor: what slows mixing down, peers or the age of
-the snapshots. trpo: PR-TRPO, isolated TRPO and PR-PPO at equal steps on three tasks, and how far
-PR-TRPO's updates move, with and without the bound of --delta.
+coefficients and schedules. anchor: what slows mixing down, peers or the age of the snapshots.
+trpo: PR-TRPO, isolated TRPO and PR-PPO at equal steps on three tasks, and how far PR-TRPO's
+updates move, with and without the bound of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
 --results  the chosen settings on five fresh seeds (also the default)
 
@@ -630,10 +630,6 @@ STRENGTH_METHODS = {
         f"pr-uniform-{coef}-linear": f"{PR_PPO} uniform --kl-coef {coef} --kl-schedule linear"
         for coef in ("0.5", "2", "10")
     },
-    **{
-        f"pr-uniform-distill{epochs}": f"{PR_PPO} uniform --kl-coef 0.5 --distill-epochs {epochs}"
-        for epochs in (1, 4)
-    },
 }
 # Experiment -> its tasks and steps
 STRENGTH = {
@@ -644,7 +640,7 @@ STRENGTH = {
 
 
 def list_strength(family: str, mode: str) -> Iterator[str]:
-    """FedAvg of parts of the network, and PR-PPO of other strengths, schedules and distillation."""
+    """FedAvg of parts of the network, and PR-PPO of other strengths and schedules."""
     for seed in FIVE_SEEDS:
         for experiment, (task, steps) in STRENGTH.items():
             for method, flags in STRENGTH_METHODS.items():

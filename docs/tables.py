@@ -126,9 +126,6 @@ CONTROL = {
     "losses/old_approx_kl": "the same distance, estimated without correction (k1)",
     "losses/proximal_loss": "`--aggregation proximal`: half the squared distance of the parameters"
     " from the average; 0 without peers",
-    "losses/distill_kl_before": "`--distill-epochs`, in an iteration with a round: KL between"
-    " policy and new reference on the rollout's states",
-    "losses/distill_kl_after": "the same after the epochs",
     "losses/explained_variance": "how much of the returns' variance the value function explains",
     "policy/kl_reference_before": "KL between policy and reference before the update, on 128"
     " to 255 states of the rollout",
@@ -154,8 +151,6 @@ CONTROL = {
 # Written only with the flag that its meaning names
 WITH_FLAGS = (
     "losses/proximal_loss",
-    "losses/distill_kl_before",
-    "losses/distill_kl_after",
     "privacy/update_norm",
     "privacy/epsilon",
     "communication/bytes_received",

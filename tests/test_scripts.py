@@ -211,7 +211,6 @@ BAD_AGGREGATION |= {
         ["--kl-schedule linear", "no effect with --kl-coef 0"],
     ),
 }
-NOT_MIXED = "needs policies that are mixed: --aggregation policy or both"
 NOT_AVERAGED = "needs parameters that are averaged: --aggregation weights or both"
 BAD_AGGREGATION |= {
     "private heads of policies": (
@@ -237,10 +236,6 @@ BAD_AGGREGATION |= {
     "a pull without averages": (
         ["--prox-coef", "0.02"],
         ["--prox-coef 0.02", "needs --aggregation proximal"],
-    ),
-    "distilled averages": (
-        ["--aggregation", "weights", "--distill-epochs", "2"],
-        ["--distill-epochs 2", NOT_MIXED],
     ),
     "no end of no communication": (
         ["--aggregation", "none", "--communication-end", "0.5"],
@@ -421,7 +416,6 @@ def test_agents_must_not_swap_networks():
         (["--communicator", "identity"], "--top-k 1", "with --communicator identity"),
         (["--aggregation", "none"], "--mixture geometric", "on isolated agents"),
         (["--communicator", "identity"], "--participation 0.67", "on isolated agents"),
-        (["--communicator", "identity"], "--distill-epochs 2", "on isolated agents"),
         (
             ["--communicator", "identity", "--aggregation", "weights"],
             "--robust median",
@@ -462,7 +456,7 @@ def test_flags_without_effect_are_reported_in_one_line(argv, flags, reason, caps
     robust = ["--robust", "median", "--communicator", "self-preferred", "--self-preference", "0.3"]
     script.parse_args(["--aggregation", "both", *robust])  # which mixes policies too
     script.parse_args(["--aggregation", "weights", *robust[:-1], "1"])  # isolated
-    script.parse_args(["--mixture", "geometric", "--distill-epochs", "2"])
+    script.parse_args(["--mixture", "geometric"])
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     script.parse_args([*argv, *flags.split()])
@@ -475,7 +469,7 @@ def test_a_coefficient_of_zero_is_reported_where_nothing_else_pulls(capsys):
     for script in (PRPO_MINIGRID, PRPO_ATARI):
         script.parse_args(["--kl-coef", "0"])
         assert capsys.readouterr().out == line
-        for other in ("--num-agents 1", "--communicator identity", "--distill-epochs 1"):
+        for other in ("--num-agents 1", "--communicator identity"):
             script.parse_args(["--kl-coef", "0", *other.split()])
         for aggregation in ("none", "weights", "both", "proximal"):
             script.parse_args(["--kl-coef", "0", "--aggregation", aggregation])
@@ -1119,7 +1113,6 @@ FAMILIES = {
         "valid)",
     ),
     "diagnose_update": ("obs: Tensor",),
-    "distill": ("obs: ",),
     "compute_reference": ("obs: Tensor",),
     "estimate_gains": ("obs: Tensor",),
     # MiniGrid's observations repeat
@@ -1152,8 +1145,6 @@ TRUST_REGION = {
         "prox_coef",
         "proximal",
         "parameters from the average",
-        "distill_epochs",
-        "after a round: epochs",
         "kl_",
         "KL",
         "epsilon",
@@ -1220,11 +1211,7 @@ TRUST_REGION = {
         "                run.tick(",
         "proximal",
         "Row i of C applied to the parameters",
-        "distill",
-        "Distill",
         "participating[i] and",
-        "logits",
-        "obs[k], policy,",
         "weights = ",
         "(weights, ",
         "for k",
@@ -1239,9 +1226,8 @@ TRUST_REGION = {
 }
 
 
-# Of calls of `learn` and `distill`, which stand one argument per line
-WHOLE_LINES = {"", ")", "agents[k],", "generators[k],", "obs[k],"}
-WHOLE_LINES |= {'batches[k]["obs_inds"],', "args,"}
+# Of calls of `learn`, which stand one argument per line
+WHOLE_LINES = {"", ")", "agents[k],", "generators[k],", "obs[k],", "args,"}
 
 
 def definitions(script):
@@ -1296,7 +1282,6 @@ def test_what_has_the_same_name_is_the_same():
         "evaluate_agents",
         "evaluate_run",
         "layer_init",
-        "distill",
         "learn",
         "list_env_ids",
         "main",

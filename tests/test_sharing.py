@@ -155,7 +155,7 @@ def test_networks_of_different_sizes_are_counted_without_padding(tmp_path):
 
 
 MIXED_RUNS = {
-    "PR-PPO, surrogate": (PRPO_MINIGRID, MIXED | {"distill_epochs": 1, "kl_schedule": "linear"}),
+    "PR-PPO, surrogate": (PRPO_MINIGRID, MIXED | {"kl_schedule": "linear"}),
     "FedAvg, relative-gain": (
         FEDAVG_MINIGRID,
         MIXED | {"communicator": "relative-gain", "hidden_sizes": (16, 16, 16)},

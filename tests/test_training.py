@@ -179,17 +179,6 @@ def plain_step(args, agent, optimizer, loss):
     optimizer.step()
 
 
-def plain_distillation(args, agent, optimizer, generator, batch, reference):
-    """Epochs in which the policy moves towards the reference."""
-    for _ in range(args.distill_epochs):
-        order = torch.randperm(len(batch["obs"]), generator=generator)
-        for indices in np.array_split(order.numpy(), args.num_minibatches):
-            policy = Categorical(logits=agent(batch["obs"][indices])[0])
-            other = Categorical(probs=reference[indices])
-            pair = (other, policy) if args.kl_direction == "forward" else (policy, other)
-            plain_step(args, agent, optimizer, kl_divergence(*pair).mean())
-
-
 def plain_training(script, args, communicator):
     """Train as the script does: isolated up to the first round, then with this communicator.
 
@@ -260,14 +249,6 @@ def plain_training(script, args, communicator):
                         agents[i].get_submodule(head).load_state_dict(
                             before.get_submodule(head).state_dict()
                         )
-            for i in members:
-                if matrix[i, i] < 1:
-                    with torch.no_grad():
-                        policy = agents[i](batches[i]["obs"])[0].softmax(-1)
-                    inputs = batches[i] | {"policy": policy}, i, matrix, views[i]
-                    reference = plain_reference(args, *inputs)
-                    given = agents[i], optimizers[i], generators[i], batches[i], reference
-                    plain_distillation(args, *given)
     return agents
 
 
@@ -380,24 +361,19 @@ PLAIN = {
         THREE | APART | SNAPSHOTS | {"communication_end": 0.5, "iterations": 6},
         OF_THREE,
     ),
-    "distilled, forward": (
+    "averages and mixtures": (
         [PRPO_MINIGRID],
-        THREE | APART | {"distill_epochs": 2, "kl_direction": "forward", "participation": 0.67},
+        THREE | APART | SNAPSHOTS | {"aggregation": "both"},
         OF_THREE,
     ),
-    "averages and mixtures, distilled": (
+    "averages and mixtures with the average": (
         [PRPO_MINIGRID],
-        THREE | APART | SNAPSHOTS | {"aggregation": "both", "distill_epochs": 1},
+        THREE | APART | {"aggregation": "both", "mixture": "geometric"},
         OF_THREE,
     ),
-    "averages and mixtures with the average, distilled": (
-        [PRPO_MINIGRID],
-        THREE | APART | {"aggregation": "both", "distill_epochs": 1, "mixture": "geometric"},
-        OF_THREE,
-    ),
-    "averages and mixtures with the average, distilled, two agents": (
+    "averages and mixtures with the average, two agents": (
         [PRPO_ATARI],
-        TWO_ON_ATARI | {"aggregation": "both", "distill_epochs": 1},
+        TWO_ON_ATARI | {"aggregation": "both"},
         OF_TWO,
     ),
     "medians of different agents": (
@@ -990,47 +966,6 @@ def test_a_pull_without_coefficient_or_peers_is_isolated_training(tmp_path):
     assert torch.equal(runs["alone"][0], runs["isolated"][0])
     apart, near = ((runs[name][0] - runs[name][1]).norm() for name in ("isolated", "pulled"))
     assert near < 0.9 * apart
-
-
-@every_family
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_distillation_moves_the_policy_alone(script, direction):
-    """Towards the reference, on all samples; the value function's head has no gradient."""
-    torch.manual_seed(0)
-    args = script.Args(distill_epochs=6, num_minibatches=3, kl_direction=direction)
-    agent, other = lively_agents(script, 2)
-    obs = script.random_obs(12)
-    states = torch.randint(12, (30,))
-    reference = other.predict(obs)[0].log_softmax(-1)
-    policy = agent.predict(obs)[0].log_softmax(-1)
-    pair = (reference, policy) if direction == "forward" else (policy, reference)
-    expected = communicators.categorical_kl(*pair)[states].mean()
-    critic = copy.deepcopy(agent.critic.state_dict())
-    rate = {"MiniGrid": 1e-2, "Atari": 3e-4}[script.family]
-    optimizer = torch.optim.Adam(agent.parameters(), rate)
-    generator = torch.Generator().manual_seed(0)
-    given = agent, optimizer, generator, obs, states, reference, args
-    first, *steps, last = script.distill(*given)
-    assert first == pytest.approx(expected.item(), rel=1e-4)
-    assert len(steps) == 18
-    assert last < 0.8 * first
-    torch.testing.assert_close(agent.critic.state_dict(), critic, rtol=0, atol=0)
-    assert agent.critic.weight.grad is None
-    assert agent.actor.weight.grad is not None
-
-
-def test_distillation_is_logged_in_iterations_with_a_round(tmp_path):
-    """For the agents that take part; the KL falls."""
-    changes = {"distill_epochs": 3, "local_updates": 2, "participation": 0.67, "iterations": 4}
-    changes |= {"communicator": "uniform", "learning_rate": 3e-3}  # references far from the agents
-    folder, _ = train(PRPO_MINIGRID, tmp_path, eval_episodes=0, **changes)
-    logged = []
-    for row in rows_of(folder):
-        before, after = (float(row[f"distill_kl_{when}"]) for when in ("before", "after"))
-        if not math.isnan(before):
-            logged.append((row["iteration"], before, after))
-    assert [iteration for iteration, *_ in logged] == ["2", "2", "4", "4"]
-    assert all(0 < after < before for _, before, after in logged)
 
 
 @on([*MINIGRID, SLOW_ATARI])
