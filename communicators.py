@@ -2511,8 +2511,6 @@ def check_aggregation(args: RunArgs) -> None:
             refuse(args, flag, f"has no effect with --aggregation {args.aggregation}; leave it out")
     if args.prox_coef != type(args).prox_coef and args.aggregation != "proximal":
         refuse(args, "prox_coef", "needs --aggregation proximal")
-    if args.communication_end != 1 and args.aggregation == "none":
-        refuse(args, "communication_end", "has no effect with --aggregation none; leave it out")
     if args.kl_schedule != "constant" and args.kl_coef == 0:
         refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
     unused = {}
@@ -2520,8 +2518,6 @@ def check_aggregation(args: RunArgs) -> None:
         isolated = "on isolated agents"
         flags = "mixture", "participation", "robust", "private_heads", "prox_coef"
         unused = dict.fromkeys(flags, isolated)
-        if args.self_reference == "behaviour":
-            unused["communication_end"] = isolated
     if args.robust != "none" and args.aggregation == "weights" and args.self_preference < 1:
         alike = f"with --robust {args.robust}, which weights all agents alike"
         unused |= dict.fromkeys(("self_preference", "communicator_temperature"), alike)

@@ -120,8 +120,6 @@ class Args(RunArgs):
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     participation: PositiveFraction = 1.0
     """fraction of the agents, drawn anew, that takes part in a communication round"""
-    communication_end: PositiveFraction = 1.0
-    """fraction of the iterations after which there is no more round, and agents are isolated"""
 
     # What leaves an agent, see docs/privacy.md
 
@@ -578,8 +576,7 @@ def main(args: Args) -> dict:
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    last_communication = round(args.communication_end * num_iterations)  # an iteration
-    num_rounds = last_communication // args.local_updates
+    num_rounds = num_iterations // args.local_updates
     tasks = name_tasks(args)
     exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
@@ -641,9 +638,6 @@ def main(args: Args) -> dict:
         if args.kl_schedule == "linear":
             kl_coef = remaining * args.kl_coef
 
-        if iteration > last_communication:  # from here on agents are isolated
-            communicator.copy_(communicators.identity(n))
-
         # Rollout
         storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)
 
@@ -669,7 +663,7 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        if args.aggregation in ("weights", "proximal") or iteration > last_communication:
+        if args.aggregation in ("weights", "proximal"):
             references = behaviour  # the agent's own policy: PPO with a KL penalty (eq. 3)
         else:
             calls = []
@@ -718,7 +712,7 @@ def main(args: Args) -> dict:
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
             peers.round_samples[k] += len(batches[k]["obs_inds"])
-        if iteration % args.local_updates == 0 and iteration <= last_communication:
+        if iteration % args.local_updates == 0:
             peers.remember_returns()
             participating = torch.ones(n, dtype=torch.bool)
             reported_returns = None
@@ -786,7 +780,7 @@ def main(args: Args) -> dict:
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
             "charts/kl_coefficient": kl_coef,
-            "communication/rounds": min(iteration, last_communication) // args.local_updates,
+            "communication/rounds": iteration // args.local_updates,
         }
         run.log(rows, communicator, peers.distances, scalars)
 
@@ -811,7 +805,7 @@ def main(args: Args) -> dict:
         run.log_evaluation(evaluate_agents(args, agents, held))
     return run.finish(
         env_backend=choose_backend(args),
-        communication_rounds=min(run.iteration, last_communication) // args.local_updates,
+        communication_rounds=run.iteration // args.local_updates,
     )
 
 

@@ -106,8 +106,6 @@ class Args(RunArgs):
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     participation: PositiveFraction = 1.0
     """fraction of the agents, drawn anew, that takes part in a communication round"""
-    communication_end: PositiveFraction = 1.0
-    """fraction of the iterations after which there is no more round, and agents are isolated"""
 
     # The trust region: KL divergences are in nats, total variations lie in [0, 1]
     epsilon: Positive = 0.01
@@ -437,8 +435,7 @@ def main(args: Args) -> dict:
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    last_communication = round(args.communication_end * num_iterations)  # an iteration
-    num_rounds = last_communication // args.local_updates
+    num_rounds = num_iterations // args.local_updates
     tasks = name_tasks(args)
     exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
@@ -498,9 +495,6 @@ def main(args: Args) -> dict:
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
 
-        if iteration > last_communication:  # from here on agents are isolated
-            communicator.copy_(communicators.identity(n))
-
         # Rollout
         storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)
 
@@ -526,16 +520,13 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        if iteration > last_communication:
-            references = behaviour  # the agent's own policy: TRPO
-        else:
-            calls = []
-            for k, i in enumerate(held):
-                call = functools.partial(
-                    compute_reference, i, obs[k], behaviour[k], peers.views[k], communicator, args
-                )
-                calls.append(call)
-            references = communicators.in_parallel(calls, workers, threads)
+        calls = []
+        for k, i in enumerate(held):
+            call = functools.partial(
+                compute_reference, i, obs[k], behaviour[k], peers.views[k], communicator, args
+            )
+            calls.append(call)
+        references = communicators.in_parallel(calls, workers, threads)
         for batch, reference in zip(batches, references, strict=True):
             batch["reference"] = reference[batch["obs_inds"]]
         run.tick("reference")
@@ -543,7 +534,7 @@ def main(args: Args) -> dict:
         # Update: the policy's step, then the value function's minibatches; the agents take turns
         learners = []
         bounds = []
-        isolated = args.communicator == "identity" or iteration > last_communication
+        isolated = args.communicator == "identity"
         for k, i in enumerate(held):
             group = [i] if isolated else list(exchange.members)
             epsilon, bound = compute_radius(communicator[group], variations[group, :2], args)
@@ -582,7 +573,7 @@ def main(args: Args) -> dict:
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
             peers.round_samples[k] += len(batches[k]["obs_inds"])
-        if iteration % args.local_updates == 0 and iteration <= last_communication:
+        if iteration % args.local_updates == 0:
             peers.remember_returns()
             policies = [agent.policy for agent in agents]
             participating = torch.ones(n, dtype=torch.bool)
@@ -645,7 +636,7 @@ def main(args: Args) -> dict:
             rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
-            "communication/rounds": min(iteration, last_communication) // args.local_updates,
+            "communication/rounds": iteration // args.local_updates,
         }
         run.log(rows, communicator, peers.distances, scalars)
 
@@ -670,7 +661,7 @@ def main(args: Args) -> dict:
         run.log_evaluation(evaluate_agents(args, agents, held))
     return run.finish(
         env_backend=choose_backend(args),
-        communication_rounds=min(run.iteration, last_communication) // args.local_updates,
+        communication_rounds=run.iteration // args.local_updates,
     )
 
 

@@ -463,7 +463,6 @@ GOAL_METHODS = {
     "pr-pairs": f"{PR_PPO} {PAIRS}",
     # The relatives of FedAvg that were made for agents with goals of their own
     "fedper-uniform": f"{FEDAVG} uniform {PRIVATE_HEADS}",
-    "fedavg-then-alone": f"{FEDAVG} uniform --communication-end 0.8",
     "proximal-uniform": f"{PR_PPO} uniform --aggregation proximal",
     "proximal-reward": f"{PR_PPO} reward --aggregation proximal",
     # Both at once: a common trunk, private heads, and mixed policies
@@ -502,7 +501,6 @@ CHOSEN_GOALS = {
         "fedavg-pairs": "0.02",
         "fedavg-surrogate": "0.1",
         "fedavg-surrogate-linear": "0.1",
-        "fedavg-then-alone": "0.02",
         "fedavg-uniform": "0.1",
         "isolated": "2",
         "pr-pairs": "0.02",

@@ -83,6 +83,7 @@ PAST = {
     "--communication-coef",
     "--update-every",
     "--distill-epochs",
+    "--communication-end",
 }
 
 

@@ -237,14 +237,6 @@ BAD_AGGREGATION |= {
         ["--prox-coef", "0.02"],
         ["--prox-coef 0.02", "needs --aggregation proximal"],
     ),
-    "no end of no communication": (
-        ["--aggregation", "none", "--communication-end", "0.5"],
-        ["--communication-end 0.5", "no effect with --aggregation none"],
-    ),
-    "an end before the beginning": (
-        ["--communication-end", "0"],
-        ["--communication-end 0", "(0, 1]"],
-    ),
     "a median of policies": (["--robust", "median"], ["--robust median", NOT_AVERAGED]),
     "swapped networks, with policies mixed": (
         [*SWAPPED, "--aggregation", "both"],
@@ -441,7 +433,6 @@ def test_agents_must_not_swap_networks():
             "--communicator-temperature 2.0",
             "with --robust median, which weights all agents alike",
         ),
-        (["--communicator", "identity"], "--communication-end 0.5", "on isolated agents"),
         (["--dp-clip", "1"], "--dp-delta 0.1", "where no epsilon is logged"),
     ],
 )
@@ -1177,9 +1168,8 @@ TRUST_REGION = {
         "how far",
         "agents = [",
         "compute_radius",
-        "if iteration > last_communication:",
         "reference",
-        "calls",
+        "call",
         "else:",
         "# Update",
         "learn(",

@@ -199,17 +199,11 @@ def plain_training(script, args, communicator):
     optimizers = [torch.optim.Adam(agent.parameters(), eps=1e-5) for agent in agents]
     generators = [torch.Generator().manual_seed(script.derive_seed(args.seed, i)) for i in range(n)]
 
-    def ended(iteration):
-        """Whether this iteration, counted from 1, is without communication."""
-        return iteration / iterations > args.communication_end + 1e-9
-
     for iteration in range(iterations):
         left = (iterations - iteration) / iterations
         kl_coef = args.kl_coef * (left if args.kl_schedule == "linear" else 1)
         if iteration % args.save_every == 0:
             envs = [script.Envs(args, range(i, i + 1), iteration) for i in range(n)]
-        if ended(iteration + 1):
-            matrix = torch.eye(n)
         batches = []
         for i, agent in enumerate(agents):
             batch = plain_batch(args, plain_rollout(script, args, agent, envs[i], generators[i]))
@@ -220,7 +214,7 @@ def plain_training(script, args, communicator):
                 vector_to_parameters(plain_average(args, matrix[i], views[i]), anchor.parameters())
                 anchor.requires_grad_(False)
             batch["reference"] = batch["policy"]
-            if args.aggregation in ("policy", "both") and not ended(iteration + 1):
+            if args.aggregation in ("policy", "both"):
                 batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
@@ -230,7 +224,7 @@ def plain_training(script, args, communicator):
                     optimizers[i].param_groups[0]["lr"] = rate
                     loss = plain_loss(script, args, agent, minibatch, kl_coef, anchor)
                     plain_step(args, agent, optimizers[i], loss)
-        if (iteration + 1) % args.local_updates == 0 and not ended(iteration + 1):
+        if (iteration + 1) % args.local_updates == 0:
             seed = script.derive_seed(args.seed, iteration + 1, 7)
             participating = communicators.draw_participants(n, args.participation, seed)
             members = participating.nonzero().flatten().tolist()
@@ -346,19 +340,9 @@ PLAIN = {
         THREE | APART | {"aggregation": "proximal", "prox_coef": 2.0, "local_updates": 2},
         OF_THREE,
     ),
-    "averages for half of the time": (
-        [FEDAVG_MINIGRID],
-        THREE | APART | {"communication_end": 0.5},
-        OF_THREE,
-    ),
-    "mixtures for half of the time, two of three take part": (
+    "mixtures with own snapshots": (
         [PRPO_MINIGRID],
-        THREE | APART | {"communication_end": 0.5, "participation": 0.67, "iterations": 6},
-        OF_THREE,
-    ),
-    "mixtures with own snapshots for half of the time": (
-        [PRPO_MINIGRID],
-        THREE | APART | SNAPSHOTS | {"communication_end": 0.5, "iterations": 6},
+        THREE | APART | SNAPSHOTS | {"iterations": 6},
         OF_THREE,
     ),
     "averages and mixtures": (
