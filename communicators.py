@@ -10,8 +10,7 @@ Contents
         communicators: identity, uniform, self_preferred, similarity, reward, softmax_reward,
             rank_reward, relative_gain, samples, surrogate, from_csv
         what they are computed from: bound_returns, remember, surrogate_gains
-        who may listen to whom: find_neighbours, draw_participants, ring, top_k, sparsify,
-            drop_invalid, restrict
+        who may listen to whom: find_neighbours, ring, top_k, sparsify, drop_invalid, restrict
         what is logged of C: non_expansion, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation, diagnose
         parameters: count_parameters, flatten, unflatten, average_parameters, median_parameters,
@@ -414,16 +413,6 @@ def find_neighbours(args: "RunArgs") -> Tensor:
         # A weight of 0 in the file excludes that peer for good
         mask = mask & (load_matrix(args) > 0)
     return mask | oneself
-
-
-def draw_participants(num_agents: int, fraction: float, seed: int) -> Tensor:
-    """Who takes part in a round: round(fraction * agents) of them, drawn with this seed.
-
-    Returns a bool mask [agents].
-    """
-    order = torch.randperm(num_agents, generator=torch.Generator().manual_seed(seed))
-    drawn = order[: round(fraction * num_agents)]
-    return torch.zeros(num_agents, dtype=torch.bool).index_fill(0, drawn, True)
 
 
 def ring(num_agents: int) -> Tensor:
@@ -1047,9 +1036,9 @@ class Exchange:
         """
         return self.all_gather(numbers[:, None]).flatten()
 
-    def draw_participants(self, fraction: float, seed: int) -> Tensor:
-        """Who takes part in this round, bool [agents]; see the function of this name."""
-        return draw_participants(self.num_agents, fraction, seed)
+    def find_participants(self) -> Tensor:
+        """Who takes part in this round, bool [agents]: everybody."""
+        return torch.ones(self.num_agents, dtype=torch.bool)
 
     def gather_snapshots(
         self, local: Tensor, receives: Tensor, sizes: list[int] | None = None
@@ -1318,7 +1307,7 @@ class FolderExchange(Exchange):
     FEDERATION/agent_J/round_R.safetensors, snapshots by the number of agent J's round, of which the
     newest few are kept. A round begins with `report`: write the files of the agents held, then read
     the newest of every peer. It does not wait for peers, or up to --wait; averages of parameters
-    wait up to --timeout for as many agents as --participation says.
+    wait up to --timeout for all agents.
 
     Each agent counts its own rounds, because agents differ in speed and in when they began. The age
     of a snapshot is the number of rounds that its *reader* has had since it arrived. Everything of
@@ -1339,11 +1328,9 @@ class FolderExchange(Exchange):
         self.averages = args.aggregation in ("weights", "both", "proximal")
         self.counts_noise = getattr(args, "dp_noise", 0) > 0
         self.wait = args.wait
-        self.quorum = args.num_agents
         self.only_new = args.aggregation in ("weights", "both")
         if self.only_new:
             self.wait = args.timeout
-            self.quorum = round(getattr(args, "participation", 1) * args.num_agents)
         self.reports = args.communicator in REPORTING
         # A process that resumes reads the files of the same rounds again, if it waits for them
         self.kept = 3 + (args.save_every // args.local_updates if self.wait else 0)
@@ -1447,8 +1434,8 @@ class FolderExchange(Exchange):
         self.present = self._find_present()
         return self.numbers.clone()
 
-    def draw_participants(self, fraction: float, seed: int) -> Tensor:
-        """Who takes part in this round: nobody is drawn, all whose snapshot is here and not old."""
+    def find_participants(self) -> Tensor:
+        """Who takes part in this round, bool [agents]: whose snapshot is here and not old."""
         return self.present.clone()
 
     def gather_snapshots(
@@ -1541,7 +1528,7 @@ class FolderExchange(Exchange):
         return present & torch.tensor(here)
 
     def _read_peers(self, sizes: list[int]) -> bool:
-        """Read what is new of every peer. Returns whether a quorum has anything new."""
+        """Read what is new of every peer. Returns whether all have something new."""
         for j in self.peers:
             # A peer that was far ahead, and counts, may have sent more since
             is_new = self.rounds[j] == self.round or self.arrivals[j] == self.round
@@ -1550,7 +1537,7 @@ class FolderExchange(Exchange):
                 with contextlib.suppress(StoreError):
                     # A peer for which this agent waits may be a round ahead already
                     self._read_newest(j, sizes[j], self.round if self.wait else 0)
-        return int(self._fresh().sum()) >= self.quorum
+        return bool(self._fresh().all())
 
     def _read_newest(self, j: int, numel: int, preferred: int = 0) -> None:
         """Read a peer's newest snapshot, or the preferred one, if it has not been read."""
@@ -2409,9 +2396,6 @@ def _check_exchange(args: RunArgs) -> None:
         refuse(args, "wait", "has no effect on averages, which wait for --timeout; leave it out")
     if args.max_age != RunArgs.max_age and averages:
         refuse(args, "max_age", "has no effect on averages, which are of new ones; leave it out")
-    if getattr(args, "participation", 1) != 1 and not averages:
-        valid = "must be 1 with --exchange, where agents take part as they come"
-        refuse(args, "participation", f"{valid}; averages wait for this fraction")
     try:
         urls = map(urllib.parse.urlsplit, args.exchange.split("::"))  # the parts of a chained one
         passwords = [url.password for url in urls]
@@ -2516,7 +2500,7 @@ def check_aggregation(args: RunArgs) -> None:
     unused = {}
     if args.communicator == "identity":
         isolated = "on isolated agents"
-        flags = "mixture", "participation", "robust", "private_heads", "prox_coef"
+        flags = "mixture", "robust", "private_heads", "prox_coef"
         unused = dict.fromkeys(flags, isolated)
     if args.robust != "none" and args.aggregation == "weights" and args.self_preference < 1:
         alike = f"with --robust {args.robust}, which weights all agents alike"

@@ -39,7 +39,6 @@ from communicators import (
     NonNegative,
     Peers,
     Positive,
-    PositiveFraction,
     Probability,
     Run,
     RunArgs,
@@ -59,7 +58,6 @@ TEST_LEVELS = 3
 TEST_ACTIONS = 4
 FILM_LEVEL = 5
 FILM_ACTIONS = 6
-PARTICIPATION = 7
 
 
 @dataclass
@@ -114,8 +112,6 @@ class Args(RunArgs):
     # an agent's own component of its reference: its policy before this update, or its snapshot of
     # the last round
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
-    participation: PositiveFraction = 1.0
-    """fraction of the agents, drawn anew, that takes part in a communication round"""
 
     # What leaves an agent, see docs/privacy.md
 
@@ -744,9 +740,8 @@ def main(args: Args) -> dict:
                 else:
                     numbers = peers.records[:, 0]
                 reported_returns = peers.report(numbers, agents)
-                seed = derive_seed(args.seed, iteration, PARTICIPATION)
-                participating = exchange.draw_participants(args.participation, seed)
-                reported_returns[~participating] = torch.nan  # who is not drawn reports nothing
+                participating = exchange.find_participants()
+                reported_returns[~participating] = torch.nan  # who takes no part reports nothing
                 if args.communicator != "relative-gain":  # which has bounds of its own
                     reported_returns = communicators.bound_returns(reported_returns)
 
@@ -1263,11 +1258,6 @@ def check_args(args: Args) -> None:
     if args.total_timesteps < batch_size:
         valid = f"must be at least one rollout, {batch_size} steps"
         communicators.refuse(args, "total_timesteps", valid)
-    if args.participation != 1 and not 2 <= round(args.participation * n) <= n:
-        valid = f"must let 2..{n} agents take part in a round"
-        if n == 1:
-            valid = "must be 1 for one agent"
-        communicators.refuse(args, "participation", valid)
     communicators.check_aggregation(args)
     communicators.check_privacy(args)
     if args.greedy and not args.eval_only:

@@ -35,14 +35,12 @@ from communicators import (
     Patches,
     Peers,
     Positive,
-    PositiveFraction,
     Run,
     RunArgs,
     derive_seed,
     mean,
 )
 from prpo_minigrid import (
-    PARTICIPATION,
     Envs,
     choose_backend,
     collect_public_states,
@@ -104,8 +102,6 @@ class Args(RunArgs):
     # an agent's own component of its reference: its policy before this update, or its snapshot of
     # the last round
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
-    participation: PositiveFraction = 1.0
-    """fraction of the agents, drawn anew, that takes part in a communication round"""
 
     # The trust region: KL divergences are in nats, total variations lie in [0, 1]
     epsilon: Positive = 0.01
@@ -586,9 +582,8 @@ def main(args: Args) -> dict:
                 else:
                     numbers = peers.records[:, 0]
                 reported_returns = peers.report(numbers, policies)
-                seed = derive_seed(args.seed, iteration, PARTICIPATION)
-                participating = exchange.draw_participants(args.participation, seed)
-                reported_returns[~participating] = torch.nan  # who is not drawn reports nothing
+                participating = exchange.find_participants()
+                reported_returns[~participating] = torch.nan  # who takes no part reports nothing
                 if args.communicator != "relative-gain":  # which has bounds of its own
                     reported_returns = communicators.bound_returns(reported_returns)
 

@@ -832,11 +832,13 @@ def gpu(work: str) -> str:
 def rounds() -> str:
     """What a communication round costs each agent, as agents are added."""
     rows = []
-    for run in read_result("rounds").itertuples():
+    runs = read_result("rounds")
+    if "participation" in runs:  # of a file from before version 0.2
+        runs = runs[runs.participation == 1]
+    for run in runs.itertuples():
         rows.append(
             [
                 run.agents,
-                f"{run.participation:g}",
                 f"{run.round_ms:.1f} ms",
                 f"{run.iteration_ms:.0f} ms",
                 f"{run.peak_memory_mb:,.0f} MB",
@@ -845,7 +847,7 @@ def rounds() -> str:
                 f"{run.csv_kb:.2f} kB",
             ]
         )
-    header = ["agents", "participation", "round", "whole iteration", "peak memory, all"]
+    header = ["agents", "round", "whole iteration", "peak memory, all"]
     of_files = ["checkpoint", "TensorBoard, an iteration", "CSV files, an iteration"]
     return format_table(header + of_files, rows)
 

@@ -628,27 +628,6 @@ def test_a_file_without_a_communicator_is_refused(tmp_path, text, named):
         communicators.from_csv(str(file), 3)
 
 
-# Participation
-
-
-@examples
-@given(seeds, st.integers(2, 12), st.floats(0.1, 1.0))
-def test_participants_are_a_seeded_sample_of_the_right_size(seed, n, fraction):
-    participating = communicators.draw_participants(n, fraction, seed % 2**31)
-    assert (
-        participating.shape == (n,)
-        and participating.dtype == torch.bool
-        and participating.sum() == round(fraction * n)
-    )
-    assert torch.equal(participating, communicators.draw_participants(n, fraction, seed % 2**31))
-    assert communicators.draw_participants(n, 1.0, seed % 2**31).all()
-
-
-def test_everybody_takes_part_equally_often():
-    counts = sum(communicators.draw_participants(5, 0.4, seed).int() for seed in range(2000))
-    assert counts.sum() == 2 * 2000 and (counts - 800).abs().max() < 100
-
-
 def test_a_name_that_nothing_has_is_no_communicator():
     with pytest.raises(OSError, match="uniforn"):
         make_communicator("uniforn", 3)

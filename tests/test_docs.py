@@ -84,6 +84,7 @@ PAST = {
     "--update-every",
     "--distill-epochs",
     "--communication-end",
+    "--participations",
 }
 
 

@@ -67,12 +67,6 @@ BAD = {
         ["--communicator", "nowhere.csv"],
         ["--communicator nowhere.csv: No such file or directory"],
     ),
-    "too few in a round": (["--participation", "0.3"], ["--participation 0.3", "2..3"]),
-    "more than all in a round": (["--participation", "1.1"], ["--participation 1.1", "(0, 1]"]),
-    "half of one agent in a round": (
-        ["--num-agents", "1", "--participation", "0.5"],
-        ["--participation 0.5", "be 1 for one agent"],
-    ),
     "rollouts that may only start a game": (
         ["--num-steps", "1", "--num-envs", "4"],
         ["--num-steps 1", "at least"],
@@ -279,8 +273,8 @@ def complaint(script, argv):
 
 @every_family
 def test_bounds_include_their_ends(script):
-    args = script.parse_args(["--gamma", "1", "--gae-lambda", "0", "--participation", "1"])
-    assert (args.gamma, args.gae_lambda, args.participation) == (1, 0, 1)
+    args = script.parse_args(["--gamma", "1", "--gae-lambda", "0"])
+    assert (args.gamma, args.gae_lambda) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +401,6 @@ def test_agents_must_not_swap_networks():
         (["--communicator", "identity"], "--topology ring", "with --communicator identity"),
         (["--communicator", "identity"], "--top-k 1", "with --communicator identity"),
         (["--aggregation", "none"], "--mixture geometric", "on isolated agents"),
-        (["--communicator", "identity"], "--participation 0.67", "on isolated agents"),
         (
             ["--communicator", "identity", "--aggregation", "weights"],
             "--robust median",

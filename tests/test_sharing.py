@@ -1,4 +1,4 @@
-"""Sharing: missions, networks of different sizes, participation, surrogate, diagnostics."""
+"""Sharing: missions, networks of different sizes, surrogate, diagnostics."""
 
 import itertools
 import json
@@ -33,7 +33,6 @@ GO_TO = {"env_id": "BabyAI-GoToLocalS5N2-v0", "missions": ("red", "green", "blue
 MIXED = {
     "num_agents": 3,
     "hidden_sizes": (32, 16, 24),
-    "participation": 0.67,
     "communicator": "surrogate",
 }
 
@@ -139,7 +138,7 @@ def test_every_agent_is_filmed_on_a_level_of_its_mission(script, tmp_path, monke
         assert torch.equal(weights, torch.cat([saved[name].flatten() for name in sorted(saved)]))
 
 
-# --- networks of different sizes, participation, surrogate: with resume and on several ranks ---
+# --- networks of different sizes, surrogate: with resume and on several ranks ---
 
 
 def test_networks_of_different_sizes_are_counted_without_padding(tmp_path):
@@ -183,7 +182,6 @@ def mixed_run(mixed, tmp_path_factory):
 
 
 def test_mixed_agents_resume_exactly(mixed, mixed_run, crashing, tmp_path):
-    """Also an agent that sat out the last round before the crash keeps its older snapshots."""
     script, settings = mixed
     args = tiny(script, tmp_path, **settings)
     crashing("complete", 0, 4, lambda: script.main(args))
@@ -232,34 +230,6 @@ def test_what_pulls_survives_crashes(settings, crashing, tmp_path):
     script.main(script.parse_args(["--resume", str(folder)]))
     assert_same_run(folder, whole, exactly=True)
     assert (folder / "communicator.csv").read_text() == (whole / "communicator.csv").read_text()
-
-
-def test_who_sits_out_keeps_its_row(mixed_run):
-    """In communicator.csv a row changes only in rounds in which its agent takes part.
-
-    It then gives weight to participants only, and only participants exchange parameters.
-    """
-    sizes = np.array([len(weights) for weights in weights_of(mixed_run).values()])
-    sent = 0
-    rows = np.genfromtxt(mixed_run / "communicator.csv", delimiter=",", names=True)
-    before = np.eye(3)
-    sat_out = 0
-    args = json.loads((mixed_run / "config.json").read_text())
-    for iteration in range(1, 7):
-        of_iteration = rows[rows["iteration"] == iteration]
-        matrix = of_iteration["weight"].reshape(3, 3) if len(of_iteration) else before
-        seed = communicators.derive_seed(args["seed"], iteration, 7)
-        participating = communicators.draw_participants(3, args["participation"], seed).numpy()
-        assert np.array_equal(matrix[~participating], before[~participating])
-        assert (matrix[participating] != before[participating]).any()
-        assert (matrix[participating][:, participating] > 0).all()
-        assert (matrix[participating][:, ~participating] == 0).all()
-        before = matrix
-        sat_out = sat_out + (~participating).sum()
-        sent = sent + sizes[participating].sum() * 4
-    assert sat_out == 6
-    assert summary_of(mixed_run)["communication_bytes"] == sent
-    assert len(set(rows["weight"])) > 6  # not uniform
 
 
 def test_two_agents_exchange_and_a_third_is_isolated(tmp_path):

@@ -225,19 +225,14 @@ def plain_training(script, args, communicator):
                     loss = plain_loss(script, args, agent, minibatch, kl_coef, anchor)
                     plain_step(args, agent, optimizers[i], loss)
         if (iteration + 1) % args.local_updates == 0:
-            seed = script.derive_seed(args.seed, iteration + 1, 7)
-            participating = communicators.draw_participants(n, args.participation, seed)
-            members = participating.nonzero().flatten().tolist()
-            present = communicator * participating  # agents that sit out get no weight
-            present = present / present.sum(1, keepdim=True)
-            for i in members:
-                matrix[i] = present[i]
-                for j in members:
+            matrix = communicator
+            for i in range(n):
+                for j in range(n):
                     views[i][j] = copy.deepcopy(agents[j])
             if args.aggregation in ("weights", "both"):
-                for i in members:
+                for i in range(n):
                     before = copy.deepcopy(agents[i])
-                    theta = plain_average(args, present[i], views[i])
+                    theta = plain_average(args, matrix[i], views[i])
                     vector_to_parameters(theta, agents[i].parameters())
                     for head in args.private_heads:
                         agents[i].get_submodule(head).load_state_dict(
@@ -310,14 +305,9 @@ PLAIN = {
         PREFERRED,
     ),
     "any matrix": (MINIGRID, THREE | {"local_updates": 2}, OF_THREE),
-    "two of three take part": (
-        [PRPO_MINIGRID],
-        THREE | APART | {"participation": 0.67, "iterations": 6},
-        OF_THREE,
-    ),
-    "two of three take part, one without weight for itself": (
+    "averages, one without weight for itself": (
         [FEDAVG_MINIGRID],
-        THREE | APART | {"participation": 0.67, "iterations": 6},
+        THREE | APART,
         NO_SELF_WEIGHT,
     ),
     "networks of three sizes": (
@@ -964,12 +954,18 @@ def test_an_agent_that_sits_out_has_no_say_in_the_weights_of_others(script, tmp_
         return make_communicator(args, returns, log_probs, gains, usable)
 
     script.patch(monkeypatch, "make_communicator", spy)
-    changes = {"communicator": "samples", "participation": 0.67, "local_updates": 1}
-    train(script, tmp_path, eval_episodes=0, iterations=3, **changes)
-    assert len(rounds) == 3
+    present = torch.tensor([True, False, True])
+    monkeypatch.setattr(communicators.Exchange, "find_participants", lambda _: present.clone())
+    returns_of_all = torch.tensor([0.5, 1e6, 0.7], dtype=torch.float64)
+    monkeypatch.setattr(communicators.Exchange, "report", lambda *_: returns_of_all.clone())
+    changes = {"communicator": "softmax-reward", "local_updates": 1}
+    train(script, tmp_path, eval_episodes=0, iterations=2, **changes)
+    assert len(rounds) == 2
     for returns, usable in rounds:
-        assert usable.sum() == 2
-        assert torch.equal(returns.isnan(), ~usable)
+        assert torch.equal(usable, present)
+        torch.testing.assert_close(
+            returns, torch.tensor([0.5, math.nan, 0.7]).double(), equal_nan=True
+        )
 
 
 @pytest.mark.parametrize(("name", "preference"), [("uniform", 1 / 3), ("self-preferred", 0.6)])
