@@ -94,7 +94,7 @@ KL_DIRECTIONS = ("forward", "reverse")
 FEW_AGENTS = 16
 # What a derived seed of this module is for: the last number of its key
 PRIVACY = 101
-# The communicators for which agents report a number
+# The communicators, of any script, for which agents report a number
 REPORTING = ("reward", "softmax-reward", "rank-reward", "relative-gain", "samples")
 # The packages whose versions a summary records, where they are imported
 PACKAGES = ("torch", "numpy", "gymnasium", "minigrid", "ale-py", "envpool", "transformers", "peft")
@@ -1743,10 +1743,8 @@ class Peers:
     views: of each agent held, what it received in the last round in which it took part, `View`:
         from senders of positive weight in its row, and itself. Agents of one process that received
         the same snapshot share one network;
-    round_returns, records: of each agent held, the returns since the last round, and what
-        `remember` makes of them;
-    round_samples, samples: of each agent held, the steps that counted since the last round, and
-        those between the last two rounds;
+    round_returns, mean_returns: of each agent held, the returns since the last round, and their
+        mean as of the last round in whose interval an episode ended, NaN at first;
     and, of the last round,
     received: sender -> network;
     usable: bool [agents], whose snapshot is here and is valid;
@@ -1788,10 +1786,7 @@ class Peers:
             inputs = self.last_rounds, self._make_network, exchange.members
             self.views.append(View(i, first, *inputs))
         self.round_returns = [[] for _ in self.held]
-        # Mean, gain and baseline
-        self.records = torch.full((len(self.held), 3), torch.nan, dtype=torch.float64)
-        self.round_samples = torch.zeros(len(self.held), dtype=torch.float64)
-        self.samples = torch.zeros(len(self.held), dtype=torch.float64)
+        self.mean_returns = torch.full((len(self.held),), torch.nan, dtype=torch.float64)
         # Of each agent held, the snapshots sent, and the norm of the last update before its clip
         self.sent = torch.zeros(len(self.held), 2, dtype=torch.float64)
 
@@ -1814,8 +1809,7 @@ class Peers:
             "row": [self.communicator[i] for i in self.held],
             "distances": [self.distances[i] for i in self.held],
             "round_returns": self.round_returns,
-            "record": list(self.records),
-            "round_samples": list(self.round_samples),
+            "mean_return": list(self.mean_returns),
             "sent": list(self.sent),
             **self.exchange.state(),
         }
@@ -1845,11 +1839,14 @@ class Peers:
     # A round: reports, snapshots, the new C
 
     def remember_returns(self) -> None:
-        """End the interval of returns and samples that this round closes."""
-        self.samples[:] = self.round_samples
-        self.round_samples.zero_()
+        """End the interval of returns that this round closes: take their means.
+
+        An agent without an episode in it keeps its last known mean.
+        """
         for k, returns in enumerate(self.round_returns):
-            self.records[k] = remember(self.records[k], returns)
+            finite_returns = [value for value in returns if math.isfinite(value)]
+            if finite_returns:
+                self.mean_returns[k] = np.mean(finite_returns)
             returns.clear()
 
     def report(self, numbers: Tensor, networks: list[nn.Module]) -> Tensor:
@@ -2074,8 +2071,6 @@ CommunicatorName = Literal[
     "reward",
     "softmax-reward",
     "rank-reward",
-    "relative-gain",
-    "samples",
     "surrogate",
 ]
 
@@ -2125,8 +2120,7 @@ class RunArgs:
     # no flag: the content of FILE.csv when the run began, which belongs to the run's settings
     communicator_matrix: tyro.conf.Suppress[str] = ""
     self_preference: Fraction = 0.6  # c_ii of the self-preferred communicator
-    # softmax-reward: in spreads of returns; relative-gain: in gains; surrogate: in tenths of the
-    # advantages' spread
+    # softmax-reward: in spreads of returns; surrogate: in tenths of the advantages' spread
     communicator_temperature: Positive = 1.0
     # who may listen to whom: every agent to all, or to its two neighbours on a ring
     topology: Literal["full", "ring"] = "full"

@@ -336,9 +336,9 @@ def compute_advantages(
 def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i, on the simplex, weights agent i's peers.
 
-    returns [agents]: last means, gains, or numbers of samples; log_probs [agents, states, actions]:
-    on the public states; gains [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose
-    snapshot is valid. docs/communicators.md has the steps to another communicator.
+    returns [agents]: last means; log_probs [agents, states, actions]: on the public states; gains
+    [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose snapshot is valid.
+    docs/communicators.md has the steps to another communicator.
     """
     n = args.num_agents
     name = args.communicator
@@ -357,10 +357,6 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
-    elif name == "samples":
-        C = communicators.samples(returns)
-    elif name == "relative-gain":
-        C = communicators.relative_gain(returns, args.communicator_temperature)
     elif name == "surrogate":
         C = communicators.surrogate(gains, args.communicator_temperature)
     else:
@@ -707,23 +703,15 @@ def main(args: Args) -> dict:
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
-            peers.round_samples[k] += len(batches[k]["obs_inds"])
         if iteration % args.local_updates == 0:
             peers.remember_returns()
             participating = torch.ones(n, dtype=torch.bool)
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
-                if args.communicator == "relative-gain":
-                    numbers = peers.records[:, 1]
-                elif args.communicator == "samples":
-                    numbers = peers.samples
-                else:
-                    numbers = peers.records[:, 0]
-                reported_returns = peers.report(numbers, agents)
+                reported_returns = peers.report(peers.mean_returns, agents)
                 participating = exchange.find_participants()
                 reported_returns[~participating] = torch.nan  # who takes no part reports nothing
-                if args.communicator != "relative-gain":  # which has bounds of its own
-                    reported_returns = communicators.bound_returns(reported_returns)
+                reported_returns = communicators.bound_returns(reported_returns)
 
             # Which snapshots each agent receives: all that it will compare, or of positive weight
             if args.communicator in ("similarity", "surrogate"):

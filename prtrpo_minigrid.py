@@ -568,24 +568,16 @@ def main(args: Args) -> dict:
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
-            peers.round_samples[k] += len(batches[k]["obs_inds"])
         if iteration % args.local_updates == 0:
             peers.remember_returns()
             policies = [agent.policy for agent in agents]
             participating = torch.ones(n, dtype=torch.bool)
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
-                if args.communicator == "relative-gain":
-                    numbers = peers.records[:, 1]
-                elif args.communicator == "samples":
-                    numbers = peers.samples
-                else:
-                    numbers = peers.records[:, 0]
-                reported_returns = peers.report(numbers, policies)
+                reported_returns = peers.report(peers.mean_returns, policies)
                 participating = exchange.find_participants()
                 reported_returns[~participating] = torch.nan  # who takes no part reports nothing
-                if args.communicator != "relative-gain":  # which has bounds of its own
-                    reported_returns = communicators.bound_returns(reported_returns)
+                reported_returns = communicators.bound_returns(reported_returns)
 
             # Which snapshots each agent receives: all that it will compare, or of positive weight
             if args.communicator in ("similarity", "surrogate"):

@@ -584,12 +584,10 @@ LIAR_METHODS = {
     "fedavg-median": f"{AVERAGE} uniform --robust median",
     "fedavg-reward": f"{AVERAGE} reward",
     "fedavg-similarity": f"{AVERAGE} similarity",
-    "fedavg-relative-gain": f"{AVERAGE} relative-gain",
     "fedavg-surrogate": f"{AVERAGE} surrogate",
     "pr-uniform": "--communicator uniform",
     "pr-reward": "--communicator reward",
     "pr-similarity": "--communicator similarity",
-    "pr-relative-gain": "--communicator relative-gain",
     "pr-surrogate": "--communicator surrogate",
 }
 
@@ -598,7 +596,7 @@ def list_liars(family: str, mode: str) -> Iterator[str]:
     """Every method with every lie, and with a boast where agents report what it is about."""
     for seed in FIVE_SEEDS:
         for method, flags in LIAR_METHODS.items():
-            reports = method.endswith(("-reward", "-relative-gain"))
+            reports = method.endswith("-reward")
             conditions = {lie: f"--lie {lie}" for lie in LIES}
             if reports:
                 for lie in LIES[1:]:

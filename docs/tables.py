@@ -69,19 +69,22 @@ def flags(script: str) -> str:
     """The flags of a script; those that every script has in the same way stand under `RunArgs`."""
     RunArgs = importlib.import_module("communicators").RunArgs
     Args = getattr(importlib.import_module(script), "Args", RunArgs)
-    common = {}  # name -> help text and default in RunArgs, where they are left out
+    common = {}  # name -> help text, default and choices in RunArgs, where they are left out
     if Args is not RunArgs:
         texts = read_help_texts(RunArgs)
-        common = {field.name: (texts[field.name], field.default) for field in list_fields(RunArgs)}
+        hints = typing.get_type_hints(RunArgs)
+        for field in list_fields(RunArgs):
+            common[field.name] = (texts[field.name], field.default, list_choices(hints[field.name]))
     texts = read_help_texts(Args)
     hints = typing.get_type_hints(Args)
     rows = []
     for field in list_fields(Args):
         text = texts[field.name]
-        if (text, field.default) == common.get(field.name):
+        choices = list_choices(hints[field.name])
+        if (text, field.default, choices) == common.get(field.name):
             continue
         flag = f"`--{field.name.replace('_', '-')}`"
-        default = format_default(field.default, list_choices(hints[field.name]))
+        default = format_default(field.default, choices)
         rows.append([flag, default, text.replace("|", "\\|").replace("<", "&lt;")])
     return format_table(["flag", "default (or)", "meaning"], rows)
 

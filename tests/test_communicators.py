@@ -397,8 +397,6 @@ def test_every_name_makes_its_own_communicator():
         "reward": communicators.reward(returns),
         "softmax-reward": communicators.softmax_reward(returns, 2.0),
         "rank-reward": communicators.rank_reward(returns),
-        "relative-gain": communicators.relative_gain(returns, 2.0),
-        "samples": communicators.samples(returns),
         "surrogate": communicators.surrogate(gains_on(log_probs), 2.0),
     }
     options = {

@@ -310,8 +310,7 @@ def test_more_noise_or_a_larger_delta_is_a_smaller_epsilon():
 @pytest.mark.parametrize(
     ("communicator", "accounted"),
     [("uniform", True), ("self-preferred", True), ("similarity", True)]
-    + [(name, False) for name in ("reward", "softmax-reward", "rank-reward", "relative-gain")]
-    + [("samples", False), ("surrogate", False)],
+    + [(name, False) for name in ("reward", "softmax-reward", "rank-reward", "surrogate")],
 )
 def test_there_is_no_epsilon_where_anything_crosses_without_noise(communicator, accounted):
     """Reported numbers, and weights from an agent's own rollout; nor is there one without noise."""

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -155,9 +156,9 @@ def test_networks_of_different_sizes_are_counted_without_padding(tmp_path):
 
 MIXED_RUNS = {
     "PR-PPO, surrogate": (PRPO_MINIGRID, MIXED | {"kl_schedule": "linear"}),
-    "FedAvg, relative-gain": (
+    "FedAvg, rank-reward": (
         FEDAVG_MINIGRID,
-        MIXED | {"communicator": "relative-gain", "hidden_sizes": (16, 16, 16)},
+        MIXED | {"communicator": "rank-reward", "hidden_sizes": (16, 16, 16)},
     ),
 }
 
@@ -166,7 +167,7 @@ MIXED_RUNS = {
 def mixed(request):
     """A script and settings.
 
-    One communicator depends on the agents' last rollouts, the other on returns of all rounds.
+    One communicator depends on the agents' last rollouts, the other on their last known returns.
     """
     script, settings = MIXED_RUNS[request.param]
     return script, settings | {"iterations": 6, "local_updates": 1}
@@ -268,7 +269,7 @@ def test_row_i_of_the_surrogate_consists_of_agent_is_gains(tmp_path, monkeypatch
     assert rows["weight"].tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_agent_reports_its_gain_over_its_own_history_and_nothing_else(
+def test_an_agent_reports_its_last_known_mean_return_and_nothing_else(
     crashing, tmp_path, monkeypatch
 ):
     """Rounds have no, one or several episodes, whose returns are given here.
@@ -278,8 +279,8 @@ def test_an_agent_reports_its_gain_over_its_own_history_and_nothing_else(
     script = PRPO_MINIGRID
     returns = {
         0: [[5.0, 7.0], [6.0], [9.0, 9.5], [], [8.0]],  # large and noisy
-        1: [[], [0.1], [0.12], [0.15, 0.16], [0.1]],  # begins late
-        2: [[-1.0], [-1.0], [], [-0.5], [-3.0]],
+        1: [[], [4.0], [2.5], [3.0, 3.5], [3.0]],  # begins late
+        2: [[-1.0], [-1.5], [], [], [-3.0]],  # keeps its last mean
     }
     receive = script.Envs.receive
     gather = Exchange.all_gather
@@ -301,16 +302,16 @@ def test_an_agent_reports_its_gain_over_its_own_history_and_nothing_else(
         reported.append(returns.tolist())
         return make(args, returns, *rest, **more)
 
-    def record_gains(exchange, local):
+    def record_numbers(exchange, local):
         if local.shape[1] == 1 and local.is_floating_point():
             exchanged.append(local[:, 0].tolist())
         return gather(exchange, local)
 
     monkeypatch.setattr(script.of_family.Envs, "receive", receive_given_episodes)
-    monkeypatch.setattr(Exchange, "all_gather", record_gains)
+    monkeypatch.setattr(Exchange, "all_gather", record_numbers)
     script.patch(monkeypatch, "make_communicator", record_returns)
     settings = {
-        "communicator": "relative-gain",
+        "communicator": "softmax-reward",
         "iterations": 5,
         "local_updates": 1,
         "save_every": 1,
@@ -320,31 +321,15 @@ def test_an_agent_reports_its_gain_over_its_own_history_and_nothing_else(
     )
     folder = only_run(tmp_path)
     script.main(script.parse_args(["--resume", str(folder)]))
-    expected = [pytest.approx(row) for row in zip(*map(plain_gains, returns.values()), strict=True)]
+    means = [[6.0, math.nan, -1.0], [6.0, 4.0, -1.5], [9.25, 2.5, -1.5], [9.25, 3.25, -1.5]]
+    means.append([8.0, 3.0, -3.0])
+    expected = [pytest.approx(row, nan_ok=True) for row in means]
     assert reported[::2] == expected
     assert reported[1::2] == expected
     assert exchanged == expected
     rows = np.genfromtxt(folder / "communicator.csv", delimiter=",", names=True)
-    weights = torch.tensor(reported[-1]).softmax(-1).tolist()
-    assert rows["weight"][-9:].tolist() == pytest.approx(weights * 3, abs=1e-5)
-
-
-def plain_gains(rounds):
-    """One agent's gain after every round: how far its mean return is above its baseline.
-
-    The unit is the baseline's size plus the standard error of the round's mean.
-    """
-    gains = []
-    baseline = None
-    for returns in rounds:
-        if returns:
-            mean = np.mean(returns)
-            baseline = mean if baseline is None else baseline
-            error = np.std(returns, ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else 0
-            gain = (mean - baseline) / (abs(baseline) + error)
-            baseline = 0.8 * baseline + 0.2 * mean
-        gains.append(float(np.clip(gain, -1, 1)) if returns else 0.0)
-    return gains
+    weights = communicators.softmax_reward(torch.tensor(means[-1])).flatten().tolist()
+    assert rows["weight"][-9:].tolist() == pytest.approx(weights, abs=1e-5)
 
 
 def acting(script, number, seed=0):
