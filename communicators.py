@@ -2924,7 +2924,6 @@ class Patches:
         chosen.index = self.index[rows]
         return chosen
 
-    @torch.compiler.disable  # --compile would compile it anew in every rollout
     def compute(self, network: ImageNetwork) -> Tensor:
         """The network's output for these observations, [batch, ...]."""
         x = self.cells

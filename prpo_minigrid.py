@@ -146,12 +146,6 @@ class Args(RunArgs):
     max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
     target_kl: Positive | None = None
     """skip an agent's further epochs once its approximate KL exceeds this"""
-    # of all layers but the heads (autocast); heads and losses are always float32. auto: float32 for
-    # so small a network
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    # compile the networks with torch.compile, which is not thread-safe: the agents then compute one
-    # after the other
-    compile: bool = False
 
 
 # --- the network ---
@@ -171,9 +165,8 @@ class Agent(nn.Module):
     layer, and logits a function of one observation: rollouts keep those of each in a table.
     """
 
-    def __init__(self, num_actions: int, bfloat16: bool = False, hidden: int = 128):
+    def __init__(self, num_actions: int, hidden: int = 128):
         super().__init__()
-        self.bfloat16 = bfloat16
         self.network = ImageNetwork(
             layer_init(nn.Conv2d(3, hidden // 8, 2)),
             nn.Tanh(),
@@ -190,10 +183,7 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor | Patches) -> tuple[Tensor, Tensor]:
         """obs: [batch, 7, 7, 3] uint8. Returns (logits [batch, actions], value [batch])."""
-        device = self.actor.weight.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=self.bfloat16):
-            hidden = self.network(obs)
-        hidden = hidden.float()
+        hidden = self.network(obs)
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
     @torch.no_grad()
@@ -209,7 +199,7 @@ def make_agents(args: Args) -> list[Agent]:
     first = {}
     for size in dict.fromkeys(sizes):
         torch.manual_seed(args.seed)
-        first[size] = Agent(num_actions, args.precision == "bfloat16", size)
+        first[size] = Agent(num_actions, size)
     return [copy.deepcopy(first[size]) for size in sizes]
 
 
@@ -245,7 +235,7 @@ def rollout(
         noise = torch.empty(*shape[1:], table.agent.actor.out_features)
         gumbel.append(-noise.exponential_(generator=generator).log().numpy())
 
-    workers = 1 if args.compile else min(len(actors), run.cores)  # see `compile`
+    workers = min(len(actors), run.cores)
     communicators.in_parallel([table.refresh for table in actors], workers)
     for step in range(args.num_steps + 1):
         for number, group in enumerate(envs.groups):
@@ -595,9 +585,6 @@ def main(args: Args) -> dict:
         for agent in agents
     ]
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
-    if args.compile:
-        for agent in agents:
-            agent.compile(dynamic=True)  # batches vary with what is distinct
 
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(device) if num_rounds else None
@@ -1077,7 +1064,7 @@ def share_cores(args: Args, held: range, device: torch.device) -> tuple[int, int
     Limits torch to that one thread in this process.
     """
     workers = min(len(held), torch.get_num_threads())
-    if args.compile or device.type != "cpu":  # torch.compile is not thread-safe
+    if device.type != "cpu":
         workers = 1
     torch.set_num_threads(1)
     return workers, 1
@@ -1208,8 +1195,6 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
 
 def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
-    if args.precision == "auto":
-        args.precision = "float32"
     if args.device == "auto":
         args.device = "cpu"
     n = args.num_agents

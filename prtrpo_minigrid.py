@@ -127,9 +127,6 @@ class Args(RunArgs):
     update_epochs: Count = 5  # epochs of the value function per rollout
     norm_adv: bool = True  # normalise advantages over the rollout
     max_grad_norm: Positive = 0.5  # maximum norm of each value function's gradient
-    # of all layers but the heads (autocast); heads and losses are always float32. auto: float32 for
-    # so small a network
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
 
     # What prpo_minigrid.py's functions read, and is no flag here
     kl_direction = "forward"  # of eq. 9
@@ -143,7 +140,6 @@ class Args(RunArgs):
     dp_noise = 0.0
     dp_delta = 1e-5
     dp_key = ""
-    compile = False
 
 
 # --- the networks ---

@@ -636,8 +636,6 @@ def test_bad_input_ends_with_one_line(case):
 def test_defaults_stand():
     parsed = vars(PRTRPO_MINIGRID.parse_args([]))
     expected = vars(prtrpo_minigrid.Args())
-    assert parsed.pop("precision") == "float32"
-    assert expected.pop("precision") == "auto"
     assert parsed.pop("device") == "cpu"
     assert expected.pop("device") == "auto"
     assert parsed == expected
