@@ -10,8 +10,7 @@ Contents
         communicators: identity, uniform, self_preferred, similarity, reward, softmax_reward,
             rank_reward, relative_gain, samples, surrogate, from_csv
         what they are computed from: bound_returns, remember, surrogate_gains
-        who may listen to whom: find_neighbours, draw_participants, ring, top_k, sparsify,
-            drop_invalid, restrict
+        who may listen to whom: find_neighbours, ring, top_k, sparsify, drop_invalid, restrict
         what is logged of C: non_expansion, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation, diagnose
         parameters: count_parameters, flatten, unflatten, average_parameters, median_parameters,
@@ -95,7 +94,7 @@ KL_DIRECTIONS = ("forward", "reverse")
 FEW_AGENTS = 16
 # What a derived seed of this module is for: the last number of its key
 PRIVACY = 101
-# The communicators for which agents report a number
+# The communicators, of any script, for which agents report a number
 REPORTING = ("reward", "softmax-reward", "rank-reward", "relative-gain", "samples")
 # The packages whose versions a summary records, where they are imported
 PACKAGES = ("torch", "numpy", "gymnasium", "minigrid", "ale-py", "envpool", "transformers", "peft")
@@ -414,16 +413,6 @@ def find_neighbours(args: "RunArgs") -> Tensor:
         # A weight of 0 in the file excludes that peer for good
         mask = mask & (load_matrix(args) > 0)
     return mask | oneself
-
-
-def draw_participants(num_agents: int, fraction: float, seed: int) -> Tensor:
-    """Who takes part in a round: round(fraction * agents) of them, drawn with this seed.
-
-    Returns a bool mask [agents].
-    """
-    order = torch.randperm(num_agents, generator=torch.Generator().manual_seed(seed))
-    drawn = order[: round(fraction * num_agents)]
-    return torch.zeros(num_agents, dtype=torch.bool).index_fill(0, drawn, True)
 
 
 def ring(num_agents: int) -> Tensor:
@@ -1047,9 +1036,9 @@ class Exchange:
         """
         return self.all_gather(numbers[:, None]).flatten()
 
-    def draw_participants(self, fraction: float, seed: int) -> Tensor:
-        """Who takes part in this round, bool [agents]; see the function of this name."""
-        return draw_participants(self.num_agents, fraction, seed)
+    def find_participants(self) -> Tensor:
+        """Who takes part in this round, bool [agents]: everybody."""
+        return torch.ones(self.num_agents, dtype=torch.bool)
 
     def gather_snapshots(
         self, local: Tensor, receives: Tensor, sizes: list[int] | None = None
@@ -1318,7 +1307,7 @@ class FolderExchange(Exchange):
     FEDERATION/agent_J/round_R.safetensors, snapshots by the number of agent J's round, of which the
     newest few are kept. A round begins with `report`: write the files of the agents held, then read
     the newest of every peer. It does not wait for peers, or up to --wait; averages of parameters
-    wait up to --timeout for as many agents as --participation says.
+    wait up to --timeout for all agents.
 
     Each agent counts its own rounds, because agents differ in speed and in when they began. The age
     of a snapshot is the number of rounds that its *reader* has had since it arrived. Everything of
@@ -1339,11 +1328,9 @@ class FolderExchange(Exchange):
         self.averages = args.aggregation in ("weights", "both", "proximal")
         self.counts_noise = getattr(args, "dp_noise", 0) > 0
         self.wait = args.wait
-        self.quorum = args.num_agents
         self.only_new = args.aggregation in ("weights", "both")
         if self.only_new:
             self.wait = args.timeout
-            self.quorum = round(getattr(args, "participation", 1) * args.num_agents)
         self.reports = args.communicator in REPORTING
         # A process that resumes reads the files of the same rounds again, if it waits for them
         self.kept = 3 + (args.save_every // args.local_updates if self.wait else 0)
@@ -1447,8 +1434,8 @@ class FolderExchange(Exchange):
         self.present = self._find_present()
         return self.numbers.clone()
 
-    def draw_participants(self, fraction: float, seed: int) -> Tensor:
-        """Who takes part in this round: nobody is drawn, all whose snapshot is here and not old."""
+    def find_participants(self) -> Tensor:
+        """Who takes part in this round, bool [agents]: whose snapshot is here and not old."""
         return self.present.clone()
 
     def gather_snapshots(
@@ -1541,7 +1528,7 @@ class FolderExchange(Exchange):
         return present & torch.tensor(here)
 
     def _read_peers(self, sizes: list[int]) -> bool:
-        """Read what is new of every peer. Returns whether a quorum has anything new."""
+        """Read what is new of every peer. Returns whether all have something new."""
         for j in self.peers:
             # A peer that was far ahead, and counts, may have sent more since
             is_new = self.rounds[j] == self.round or self.arrivals[j] == self.round
@@ -1550,7 +1537,7 @@ class FolderExchange(Exchange):
                 with contextlib.suppress(StoreError):
                     # A peer for which this agent waits may be a round ahead already
                     self._read_newest(j, sizes[j], self.round if self.wait else 0)
-        return int(self._fresh().sum()) >= self.quorum
+        return bool(self._fresh().all())
 
     def _read_newest(self, j: int, numel: int, preferred: int = 0) -> None:
         """Read a peer's newest snapshot, or the preferred one, if it has not been read."""
@@ -1756,10 +1743,8 @@ class Peers:
     views: of each agent held, what it received in the last round in which it took part, `View`:
         from senders of positive weight in its row, and itself. Agents of one process that received
         the same snapshot share one network;
-    round_returns, records: of each agent held, the returns since the last round, and what
-        `remember` makes of them;
-    round_samples, samples: of each agent held, the steps that counted since the last round, and
-        those between the last two rounds;
+    round_returns, mean_returns: of each agent held, the returns since the last round, and their
+        mean as of the last round in whose interval an episode ended, NaN at first;
     and, of the last round,
     received: sender -> network;
     usable: bool [agents], whose snapshot is here and is valid;
@@ -1801,10 +1786,7 @@ class Peers:
             inputs = self.last_rounds, self._make_network, exchange.members
             self.views.append(View(i, first, *inputs))
         self.round_returns = [[] for _ in self.held]
-        # Mean, gain and baseline
-        self.records = torch.full((len(self.held), 3), torch.nan, dtype=torch.float64)
-        self.round_samples = torch.zeros(len(self.held), dtype=torch.float64)
-        self.samples = torch.zeros(len(self.held), dtype=torch.float64)
+        self.mean_returns = torch.full((len(self.held),), torch.nan, dtype=torch.float64)
         # Of each agent held, the snapshots sent, and the norm of the last update before its clip
         self.sent = torch.zeros(len(self.held), 2, dtype=torch.float64)
 
@@ -1827,8 +1809,7 @@ class Peers:
             "row": [self.communicator[i] for i in self.held],
             "distances": [self.distances[i] for i in self.held],
             "round_returns": self.round_returns,
-            "record": list(self.records),
-            "round_samples": list(self.round_samples),
+            "mean_return": list(self.mean_returns),
             "sent": list(self.sent),
             **self.exchange.state(),
         }
@@ -1858,11 +1839,14 @@ class Peers:
     # A round: reports, snapshots, the new C
 
     def remember_returns(self) -> None:
-        """End the interval of returns and samples that this round closes."""
-        self.samples[:] = self.round_samples
-        self.round_samples.zero_()
+        """End the interval of returns that this round closes: take their means.
+
+        An agent without an episode in it keeps its last known mean.
+        """
         for k, returns in enumerate(self.round_returns):
-            self.records[k] = remember(self.records[k], returns)
+            finite_returns = [value for value in returns if math.isfinite(value)]
+            if finite_returns:
+                self.mean_returns[k] = np.mean(finite_returns)
             returns.clear()
 
     def report(self, numbers: Tensor, networks: list[nn.Module]) -> Tensor:
@@ -2087,8 +2071,6 @@ CommunicatorName = Literal[
     "reward",
     "softmax-reward",
     "rank-reward",
-    "relative-gain",
-    "samples",
     "surrogate",
 ]
 
@@ -2138,8 +2120,7 @@ class RunArgs:
     # no flag: the content of FILE.csv when the run began, which belongs to the run's settings
     communicator_matrix: tyro.conf.Suppress[str] = ""
     self_preference: Fraction = 0.6  # c_ii of the self-preferred communicator
-    # softmax-reward: in spreads of returns; relative-gain: in gains; surrogate: in tenths of the
-    # advantages' spread
+    # softmax-reward: in spreads of returns; surrogate: in tenths of the advantages' spread
     communicator_temperature: Positive = 1.0
     # who may listen to whom: every agent to all, or to its two neighbours on a ring
     topology: Literal["full", "ring"] = "full"
@@ -2329,8 +2310,7 @@ def report_unused(args: RunArgs, unused: dict[str, str]) -> None:
     unused: flag of the script -> with what it has none.
     """
     mixes = args.aggregation == "policy" and args.communicator != "identity"
-    distills = getattr(args, "distill_epochs", 0) > 0
-    if mixes and args.agents_at_once > 1 and args.kl_coef == 0 and not distills:
+    if mixes and args.agents_at_once > 1 and args.kl_coef == 0:
         announce("--kl-coef 0: policies are sent, and peers have no influence")
     unused = dict(unused)
     communicator = f"with --communicator {args.communicator}"
@@ -2410,9 +2390,6 @@ def _check_exchange(args: RunArgs) -> None:
         refuse(args, "wait", "has no effect on averages, which wait for --timeout; leave it out")
     if args.max_age != RunArgs.max_age and averages:
         refuse(args, "max_age", "has no effect on averages, which are of new ones; leave it out")
-    if getattr(args, "participation", 1) != 1 and not averages:
-        valid = "must be 1 with --exchange, where agents take part as they come"
-        refuse(args, "participation", f"{valid}; averages wait for this fraction")
     try:
         urls = map(urllib.parse.urlsplit, args.exchange.split("::"))  # the parts of a chained one
         passwords = [url.password for url in urls]
@@ -2512,21 +2489,13 @@ def check_aggregation(args: RunArgs) -> None:
             refuse(args, flag, f"has no effect with --aggregation {args.aggregation}; leave it out")
     if args.prox_coef != type(args).prox_coef and args.aggregation != "proximal":
         refuse(args, "prox_coef", "needs --aggregation proximal")
-    if args.distill_epochs and args.aggregation not in ("policy", "both"):
-        refuse(
-            args, "distill_epochs", "needs policies that are mixed: --aggregation policy or both"
-        )
-    if args.communication_end != 1 and args.aggregation == "none":
-        refuse(args, "communication_end", "has no effect with --aggregation none; leave it out")
     if args.kl_schedule != "constant" and args.kl_coef == 0:
         refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
     unused = {}
     if args.communicator == "identity":
         isolated = "on isolated agents"
-        flags = "mixture", "participation", "distill_epochs", "robust", "private_heads", "prox_coef"
+        flags = "mixture", "robust", "private_heads", "prox_coef"
         unused = dict.fromkeys(flags, isolated)
-        if args.self_reference == "behaviour":
-            unused["communication_end"] = isolated
     if args.robust != "none" and args.aggregation == "weights" and args.self_preference < 1:
         alike = f"with --robust {args.robust}, which weights all agents alike"
         unused |= dict.fromkeys(("self_preference", "communicator_temperature"), alike)
@@ -2955,7 +2924,6 @@ class Patches:
         chosen.index = self.index[rows]
         return chosen
 
-    @torch.compiler.disable  # --compile would compile it anew in every rollout
     def compute(self, network: ImageNetwork) -> Tensor:
         """The network's output for these observations, [batch, ...]."""
         x = self.cells

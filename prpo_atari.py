@@ -39,7 +39,6 @@ from communicators import (
     NonNegative,
     Peers,
     Positive,
-    PositiveFraction,
     Probability,
     Run,
     RunArgs,
@@ -59,7 +58,6 @@ TEST_LEVELS = 3
 TEST_ACTIONS = 4
 FILM_LEVEL = 5
 FILM_ACTIONS = 6
-PARTICIPATION = 7
 
 
 @dataclass
@@ -114,12 +112,6 @@ class Args(RunArgs):
     # an agent's own component of its reference: its policy before this update, or its snapshot of
     # the last round
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
-    participation: PositiveFraction = 1.0
-    """fraction of the agents, drawn anew, that takes part in a communication round"""
-    communication_end: PositiveFraction = 1.0
-    """fraction of the iterations after which there is no more round, and agents are isolated"""
-    distill_epochs: Natural = 0
-    """after a round: epochs towards the new reference policy, on the states of the last rollout"""
 
     # What leaves an agent, see docs/privacy.md
 
@@ -367,9 +359,9 @@ def compute_advantages(
 def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i, on the simplex, weights agent i's peers.
 
-    returns [agents]: last means, gains, or numbers of samples; log_probs [agents, states, actions]:
-    on the public states; gains [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose
-    snapshot is valid. docs/communicators.md has the steps to another communicator.
+    returns [agents]: last means; log_probs [agents, states, actions]: on the public states; gains
+    [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose snapshot is valid.
+    docs/communicators.md has the steps to another communicator.
     """
     n = args.num_agents
     name = args.communicator
@@ -388,10 +380,6 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
-    elif name == "samples":
-        C = communicators.samples(returns)
-    elif name == "relative-gain":
-        C = communicators.relative_gain(returns, args.communicator_temperature)
     elif name == "surrogate":
         C = communicators.surrogate(gains, args.communicator_temperature)
     else:
@@ -569,47 +557,6 @@ def learn(
             return
 
 
-def distill(
-    agent: Agent,
-    optimizer,
-    generator,
-    obs: Tensor,
-    obs_inds: Tensor,
-    reference: Tensor,
-    args: Args,
-) -> Iterator[Tensor]:
-    """One agent's epochs towards its new reference policy, on the states of its rollout.
-
-    Only the KL is minimised: the value function's head gets no gradient.
-    obs: its observations; obs_inds: [samples], rows of obs;
-    reference: log-probabilities at obs [states, actions]. Yields the mean KL over all samples
-    before the first step, that of each minibatch, and that over all samples after the last step.
-    """
-
-    def measure() -> Tensor:
-        logits, _ = agent.predict(obs)
-        kl = communicators.kl_to_reference(logits.log_softmax(-1), reference, args.kl_direction)
-        return kl[obs_inds].mean()
-
-    yield measure()
-    for _ in range(args.distill_epochs):
-        b_inds = torch.randperm(len(obs_inds), generator=generator).to(obs_inds.device)
-        for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
-            distinct, inverse = obs_inds[mb_inds].unique(return_inverse=True)
-            logits, _ = agent(obs[distinct])
-            newlogprobs = logits.log_softmax(-1)
-            kl = communicators.kl_to_reference(newlogprobs, reference[distinct], args.kl_direction)
-            loss = kl.index_select(0, inverse).mean()
-            if loss.isfinite():
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                if grad_norm.isfinite():
-                    optimizer.step()
-            yield loss.detach()
-    yield measure()
-
-
 def diagnose_update(
     i: int,
     agent: Agent,
@@ -641,8 +588,7 @@ def main(args: Args) -> dict:
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    last_communication = round(args.communication_end * num_iterations)  # an iteration
-    num_rounds = last_communication // args.local_updates
+    num_rounds = num_iterations // args.local_updates
     tasks = name_tasks(args)
     exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
@@ -704,9 +650,6 @@ def main(args: Args) -> dict:
         if args.kl_schedule == "linear":
             kl_coef = remaining * args.kl_coef
 
-        if iteration > last_communication:  # from here on agents are isolated
-            communicator.copy_(communicators.identity(n))
-
         # Rollout
         storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)
 
@@ -732,7 +675,7 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        if args.aggregation in ("weights", "proximal") or iteration > last_communication:
+        if args.aggregation in ("weights", "proximal"):
             references = behaviour  # the agent's own policy: PPO with a KL penalty (eq. 3)
         else:
             calls = []
@@ -776,29 +719,19 @@ def main(args: Args) -> dict:
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
-        distill_kls = [[torch.nan]] * len(held)
         for k in range(len(held)):
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
-            peers.round_samples[k] += len(batches[k]["obs_inds"])
-        if iteration % args.local_updates == 0 and iteration <= last_communication:
+        if iteration % args.local_updates == 0:
             peers.remember_returns()
             participating = torch.ones(n, dtype=torch.bool)
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
-                if args.communicator == "relative-gain":
-                    numbers = peers.records[:, 1]
-                elif args.communicator == "samples":
-                    numbers = peers.samples
-                else:
-                    numbers = peers.records[:, 0]
-                reported_returns = peers.report(numbers, agents)
-                seed = derive_seed(args.seed, iteration, PARTICIPATION)
-                participating = exchange.draw_participants(args.participation, seed)
-                reported_returns[~participating] = torch.nan  # who is not drawn reports nothing
-                if args.communicator != "relative-gain":  # which has bounds of its own
-                    reported_returns = communicators.bound_returns(reported_returns)
+                reported_returns = peers.report(peers.mean_returns, agents)
+                participating = exchange.find_participants()
+                reported_returns[~participating] = torch.nan  # who takes no part reports nothing
+                reported_returns = communicators.bound_returns(reported_returns)
 
             # Which snapshots each agent receives: all that it will compare, or of positive weight
             if args.communicator in ("similarity", "surrogate"):
@@ -827,31 +760,6 @@ def main(args: Args) -> dict:
                         shared = mark_shared(agents[k], args)
                         average = torch.where(shared, average, before)
                         communicators.unflatten(average, agents[k : k + 1])
-
-            # Distillation: agents that take part and have peers learn their new reference policy
-            if args.distill_epochs:
-                run.tick("exchange")
-                distillers = {}  # k -> generator
-                for k, i in enumerate(held):
-                    if participating[i] and peers.usable[i] and communicator[i, i] < 1:
-                        logits, _ = agents[k].predict(obs[k])
-                        policy = logits.log_softmax(-1)
-                        reference = compute_reference(
-                            i, obs[k], policy, peers.views[k], communicator, args
-                        )
-                        distillers[k] = distill(
-                            agents[k],
-                            optimizers[k],
-                            generators[k],
-                            obs[k],
-                            batches[k]["obs_inds"],
-                            reference,
-                            args,
-                        )
-                yielded = communicators.take_turns([*distillers.values()], workers, threads)
-                for k, kls in zip(distillers, yielded, strict=True):
-                    distill_kls[k] = kls
-                run.tick("update")
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -868,9 +776,6 @@ def main(args: Args) -> dict:
             }
             for name in losses[k][0]:
                 row[f"losses/{name}"] = mean([loss[name].item() for loss in losses[k]])
-            if args.distill_epochs:
-                row["losses/distill_kl_before"] = float(distill_kls[k][0])
-                row["losses/distill_kl_after"] = float(distill_kls[k][-1])
             for name, value in diagnostics[k].items():
                 row[f"policy/{name}"] = value
             row |= peers.describe_privacy(k)
@@ -878,7 +783,7 @@ def main(args: Args) -> dict:
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
             "charts/kl_coefficient": kl_coef,
-            "communication/rounds": min(iteration, last_communication) // args.local_updates,
+            "communication/rounds": iteration // args.local_updates,
         }
         run.log(rows, communicator, peers.distances, scalars)
 
@@ -902,7 +807,7 @@ def main(args: Args) -> dict:
         run.log_evaluation(evaluate_agents(args, agents, held))
     return run.finish(
         env_backend=choose_backend(args),
-        communication_rounds=min(run.iteration, last_communication) // args.local_updates,
+        communication_rounds=run.iteration // args.local_updates,
     )
 
 
@@ -1341,11 +1246,6 @@ def check_args(args: Args) -> None:
     if args.total_timesteps < batch_size:
         valid = f"must be at least one rollout, {batch_size} steps"
         communicators.refuse(args, "total_timesteps", valid)
-    if args.participation != 1 and not 2 <= round(args.participation * n) <= n:
-        valid = f"must let 2..{n} agents take part in a round"
-        if n == 1:
-            valid = "must be 1 for one agent"
-        communicators.refuse(args, "participation", valid)
     communicators.check_aggregation(args)
     communicators.check_privacy(args)
     if args.greedy and not args.eval_only:

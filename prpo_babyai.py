@@ -55,6 +55,7 @@ from communicators import (
 )
 from prpo_llm import (
     PUBLIC_STATES,
+    CommunicatorName,
     add_adapters,
     average_adapters,
     compute_group_advantages,
@@ -127,11 +128,15 @@ class Args(RunArgs):
     num_agents: Count = 3  # clients, each with training tasks of its own
     # clients that train at a time (0: all); weights: drawn anew in every round, else once
     agents_per_round: Natural = 0
-    # fraction of the clients that train at a time, instead of --agents-per-round; unlike in the
-    # control scripts the others do not train
+    # fraction of the clients that train at a time, instead of --agents-per-round; the others do
+    # not train
     participation: PositiveFraction = 1.0
     centralised: bool = False
     """instead of the agents: a single one that has the tasks of all"""
+    communicator: CommunicatorName | str = "uniform"
+    """who listens to whom, see `make_communicator`; or FILE.csv, a matrix of your own"""
+    communicator_temperature: Positive = 1.0
+    """softmax-reward: in spreads of returns; relative-gain: in gains"""
     local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
     """steps between communication rounds"""
     # coefficient of the KL penalty towards the reference policy. --aggregation policy: the mixture
@@ -1375,9 +1380,6 @@ def check_agents(args: Args) -> None:
         for flag in ("agents_per_round", "participation"):
             if getattr(args, flag) != getattr(Args, flag):
                 refuse(args, flag, "does not go with --centralised; leave it out")
-    if args.communicator == "surrogate":
-        reason = "is for control: an episode has one advantage, not one per state"
-        refuse(args, "communicator", reason)
     if args.centralised and args.communicator.endswith(".csv"):
         refuse(args, "communicator", "does not go with --centralised: a single agent has no peers")
     if n < args.num_agents and not args.centralised:

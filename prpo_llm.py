@@ -78,6 +78,19 @@ SERVER_SAMPLING = 5
 FIRST_ADAPTERS = 8
 
 
+CommunicatorName = Literal[
+    "identity",
+    "uniform",
+    "self-preferred",
+    "similarity",
+    "reward",
+    "softmax-reward",
+    "rank-reward",
+    "relative-gain",
+    "samples",
+]
+
+
 @dataclass
 class Args(RunArgs):
     save_every: Count = 10
@@ -143,6 +156,10 @@ class Args(RunArgs):
     # policy: peers mix in the reference (PR); weights: adapters are averaged (FedAvg); none:
     # isolated agents
     aggregation: Literal["policy", "weights", "none"] = "policy"
+    communicator: CommunicatorName | str = "uniform"
+    """who listens to whom, see `make_communicator`; or FILE.csv, a matrix of your own"""
+    communicator_temperature: Positive = 1.0
+    """softmax-reward: in spreads of returns; relative-gain: in gains"""
     local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
     """steps between communication rounds, which update the reference"""
     # coefficient of the KL penalty towards the reference policy (FedAvg: the agent's policy of the
@@ -3714,9 +3731,6 @@ def check_batches(args: Args) -> None:
 
 def check_communication(args: Args) -> None:
     """The communicator suits language models and the aggregation."""
-    if args.communicator == "surrogate":
-        reason = "is for control: a response has one advantage, not one per state"
-        communicators.refuse(args, "communicator", reason)
     if args.exchange and args.aggregation == "none":
         communicators.refuse(args, "exchange", "has no effect on isolated agents; leave it out")
     if args.exchange and args.lora_average == "frozen-a":

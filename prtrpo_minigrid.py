@@ -35,14 +35,12 @@ from communicators import (
     Patches,
     Peers,
     Positive,
-    PositiveFraction,
     Run,
     RunArgs,
     derive_seed,
     mean,
 )
 from prpo_minigrid import (
-    PARTICIPATION,
     Envs,
     choose_backend,
     collect_public_states,
@@ -104,10 +102,6 @@ class Args(RunArgs):
     # an agent's own component of its reference: its policy before this update, or its snapshot of
     # the last round
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
-    participation: PositiveFraction = 1.0
-    """fraction of the agents, drawn anew, that takes part in a communication round"""
-    communication_end: PositiveFraction = 1.0
-    """fraction of the iterations after which there is no more round, and agents are isolated"""
 
     # The trust region: KL divergences are in nats, total variations lie in [0, 1]
     epsilon: Positive = 0.01
@@ -133,9 +127,6 @@ class Args(RunArgs):
     update_epochs: Count = 5  # epochs of the value function per rollout
     norm_adv: bool = True  # normalise advantages over the rollout
     max_grad_norm: Positive = 0.5  # maximum norm of each value function's gradient
-    # of all layers but the heads (autocast); heads and losses are always float32. auto: float32 for
-    # so small a network
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
 
     # What prpo_minigrid.py's functions read, and is no flag here
     kl_direction = "forward"  # of eq. 9
@@ -145,12 +136,10 @@ class Args(RunArgs):
     private_heads = ()
     robust = "none"
     prox_coef = 0.0
-    distill_epochs = 0
     dp_clip = None
     dp_noise = 0.0
     dp_delta = 1e-5
     dp_key = ""
-    compile = False
 
 
 # --- the networks ---
@@ -438,8 +427,7 @@ def main(args: Args) -> dict:
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    last_communication = round(args.communication_end * num_iterations)  # an iteration
-    num_rounds = last_communication // args.local_updates
+    num_rounds = num_iterations // args.local_updates
     tasks = name_tasks(args)
     exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
@@ -499,9 +487,6 @@ def main(args: Args) -> dict:
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
 
-        if iteration > last_communication:  # from here on agents are isolated
-            communicator.copy_(communicators.identity(n))
-
         # Rollout
         storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)
 
@@ -527,16 +512,13 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        if iteration > last_communication:
-            references = behaviour  # the agent's own policy: TRPO
-        else:
-            calls = []
-            for k, i in enumerate(held):
-                call = functools.partial(
-                    compute_reference, i, obs[k], behaviour[k], peers.views[k], communicator, args
-                )
-                calls.append(call)
-            references = communicators.in_parallel(calls, workers, threads)
+        calls = []
+        for k, i in enumerate(held):
+            call = functools.partial(
+                compute_reference, i, obs[k], behaviour[k], peers.views[k], communicator, args
+            )
+            calls.append(call)
+        references = communicators.in_parallel(calls, workers, threads)
         for batch, reference in zip(batches, references, strict=True):
             batch["reference"] = reference[batch["obs_inds"]]
         run.tick("reference")
@@ -544,7 +526,7 @@ def main(args: Args) -> dict:
         # Update: the policy's step, then the value function's minibatches; the agents take turns
         learners = []
         bounds = []
-        isolated = args.communicator == "identity" or iteration > last_communication
+        isolated = args.communicator == "identity"
         for k, i in enumerate(held):
             group = [i] if isolated else list(exchange.members)
             epsilon, bound = compute_radius(communicator[group], variations[group, :2], args)
@@ -582,25 +564,16 @@ def main(args: Args) -> dict:
             returns = [episode_return for episode_return, _ in episodes[k]]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
-            peers.round_samples[k] += len(batches[k]["obs_inds"])
-        if iteration % args.local_updates == 0 and iteration <= last_communication:
+        if iteration % args.local_updates == 0:
             peers.remember_returns()
             policies = [agent.policy for agent in agents]
             participating = torch.ones(n, dtype=torch.bool)
             reported_returns = None
             if args.communicator != "identity":  # isolated agents report nothing
-                if args.communicator == "relative-gain":
-                    numbers = peers.records[:, 1]
-                elif args.communicator == "samples":
-                    numbers = peers.samples
-                else:
-                    numbers = peers.records[:, 0]
-                reported_returns = peers.report(numbers, policies)
-                seed = derive_seed(args.seed, iteration, PARTICIPATION)
-                participating = exchange.draw_participants(args.participation, seed)
-                reported_returns[~participating] = torch.nan  # who is not drawn reports nothing
-                if args.communicator != "relative-gain":  # which has bounds of its own
-                    reported_returns = communicators.bound_returns(reported_returns)
+                reported_returns = peers.report(peers.mean_returns, policies)
+                participating = exchange.find_participants()
+                reported_returns[~participating] = torch.nan  # who takes no part reports nothing
+                reported_returns = communicators.bound_returns(reported_returns)
 
             # Which snapshots each agent receives: all that it will compare, or of positive weight
             if args.communicator in ("similarity", "surrogate"):
@@ -646,7 +619,7 @@ def main(args: Args) -> dict:
             rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
-            "communication/rounds": min(iteration, last_communication) // args.local_updates,
+            "communication/rounds": iteration // args.local_updates,
         }
         run.log(rows, communicator, peers.distances, scalars)
 
@@ -671,7 +644,7 @@ def main(args: Args) -> dict:
         run.log_evaluation(evaluate_agents(args, agents, held))
     return run.finish(
         env_backend=choose_backend(args),
-        communication_rounds=min(run.iteration, last_communication) // args.local_updates,
+        communication_rounds=run.iteration // args.local_updates,
     )
 
 

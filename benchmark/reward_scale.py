@@ -19,15 +19,14 @@ import communicators
 import prpo_minigrid
 
 COMMAND = (
-    "python benchmark/reward_scale.py --scales {scales} --communicator {communicator}"
+    "python benchmark/reward_scale.py --scales {scales} --communicator reward"
     " --env-ids MiniGrid-DoorKey-5x5-v0 MiniGrid-DoorKey-6x6-v0 MiniGrid-DoorKey-8x8-v0"
     " --seed {seed} --total-timesteps 150000 --learning-rate 1e-3 --kl-coef 0.5"
     " --kl-direction reverse --local-updates 4 --eval-episodes 50 --run-dir runs/reward-scale"
-    " --exp-name {communicator}-{name}"
+    " --exp-name reward-{name}"
 )
 SEEDS = range(1, 6)
 SCALES = {"equal": "1 1 1", "easy-times-10": "10 1 1", "hard-times-10": "1 1 10"}
-COMMUNICATORS = ("reward", "relative-gain")
 
 
 @dataclass
@@ -55,9 +54,7 @@ def print_commands() -> None:
     """The runs behind docs/results.md, seeds outermost."""
     for seed in SEEDS:
         for name, scales in SCALES.items():
-            for communicator in COMMUNICATORS:
-                values = {"seed": seed, "name": name, "scales": scales}
-                print(COMMAND.format(communicator=communicator, **values))
+            print(COMMAND.format(seed=seed, name=name, scales=scales))
 
 
 def check_args(args: Args) -> None:

@@ -27,8 +27,6 @@ NUM_STEPS = 64
 class Args:
     agents: tuple[int, ...] = (8, 32, 128)
     """numbers of agents"""
-    participations: tuple[float, ...] = (1.0, 0.5)
-    """fractions of the agents that take part in a round"""
     iterations: int = 6
     """iterations, each with a round"""
     hidden_size: int = 8
@@ -39,14 +37,13 @@ class Args:
     """file for the data"""
 
 
-def make_command(args: Args, num_agents: int, participation: float, folder: str) -> list[str]:
+def make_command(args: Args, num_agents: int, folder: str) -> list[str]:
     """The run to be measured."""
     settings = {
         "env-id": "MiniGrid-Empty-5x5-v0",
         "num-agents": num_agents,
         "communicator": "uniform",
         "topology": args.topology,
-        "participation": participation,
         "local-updates": 1,
         "learning-rate": 2.5e-4,
         "kl-coef": 1.0,
@@ -72,10 +69,10 @@ def measure_size(folder: Path, pattern: str) -> float:
     return sum(path.stat().st_size for path in folder.glob(pattern)) / 1024
 
 
-def measure(args: Args, num_agents: int, participation: float) -> dict[str, float]:
+def measure(args: Args, num_agents: int) -> dict[str, float]:
     """One run. Returns its row."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *make_command(args, num_agents, participation, folder)]
+        command = [sys.executable, *make_command(args, num_agents, folder)]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -87,7 +84,6 @@ def measure(args: Args, num_agents: int, participation: float) -> dict[str, floa
         unit = 1024 if sys.platform != "darwin" else 1
         return {
             "topology": args.topology,
-            "participation": participation,
             "agents": num_agents,
             "round_ms": 1000 * summary["seconds"]["exchange"] / iterations,
             "iteration_ms": 1000 * summary["train_seconds"] / iterations,
@@ -109,12 +105,11 @@ def main(args: Args) -> None:
     if args.csv:
         Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     rows = []
-    for participation in args.participations:
-        for num_agents in args.agents:
-            row = measure(args, num_agents, participation)
-            rows.append(row)
-            shown = [f"{name} {value:.4g}" for name, value in row.items() if name != "topology"]
-            print("  ".join(shown), flush=True)
+    for num_agents in args.agents:
+        row = measure(args, num_agents)
+        rows.append(row)
+        shown = [f"{name} {value:.4g}" for name, value in row.items() if name != "topology"]
+        print("  ".join(shown), flush=True)
     if args.csv:
         this = Path(__file__).resolve().relative_to(ROOT)
         with open(args.csv, "w", newline="") as file:

@@ -39,12 +39,13 @@ from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTROL = "--num-envs 2 --local-updates 3 --eval-episodes 2 --communicator softmax-reward"
-CONTROL += " --save-every 2 --precision float32"
+CONTROL += " --save-every 2"
 PPO = f"{CONTROL} --update-epochs 2 --num-minibatches 2"
 ROOMS = "--env-id MiniGrid-Empty-Random-5x5-v0 --num-steps 64"
 MINIGRID = f"{PPO} {ROOMS} --learning-rate 1e-3"
 TRPO = f"{CONTROL} {ROOMS}"
 ATARI = f"{PPO} --env-id BreakoutNoFrameskip-v4 --num-steps 96 --learning-rate 1e-4"
+ATARI += " --precision float32"
 # OUT/skills and OUT/babyai are made first
 LLM = "--base-model {out}/skills/model --dataset {out}/skills/train.jsonl --partition topic"
 LLM += " --reward benchmark/skills.py:exact --precision float32 --response-length 8 --batch-size 4"

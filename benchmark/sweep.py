@@ -60,9 +60,9 @@ share skills and have goals of their own, on two kinds of tasks; agreement, as g
 goals agree in a part of the levels.
 liars: one agent of four sends what it has not learned. privacy: return against the noise on what
 agents send (docs/privacy.md). strength: FedAvg of parts of the network, and PR-PPO with other
-coefficients, schedules and distillation. anchor: what slows mixing down, peers or the age of
-the snapshots. trpo: PR-TRPO, isolated TRPO and PR-PPO at equal steps on three tasks, and how far
-PR-TRPO's updates move, with and without the bound of --delta.
+coefficients and schedules. anchor: what slows mixing down, peers or the age of the snapshots.
+trpo: PR-TRPO, isolated TRPO and PR-PPO at equal steps on three tasks, and how far PR-TRPO's
+updates move, with and without the bound of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
 --results  the chosen settings on five fresh seeds (also the default)
 
@@ -463,7 +463,6 @@ GOAL_METHODS = {
     "pr-pairs": f"{PR_PPO} {PAIRS}",
     # The relatives of FedAvg that were made for agents with goals of their own
     "fedper-uniform": f"{FEDAVG} uniform {PRIVATE_HEADS}",
-    "fedavg-then-alone": f"{FEDAVG} uniform --communication-end 0.8",
     "proximal-uniform": f"{PR_PPO} uniform --aggregation proximal",
     "proximal-reward": f"{PR_PPO} reward --aggregation proximal",
     # Both at once: a common trunk, private heads, and mixed policies
@@ -502,7 +501,6 @@ CHOSEN_GOALS = {
         "fedavg-pairs": "0.02",
         "fedavg-surrogate": "0.1",
         "fedavg-surrogate-linear": "0.1",
-        "fedavg-then-alone": "0.02",
         "fedavg-uniform": "0.1",
         "isolated": "2",
         "pr-pairs": "0.02",
@@ -586,12 +584,10 @@ LIAR_METHODS = {
     "fedavg-median": f"{AVERAGE} uniform --robust median",
     "fedavg-reward": f"{AVERAGE} reward",
     "fedavg-similarity": f"{AVERAGE} similarity",
-    "fedavg-relative-gain": f"{AVERAGE} relative-gain",
     "fedavg-surrogate": f"{AVERAGE} surrogate",
     "pr-uniform": "--communicator uniform",
     "pr-reward": "--communicator reward",
     "pr-similarity": "--communicator similarity",
-    "pr-relative-gain": "--communicator relative-gain",
     "pr-surrogate": "--communicator surrogate",
 }
 
@@ -600,7 +596,7 @@ def list_liars(family: str, mode: str) -> Iterator[str]:
     """Every method with every lie, and with a boast where agents report what it is about."""
     for seed in FIVE_SEEDS:
         for method, flags in LIAR_METHODS.items():
-            reports = method.endswith(("-reward", "-relative-gain"))
+            reports = method.endswith("-reward")
             conditions = {lie: f"--lie {lie}" for lie in LIES}
             if reports:
                 for lie in LIES[1:]:
@@ -630,10 +626,6 @@ STRENGTH_METHODS = {
         f"pr-uniform-{coef}-linear": f"{PR_PPO} uniform --kl-coef {coef} --kl-schedule linear"
         for coef in ("0.5", "2", "10")
     },
-    **{
-        f"pr-uniform-distill{epochs}": f"{PR_PPO} uniform --kl-coef 0.5 --distill-epochs {epochs}"
-        for epochs in (1, 4)
-    },
 }
 # Experiment -> its tasks and steps
 STRENGTH = {
@@ -644,7 +636,7 @@ STRENGTH = {
 
 
 def list_strength(family: str, mode: str) -> Iterator[str]:
-    """FedAvg of parts of the network, and PR-PPO of other strengths, schedules and distillation."""
+    """FedAvg of parts of the network, and PR-PPO of other strengths and schedules."""
     for seed in FIVE_SEEDS:
         for experiment, (task, steps) in STRENGTH.items():
             for method, flags in STRENGTH_METHODS.items():

@@ -243,13 +243,11 @@ def contenders(args: Args) -> dict[str, list[str]]:
             "3 agents reward, float32": [*reward, "--precision", "float32"],
         }
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3"]
-    float32 = ["--precision", "float32"]
     return baselines | {
-        "1 agent, float32": [*alone, *float32, "--local-updates", "32"],
-        "3 agents dense, float32, gymnasium": [*dense, *float32, "--env-backend", "gymnasium"],
-        "3 agents dense, float32": [*dense, *float32],
-        "3 agents dense, float32, 3 processes": [*torchrun, *dense, *float32],
-        "3 agents dense, bfloat16": [*dense, "--precision", "bfloat16"],
+        "1 agent, float32": [*alone, "--local-updates", "32"],
+        "3 agents dense, float32, gymnasium": [*dense, "--env-backend", "gymnasium"],
+        "3 agents dense, float32": dense,
+        "3 agents dense, float32, 3 processes": [*torchrun, *dense],
     }
 
 

@@ -69,19 +69,22 @@ def flags(script: str) -> str:
     """The flags of a script; those that every script has in the same way stand under `RunArgs`."""
     RunArgs = importlib.import_module("communicators").RunArgs
     Args = getattr(importlib.import_module(script), "Args", RunArgs)
-    common = {}  # name -> help text and default in RunArgs, where they are left out
+    common = {}  # name -> help text, default and choices in RunArgs, where they are left out
     if Args is not RunArgs:
         texts = read_help_texts(RunArgs)
-        common = {field.name: (texts[field.name], field.default) for field in list_fields(RunArgs)}
+        hints = typing.get_type_hints(RunArgs)
+        for field in list_fields(RunArgs):
+            common[field.name] = (texts[field.name], field.default, list_choices(hints[field.name]))
     texts = read_help_texts(Args)
     hints = typing.get_type_hints(Args)
     rows = []
     for field in list_fields(Args):
         text = texts[field.name]
-        if (text, field.default) == common.get(field.name):
+        choices = list_choices(hints[field.name])
+        if (text, field.default, choices) == common.get(field.name):
             continue
         flag = f"`--{field.name.replace('_', '-')}`"
-        default = format_default(field.default, list_choices(hints[field.name]))
+        default = format_default(field.default, choices)
         rows.append([flag, default, text.replace("|", "\\|").replace("<", "&lt;")])
     return format_table(["flag", "default (or)", "meaning"], rows)
 
@@ -126,9 +129,6 @@ CONTROL = {
     "losses/old_approx_kl": "the same distance, estimated without correction (k1)",
     "losses/proximal_loss": "`--aggregation proximal`: half the squared distance of the parameters"
     " from the average; 0 without peers",
-    "losses/distill_kl_before": "`--distill-epochs`, in an iteration with a round: KL between"
-    " policy and new reference on the rollout's states",
-    "losses/distill_kl_after": "the same after the epochs",
     "losses/explained_variance": "how much of the returns' variance the value function explains",
     "policy/kl_reference_before": "KL between policy and reference before the update, on 128"
     " to 255 states of the rollout",
@@ -154,8 +154,6 @@ CONTROL = {
 # Written only with the flag that its meaning names
 WITH_FLAGS = (
     "losses/proximal_loss",
-    "losses/distill_kl_before",
-    "losses/distill_kl_after",
     "privacy/update_norm",
     "privacy/epsilon",
     "communication/bytes_received",
@@ -837,11 +835,13 @@ def gpu(work: str) -> str:
 def rounds() -> str:
     """What a communication round costs each agent, as agents are added."""
     rows = []
-    for run in read_result("rounds").itertuples():
+    runs = read_result("rounds")
+    if "participation" in runs:  # of a file from before version 0.2
+        runs = runs[runs.participation == 1]
+    for run in runs.itertuples():
         rows.append(
             [
                 run.agents,
-                f"{run.participation:g}",
                 f"{run.round_ms:.1f} ms",
                 f"{run.iteration_ms:.0f} ms",
                 f"{run.peak_memory_mb:,.0f} MB",
@@ -850,7 +850,7 @@ def rounds() -> str:
                 f"{run.csv_kb:.2f} kB",
             ]
         )
-    header = ["agents", "participation", "round", "whole iteration", "peak memory, all"]
+    header = ["agents", "round", "whole iteration", "peak memory, all"]
     of_files = ["checkpoint", "TensorBoard, an iteration", "CSV files, an iteration"]
     return format_table(header + of_files, rows)
 

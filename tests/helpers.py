@@ -36,7 +36,6 @@ HAS_ENVPOOL = sys.platform == "linux"  # as in requirements.txt
 # rounds and checkpoints do not coincide. The communicator depends on returns.
 TINY = {
     "device": "cpu",
-    "precision": "float32",
     "num_agents": 3,
     "num_envs": 2,
     "iterations": 6,
@@ -56,6 +55,7 @@ TINY_OF = {
     # are large
     "Atari": {
         "env_id": "BreakoutNoFrameskip-v4",
+        "precision": "float32",
         "num_steps": 96,
         "communicator_temperature": 1.0,
         "learning_rate": 1e-4,

@@ -1325,7 +1325,6 @@ WORLDS = {
         ({"group_size": 1}, "--group-size 1: must be at least 2 for GRPO"),
         ({"dual_clip": 0.5}, "--dual-clip 0.5: must be more than 1"),
         ({"kl_coef": 0, "kl_schedule": "linear"}, "--kl-schedule linear: has no effect with"),
-        ({"communicator": "surrogate"}, "--communicator surrogate: is for control"),
         ({"base_model": "runs/babyai/model"}, "--base-model runs/babyai/model: is not there yet"),
         (
             {"aggregation": "weights", "agents_per_round": 2, "communicator": "reward"},

@@ -397,8 +397,6 @@ def test_every_name_makes_its_own_communicator():
         "reward": communicators.reward(returns),
         "softmax-reward": communicators.softmax_reward(returns, 2.0),
         "rank-reward": communicators.rank_reward(returns),
-        "relative-gain": communicators.relative_gain(returns, 2.0),
-        "samples": communicators.samples(returns),
         "surrogate": communicators.surrogate(gains_on(log_probs), 2.0),
     }
     options = {
@@ -626,27 +624,6 @@ def test_a_file_without_a_communicator_is_refused(tmp_path, text, named):
     file.write_text(text)
     with pytest.raises(ValueError, match=named):
         communicators.from_csv(str(file), 3)
-
-
-# Participation
-
-
-@examples
-@given(seeds, st.integers(2, 12), st.floats(0.1, 1.0))
-def test_participants_are_a_seeded_sample_of_the_right_size(seed, n, fraction):
-    participating = communicators.draw_participants(n, fraction, seed % 2**31)
-    assert (
-        participating.shape == (n,)
-        and participating.dtype == torch.bool
-        and participating.sum() == round(fraction * n)
-    )
-    assert torch.equal(participating, communicators.draw_participants(n, fraction, seed % 2**31))
-    assert communicators.draw_participants(n, 1.0, seed % 2**31).all()
-
-
-def test_everybody_takes_part_equally_often():
-    counts = sum(communicators.draw_participants(5, 0.4, seed).int() for seed in range(2000))
-    assert counts.sum() == 2 * 2000 and (counts - 800).abs().max() < 100
 
 
 def test_a_name_that_nothing_has_is_no_communicator():

@@ -235,7 +235,6 @@ def join(tmp_path, agents, **changes):
         "identity": "",
         "trust": "",
         "aggregation": "policy",
-        "participation": 1.0,
         "communicator": "reward",
         "save_every": 4,
         "local_updates": 2,
@@ -249,7 +248,7 @@ def go(exchange, value, number=0.0, numel=4, agents=3):
     local = torch.full((held, numel), float(value))
     numbers = torch.full((held,), float(number), dtype=torch.float64)
     reported = exchange.report(numbers, local)
-    present = exchange.draw_participants(1.0, 0)
+    present = exchange.find_participants()
     listeners = torch.ones(agents, agents, dtype=torch.bool)
     parameters, usable = exchange.gather_snapshots(local, listeners)
     assert torch.equal(usable, present)
@@ -504,9 +503,6 @@ def test_averages_take_new_snapshots_only(tmp_path, capsys):
     assert go(second, 2)[1] == [False, True, False]
     assert time.monotonic() - began >= 0.2
     assert "averages without agents 0 2" in capsys.readouterr().out
-    # With half of the agents there is nothing to wait for
-    quick = join(tmp_path, (2,), participation=2 / 3, **options | {"timeout": 1e6})
-    assert go(quick, 3)[1] == [True, True, True]
 
 
 @pytest.mark.parametrize("changes", [{"aggregation": "weights"}, {"wait": 0.1}])
@@ -736,7 +732,6 @@ def test_an_exchange_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
         assert refused("--exchange", url, *agent, "--federation", name).startswith("--federation")
     assert "isolated" in refused("--exchange", url, *agent, "--communicator", "identity")
     assert "isolated" in refused("--exchange", url, *agent, "--aggregation", "none")
-    assert "--participation" in refused("--exchange", url, *agent, "--participation", 0.7)
     weights = ("--aggregation", "weights")
     assert "--wait" in refused("--exchange", url, *agent, *weights, "--wait", 1)
     message = refused("--exchange", url, *agent, *weights, "--max-age", 2)

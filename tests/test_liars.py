@@ -124,8 +124,8 @@ def test_the_sweep_has_every_lie_and_boasts_only_where_returns_are_reported():
         assert args.communicator in method or args.robust in method
         if args.boast:
             boasting.add(args.communicator)
-    assert boasting == {"reward", "relative-gain"}
-    assert len(lines) == 11 * 4 + 4 * 3
+    assert boasting == {"reward"}
+    assert len(lines) == 9 * 4 + 2 * 3
 
 
 def test_files_for_a_folder_are_refused(tmp_path, capsys):

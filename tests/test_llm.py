@@ -937,7 +937,10 @@ BAD = {
         ["--aggregation", "none", "--exchange", "x", "--agent", "0"],
         ["--exchange x", "isolated"],
     ),
-    "surrogate": (["--communicator", "surrogate"], ["--communicator surrogate", "is for control"]),
+    "surrogate": (
+        ["--communicator", "surrogate"],
+        ["--communicator surrogate", "choose from identity, uniform"],
+    ),
     "no moments": (["--adam-beta2", "1"], ["--adam-beta2 1.0", "below 1"]),
     "weights below 1 only": (["--importance-cap", "0.5"], ["--importance-cap 0.5", "at least 1"]),
     "a value model of no adapter": (

@@ -549,7 +549,7 @@ def test_greedy_games_draw_nothing_at_random(monkeypatch):
 def test_an_evaluation_begins_with_every_level(monkeypatch):
     """And an agent that has diverged has no return."""
     env_id = "MiniGrid-DoorKey-6x6-v0"
-    args = PRPO_MINIGRID.Args(env_id=env_id, device="cpu", precision="float32")
+    args = PRPO_MINIGRID.Args(env_id=env_id, device="cpu")
     agent = PRPO_MINIGRID.new_agent()
     seen = []
     predict = agent.predict

@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from scipy.stats import kstest, norm
-from test_rounds import alone, in_ranks, load, policies, stored_of
+from test_rounds import alone, draw_participants, in_ranks, load, policies, stored_of
 
 import communicators
 from communicators import Peers, Privacy, clip_update
@@ -154,7 +154,7 @@ def send(exchange, privacy, rounds=4, fraction=1.0, resume_after=None):
     for number in range(1, rounds + 1):
         networks = policies(n, (3, 5), seed=number)
         networks = [networks[i] for i in exchange.agents]
-        participating = communicators.draw_participants(n, fraction, number)
+        participating = draw_participants(n, fraction, number)
         peers.exchange_snapshots(networks, participating, everybody, number)
         uniform = communicators.uniform(n)
         peers.update(communicators.sparsify(uniform, participating.expand(n, n)))
@@ -200,7 +200,7 @@ def test_what_arrives_is_a_chain_of_clipped_and_noisy_updates(ranks, resume_afte
     numbers = [0] * n
     expected = []
     for number in range(1, 5):
-        participating = communicators.draw_participants(n, fraction, number)
+        participating = draw_participants(n, fraction, number)
         for i, network in enumerate(policies(n, (3, 5), seed=number)):
             if participating[i]:
                 update = flat(network).numpy() - last_sent[i]
@@ -220,7 +220,7 @@ def test_what_arrives_is_a_chain_of_clipped_and_noisy_updates(ranks, resume_afte
         held = list(peers.held)
         assert peers.sent[:, 0].tolist() == [numbers[i] for i in held]
         for number, views in enumerate(received, 1):
-            participating = communicators.draw_participants(n, fraction, number)
+            participating = draw_participants(n, fraction, number)
             for i, view in views.items():
                 if participating[i]:
                     assert set(view) == set(participating.nonzero().flatten().tolist())
@@ -310,8 +310,7 @@ def test_more_noise_or_a_larger_delta_is_a_smaller_epsilon():
 @pytest.mark.parametrize(
     ("communicator", "accounted"),
     [("uniform", True), ("self-preferred", True), ("similarity", True)]
-    + [(name, False) for name in ("reward", "softmax-reward", "rank-reward", "relative-gain")]
-    + [("samples", False), ("surrogate", False)],
+    + [(name, False) for name in ("reward", "softmax-reward", "rank-reward", "surrogate")],
 )
 def test_there_is_no_epsilon_where_anything_crosses_without_noise(communicator, accounted):
     """Reported numbers, and weights from an agent's own rollout; nor is there one without noise."""

@@ -448,12 +448,11 @@ def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
 
 # --- runs ---
 
-# Agents that differ, sit out rounds, and whose epsilons depend on all agents' last updates. Delta
+# Agents that differ, and whose epsilons depend on all agents' last updates. Delta
 # is too small for any update, but epsilon has a floor: some updates of each agent exceed the bound
 MIXED = {
     "num_agents": 3,
     "hidden_sizes": (32, 16, 24),
-    "participation": 0.67,
     "communicator": "surrogate",
     "local_updates": 1,
     "delta": 0.01,
@@ -622,7 +621,6 @@ BAD = {
         ["--env-id", "MiniGrid-FourRoom-v0"],
         ["--env-id MiniGrid-FourRoom-v0", "MiniGrid-FourRooms"],
     ),
-    "too few in a round": (["--participation", "0.3"], ["--participation 0.3", "2..3"]),
     "batch not divisible": (["--num-minibatches", "3"], ["--num-minibatches 3", "2048"]),
     "unknown communicator": (["--communicator", "uniforn"], ["--communicator uniforn", "uniform"]),
 }
@@ -638,8 +636,6 @@ def test_bad_input_ends_with_one_line(case):
 def test_defaults_stand():
     parsed = vars(PRTRPO_MINIGRID.parse_args([]))
     expected = vars(prtrpo_minigrid.Args())
-    assert parsed.pop("precision") == "float32"
-    assert expected.pop("precision") == "auto"
     assert parsed.pop("device") == "cpu"
     assert expected.pop("device") == "auto"
     assert parsed == expected

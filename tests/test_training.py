@@ -179,17 +179,6 @@ def plain_step(args, agent, optimizer, loss):
     optimizer.step()
 
 
-def plain_distillation(args, agent, optimizer, generator, batch, reference):
-    """Epochs in which the policy moves towards the reference."""
-    for _ in range(args.distill_epochs):
-        order = torch.randperm(len(batch["obs"]), generator=generator)
-        for indices in np.array_split(order.numpy(), args.num_minibatches):
-            policy = Categorical(logits=agent(batch["obs"][indices])[0])
-            other = Categorical(probs=reference[indices])
-            pair = (other, policy) if args.kl_direction == "forward" else (policy, other)
-            plain_step(args, agent, optimizer, kl_divergence(*pair).mean())
-
-
 def plain_training(script, args, communicator):
     """Train as the script does: isolated up to the first round, then with this communicator.
 
@@ -210,17 +199,11 @@ def plain_training(script, args, communicator):
     optimizers = [torch.optim.Adam(agent.parameters(), eps=1e-5) for agent in agents]
     generators = [torch.Generator().manual_seed(script.derive_seed(args.seed, i)) for i in range(n)]
 
-    def ended(iteration):
-        """Whether this iteration, counted from 1, is without communication."""
-        return iteration / iterations > args.communication_end + 1e-9
-
     for iteration in range(iterations):
         left = (iterations - iteration) / iterations
         kl_coef = args.kl_coef * (left if args.kl_schedule == "linear" else 1)
         if iteration % args.save_every == 0:
             envs = [script.Envs(args, range(i, i + 1), iteration) for i in range(n)]
-        if ended(iteration + 1):
-            matrix = torch.eye(n)
         batches = []
         for i, agent in enumerate(agents):
             batch = plain_batch(args, plain_rollout(script, args, agent, envs[i], generators[i]))
@@ -231,7 +214,7 @@ def plain_training(script, args, communicator):
                 vector_to_parameters(plain_average(args, matrix[i], views[i]), anchor.parameters())
                 anchor.requires_grad_(False)
             batch["reference"] = batch["policy"]
-            if args.aggregation in ("policy", "both") and not ended(iteration + 1):
+            if args.aggregation in ("policy", "both"):
                 batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
@@ -241,33 +224,20 @@ def plain_training(script, args, communicator):
                     optimizers[i].param_groups[0]["lr"] = rate
                     loss = plain_loss(script, args, agent, minibatch, kl_coef, anchor)
                     plain_step(args, agent, optimizers[i], loss)
-        if (iteration + 1) % args.local_updates == 0 and not ended(iteration + 1):
-            seed = script.derive_seed(args.seed, iteration + 1, 7)
-            participating = communicators.draw_participants(n, args.participation, seed)
-            members = participating.nonzero().flatten().tolist()
-            present = communicator * participating  # agents that sit out get no weight
-            present = present / present.sum(1, keepdim=True)
-            for i in members:
-                matrix[i] = present[i]
-                for j in members:
+        if (iteration + 1) % args.local_updates == 0:
+            matrix = communicator
+            for i in range(n):
+                for j in range(n):
                     views[i][j] = copy.deepcopy(agents[j])
             if args.aggregation in ("weights", "both"):
-                for i in members:
+                for i in range(n):
                     before = copy.deepcopy(agents[i])
-                    theta = plain_average(args, present[i], views[i])
+                    theta = plain_average(args, matrix[i], views[i])
                     vector_to_parameters(theta, agents[i].parameters())
                     for head in args.private_heads:
                         agents[i].get_submodule(head).load_state_dict(
                             before.get_submodule(head).state_dict()
                         )
-            for i in members:
-                if matrix[i, i] < 1:
-                    with torch.no_grad():
-                        policy = agents[i](batches[i]["obs"])[0].softmax(-1)
-                    inputs = batches[i] | {"policy": policy}, i, matrix, views[i]
-                    reference = plain_reference(args, *inputs)
-                    given = agents[i], optimizers[i], generators[i], batches[i], reference
-                    plain_distillation(args, *given)
     return agents
 
 
@@ -335,14 +305,9 @@ PLAIN = {
         PREFERRED,
     ),
     "any matrix": (MINIGRID, THREE | {"local_updates": 2}, OF_THREE),
-    "two of three take part": (
-        [PRPO_MINIGRID],
-        THREE | APART | {"participation": 0.67, "iterations": 6},
-        OF_THREE,
-    ),
-    "two of three take part, one without weight for itself": (
+    "averages, one without weight for itself": (
         [FEDAVG_MINIGRID],
-        THREE | APART | {"participation": 0.67, "iterations": 6},
+        THREE | APART,
         NO_SELF_WEIGHT,
     ),
     "networks of three sizes": (
@@ -365,39 +330,24 @@ PLAIN = {
         THREE | APART | {"aggregation": "proximal", "prox_coef": 2.0, "local_updates": 2},
         OF_THREE,
     ),
-    "averages for half of the time": (
-        [FEDAVG_MINIGRID],
-        THREE | APART | {"communication_end": 0.5},
-        OF_THREE,
-    ),
-    "mixtures for half of the time, two of three take part": (
+    "mixtures with own snapshots": (
         [PRPO_MINIGRID],
-        THREE | APART | {"communication_end": 0.5, "participation": 0.67, "iterations": 6},
+        THREE | APART | SNAPSHOTS | {"iterations": 6},
         OF_THREE,
     ),
-    "mixtures with own snapshots for half of the time": (
+    "averages and mixtures": (
         [PRPO_MINIGRID],
-        THREE | APART | SNAPSHOTS | {"communication_end": 0.5, "iterations": 6},
+        THREE | APART | SNAPSHOTS | {"aggregation": "both"},
         OF_THREE,
     ),
-    "distilled, forward": (
+    "averages and mixtures with the average": (
         [PRPO_MINIGRID],
-        THREE | APART | {"distill_epochs": 2, "kl_direction": "forward", "participation": 0.67},
+        THREE | APART | {"aggregation": "both", "mixture": "geometric"},
         OF_THREE,
     ),
-    "averages and mixtures, distilled": (
-        [PRPO_MINIGRID],
-        THREE | APART | SNAPSHOTS | {"aggregation": "both", "distill_epochs": 1},
-        OF_THREE,
-    ),
-    "averages and mixtures with the average, distilled": (
-        [PRPO_MINIGRID],
-        THREE | APART | {"aggregation": "both", "distill_epochs": 1, "mixture": "geometric"},
-        OF_THREE,
-    ),
-    "averages and mixtures with the average, distilled, two agents": (
+    "averages and mixtures with the average, two agents": (
         [PRPO_ATARI],
-        TWO_ON_ATARI | {"aggregation": "both", "distill_epochs": 1},
+        TWO_ON_ATARI | {"aggregation": "both"},
         OF_TWO,
     ),
     "medians of different agents": (
@@ -486,18 +436,12 @@ def lively_agents(script, number, **options):
     return agents
 
 
-TOLERANCES = pytest.mark.parametrize(
-    ("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)]
-)
-
-
 @pytest.mark.parametrize(("number", "envs"), [(4, 5), (1, 1), (3, 1), (1, 16)])
-@TOLERANCES
-def test_what_acts_for_agents_is_every_agents_own_forward(number, envs, precision, tolerance):
+def test_what_acts_for_agents_is_every_agents_own_forward(number, envs):
     """Outputs of tables, new or stored, are each agent's forward on its own observations."""
     torch.manual_seed(number)
     script = PRPO_MINIGRID
-    agents = lively_agents(script, number, bfloat16=precision == "bfloat16")
+    agents = lively_agents(script, number)
     obs = script.random_obs(number, envs)
     before = script.random_obs(number, 3)
     outputs = []
@@ -516,10 +460,9 @@ def test_what_acts_for_agents_is_every_agents_own_forward(number, envs, precisio
             [agent(own_obs)[0] for agent, own_obs in zip(agents, obs, strict=True)]
         )
     assert outputs.dtype == torch.float32
-    torch.testing.assert_close(outputs, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-5)
     assert len({row.numpy().tobytes() for row in outputs.flatten(0, 1)}) == number * envs
-    if precision == "float32":  # what is compared is not small
-        assert outputs.std() > 10 * tolerance
+    assert outputs.std() > 1e-4  # what is compared is not small
 
 
 def test_no_output_of_an_old_policy_is_looked_up():
@@ -544,12 +487,15 @@ def test_no_output_of_an_old_policy_is_looked_up():
             agent.actor.weight.mul_(-1.0)  # what an update does
 
 
-@every_family
-@TOLERANCES
-def test_chunks_of_states_stay_in_order(script, precision, tolerance):
+@pytest.mark.parametrize(
+    ("script", "options", "tolerance"),
+    [(PRPO_MINIGRID, {}, 1e-5), (PRPO_ATARI, {}, 1e-5), (PRPO_ATARI, {"bfloat16": True}, 0.05)],
+    ids=str,
+)
+def test_chunks_of_states_stay_in_order(script, options, tolerance):
     """`predict` for many states is the network's output for each state, in their order."""
     torch.manual_seed(0)
-    (agent,) = lively_agents(script, 1, bfloat16=precision == "bfloat16")
+    (agent,) = lively_agents(script, 1, **options)
     obs = script.random_obs({"MiniGrid": 2500, "Atari": 600}[script.family])
     exact = script.new_agent()
     exact.load_state_dict(agent.state_dict())
@@ -563,7 +509,7 @@ def test_chunks_of_states_stay_in_order(script, precision, tolerance):
         assert not predicted.requires_grad
         torch.testing.assert_close(predicted, expected_output, rtol=0, atol=tolerance)
         assert expected_output.std() > 2 * tolerance  # chunks in another order would differ
-        if precision == "bfloat16":  # every chunk is computed in it
+        if options:  # every chunk is computed in bfloat16
             errors = (predicted - expected_output).abs()
             sizes = (other - expected_output).abs()
             assert all(
@@ -992,47 +938,6 @@ def test_a_pull_without_coefficient_or_peers_is_isolated_training(tmp_path):
     assert near < 0.9 * apart
 
 
-@every_family
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_distillation_moves_the_policy_alone(script, direction):
-    """Towards the reference, on all samples; the value function's head has no gradient."""
-    torch.manual_seed(0)
-    args = script.Args(distill_epochs=6, num_minibatches=3, kl_direction=direction)
-    agent, other = lively_agents(script, 2)
-    obs = script.random_obs(12)
-    states = torch.randint(12, (30,))
-    reference = other.predict(obs)[0].log_softmax(-1)
-    policy = agent.predict(obs)[0].log_softmax(-1)
-    pair = (reference, policy) if direction == "forward" else (policy, reference)
-    expected = communicators.categorical_kl(*pair)[states].mean()
-    critic = copy.deepcopy(agent.critic.state_dict())
-    rate = {"MiniGrid": 1e-2, "Atari": 3e-4}[script.family]
-    optimizer = torch.optim.Adam(agent.parameters(), rate)
-    generator = torch.Generator().manual_seed(0)
-    given = agent, optimizer, generator, obs, states, reference, args
-    first, *steps, last = script.distill(*given)
-    assert first == pytest.approx(expected.item(), rel=1e-4)
-    assert len(steps) == 18
-    assert last < 0.8 * first
-    torch.testing.assert_close(agent.critic.state_dict(), critic, rtol=0, atol=0)
-    assert agent.critic.weight.grad is None
-    assert agent.actor.weight.grad is not None
-
-
-def test_distillation_is_logged_in_iterations_with_a_round(tmp_path):
-    """For the agents that take part; the KL falls."""
-    changes = {"distill_epochs": 3, "local_updates": 2, "participation": 0.67, "iterations": 4}
-    changes |= {"communicator": "uniform", "learning_rate": 3e-3}  # references far from the agents
-    folder, _ = train(PRPO_MINIGRID, tmp_path, eval_episodes=0, **changes)
-    logged = []
-    for row in rows_of(folder):
-        before, after = (float(row[f"distill_kl_{when}"]) for when in ("before", "after"))
-        if not math.isnan(before):
-            logged.append((row["iteration"], before, after))
-    assert [iteration for iteration, *_ in logged] == ["2", "2", "4", "4"]
-    assert all(0 < after < before for _, before, after in logged)
-
-
 @on([*MINIGRID, SLOW_ATARI])
 def test_an_agent_that_sits_out_has_no_say_in_the_weights_of_others(script, tmp_path, monkeypatch):
     """What it reports is unknown to the others, so that it cannot bound their returns either."""
@@ -1045,12 +950,18 @@ def test_an_agent_that_sits_out_has_no_say_in_the_weights_of_others(script, tmp_
         return make_communicator(args, returns, log_probs, gains, usable)
 
     script.patch(monkeypatch, "make_communicator", spy)
-    changes = {"communicator": "samples", "participation": 0.67, "local_updates": 1}
-    train(script, tmp_path, eval_episodes=0, iterations=3, **changes)
-    assert len(rounds) == 3
+    present = torch.tensor([True, False, True])
+    monkeypatch.setattr(communicators.Exchange, "find_participants", lambda _: present.clone())
+    returns_of_all = torch.tensor([0.5, 1e6, 0.7], dtype=torch.float64)
+    monkeypatch.setattr(communicators.Exchange, "report", lambda *_: returns_of_all.clone())
+    changes = {"communicator": "softmax-reward", "local_updates": 1}
+    train(script, tmp_path, eval_episodes=0, iterations=2, **changes)
+    assert len(rounds) == 2
     for returns, usable in rounds:
-        assert usable.sum() == 2
-        assert torch.equal(returns.isnan(), ~usable)
+        assert torch.equal(usable, present)
+        torch.testing.assert_close(
+            returns, torch.tensor([0.5, math.nan, 0.7]).double(), equal_nan=True
+        )
 
 
 @pytest.mark.parametrize(("name", "preference"), [("uniform", 1 / 3), ("self-preferred", 0.6)])
@@ -1455,31 +1366,32 @@ def test_the_shortest_rollouts_have_a_step_to_learn_from(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "precision"),
-    [(PRPO_MINIGRID, "float32"), (PRPO_MINIGRID, "bfloat16"), (PRPO_ATARI, "bfloat16")],
+    ("script", "options"),
+    [(PRPO_MINIGRID, {}), (PRPO_ATARI, {"precision": "bfloat16"})],
     ids=str,
 )
-def test_the_first_minibatch_has_ratio_one(script, precision, tmp_path, monkeypatch):
+def test_the_first_minibatch_has_ratio_one(script, options, tmp_path, monkeypatch):
     """Before the first gradient step the policy is the behaviour policy, rounding included.
 
     Weights stay float32.
     """
-    changes = {"precision": precision, "iterations": 2, "num_steps": 32}
+    changes = options | {"iterations": 2, "num_steps": 32}
     ratios, logged, folder = first_log_ratios(script, tmp_path, monkeypatch, **changes)
     assert max(ratios) < 1e-4
     assert max(logged) < 1e-5
     for tensor in load_file(folder / "agent_0.safetensors").values():
         assert tensor.dtype == torch.float32
-    rough = script.new_agent(bfloat16=precision == "bfloat16")
-    exact = script.new_agent()
+
+
+def test_bfloat16_is_of_the_layers_before_the_heads():
+    """Outputs are float32, and differ from those of a network in float32 by rounding."""
+    rough = PRPO_ATARI.new_agent(bfloat16=True)
+    exact = PRPO_ATARI.new_agent()
     exact.load_state_dict(rough.state_dict())
-    obs = script.random_obs(16)
+    obs = PRPO_ATARI.random_obs(16)
     difference = (rough(obs)[1] - exact(obs)[1]).abs().max()
     assert rough(obs)[0].dtype == rough(obs)[1].dtype == torch.float32
-    if precision == "bfloat16":  # it is in effect
-        assert 1e-4 < difference < 0.1
-    else:
-        assert difference == 0
+    assert 1e-4 < difference < 0.1
 
 
 @pytest.mark.parametrize(
