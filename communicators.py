@@ -15,10 +15,9 @@ Contents
         what is logged of C: non_expansion, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation, diagnose
         parameters: count_parameters, flatten, unflatten, average_parameters, median_parameters,
-            trim_parameters, average_products, clip_update
+            trim_parameters, average_products
     2 exchange
         Exchange: which process holds which agents, and all communication between processes
-        Privacy: the clip and the noise of what is sent, with the epsilon that follows
         FolderExchange: agents of independent processes that share a folder (--exchange), with
             encode_snapshot, decode_snapshot and Store; make_exchange chooses
         Peers: what surrounds the communication rounds of the control scripts, with View, what one
@@ -44,7 +43,6 @@ import csv
 import datetime
 import functools
 import hashlib
-import hmac
 import importlib.metadata
 import importlib.util
 import io
@@ -93,8 +91,6 @@ MIXTURES = ("arithmetic", "geometric")
 KL_DIRECTIONS = ("forward", "reverse")
 # Up to this number, logs hold all pairs of agents; beyond it, only what is linear in the number
 FEW_AGENTS = 16
-# What a derived seed of this module is for: the last number of its key
-PRIVACY = 101
 # The communicators for which agents report a number
 REPORTING = ("reward", "softmax-reward", "rank-reward", "relative-gain", "samples")
 # The packages whose versions a summary records, where they are imported
@@ -785,22 +781,6 @@ def average_products(
     return new_A[index].to(A), new_B[index].to(B), sum_norm[index], lost_norm[index]
 
 
-def clip_update(before: Tensor, after: Tensor, max_norm: float) -> Tensor:
-    """before + clip(after - before): `after`, moved towards `before` until it is no further away.
-
-    before, after: [numel]; max_norm: the largest Euclidean norm of the difference. `after` itself,
-    bit for bit, where it is near enough; `before` where the difference is not finite. Returns
-    [numel].
-    """
-    update = after - before
-    norm = torch.linalg.vector_norm(update, dtype=torch.float64)
-    if norm <= max_norm:
-        return after.clone()
-    if not norm.isfinite():
-        return before.clone()
-    return before + update * (max_norm / norm)
-
-
 # --- 2. exchange ---
 
 
@@ -1030,12 +1010,8 @@ class Exchange:
         """
         return self.all_gather(local), torch.ones(self.num_agents, dtype=torch.bool)
 
-    def skip_rounds(self) -> int:
-        """After a resume: do not use the numbers of rounds anew that others may have seen.
-
-        Returns how many rounds were sent since the checkpoint and do not count as repeated.
-        """
-        return 0
+    def skip_rounds(self) -> None:
+        """After a resume: do not use the numbers of rounds anew that others may have seen."""
 
     # A communication round
 
@@ -1337,7 +1313,6 @@ class FolderExchange(Exchange):
         self.store = Store(args.exchange)
         self.max_age = args.max_age
         self.averages = args.aggregation in ("weights", "both", "proximal")
-        self.counts_noise = getattr(args, "dp_noise", 0) > 0
         self.wait = args.wait
         self.quorum = args.num_agents
         self.only_new = args.aggregation in ("weights", "both")
@@ -1473,31 +1448,20 @@ class FolderExchange(Exchange):
         self.present = self._find_present()
         return self.gather_snapshots(local, torch.empty(0))
 
-    def skip_rounds(self) -> int:
+    def skip_rounds(self) -> None:
         """Without --wait the rounds since the checkpoint are not repeated: peers had others then.
 
-        The next round is the one behind the last file. What is here keeps its age. With --dp-noise
-        they are not repeated either, because a file that came too late for a round may be here now;
-        and a store that does not answer, or has lost the files, ends the run: epsilon counts them.
+        The next round is the one behind the last file. What is here keeps its age.
         """
-        if self.wait and not self.counts_noise:
-            return 0
+        if self.wait:
+            return
         number = 0
-        problem = ""
-        try:
+        with contextlib.suppress(StoreError):
             for i in self.agents:
                 rounds = self._list_rounds(i)
                 number = max(number, max(rounds, default=0) - self.round)
-                if self.round and not rounds:
-                    problem = f"{self.store.url} has no files of agent {i}"
-        except StoreError as error:
-            problem = str(error)
-        if problem and self.counts_noise:
-            reason = "with --dp-noise its files say what was sent since the checkpoint"
-            stop(f"--exchange: {problem}; {reason}; resume when it is there", any_rank=True)
         self.rounds[list(self.agents)] += number
         self.arrivals += number
-        return number
 
     def count_bytes(self, listeners: Tensor, sizes: list[int], size_of_number: int) -> None:
         """Nothing: `bytes_sent` counts what is written to the store."""
@@ -1625,83 +1589,6 @@ def make_exchange(args: "RunArgs") -> Exchange:
     return Exchange(args.num_agents, args.device, args.timeout)
 
 
-# The communicators whose matrix depends on nothing but what agents have sent as parameters
-WITHOUT_REPORTS = ("uniform", "self-preferred", "similarity")
-
-
-class Privacy:
-    """--dp-clip and --dp-noise: what is sent in place of an agent's parameters, and its epsilon.
-
-    Before a round an agent's parameters are theta and its last snapshot, as it was sent, is m. It
-    sends m + clip(theta - m) + noise: an update whose norm is at most dp_clip, with Gaussian noise
-    of standard deviation dp_noise * dp_clip on every parameter. Since m is known to those who
-    receive it, the noisy update is all that a snapshot says about the agent's data.
-
-    Epsilon is that of the Gaussian mechanism, adaptively composed over the snapshots sent (Dong,
-    Roth and Su 2022, on composition; Balle and Wang 2018, theorem 8). Neighbouring are any two data
-    sets of one agent, its whole data: the clipped update may then change by 2 * dp_clip.
-    """
-
-    def __init__(self, args: "RunArgs"):
-        self.clip = args.dp_clip
-        self.noise = args.dp_noise
-        self.delta = args.dp_delta
-        self.seed = args.seed
-        self.key = b""
-        if args.dp_key:
-            self.key = Path(args.dp_key).read_bytes()
-        is_file = args.communicator not in list_communicators(type(args))
-        self.reports = not is_file and args.communicator not in WITHOUT_REPORTS
-
-    def protect(self, theta: Tensor, last_sent: Tensor, agent: int, number: int) -> Tensor:
-        """What an agent sends as its snapshot of this number, [numel].
-
-        theta, last_sent: [numel], its parameters and its last snapshot.
-        """
-        sent = clip_update(last_sent, theta, self.clip)
-        if self.noise == 0:
-            return sent
-        noise = self._draw_noise(sent, agent, number)
-        return sent + (self.noise * self.clip * noise).to(sent)
-
-    def _draw_noise(self, message: Tensor, agent: int, number: int) -> Tensor:
-        """Standard normal numbers [numel], keyed by (seed, agent, number of the snapshot).
-
-        With --dp-key also by the secret and by what the noise hides. So a snapshot that is sent
-        once more, by a run that was resumed, has the same noise if it is the same one, and other
-        noise if it is not: the difference of two snapshots with equal noise would reveal both. They
-        are then of a cryptographic stream: of the seed of a torch.Generator 32 bits count, which
-        can all be tried.
-        """
-        seed = derive_seed(self.seed, agent, number, PRIVACY)
-        if not self.key:
-            return torch.randn(message.shape, generator=torch.Generator().manual_seed(seed))
-        content = f"{seed} ".encode() + message.cpu().numpy().tobytes()
-        stream = hashlib.shake_256(hmac.digest(self.key, content, "sha256"))
-        bits = np.frombuffer(stream.digest(8 * message.numel()), "<u8") >> 11  # 53 of 64
-        uniform = torch.from_numpy((bits + 0.5) / 2**53)
-        return torch.special.ndtri(uniform)
-
-    @property
-    def is_accounted(self) -> bool:
-        """Whether there is an epsilon: noise, and nothing else that depends on an agent's data."""
-        return self.noise > 0 and not self.reports
-
-    def compute_epsilon(self, number: int) -> float:
-        """Epsilon at delta of so many snapshots; infinity where it is beyond all numbers."""
-        if number == 0:
-            return 0.0
-        # T snapshots with noise of standard deviation s per sensitivity are one with s / sqrt(T)
-        sigma = self.noise / 2 / math.sqrt(number)
-        accountant = importlib.import_module("dp_accounting")
-        return float(accountant.get_epsilon_gaussian(sigma, self.delta))
-
-
-def make_privacy(args: "RunArgs") -> Privacy | None:
-    """The clip and the noise of --dp-clip and --dp-noise, if there are any."""
-    return None if args.dp_clip is None else Privacy(args)
-
-
 class View(dict):
     """What one agent received last: sender -> network, its own snapshot among them.
 
@@ -1768,8 +1655,7 @@ class Peers:
 
     networks: of all agents, the common start; each has `predict(states)`, (logits, values). states:
     the public states, None where there will be no round. neighbours: bool [agents, agents], to whom
-    each agent may ever listen. privacy: what is sent in place of an agent's parameters, if anything
-    is.
+    each agent may ever listen.
     """
 
     def __init__(
@@ -1778,10 +1664,8 @@ class Peers:
         networks: list[nn.Module],
         states: Tensor | None,
         neighbours: Tensor,
-        privacy: Privacy | None = None,
     ):
         n = len(networks)
-        self.privacy = privacy
         self.exchange = exchange
         self.held = exchange.agents
         self.states = states
@@ -1805,8 +1689,6 @@ class Peers:
         self.records = torch.full((len(self.held), 3), torch.nan, dtype=torch.float64)
         self.round_samples = torch.zeros(len(self.held), dtype=torch.float64)
         self.samples = torch.zeros(len(self.held), dtype=torch.float64)
-        # Of each agent held, the snapshots sent, and the norm of the last update before its clip
-        self.sent = torch.zeros(len(self.held), 2, dtype=torch.float64)
 
     def _senders(self, i: int) -> list[int]:
         """The agents to which agent i listens."""
@@ -1829,14 +1711,13 @@ class Peers:
             "round_returns": self.round_returns,
             "record": list(self.records),
             "round_samples": list(self.round_samples),
-            "sent": list(self.sent),
             **self.exchange.state(),
         }
 
     def restore(self) -> None:
         """After `Run.restore`: get the rows of all agents, and the snapshots that senders store."""
         held = list(self.held)
-        self.sent[:, 0] += self.exchange.skip_rounds()
+        self.exchange.skip_rounds()
         self.communicator[:] = self.exchange.all_gather(self.communicator[held].double())
         self.distances[:] = self.exchange.all_gather(self.distances[held].double())
         rounds = torch.tensor([[view.round] for view in self.views])
@@ -1868,12 +1749,9 @@ class Peers:
     def report(self, numbers: Tensor, networks: list[nn.Module]) -> Tensor:
         """Begin a round: send one number of each agent held, [agents held], to all agents.
 
-        With an epsilon nothing without noise leaves an agent: then all numbers are NaN, unknown.
         networks: of the agents held, as `exchange_snapshots` will send them. Returns [agents].
         """
-        if self.privacy and self.privacy.is_accounted:
-            numbers = torch.full_like(numbers, torch.nan)
-        return self.exchange.report(numbers, self._make_snapshots(networks), self.sizes)
+        return self.exchange.report(numbers, flatten(networks, max(self.sizes)), self.sizes)
 
     def exchange_snapshots(
         self, networks: list[nn.Module], participating: Tensor, receives: Tensor, iteration: int
@@ -1894,8 +1772,7 @@ class Peers:
         self.receives = receives & participating & participating[:, None]
         self.receives.fill_diagonal_(False)
         self.gathered = bool(self.receives.any())
-        local = self._make_snapshots(networks)
-        self._note_what_was_sent(networks)
+        local = flatten(networks, max(self.sizes))
         local[~participating[list(self.held)]] = 0.0  # an agent that sits out sends nothing
         parameters, finite = self._gather_parameters(local)
         self.received = {}
@@ -1913,41 +1790,6 @@ class Peers:
             problem = "their policies are not finite"
             print(f"\ndropped agents {rejected} for this round: {problem}", flush=True)
         self._gather_log_probs(log_probs)
-
-    def _make_snapshots(self, networks: list[nn.Module]) -> Tensor:
-        """What the agents held send, [agents held, numel], padded with zeros.
-
-        These are their parameters or, with --dp-clip, what `Privacy` makes of these. Making them
-        again makes the same ones, until they are sent.
-        """
-        local = flatten(networks, max(self.sizes))
-        if self.privacy:
-            for k, i in enumerate(self.held):
-                size = self.sizes[i]
-                (last_sent,) = flatten([self.views[k][i]])
-                number = int(self.sent[k, 0])
-                local[k, :size] = self.privacy.protect(local[k, :size], last_sent, i, number)
-        return local
-
-    def _note_what_was_sent(self, networks: list[nn.Module]) -> None:
-        """Count the snapshots of participating agents, and measure their updates."""
-        if not self.privacy:
-            return
-        for k, i in enumerate(self.held):
-            if self.participating[i]:
-                before, after = flatten([self.views[k][i], networks[k]])
-                self.sent[k, 0] += 1
-                self.sent[k, 1] = torch.linalg.vector_norm(after - before, dtype=torch.float64)
-
-    def describe_privacy(self, k: int) -> dict[str, float]:
-        """Metrics of the k-th agent held; none without --dp-clip, no epsilon where none holds."""
-        if not self.privacy:
-            return {}
-        number, norm = self.sent[k].tolist()
-        row = {"privacy/update_norm": norm}
-        if self.privacy.is_accounted:
-            row["privacy/epsilon"] = self.privacy.compute_epsilon(int(number))
-        return row
 
     def _gather_parameters(self, local: Tensor) -> tuple[Tensor | dict[int, Tensor], Tensor]:
         """The parameters that are here, agent -> flat parameters, and which are finite [agents]."""
@@ -2077,7 +1919,6 @@ Positive = Annotated[float, Bound("be positive", lambda value: value > 0)]
 Seconds = Annotated[Positive, Bound("be at most 1e9", lambda value: value <= 1e9)]
 Fraction = Annotated[float, Bound("lie in [0, 1]", lambda value: 0 <= value <= 1)]
 PositiveFraction = Annotated[float, Bound("lie in (0, 1]", lambda value: 0 < value <= 1)]
-Probability = Annotated[float, Bound("lie in (0, 1)", lambda value: 0 < value < 1)]
 
 CommunicatorName = Literal[
     "identity",
@@ -2465,33 +2306,6 @@ def _check_store(args: RunArgs) -> None:
     except Exception as error:  # drivers have errors of their own; one that is missing, its package
         problem = f"must be a folder that can be written to ({first_line(error)})"
         refuse(args, "exchange", problem)
-
-
-def check_privacy(args: RunArgs) -> None:
-    """--dp-clip and the flags that go with it; where there is an epsilon, what computes it."""
-    for flag in ("dp_noise", "dp_delta", "dp_key"):
-        if getattr(args, flag) != getattr(type(args), flag) and args.dp_clip is None:
-            refuse(args, flag, "needs --dp-clip, the largest norm of an update")
-    if args.dp_clip is None or args.eval_only:  # nothing is sent
-        return
-    if args.communicator == "identity":
-        refuse(args, "dp_clip", "has no effect on isolated agents; leave it out")
-    if args.dp_key:
-        try:
-            key = Path(args.dp_key).read_bytes()
-        except OSError as error:
-            refuse(args, "dp_key", f"must be a file ({error})")
-        if len(key) < 16:
-            refuse(args, "dp_key", "must hold at least 16 bytes, as of `head -c 32 /dev/urandom`")
-    is_accounted = make_privacy(args).is_accounted
-    if is_accounted and not importlib.util.find_spec("dp_accounting"):
-        refuse(args, "dp_noise", "needs dp-accounting, which is not installed and computes epsilon")
-    unused = {}
-    if not is_accounted:
-        unused["dp_delta"] = "where no epsilon is logged"
-    if args.dp_noise == 0:
-        unused["dp_key"] = "without --dp-noise"
-    announce_unused(args, unused)
 
 
 def check_aggregation(args: RunArgs) -> None:
@@ -3919,9 +3733,6 @@ class Run:
         }
         if self.env_ids:
             summary["timesteps_per_agent"] = self.iteration * self.steps_per_iteration
-        if "privacy/epsilon" in self.latest:
-            epsilons = [self.latest["privacy/epsilon"][i] for i in agents]
-            summary["privacy"] = {"epsilon": epsilons, "delta": self.args.dp_delta}
         return summary | {
             f"{self.unit.replace('-', '_')}_per_second": self._rate(),
             "train_seconds": self.train_seconds,

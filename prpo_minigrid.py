@@ -45,7 +45,6 @@ from communicators import (
     Peers,
     Positive,
     PositiveFraction,
-    Probability,
     Run,
     RunArgs,
     derive_seed,
@@ -124,18 +123,6 @@ class Args(RunArgs):
     """fraction of the iterations after which there is no more round, and agents are isolated"""
     distill_epochs: Natural = 0
     """after a round: epochs towards the new reference policy, on the states of the last rollout"""
-
-    # What leaves an agent, see docs/privacy.md
-
-    # an agent's update since the last snapshot that it sent is clipped to this norm, over all
-    # parameters, before a snapshot is sent (default: not clipped)
-    dp_clip: Positive | None = None
-    # Gaussian noise on a snapshot that is sent, its standard deviation in units of --dp-clip
-    dp_noise: NonNegative = 0.0
-    dp_delta: Probability = 1e-5  # the delta at which epsilon is logged
-    # file of at least 16 secret bytes that key the noise; without it, everyone who knows --seed
-    # knows the noise
-    dp_key: str = ""
 
     # PPO
     total_timesteps: Count = 250_000  # environment steps of each agent
@@ -656,8 +643,7 @@ def main(args: Args) -> dict:
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(device) if num_rounds else None
     neighbours = communicators.find_neighbours(args)
-    privacy = communicators.make_privacy(args)
-    peers = Peers(exchange, first, public_states, neighbours, privacy)
+    peers = Peers(exchange, first, public_states, neighbours)
     communicator = peers.communicator  # [agents, agents], changed in place
     last_returns = [deque(maxlen=100) for _ in held]
 
@@ -853,7 +839,6 @@ def main(args: Args) -> dict:
                 row["losses/distill_kl_after"] = float(distill_kls[k][-1])
             for name, value in diagnostics[k].items():
                 row[f"policy/{name}"] = value
-            row |= peers.describe_privacy(k)
             rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
@@ -1324,7 +1309,6 @@ def check_args(args: Args) -> None:
             valid = "must be 1 for one agent"
         communicators.refuse(args, "participation", valid)
     communicators.check_aggregation(args)
-    communicators.check_privacy(args)
     if args.greedy and not args.eval_only:
         valid = "is for --eval-only; other evaluations report both returns"
         communicators.refuse(args, "greedy", valid)

@@ -146,10 +146,6 @@ class Args(RunArgs):
     robust = "none"
     prox_coef = 0.0
     distill_epochs = 0
-    dp_clip = None
-    dp_noise = 0.0
-    dp_delta = 1e-5
-    dp_key = ""
     compile = False
 
 

@@ -40,7 +40,7 @@ MODES = {
     "minigrid": ("", "--quick", "--results", "--tune"),
     "table1": ("", "--quick", "--skills"),
     **{family: ("--tune", "--results") for family in SHARING},
-    **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength", "privacy")},
+    **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength")},
     "s2zpo": ("", "--quick", "--results"),
     "fedagent": ("", "--quick", "--tune"),
 }

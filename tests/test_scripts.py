@@ -448,7 +448,6 @@ def test_agents_must_not_swap_networks():
             "with --robust median, which weights all agents alike",
         ),
         (["--communicator", "identity"], "--communication-end 0.5", "on isolated agents"),
-        (["--dp-clip", "1"], "--dp-delta 0.1", "where no epsilon is logged"),
     ],
 )
 def test_flags_without_effect_are_reported_in_one_line(argv, flags, reason, capsys, monkeypatch):
@@ -1131,13 +1130,6 @@ TRUST_REGION = {
     "Args": (
         "local_updates",
         "between communication rounds",
-        "dp_",
-        "docs/privacy.md",
-        "is clipped to this norm, over all",
-        "parameters, before a snapshot is sent",
-        "Gaussian noise",
-        "secret bytes",
-        "knows the noise",
         "aggregation",
         "exchange parameters",
         "(FedAvg)",
@@ -1207,7 +1199,6 @@ TRUST_REGION = {
         "policies = ",
         "peers.report(",
         "peers = Peers(",
-        "privacy",
         "neighbours = ",
         "exchange_snapshots(",
         "FedAvg",
