@@ -14,8 +14,7 @@ Contents
             drop_invalid, restrict
         what is logged of C: non_expansion, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation, diagnose
-        parameters: count_parameters, flatten, unflatten, average_parameters, median_parameters,
-            trim_parameters, average_products
+        parameters: count_parameters, flatten, unflatten, average_parameters, average_products
     2 exchange
         Exchange: which process holds which agents, and all communication between processes
         FolderExchange: agents of independent processes that share a folder (--exchange), with
@@ -710,39 +709,6 @@ def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
         raise ValueError("a row of the communicator sums to 0: its agent would lose its parameters")
     weights = communicator.to(parameters)
     return torch.stack([row[row > 0] @ parameters[row > 0] for row in weights])
-
-
-def median_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
-    """Row i is the median of each parameter over the agents of positive weight in row i of C.
-
-    Of an even number, the mean of the two in the middle. It stays within the range of the honest
-    agents' parameters while these are the majority (Yin et al. 2018). Weights count as 0 or
-    positive only. communicator: [rows, agents]; parameters: [agents, numel]. Returns [rows, numel].
-    """
-    medians = []
-    for row in communicator.to(parameters.device):
-        ordered = parameters[row > 0].sort(dim=0).values
-        number = len(ordered)
-        # Halved first, so that the sum of huge numbers stays finite
-        medians.append(ordered[(number - 1) // 2] / 2 + ordered[number // 2] / 2)
-    return torch.stack(medians)
-
-
-def trim_parameters(communicator: Tensor, parameters: Tensor, fraction: float = 0.25) -> Tensor:
-    """Row i is the trimmed mean of each parameter over the agents of positive weight in row i of C.
-
-    The mean without the `fraction` of the values at each end, at least one value (Yin et al. 2018);
-    of fewer than three agents, their mean. It stays within the range of the honest agents'
-    parameters while the others are no more than what is left out at an end. Weights count as 0 or
-    positive only. communicator: [rows, agents]; parameters: [agents, numel]. Returns [rows, numel].
-    """
-    means = []
-    for row in communicator.to(parameters.device):
-        ordered = parameters[row > 0].sort(dim=0).values
-        number = len(ordered)
-        dropped = max(int(fraction * number), 1) if number > 2 else 0
-        means.append(ordered[dropped : number - dropped].mean(0))
-    return torch.stack(means)
 
 
 def average_products(
@@ -2318,9 +2284,9 @@ def check_aggregation(args: RunArgs) -> None:
     averages = args.aggregation in ("weights", "both")
     if averages and swaps and args.num_agents > 1:
         refuse(args, "self_preference", "must be positive, or agents would swap networks")
-    for flag, without in (("private_heads", ()), ("robust", "none")):
-        if getattr(args, flag) != without and not averages:
-            refuse(args, flag, "needs parameters that are averaged: --aggregation weights or both")
+    if args.private_heads and not averages:
+        valid = "needs parameters that are averaged: --aggregation weights or both"
+        refuse(args, "private_heads", valid)
     for flag, without in (("mixture", "arithmetic"), ("self_reference", "behaviour")):
         if getattr(args, flag) != without and args.aggregation in ("weights", "proximal"):
             refuse(args, flag, f"has no effect with --aggregation {args.aggregation}; leave it out")
@@ -2337,13 +2303,10 @@ def check_aggregation(args: RunArgs) -> None:
     unused = {}
     if args.communicator == "identity":
         isolated = "on isolated agents"
-        flags = "mixture", "participation", "distill_epochs", "robust", "private_heads", "prox_coef"
+        flags = "mixture", "participation", "distill_epochs", "private_heads", "prox_coef"
         unused = dict.fromkeys(flags, isolated)
         if args.self_reference == "behaviour":
             unused["communication_end"] = isolated
-    if args.robust != "none" and args.aggregation == "weights" and args.self_preference < 1:
-        alike = f"with --robust {args.robust}, which weights all agents alike"
-        unused |= dict.fromkeys(("self_preference", "communicator_temperature"), alike)
     if not args.eval_only:  # which plays all agents alone
         report_unused(args, unused)
 

@@ -102,9 +102,6 @@ class Args(RunArgs):
     # with averages of parameters: heads that are not averaged (actor and critic: FedPer); the trunk
     # always is
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
-    # how parameters are averaged: none: by the weighted mean; median, trimmed: coordinate by
-    # coordinate, the latter by the mean without a quarter of the values at each end, at least one
-    robust: Literal["none", "median", "trimmed"] = "none"
     local_updates: Count = 4  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.5
     """coefficient of the KL penalty towards the reference policy (FedAvg: its own old policy)"""
@@ -400,10 +397,6 @@ def compute_average(
     senders = communicator[i].nonzero().flatten()
     parameters = communicators.flatten([snapshots[j] for j in senders.tolist()])
     weights = communicator[i : i + 1, senders]
-    if args.robust == "median":
-        return communicators.median_parameters(weights, parameters)
-    if args.robust == "trimmed":
-        return communicators.trim_parameters(weights, parameters)
     return communicators.average_parameters(weights, parameters)
 
 

@@ -143,7 +143,6 @@ class Args(RunArgs):
     kl_schedule = "constant"
     aggregation = "policy"
     private_heads = ()
-    robust = "none"
     prox_coef = 0.0
     distill_epochs = 0
     compile = False

@@ -579,10 +579,8 @@ def list_agreement(family: str, mode: str) -> Iterator[str]:
 
 LIES = ("none", "random", "flipped", "opposite")
 AVERAGE = "--aggregation weights --communicator"
-# With four agents the trimmed mean is the median
 LIAR_METHODS = {
     "fedavg-uniform": f"{AVERAGE} uniform",
-    "fedavg-median": f"{AVERAGE} uniform --robust median",
     "fedavg-reward": f"{AVERAGE} reward",
     "fedavg-similarity": f"{AVERAGE} similarity",
     "fedavg-relative-gain": f"{AVERAGE} relative-gain",

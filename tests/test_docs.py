@@ -86,6 +86,7 @@ PAST = {
     "--dp-noise",
     "--dp-delta",
     "--dp-key",
+    "--robust",
 }
 
 

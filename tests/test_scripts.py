@@ -250,7 +250,6 @@ BAD_AGGREGATION |= {
         ["--communication-end", "0"],
         ["--communication-end 0", "(0, 1]"],
     ),
-    "a median of policies": (["--robust", "median"], ["--robust median", NOT_AVERAGED]),
     "swapped networks, with policies mixed": (
         [*SWAPPED, "--aggregation", "both"],
         ["--self-preference 0", "must be positive"],
@@ -423,11 +422,6 @@ def test_agents_must_not_swap_networks():
         (["--communicator", "identity"], "--participation 0.67", "on isolated agents"),
         (["--communicator", "identity"], "--distill-epochs 2", "on isolated agents"),
         (
-            ["--communicator", "identity", "--aggregation", "weights"],
-            "--robust median",
-            "on isolated agents",
-        ),
-        (
             ["--communicator", "identity", "--aggregation", "both"],
             "--private-heads critic",
             "on isolated agents",
@@ -436,16 +430,6 @@ def test_agents_must_not_swap_networks():
             ["--communicator", "identity", "--aggregation", "proximal"],
             "--prox-coef 5.0",
             "on isolated agents",
-        ),
-        (
-            ["--aggregation", "weights", "--robust", "median", "--communicator", "self-preferred"],
-            "--self-preference 0.3",
-            "with --robust median, which weights all agents alike",
-        ),
-        (
-            ["--aggregation", "weights", "--robust", "median", "--communicator", "softmax-reward"],
-            "--communicator-temperature 2.0",
-            "with --robust median, which weights all agents alike",
         ),
         (["--communicator", "identity"], "--communication-end 0.5", "on isolated agents"),
     ],
@@ -458,9 +442,6 @@ def test_flags_without_effect_are_reported_in_one_line(argv, flags, reason, caps
     script.parse_args(["--communicator", "self-preferred", "--self-preference", "0.3"])
     script.parse_args(["--communicator", "surrogate", "--communicator-temperature", "2"])
     script.parse_args(["--topology", "ring", "--top-k", "1"])
-    robust = ["--robust", "median", "--communicator", "self-preferred", "--self-preference", "0.3"]
-    script.parse_args(["--aggregation", "both", *robust])  # which mixes policies too
-    script.parse_args(["--aggregation", "weights", *robust[:-1], "1"])  # isolated
     script.parse_args(["--mixture", "geometric", "--distill-epochs", "2"])
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -1138,9 +1119,6 @@ TRUST_REGION = {
         "FedPer",
         "# always is",
         "and is no flag here",
-        "robust",
-        "weighted mean",
-        "without a quarter",
         "prox_coef",
         "proximal",
         "parameters from the average",
