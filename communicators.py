@@ -1278,10 +1278,10 @@ class FolderExchange(Exchange):
         self.federation = args.federation
         self.store = Store(args.exchange)
         self.max_age = args.max_age
-        self.averages = args.aggregation in ("weights", "both", "proximal")
+        self.averages = args.aggregation in ("weights", "proximal")
         self.wait = args.wait
         self.quorum = args.num_agents
-        self.only_new = args.aggregation in ("weights", "both")
+        self.only_new = args.aggregation == "weights"
         if self.only_new:
             self.wait = args.timeout
             self.quorum = round(getattr(args, "participation", 1) * args.num_agents)
@@ -2210,7 +2210,7 @@ def _check_exchange(args: RunArgs) -> None:
         refuse(args, "agents", f"{valid} 0..{args.num_agents - 1}")
     if not re.fullmatch(r"\w[\w.-]{0,79}", args.federation, re.ASCII):
         refuse(args, "federation", "must be a name of letters, digits, _, - and .")
-    averages = args.aggregation in ("weights", "both")
+    averages = args.aggregation == "weights"
     if args.communicator == "identity":
         refuse(args, "exchange", "has no effect on isolated agents; leave it out")
     if args.wait and averages:
@@ -2281,21 +2281,18 @@ def check_aggregation(args: RunArgs) -> None:
         if args.communicator not in ("uniform", "identity"):
             refuse(args, "communicator", "has no effect with --aggregation none; leave it out")
         args.communicator = "identity"
-    averages = args.aggregation in ("weights", "both")
+    averages = args.aggregation == "weights"
     if averages and swaps and args.num_agents > 1:
         refuse(args, "self_preference", "must be positive, or agents would swap networks")
     if args.private_heads and not averages:
-        valid = "needs parameters that are averaged: --aggregation weights or both"
-        refuse(args, "private_heads", valid)
+        refuse(args, "private_heads", "needs parameters that are averaged: --aggregation weights")
     for flag, without in (("mixture", "arithmetic"), ("self_reference", "behaviour")):
         if getattr(args, flag) != without and args.aggregation in ("weights", "proximal"):
             refuse(args, flag, f"has no effect with --aggregation {args.aggregation}; leave it out")
     if args.prox_coef != type(args).prox_coef and args.aggregation != "proximal":
         refuse(args, "prox_coef", "needs --aggregation proximal")
-    if args.distill_epochs and args.aggregation not in ("policy", "both"):
-        refuse(
-            args, "distill_epochs", "needs policies that are mixed: --aggregation policy or both"
-        )
+    if args.distill_epochs and args.aggregation != "policy":
+        refuse(args, "distill_epochs", "needs policies that are mixed: --aggregation policy")
     if args.communication_end != 1 and args.aggregation == "none":
         refuse(args, "communication_end", "has no effect with --aggregation none; leave it out")
     if args.kl_schedule != "constant" and args.kl_coef == 0:

@@ -90,8 +90,8 @@ class Args(RunArgs):
     # Communication
 
     # what agents exchange parameters for: a reference policy (PR-PPO), an average of
-    # parameters (FedAvg), both, an average that only pulls (proximal), or nothing (isolated agents)
-    aggregation: Literal["policy", "weights", "both", "proximal", "none"] = "policy"
+    # parameters (FedAvg), an average that only pulls (proximal), or nothing (isolated agents)
+    aggregation: Literal["policy", "weights", "proximal", "none"] = "policy"
     # with --aggregation proximal: coefficient of half the squared distance of an agent's
     # parameters from the average, a term of its loss
     prox_coef: NonNegative = 0.01
@@ -798,7 +798,7 @@ def main(args: Args) -> dict:
             peers.update(new_communicator)
 
             # FedAvg: agents that take part go on from the average of what they received
-            if args.aggregation in ("weights", "both"):
+            if args.aggregation == "weights":
                 for k, i in enumerate(held):
                     if participating[i] and communicator[i, i] < 1:
                         average = compute_average(i, peers.views[k], communicator, args)

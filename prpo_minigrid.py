@@ -94,8 +94,8 @@ class Args(RunArgs):
     # Communication
 
     # what agents exchange parameters for: a reference policy (PR-PPO), an average of
-    # parameters (FedAvg), both, an average that only pulls (proximal), or nothing (isolated agents)
-    aggregation: Literal["policy", "weights", "both", "proximal", "none"] = "policy"
+    # parameters (FedAvg), an average that only pulls (proximal), or nothing (isolated agents)
+    aggregation: Literal["policy", "weights", "proximal", "none"] = "policy"
     # with --aggregation proximal: coefficient of half the squared distance of an agent's
     # parameters from the average, a term of its loss
     prox_coef: NonNegative = 0.01
@@ -778,7 +778,7 @@ def main(args: Args) -> dict:
             peers.update(new_communicator)
 
             # FedAvg: agents that take part go on from the average of what they received
-            if args.aggregation in ("weights", "both"):
+            if args.aggregation == "weights":
                 for k, i in enumerate(held):
                     if participating[i] and communicator[i, i] < 1:
                         average = compute_average(i, peers.views[k], communicator, args)
@@ -1309,7 +1309,7 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "env_ids", f"must name one task for each of {n} agents")
     if len(args.hidden_sizes) not in (0, n) or any(x < 8 or x % 8 for x in args.hidden_sizes):
         communicators.refuse(args, "hidden_sizes", f"must be {n} multiples of 8")
-    averages = args.aggregation in ("weights", "both", "proximal")
+    averages = args.aggregation in ("weights", "proximal")
     if averages and len(set(args.hidden_sizes)) > 1:
         valid = "must be equal: networks of different sizes have no average"
         communicators.refuse(args, "hidden_sizes", valid)

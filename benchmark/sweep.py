@@ -465,8 +465,6 @@ GOAL_METHODS = {
     "fedavg-then-alone": f"{FEDAVG} uniform --communication-end 0.8",
     "proximal-uniform": f"{PR_PPO} uniform --aggregation proximal",
     "proximal-reward": f"{PR_PPO} reward --aggregation proximal",
-    # Both at once: a common trunk, private heads, and mixed policies
-    "both-surrogate": f"{PR_PPO} surrogate --aggregation both {PRIVATE_HEADS}",
 }
 GOAL_TASKS = {
     "goals": [
@@ -486,7 +484,6 @@ LINEAR_METHODS = ("fedavg-surrogate", "pr-uniform", "pr-reward", "pr-surrogate",
 # Method -> coefficient that choose.py prefers; else 0.5 (docs/results.md, section 12)
 CHOSEN_GOALS = {
     "goals": {
-        "both-surrogate": "0.1",
         "fedavg-pairs": "0.02",
         "fedavg-reward": "0.1",
         "fedavg-surrogate-linear": "0.1",
@@ -497,7 +494,6 @@ CHOSEN_GOALS = {
         "proximal-uniform": "0.1",
     },
     "unlock-goals": {
-        "both-surrogate": "0.02",
         "fedavg-pairs": "0.02",
         "fedavg-surrogate": "0.1",
         "fedavg-surrogate-linear": "0.1",

@@ -211,8 +211,8 @@ BAD_AGGREGATION |= {
         ["--kl-schedule linear", "no effect with --kl-coef 0"],
     ),
 }
-NOT_MIXED = "needs policies that are mixed: --aggregation policy or both"
-NOT_AVERAGED = "needs parameters that are averaged: --aggregation weights or both"
+NOT_MIXED = "needs policies that are mixed: --aggregation policy"
+NOT_AVERAGED = "needs parameters that are averaged: --aggregation weights"
 BAD_AGGREGATION |= {
     "private heads of policies": (
         ["--private-heads", "actor", "critic"],
@@ -249,10 +249,6 @@ BAD_AGGREGATION |= {
     "an end before the beginning": (
         ["--communication-end", "0"],
         ["--communication-end 0", "(0, 1]"],
-    ),
-    "swapped networks, with policies mixed": (
-        [*SWAPPED, "--aggregation", "both"],
-        ["--self-preference 0", "must be positive"],
     ),
 }
 BAD_FEDAVG = {
@@ -422,7 +418,7 @@ def test_agents_must_not_swap_networks():
         (["--communicator", "identity"], "--participation 0.67", "on isolated agents"),
         (["--communicator", "identity"], "--distill-epochs 2", "on isolated agents"),
         (
-            ["--communicator", "identity", "--aggregation", "both"],
+            ["--communicator", "identity", "--aggregation", "weights"],
             "--private-heads critic",
             "on isolated agents",
         ),
@@ -457,7 +453,7 @@ def test_a_coefficient_of_zero_is_reported_where_nothing_else_pulls(capsys):
         assert capsys.readouterr().out == line
         for other in ("--num-agents 1", "--communicator identity", "--distill-epochs 1"):
             script.parse_args(["--kl-coef", "0", *other.split()])
-        for aggregation in ("none", "weights", "both", "proximal"):
+        for aggregation in ("none", "weights", "proximal"):
             script.parse_args(["--kl-coef", "0", "--aggregation", aggregation])
         script.parse_args(["--kl-coef", "0.1"])
         assert capsys.readouterr().out == ""

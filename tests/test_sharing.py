@@ -217,7 +217,7 @@ ENDING = {"communication_end": 0.7, "save_every": 1, "eval_episodes": 0}
     "settings",
     [
         {"aggregation": "proximal", "prox_coef": 1.0},
-        {"aggregation": "both", "private_heads": ("critic",)},
+        {"aggregation": "weights", "private_heads": ("critic",)},
     ],
     ids=lambda settings: settings["aggregation"],
 )

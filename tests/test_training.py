@@ -225,7 +225,7 @@ def plain_training(script, args, communicator):
                 vector_to_parameters(plain_average(matrix[i], views[i]), anchor.parameters())
                 anchor.requires_grad_(False)
             batch["reference"] = batch["policy"]
-            if args.aggregation in ("policy", "both") and not ended(iteration + 1):
+            if args.aggregation == "policy" and not ended(iteration + 1):
                 batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
@@ -245,7 +245,7 @@ def plain_training(script, args, communicator):
                 matrix[i] = present[i]
                 for j in members:
                     views[i][j] = copy.deepcopy(agents[j])
-            if args.aggregation in ("weights", "both"):
+            if args.aggregation == "weights":
                 for i in members:
                     before = copy.deepcopy(agents[i])
                     theta = plain_average(present[i], views[i])
@@ -349,11 +349,6 @@ PLAIN = {
         THREE | APART | {"private_heads": ("actor", "critic")},
         OF_THREE,
     ),
-    "averages and mixtures, the critic private": (
-        [PRPO_MINIGRID],
-        THREE | APART | SNAPSHOTS | {"aggregation": "both", "private_heads": ("critic",)},
-        OF_THREE,
-    ),
     "pulled to averages": (
         [PRPO_MINIGRID],
         THREE | APART | {"aggregation": "proximal", "prox_coef": 2.0, "local_updates": 2},
@@ -378,21 +373,6 @@ PLAIN = {
         [PRPO_MINIGRID],
         THREE | APART | {"distill_epochs": 2, "kl_direction": "forward", "participation": 0.67},
         OF_THREE,
-    ),
-    "averages and mixtures, distilled": (
-        [PRPO_MINIGRID],
-        THREE | APART | SNAPSHOTS | {"aggregation": "both", "distill_epochs": 1},
-        OF_THREE,
-    ),
-    "averages and mixtures with the average, distilled": (
-        [PRPO_MINIGRID],
-        THREE | APART | {"aggregation": "both", "distill_epochs": 1, "mixture": "geometric"},
-        OF_THREE,
-    ),
-    "averages and mixtures with the average, distilled, two agents": (
-        [PRPO_ATARI],
-        TWO_ON_ATARI | {"aggregation": "both", "distill_epochs": 1},
-        OF_TWO,
     ),
     "any matrix, two agents, private actors": (
         [FEDAVG_ATARI],
