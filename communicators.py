@@ -13,11 +13,9 @@ Contents
         who may listen to whom: find_neighbours, ring, top_k, sparsify, drop_invalid, restrict
         what is logged of C: non_expansion, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation, diagnose
-        parameters: count_parameters, flatten, unflatten, average_parameters, median_parameters,
-            trim_parameters, average_products, clip_update
+        parameters: count_parameters, flatten, unflatten, average_parameters, average_products
     2 exchange
         Exchange: which process holds which agents, and all communication between processes
-        Privacy: the clip and the noise of what is sent, with the epsilon that follows
         FolderExchange: agents of independent processes that share a folder (--exchange), with
             encode_snapshot, decode_snapshot and Store; make_exchange chooses
         Peers: what surrounds the communication rounds of the control scripts, with View, what one
@@ -43,7 +41,6 @@ import csv
 import datetime
 import functools
 import hashlib
-import hmac
 import importlib.metadata
 import importlib.util
 import io
@@ -92,8 +89,6 @@ MIXTURES = ("arithmetic", "geometric")
 KL_DIRECTIONS = ("forward", "reverse")
 # Up to this number, logs hold all pairs of agents; beyond it, only what is linear in the number
 FEW_AGENTS = 16
-# What a derived seed of this module is for: the last number of its key
-PRIVACY = 101
 # The communicators, of any script, for which agents report a number
 REPORTING = ("reward", "softmax-reward", "rank-reward", "relative-gain", "samples")
 # The packages whose versions a summary records, where they are imported
@@ -705,39 +700,6 @@ def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
     return torch.stack([row[row > 0] @ parameters[row > 0] for row in weights])
 
 
-def median_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
-    """Row i is the median of each parameter over the agents of positive weight in row i of C.
-
-    Of an even number, the mean of the two in the middle. It stays within the range of the honest
-    agents' parameters while these are the majority (Yin et al. 2018). Weights count as 0 or
-    positive only. communicator: [rows, agents]; parameters: [agents, numel]. Returns [rows, numel].
-    """
-    medians = []
-    for row in communicator.to(parameters.device):
-        ordered = parameters[row > 0].sort(dim=0).values
-        number = len(ordered)
-        # Halved first, so that the sum of huge numbers stays finite
-        medians.append(ordered[(number - 1) // 2] / 2 + ordered[number // 2] / 2)
-    return torch.stack(medians)
-
-
-def trim_parameters(communicator: Tensor, parameters: Tensor, fraction: float = 0.25) -> Tensor:
-    """Row i is the trimmed mean of each parameter over the agents of positive weight in row i of C.
-
-    The mean without the `fraction` of the values at each end, at least one value (Yin et al. 2018);
-    of fewer than three agents, their mean. It stays within the range of the honest agents'
-    parameters while the others are no more than what is left out at an end. Weights count as 0 or
-    positive only. communicator: [rows, agents]; parameters: [agents, numel]. Returns [rows, numel].
-    """
-    means = []
-    for row in communicator.to(parameters.device):
-        ordered = parameters[row > 0].sort(dim=0).values
-        number = len(ordered)
-        dropped = max(int(fraction * number), 1) if number > 2 else 0
-        means.append(ordered[dropped : number - dropped].mean(0))
-    return torch.stack(means)
-
-
 def average_products(
     communicator: Tensor, A: Tensor, B: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -772,22 +734,6 @@ def average_products(
     new_B = sums @ V @ right.mT @ (left / scales).mT
     lost_norm = (sums - sums @ V @ V.mT).square().sum((1, 2))
     return new_A[index].to(A), new_B[index].to(B), sum_norm[index], lost_norm[index]
-
-
-def clip_update(before: Tensor, after: Tensor, max_norm: float) -> Tensor:
-    """before + clip(after - before): `after`, moved towards `before` until it is no further away.
-
-    before, after: [numel]; max_norm: the largest Euclidean norm of the difference. `after` itself,
-    bit for bit, where it is near enough; `before` where the difference is not finite. Returns
-    [numel].
-    """
-    update = after - before
-    norm = torch.linalg.vector_norm(update, dtype=torch.float64)
-    if norm <= max_norm:
-        return after.clone()
-    if not norm.isfinite():
-        return before.clone()
-    return before + update * (max_norm / norm)
 
 
 # --- 2. exchange ---
@@ -1019,12 +965,8 @@ class Exchange:
         """
         return self.all_gather(local), torch.ones(self.num_agents, dtype=torch.bool)
 
-    def skip_rounds(self) -> int:
-        """After a resume: do not use the numbers of rounds anew that others may have seen.
-
-        Returns how many rounds were sent since the checkpoint and do not count as repeated.
-        """
-        return 0
+    def skip_rounds(self) -> None:
+        """After a resume: do not use the numbers of rounds anew that others may have seen."""
 
     # A communication round
 
@@ -1325,10 +1267,9 @@ class FolderExchange(Exchange):
         self.federation = args.federation
         self.store = Store(args.exchange)
         self.max_age = args.max_age
-        self.averages = args.aggregation in ("weights", "both", "proximal")
-        self.counts_noise = getattr(args, "dp_noise", 0) > 0
+        self.averages = args.aggregation in ("weights", "proximal")
         self.wait = args.wait
-        self.only_new = args.aggregation in ("weights", "both")
+        self.only_new = args.aggregation == "weights"
         if self.only_new:
             self.wait = args.timeout
         self.reports = args.communicator in REPORTING
@@ -1460,31 +1401,20 @@ class FolderExchange(Exchange):
         self.present = self._find_present()
         return self.gather_snapshots(local, torch.empty(0))
 
-    def skip_rounds(self) -> int:
+    def skip_rounds(self) -> None:
         """Without --wait the rounds since the checkpoint are not repeated: peers had others then.
 
-        The next round is the one behind the last file. What is here keeps its age. With --dp-noise
-        they are not repeated either, because a file that came too late for a round may be here now;
-        and a store that does not answer, or has lost the files, ends the run: epsilon counts them.
+        The next round is the one behind the last file. What is here keeps its age.
         """
-        if self.wait and not self.counts_noise:
-            return 0
+        if self.wait:
+            return
         number = 0
-        problem = ""
-        try:
+        with contextlib.suppress(StoreError):
             for i in self.agents:
                 rounds = self._list_rounds(i)
                 number = max(number, max(rounds, default=0) - self.round)
-                if self.round and not rounds:
-                    problem = f"{self.store.url} has no files of agent {i}"
-        except StoreError as error:
-            problem = str(error)
-        if problem and self.counts_noise:
-            reason = "with --dp-noise its files say what was sent since the checkpoint"
-            stop(f"--exchange: {problem}; {reason}; resume when it is there", any_rank=True)
         self.rounds[list(self.agents)] += number
         self.arrivals += number
-        return number
 
     def count_bytes(self, listeners: Tensor, sizes: list[int], size_of_number: int) -> None:
         """Nothing: `bytes_sent` counts what is written to the store."""
@@ -1612,83 +1542,6 @@ def make_exchange(args: "RunArgs") -> Exchange:
     return Exchange(args.num_agents, args.device, args.timeout)
 
 
-# The communicators whose matrix depends on nothing but what agents have sent as parameters
-WITHOUT_REPORTS = ("uniform", "self-preferred", "similarity")
-
-
-class Privacy:
-    """--dp-clip and --dp-noise: what is sent in place of an agent's parameters, and its epsilon.
-
-    Before a round an agent's parameters are theta and its last snapshot, as it was sent, is m. It
-    sends m + clip(theta - m) + noise: an update whose norm is at most dp_clip, with Gaussian noise
-    of standard deviation dp_noise * dp_clip on every parameter. Since m is known to those who
-    receive it, the noisy update is all that a snapshot says about the agent's data.
-
-    Epsilon is that of the Gaussian mechanism, adaptively composed over the snapshots sent (Dong,
-    Roth and Su 2022, on composition; Balle and Wang 2018, theorem 8). Neighbouring are any two data
-    sets of one agent, its whole data: the clipped update may then change by 2 * dp_clip.
-    """
-
-    def __init__(self, args: "RunArgs"):
-        self.clip = args.dp_clip
-        self.noise = args.dp_noise
-        self.delta = args.dp_delta
-        self.seed = args.seed
-        self.key = b""
-        if args.dp_key:
-            self.key = Path(args.dp_key).read_bytes()
-        is_file = args.communicator not in list_communicators(type(args))
-        self.reports = not is_file and args.communicator not in WITHOUT_REPORTS
-
-    def protect(self, theta: Tensor, last_sent: Tensor, agent: int, number: int) -> Tensor:
-        """What an agent sends as its snapshot of this number, [numel].
-
-        theta, last_sent: [numel], its parameters and its last snapshot.
-        """
-        sent = clip_update(last_sent, theta, self.clip)
-        if self.noise == 0:
-            return sent
-        noise = self._draw_noise(sent, agent, number)
-        return sent + (self.noise * self.clip * noise).to(sent)
-
-    def _draw_noise(self, message: Tensor, agent: int, number: int) -> Tensor:
-        """Standard normal numbers [numel], keyed by (seed, agent, number of the snapshot).
-
-        With --dp-key also by the secret and by what the noise hides. So a snapshot that is sent
-        once more, by a run that was resumed, has the same noise if it is the same one, and other
-        noise if it is not: the difference of two snapshots with equal noise would reveal both. They
-        are then of a cryptographic stream: of the seed of a torch.Generator 32 bits count, which
-        can all be tried.
-        """
-        seed = derive_seed(self.seed, agent, number, PRIVACY)
-        if not self.key:
-            return torch.randn(message.shape, generator=torch.Generator().manual_seed(seed))
-        content = f"{seed} ".encode() + message.cpu().numpy().tobytes()
-        stream = hashlib.shake_256(hmac.digest(self.key, content, "sha256"))
-        bits = np.frombuffer(stream.digest(8 * message.numel()), "<u8") >> 11  # 53 of 64
-        uniform = torch.from_numpy((bits + 0.5) / 2**53)
-        return torch.special.ndtri(uniform)
-
-    @property
-    def is_accounted(self) -> bool:
-        """Whether there is an epsilon: noise, and nothing else that depends on an agent's data."""
-        return self.noise > 0 and not self.reports
-
-    def compute_epsilon(self, number: int) -> float:
-        """Epsilon at delta of so many snapshots; infinity where it is beyond all numbers."""
-        if number == 0:
-            return 0.0
-        # T snapshots with noise of standard deviation s per sensitivity are one with s / sqrt(T)
-        sigma = self.noise / 2 / math.sqrt(number)
-        accountant = importlib.import_module("dp_accounting")
-        return float(accountant.get_epsilon_gaussian(sigma, self.delta))
-
-
-def make_privacy(args: "RunArgs") -> Privacy | None:
-    """The clip and the noise of --dp-clip and --dp-noise, if there are any."""
-    return None if args.dp_clip is None else Privacy(args)
-
-
 class View(dict):
     """What one agent received last: sender -> network, its own snapshot among them.
 
@@ -1753,8 +1606,7 @@ class Peers:
 
     networks: of all agents, the common start; each has `predict(states)`, (logits, values). states:
     the public states, None where there will be no round. neighbours: bool [agents, agents], to whom
-    each agent may ever listen. privacy: what is sent in place of an agent's parameters, if anything
-    is.
+    each agent may ever listen.
     """
 
     def __init__(
@@ -1763,10 +1615,8 @@ class Peers:
         networks: list[nn.Module],
         states: Tensor | None,
         neighbours: Tensor,
-        privacy: Privacy | None = None,
     ):
         n = len(networks)
-        self.privacy = privacy
         self.exchange = exchange
         self.held = exchange.agents
         self.states = states
@@ -1787,8 +1637,6 @@ class Peers:
             self.views.append(View(i, first, *inputs))
         self.round_returns = [[] for _ in self.held]
         self.mean_returns = torch.full((len(self.held),), torch.nan, dtype=torch.float64)
-        # Of each agent held, the snapshots sent, and the norm of the last update before its clip
-        self.sent = torch.zeros(len(self.held), 2, dtype=torch.float64)
 
     def _senders(self, i: int) -> list[int]:
         """The agents to which agent i listens."""
@@ -1810,14 +1658,13 @@ class Peers:
             "distances": [self.distances[i] for i in self.held],
             "round_returns": self.round_returns,
             "mean_return": list(self.mean_returns),
-            "sent": list(self.sent),
             **self.exchange.state(),
         }
 
     def restore(self) -> None:
         """After `Run.restore`: get the rows of all agents, and the snapshots that senders store."""
         held = list(self.held)
-        self.sent[:, 0] += self.exchange.skip_rounds()
+        self.exchange.skip_rounds()
         self.communicator[:] = self.exchange.all_gather(self.communicator[held].double())
         self.distances[:] = self.exchange.all_gather(self.distances[held].double())
         rounds = torch.tensor([[view.round] for view in self.views])
@@ -1852,12 +1699,9 @@ class Peers:
     def report(self, numbers: Tensor, networks: list[nn.Module]) -> Tensor:
         """Begin a round: send one number of each agent held, [agents held], to all agents.
 
-        With an epsilon nothing without noise leaves an agent: then all numbers are NaN, unknown.
         networks: of the agents held, as `exchange_snapshots` will send them. Returns [agents].
         """
-        if self.privacy and self.privacy.is_accounted:
-            numbers = torch.full_like(numbers, torch.nan)
-        return self.exchange.report(numbers, self._make_snapshots(networks), self.sizes)
+        return self.exchange.report(numbers, flatten(networks, max(self.sizes)), self.sizes)
 
     def exchange_snapshots(
         self, networks: list[nn.Module], participating: Tensor, receives: Tensor, iteration: int
@@ -1878,8 +1722,7 @@ class Peers:
         self.receives = receives & participating & participating[:, None]
         self.receives.fill_diagonal_(False)
         self.gathered = bool(self.receives.any())
-        local = self._make_snapshots(networks)
-        self._note_what_was_sent(networks)
+        local = flatten(networks, max(self.sizes))
         local[~participating[list(self.held)]] = 0.0  # an agent that sits out sends nothing
         parameters, finite = self._gather_parameters(local)
         self.received = {}
@@ -1897,41 +1740,6 @@ class Peers:
             problem = "their policies are not finite"
             print(f"\ndropped agents {rejected} for this round: {problem}", flush=True)
         self._gather_log_probs(log_probs)
-
-    def _make_snapshots(self, networks: list[nn.Module]) -> Tensor:
-        """What the agents held send, [agents held, numel], padded with zeros.
-
-        These are their parameters or, with --dp-clip, what `Privacy` makes of these. Making them
-        again makes the same ones, until they are sent.
-        """
-        local = flatten(networks, max(self.sizes))
-        if self.privacy:
-            for k, i in enumerate(self.held):
-                size = self.sizes[i]
-                (last_sent,) = flatten([self.views[k][i]])
-                number = int(self.sent[k, 0])
-                local[k, :size] = self.privacy.protect(local[k, :size], last_sent, i, number)
-        return local
-
-    def _note_what_was_sent(self, networks: list[nn.Module]) -> None:
-        """Count the snapshots of participating agents, and measure their updates."""
-        if not self.privacy:
-            return
-        for k, i in enumerate(self.held):
-            if self.participating[i]:
-                before, after = flatten([self.views[k][i], networks[k]])
-                self.sent[k, 0] += 1
-                self.sent[k, 1] = torch.linalg.vector_norm(after - before, dtype=torch.float64)
-
-    def describe_privacy(self, k: int) -> dict[str, float]:
-        """Metrics of the k-th agent held; none without --dp-clip, no epsilon where none holds."""
-        if not self.privacy:
-            return {}
-        number, norm = self.sent[k].tolist()
-        row = {"privacy/update_norm": norm}
-        if self.privacy.is_accounted:
-            row["privacy/epsilon"] = self.privacy.compute_epsilon(int(number))
-        return row
 
     def _gather_parameters(self, local: Tensor) -> tuple[Tensor | dict[int, Tensor], Tensor]:
         """The parameters that are here, agent -> flat parameters, and which are finite [agents]."""
@@ -2061,7 +1869,6 @@ Positive = Annotated[float, Bound("be positive", lambda value: value > 0)]
 Seconds = Annotated[Positive, Bound("be at most 1e9", lambda value: value <= 1e9)]
 Fraction = Annotated[float, Bound("lie in [0, 1]", lambda value: 0 <= value <= 1)]
 PositiveFraction = Annotated[float, Bound("lie in (0, 1]", lambda value: 0 < value <= 1)]
-Probability = Annotated[float, Bound("lie in (0, 1)", lambda value: 0 < value < 1)]
 
 CommunicatorName = Literal[
     "identity",
@@ -2383,7 +2190,7 @@ def _check_exchange(args: RunArgs) -> None:
         refuse(args, "agents", f"{valid} 0..{args.num_agents - 1}")
     if not re.fullmatch(r"\w[\w.-]{0,79}", args.federation, re.ASCII):
         refuse(args, "federation", "must be a name of letters, digits, _, - and .")
-    averages = args.aggregation in ("weights", "both")
+    averages = args.aggregation == "weights"
     if args.communicator == "identity":
         refuse(args, "exchange", "has no effect on isolated agents; leave it out")
     if args.wait and averages:
@@ -2444,33 +2251,6 @@ def _check_store(args: RunArgs) -> None:
         refuse(args, "exchange", problem)
 
 
-def check_privacy(args: RunArgs) -> None:
-    """--dp-clip and the flags that go with it; where there is an epsilon, what computes it."""
-    for flag in ("dp_noise", "dp_delta", "dp_key"):
-        if getattr(args, flag) != getattr(type(args), flag) and args.dp_clip is None:
-            refuse(args, flag, "needs --dp-clip, the largest norm of an update")
-    if args.dp_clip is None or args.eval_only:  # nothing is sent
-        return
-    if args.communicator == "identity":
-        refuse(args, "dp_clip", "has no effect on isolated agents; leave it out")
-    if args.dp_key:
-        try:
-            key = Path(args.dp_key).read_bytes()
-        except OSError as error:
-            refuse(args, "dp_key", f"must be a file ({error})")
-        if len(key) < 16:
-            refuse(args, "dp_key", "must hold at least 16 bytes, as of `head -c 32 /dev/urandom`")
-    is_accounted = make_privacy(args).is_accounted
-    if is_accounted and not importlib.util.find_spec("dp_accounting"):
-        refuse(args, "dp_noise", "needs dp-accounting, which is not installed and computes epsilon")
-    unused = {}
-    if not is_accounted:
-        unused["dp_delta"] = "where no epsilon is logged"
-    if args.dp_noise == 0:
-        unused["dp_key"] = "without --dp-noise"
-    announce_unused(args, unused)
-
-
 def check_aggregation(args: RunArgs) -> None:
     """The flags of the communication suit --aggregation of control; "none" isolates the agents."""
     swaps = args.communicator == "self-preferred" and args.self_preference == 0
@@ -2478,12 +2258,11 @@ def check_aggregation(args: RunArgs) -> None:
         if args.communicator not in ("uniform", "identity"):
             refuse(args, "communicator", "has no effect with --aggregation none; leave it out")
         args.communicator = "identity"
-    averages = args.aggregation in ("weights", "both")
+    averages = args.aggregation == "weights"
     if averages and swaps and args.num_agents > 1:
         refuse(args, "self_preference", "must be positive, or agents would swap networks")
-    for flag, without in (("private_heads", ()), ("robust", "none")):
-        if getattr(args, flag) != without and not averages:
-            refuse(args, flag, "needs parameters that are averaged: --aggregation weights or both")
+    if args.private_heads and not averages:
+        refuse(args, "private_heads", "needs parameters that are averaged: --aggregation weights")
     for flag, without in (("mixture", "arithmetic"), ("self_reference", "behaviour")):
         if getattr(args, flag) != without and args.aggregation in ("weights", "proximal"):
             refuse(args, flag, f"has no effect with --aggregation {args.aggregation}; leave it out")
@@ -2494,11 +2273,8 @@ def check_aggregation(args: RunArgs) -> None:
     unused = {}
     if args.communicator == "identity":
         isolated = "on isolated agents"
-        flags = "mixture", "robust", "private_heads", "prox_coef"
+        flags = "mixture", "private_heads", "prox_coef"
         unused = dict.fromkeys(flags, isolated)
-    if args.robust != "none" and args.aggregation == "weights" and args.self_preference < 1:
-        alike = f"with --robust {args.robust}, which weights all agents alike"
-        unused |= dict.fromkeys(("self_preference", "communicator_temperature"), alike)
     if not args.eval_only:  # which plays all agents alone
         report_unused(args, unused)
 
@@ -3887,9 +3663,6 @@ class Run:
         }
         if self.env_ids:
             summary["timesteps_per_agent"] = self.iteration * self.steps_per_iteration
-        if "privacy/epsilon" in self.latest:
-            epsilons = [self.latest["privacy/epsilon"][i] for i in agents]
-            summary["privacy"] = {"epsilon": epsilons, "delta": self.args.dp_delta}
         return summary | {
             f"{self.unit.replace('-', '_')}_per_second": self._rate(),
             "train_seconds": self.train_seconds,

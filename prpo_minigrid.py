@@ -44,7 +44,6 @@ from communicators import (
     Patches,
     Peers,
     Positive,
-    Probability,
     Run,
     RunArgs,
     derive_seed,
@@ -93,17 +92,14 @@ class Args(RunArgs):
     # Communication
 
     # what agents exchange parameters for: a reference policy (PR-PPO), an average of
-    # parameters (FedAvg), both, an average that only pulls (proximal), or nothing (isolated agents)
-    aggregation: Literal["policy", "weights", "both", "proximal", "none"] = "policy"
+    # parameters (FedAvg), an average that only pulls (proximal), or nothing (isolated agents)
+    aggregation: Literal["policy", "weights", "proximal", "none"] = "policy"
     # with --aggregation proximal: coefficient of half the squared distance of an agent's
     # parameters from the average, a term of its loss
     prox_coef: NonNegative = 0.01
     # with averages of parameters: heads that are not averaged (actor and critic: FedPer); the trunk
     # always is
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
-    # how parameters are averaged: none: by the weighted mean; median, trimmed: coordinate by
-    # coordinate, the latter by the mean without a quarter of the values at each end, at least one
-    robust: Literal["none", "median", "trimmed"] = "none"
     local_updates: Count = 4  # iterations between communication rounds
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.5
     """coefficient of the KL penalty towards the reference policy (FedAvg: its own old policy)"""
@@ -116,18 +112,6 @@ class Args(RunArgs):
     # an agent's own component of its reference: its policy before this update, or its snapshot of
     # the last round
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
-
-    # What leaves an agent, see docs/privacy.md
-
-    # an agent's update since the last snapshot that it sent is clipped to this norm, over all
-    # parameters, before a snapshot is sent (default: not clipped)
-    dp_clip: Positive | None = None
-    # Gaussian noise on a snapshot that is sent, its standard deviation in units of --dp-clip
-    dp_noise: NonNegative = 0.0
-    dp_delta: Probability = 1e-5  # the delta at which epsilon is logged
-    # file of at least 16 secret bytes that key the noise; without it, everyone who knows --seed
-    # knows the noise
-    dp_key: str = ""
 
     # PPO
     total_timesteps: Count = 250_000  # environment steps of each agent
@@ -391,10 +375,6 @@ def compute_average(
     senders = communicator[i].nonzero().flatten()
     parameters = communicators.flatten([snapshots[j] for j in senders.tolist()])
     weights = communicator[i : i + 1, senders]
-    if args.robust == "median":
-        return communicators.median_parameters(weights, parameters)
-    if args.robust == "trimmed":
-        return communicators.trim_parameters(weights, parameters)
     return communicators.average_parameters(weights, parameters)
 
 
@@ -589,8 +569,7 @@ def main(args: Args) -> dict:
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(device) if num_rounds else None
     neighbours = communicators.find_neighbours(args)
-    privacy = communicators.make_privacy(args)
-    peers = Peers(exchange, first, public_states, neighbours, privacy)
+    peers = Peers(exchange, first, public_states, neighbours)
     communicator = peers.communicator  # [agents, agents], changed in place
     last_returns = [deque(maxlen=100) for _ in held]
 
@@ -719,7 +698,7 @@ def main(args: Args) -> dict:
             peers.update(new_communicator)
 
             # FedAvg: agents that take part go on from the average of what they received
-            if args.aggregation in ("weights", "both"):
+            if args.aggregation == "weights":
                 for k, i in enumerate(held):
                     if participating[i] and communicator[i, i] < 1:
                         average = compute_average(i, peers.views[k], communicator, args)
@@ -745,7 +724,6 @@ def main(args: Args) -> dict:
                 row[f"losses/{name}"] = mean([loss[name].item() for loss in losses[k]])
             for name, value in diagnostics[k].items():
                 row[f"policy/{name}"] = value
-            row |= peers.describe_privacy(k)
             rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
@@ -1209,7 +1187,6 @@ def check_args(args: Args) -> None:
         valid = f"must be at least one rollout, {batch_size} steps"
         communicators.refuse(args, "total_timesteps", valid)
     communicators.check_aggregation(args)
-    communicators.check_privacy(args)
     if args.greedy and not args.eval_only:
         valid = "is for --eval-only; other evaluations report both returns"
         communicators.refuse(args, "greedy", valid)
@@ -1217,7 +1194,7 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "env_ids", f"must name one task for each of {n} agents")
     if len(args.hidden_sizes) not in (0, n) or any(x < 8 or x % 8 for x in args.hidden_sizes):
         communicators.refuse(args, "hidden_sizes", f"must be {n} multiples of 8")
-    averages = args.aggregation in ("weights", "both", "proximal")
+    averages = args.aggregation in ("weights", "proximal")
     if averages and len(set(args.hidden_sizes)) > 1:
         valid = "must be equal: networks of different sizes have no average"
         communicators.refuse(args, "hidden_sizes", valid)

@@ -134,12 +134,7 @@ class Args(RunArgs):
     kl_schedule = "constant"
     aggregation = "policy"
     private_heads = ()
-    robust = "none"
     prox_coef = 0.0
-    dp_clip = None
-    dp_noise = 0.0
-    dp_delta = 1e-5
-    dp_key = ""
 
 
 # --- the networks ---

@@ -67,7 +67,6 @@ METHODS = {
     "pr-reward": Method("PR-PPO, reward", GREEN),
     "pr-reward-linear": Method("PR-PPO, reward, falls to 0", GREEN, "--"),
     "fedavg-median": Method("FedAvg, coordinate-wise median", WINE, ":"),
-    "fedavg-trimmed": Method("FedAvg, trimmed mean", WINE, "-."),
     "fedavg-relative-gain": Method("FedAvg, relative-gain", BLACK, "--"),
     "pr-relative-gain": Method("PR-PPO, relative-gain", BLACK),
     "reward-easy-times-10": Method("PR-PPO, reward", GREEN),

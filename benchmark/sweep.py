@@ -19,7 +19,7 @@ usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills|preferences
            [--tune | --results]
        bash benchmark/sweep.sh goals|unlock-goals [--tune | --results]
-       bash benchmark/sweep.sh anchor|trpo|agreement|liars|strength|privacy [--results]
+       bash benchmark/sweep.sh anchor|trpo|agreement|liars|strength [--results]
        bash benchmark/sweep.sh s2zpo [--quick | --results]
        bash benchmark/sweep.sh fedagent [--quick | --tune]
 
@@ -58,11 +58,10 @@ models that share skills and have a style each (first run `python benchmark/skil
 --prompt-shares 0.8 --prompts 1800 --out runs/preferences`); goals and unlock-goals, agents that
 share skills and have goals of their own, on two kinds of tasks; agreement, as goals, where the
 goals agree in a part of the levels.
-liars: one agent of four sends what it has not learned. privacy: return against the noise on what
-agents send (docs/privacy.md). strength: FedAvg of parts of the network, and PR-PPO with other
-coefficients and schedules. anchor: what slows mixing down, peers or the age of the snapshots.
-trpo: PR-TRPO, isolated TRPO and PR-PPO at equal steps on three tasks, and how far PR-TRPO's
-updates move, with and without the bound of --delta.
+liars: one agent of four sends what it has not learned. strength: FedAvg of parts of the network,
+and PR-PPO with other coefficients and schedules. anchor: what slows mixing down, peers or the age
+of the snapshots. trpo: PR-TRPO, isolated TRPO and PR-PPO at equal steps on three tasks, and how far
+PR-TRPO's updates move, with and without the bound of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
 --results  the chosen settings on five fresh seeds (also the default)
 
@@ -85,7 +84,7 @@ stderr.
 CONTROL = ("minigrid", "atari")
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd")
 OWN_GOALS = ("goals", "unlock-goals")
-OTHERS = ("anchor", "trpo", "agreement", "liars", "strength", "privacy")
+OTHERS = ("anchor", "trpo", "agreement", "liars", "strength")
 LANGUAGE = ("llm", "table1")
 STRINGS = ("skills", "preferences")
 # Family -> its modes; the first one is the default
@@ -465,8 +464,6 @@ GOAL_METHODS = {
     "fedper-uniform": f"{FEDAVG} uniform {PRIVATE_HEADS}",
     "proximal-uniform": f"{PR_PPO} uniform --aggregation proximal",
     "proximal-reward": f"{PR_PPO} reward --aggregation proximal",
-    # Both at once: a common trunk, private heads, and mixed policies
-    "both-surrogate": f"{PR_PPO} surrogate --aggregation both {PRIVATE_HEADS}",
 }
 GOAL_TASKS = {
     "goals": [
@@ -486,7 +483,6 @@ LINEAR_METHODS = ("fedavg-surrogate", "pr-uniform", "pr-reward", "pr-surrogate",
 # Method -> coefficient that choose.py prefers; else 0.5 (docs/results.md, section 12)
 CHOSEN_GOALS = {
     "goals": {
-        "both-surrogate": "0.1",
         "fedavg-pairs": "0.02",
         "fedavg-reward": "0.1",
         "fedavg-surrogate-linear": "0.1",
@@ -497,7 +493,6 @@ CHOSEN_GOALS = {
         "proximal-uniform": "0.1",
     },
     "unlock-goals": {
-        "both-surrogate": "0.02",
         "fedavg-pairs": "0.02",
         "fedavg-surrogate": "0.1",
         "fedavg-surrogate-linear": "0.1",
@@ -578,10 +573,8 @@ def list_agreement(family: str, mode: str) -> Iterator[str]:
 
 LIES = ("none", "random", "flipped", "opposite")
 AVERAGE = "--aggregation weights --communicator"
-# With four agents the trimmed mean is the median
 LIAR_METHODS = {
     "fedavg-uniform": f"{AVERAGE} uniform",
-    "fedavg-median": f"{AVERAGE} uniform --robust median",
     "fedavg-reward": f"{AVERAGE} reward",
     "fedavg-similarity": f"{AVERAGE} similarity",
     "fedavg-surrogate": f"{AVERAGE} surrogate",
@@ -646,37 +639,6 @@ def list_strength(family: str, mode: str) -> Iterator[str]:
                     "--eval-episodes 0",
                     f"--run-dir {name_folder(family, mode)}/{experiment} --exp-name {method}",
                 )
-
-
-# Return against the noise on what agents send
-
-PRIVACY_METHODS = {
-    "fedavg-uniform": f"{FEDAVG} uniform",
-    "pr-uniform": f"{PR_PPO} uniform",
-}
-# The largest update of four iterations, as measured without a clip (docs/privacy.md)
-DP_CLIP = "1.5"
-# Condition -> flags
-PRIVACY_CONDITIONS = {"none": ""} | {
-    noise: f"--dp-clip {DP_CLIP} --dp-noise {noise}" for noise in ("0", "0.001", "0.01", "0.1", "1")
-}
-PRIVACY_TASKS = {name: STRENGTH[name] for name in ("doorkey", "goals")}
-
-
-def list_privacy(family: str, mode: str) -> Iterator[str]:
-    """FedAvg and PR-PPO, without a clip, with one, and with more and more noise."""
-    for seed in FIVE_SEEDS:
-        for experiment, (task, steps) in PRIVACY_TASKS.items():
-            for method, flags in PRIVACY_METHODS.items():
-                for condition, noise in PRIVACY_CONDITIONS.items():
-                    yield join(
-                        f"{ONE_THREAD} {flags} {noise}".strip(),
-                        f"{task} --seed {seed} --total-timesteps {steps}",
-                        "--learning-rate 1e-3 --kl-coef 0.5 --kl-direction reverse",
-                        "--local-updates 4 --eval-episodes 0",
-                        f"--run-dir {name_folder(family, mode)}/{experiment}",
-                        f"--exp-name {method}-{condition}",
-                    )
 
 
 # What slows mixing down: agents of the doorkey family, and on BeamRider
@@ -1114,7 +1076,6 @@ def find_family(family: str):
         "agreement": list_agreement,
         "liars": list_liars,
         "strength": list_strength,
-        "privacy": list_privacy,
         "skills": list_skills,
         "preferences": list_preferences,
         "s2zpo": list_s2zpo,

@@ -142,10 +142,6 @@ CONTROL = {
     " round",
     "policy/tv_peers": "the same for the snapshots of the peers in its reference, as a mean; nan if"
     " there are none",
-    "privacy/update_norm": "`--dp-clip`: norm of the agent's last update before the clip: of its"
-    " parameters minus its snapshot before",
-    "privacy/epsilon": "`--dp-noise`: epsilon at `--dp-delta` of the snapshots sent so far; only"
-    " with communicators that have one, see [privacy.md](privacy.md)",
     "charts/learning_rate": "the annealed learning rate",
     "charts/kl_coefficient": "the coefficient of the KL penalty, `--kl-coef` by `--kl-schedule`",
     "charts/SPS": "all agents' steps per second of training so far (`agent_steps_per_second` in the"
@@ -154,8 +150,6 @@ CONTROL = {
 # Written only with the flag that its meaning names
 WITH_FLAGS = (
     "losses/proximal_loss",
-    "privacy/update_norm",
-    "privacy/epsilon",
     "communication/bytes_received",
     "communication/rejected",
     "communication/age_j",

@@ -16,9 +16,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import scipy.stats
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -1084,60 +1082,6 @@ def test_averaged_parameters_are_the_matrix_product(seed, n, dtype):
     assert torch.equal(average_parameters(communicators.identity(n), parameters), parameters)
     equal = parameters[:1].expand(n, -1)
     torch.testing.assert_close(average_parameters(matrix, equal), equal, rtol=1e-6, atol=1e-6)
-
-
-ROBUST = [communicators.median_parameters, communicators.trim_parameters]
-
-
-@examples
-@given(seeds, st.integers(1, 9))
-def test_robust_averages_are_those_of_numpy_and_scipy(seed, n):
-    """Of the agents of positive weight in each row, whatever the weights are."""
-    generator = torch.Generator().manual_seed(seed)
-    parameters = torch.randn(n, 11, generator=generator, dtype=torch.float64)
-    matrix = simplex(seed, n, n)
-    matrix[torch.rand(n, n, generator=generator) < 0.3] = 0.0
-    matrix.fill_diagonal_(0.1)
-    medians = communicators.median_parameters(matrix, parameters)
-    means = communicators.trim_parameters(matrix, parameters)
-    for row, median, trimmed in zip(matrix, medians, means, strict=True):
-        chosen = parameters[row > 0].numpy()
-        assert median.numpy() == pytest.approx(np.median(chosen, axis=0))
-        expected = scipy.stats.trim_mean(chosen, 0.25)
-        if len(chosen) == 3:  # at least one at each end
-            expected = np.median(chosen, axis=0)
-        assert trimmed.numpy() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("average", ROBUST, ids=["median", "trimmed"])
-@examples
-@given(seeds, st.integers(3, 9))
-def test_one_liar_cannot_move_a_robust_average_beyond_the_range_of_the_others(average, seed, n):
-    """And the order of the agents does not matter."""
-    generator = torch.Generator().manual_seed(seed)
-    parameters = torch.randn(n, 11, generator=generator)
-    liar = seed % n
-    parameters[liar] = torch.randn(11, generator=generator).sign() * 1e30
-    averages = average(communicators.uniform(n), parameters)
-    others = torch.cat((parameters[:liar], parameters[liar + 1 :]))
-    assert (averages >= others.min(0).values - 1e-6).all()
-    assert (averages <= others.max(0).values + 1e-6).all()
-    assert not torch.allclose(
-        average_parameters(communicators.uniform(n), parameters), averages, atol=1e3
-    )
-    order = torch.randperm(n, generator=generator)
-    assert torch.equal(average(communicators.uniform(n), parameters[order]), averages)
-
-
-def test_robust_averages_of_huge_and_of_few_parameters():
-    """Nothing overflows, fewer than three are averaged, and what has weight 0 is not read."""
-    huge = torch.tensor([[3e38, -3e38], [3e38, 3e38]])
-    assert_rows(communicators.median_parameters(torch.ones(1, 2), huge), [[3e38, 0]])
-    pair = torch.tensor([[1.0, 2.0], [NAN, INF], [3.0, 6.0]])
-    row = torch.tensor([[0.9, 0.0, 0.1]])
-    for average in ROBUST:
-        assert_rows(average(row, pair), [[2, 4]])
-        assert_rows(average(torch.ones(1, 1), pair[:1]), [[1, 2]])
 
 
 def test_parameters_of_weight_zero_do_not_spread():

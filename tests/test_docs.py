@@ -85,6 +85,11 @@ PAST = {
     "--distill-epochs",
     "--communication-end",
     "--participations",
+    "--dp-clip",
+    "--dp-noise",
+    "--dp-delta",
+    "--dp-key",
+    "--robust",
 }
 
 

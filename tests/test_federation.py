@@ -25,6 +25,7 @@ from helpers import (
     Child,
     assert_same_rows,
     flags,
+    on,
     only_run,
     outcomes,
     refusal,
@@ -365,28 +366,18 @@ def test_bad_files_do_not_hide_good_ones(tmp_path, capsys):
     assert capsys.readouterr().out.count("ignored") == 9
 
 
-def test_what_epsilon_counts_is_not_guessed(tmp_path, monkeypatch):
-    """The rounds since the checkpoint are those of the files in the store, which must be there."""
+def test_a_resume_does_not_need_an_answer_of_the_store(tmp_path, monkeypatch):
+    """Where it has no files, or does not answer, rounds are counted from the checkpoint."""
 
     def fail(path):
         raise communicators.StoreError("no answer")
 
-    for noise in (0.0, 1.0):
-        exchange = join(tmp_path, (0,), dp_noise=noise)
-        monkeypatch.setattr(exchange.store, "list", fail)
-        if noise:
-            assert "--exchange: no answer; with --dp-noise" in refusal(exchange.skip_rounds, code=1)
-        else:
-            assert exchange.skip_rounds() == 0
-    for noise in (0.0, 1.0):
-        exchange = join(tmp_path / "other", (0,), dp_noise=noise)
-        assert exchange.skip_rounds() == 0  # it has sent nothing yet
-        exchange.rounds[0] = 2
-        if noise:
-            message = refusal(exchange.skip_rounds, code=1)
-            assert "other has no files of agent 0; with --dp-noise" in message
-        else:
-            assert exchange.skip_rounds() == 0
+    exchange = join(tmp_path, (0,))
+    exchange.rounds[0] = 2
+    exchange.skip_rounds()
+    monkeypatch.setattr(exchange.store, "list", fail)
+    exchange.skip_rounds()
+    assert exchange.rounds.tolist() == [2, 0, 0]
 
 
 def test_a_signal_ends_the_wait_for_peers(tmp_path, capsys):
@@ -465,11 +456,10 @@ def test_a_checkpoint_keeps_rounds_and_ages(tmp_path):
     assert (tmp_path / "prpo" / "agent_0" / "round_00000003.safetensors").exists()
 
 
-@pytest.mark.parametrize(("wait", "noise", "skipped"), [(0.0, 0, 2), (0.3, 0, 0), (0.3, 1, 2)])
-def test_rounds_since_the_checkpoint_are_not_sent_as_others(tmp_path, wait, noise, skipped):
+@pytest.mark.parametrize(("wait", "skipped"), [(0.0, 2), (0.3, 0)])
+def test_rounds_since_the_checkpoint_are_not_sent_as_others(tmp_path, wait, skipped):
     """An agent that does not wait may have other snapshots after a resume: they are new rounds, and
-    what it holds of others gets no older. One that waits sends the same again, but not under noise:
-    a file that was late may be here now, and epsilon counts what was sent twice.
+    what it holds of others gets no older. One that waits sends the same again.
     """
     more = skipped > 0
     reader = join(tmp_path, (0,), wait=wait)
@@ -481,10 +471,10 @@ def test_rounds_since_the_checkpoint_are_not_sent_as_others(tmp_path, wait, nois
     go(reader, 0)
     go(reader, 0)
     for _ in range(2):  # killed twice behind the same checkpoint
-        resumed = join(tmp_path, (0,), wait=wait, dp_noise=noise)
+        resumed = join(tmp_path, (0,), wait=wait)
         for name, (tensor,) in resumed.state().items():
             tensor.copy_(stored[name])
-        assert resumed.skip_rounds() == skipped
+        resumed.skip_rounds()
         assert resumed.round == 2 + skipped
         assert go(resumed, 0)[0][1] == 1
         assert ages(resumed)[0] == 2
@@ -872,6 +862,20 @@ def test_language_models_train_as_in_one_process(changes, files, tmp_path):  # n
     assert "ignored" not in output  # a peer's file
     (resumed,) = test_llm.weights_of(folder)
     assert torch.equal(resumed, weights)
+
+
+@on([PRPO_MINIGRID, PRTRPO_MINIGRID])
+def test_rounds_before_the_first_checkpoint_are_not_used_anew(script, tmp_path, crashing):
+    """Peers may have read them."""
+    place = {"exchange": str(tmp_path / "store"), "agents": (0,), "num_agents": 2}
+    settings = place | {"local_updates": 1, "save_every": 3, "eval_episodes": 0, "iterations": 4}
+    args = tiny(script, tmp_path / "runs", **settings)
+    crashing("not in its place", 0, 3, lambda: script.main(args))
+    folder = only_run(tmp_path / "runs")
+    assert not list(folder.glob("checkpoints/*/*.pt"))
+    assert script.main(script.parse_args(["--resume", str(folder)]))["completed"]
+    newest = max((tmp_path / "store" / "prpo" / "agent_0").glob("round_*"))
+    assert newest.name == f"round_{3 + 4:08}.safetensors"
 
 
 def test_language_models_use_no_round_anew(files, tmp_path, crashing):  # noqa: F811

@@ -40,7 +40,7 @@ MODES = {
     "minigrid": ("", "--quick", "--results", "--tune"),
     "table1": ("", "--quick", "--skills"),
     **{family: ("--tune", "--results") for family in SHARING},
-    **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength", "privacy")},
+    **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength")},
     "s2zpo": ("", "--quick", "--results"),
     "fedagent": ("", "--quick", "--tune"),
 }
@@ -245,8 +245,9 @@ def test_tasks_of_own_goals_have_the_coefficients_that_the_search_chose(family):
         pattern = r"--(?:kl|prox)-coef (\S+) .*--exp-name (\S+)"
         coef, name = re.search(pattern, line).groups()
         listed[name] = coef
+    del best["both-surrogate"]  # its code went
     assert listed == {method: coef for method, (_, coef) in best.items()}
-    assert len(listed) == 19
+    assert len(listed) == 18
 
 
 @pytest.mark.parametrize("family", ["minigrid", "crowd", "anchor", "liars"])

@@ -205,7 +205,7 @@ BAD_AGGREGATION |= {
         ["--kl-schedule linear", "no effect with --kl-coef 0"],
     ),
 }
-NOT_AVERAGED = "needs parameters that are averaged: --aggregation weights or both"
+NOT_AVERAGED = "needs parameters that are averaged: --aggregation weights"
 BAD_AGGREGATION |= {
     "private heads of policies": (
         ["--private-heads", "actor", "critic"],
@@ -230,11 +230,6 @@ BAD_AGGREGATION |= {
     "a pull without averages": (
         ["--prox-coef", "0.02"],
         ["--prox-coef 0.02", "needs --aggregation proximal"],
-    ),
-    "a median of policies": (["--robust", "median"], ["--robust median", NOT_AVERAGED]),
-    "swapped networks, with policies mixed": (
-        [*SWAPPED, "--aggregation", "both"],
-        ["--self-preference 0", "must be positive"],
     ),
 }
 BAD_FEDAVG = {
@@ -404,11 +399,6 @@ def test_agents_must_not_swap_networks():
         (["--aggregation", "none"], "--mixture geometric", "on isolated agents"),
         (
             ["--communicator", "identity", "--aggregation", "weights"],
-            "--robust median",
-            "on isolated agents",
-        ),
-        (
-            ["--communicator", "identity", "--aggregation", "both"],
             "--private-heads critic",
             "on isolated agents",
         ),
@@ -417,17 +407,6 @@ def test_agents_must_not_swap_networks():
             "--prox-coef 5.0",
             "on isolated agents",
         ),
-        (
-            ["--aggregation", "weights", "--robust", "median", "--communicator", "self-preferred"],
-            "--self-preference 0.3",
-            "with --robust median, which weights all agents alike",
-        ),
-        (
-            ["--aggregation", "weights", "--robust", "median", "--communicator", "softmax-reward"],
-            "--communicator-temperature 2.0",
-            "with --robust median, which weights all agents alike",
-        ),
-        (["--dp-clip", "1"], "--dp-delta 0.1", "where no epsilon is logged"),
     ],
 )
 def test_flags_without_effect_are_reported_in_one_line(argv, flags, reason, capsys, monkeypatch):
@@ -438,9 +417,6 @@ def test_flags_without_effect_are_reported_in_one_line(argv, flags, reason, caps
     script.parse_args(["--communicator", "self-preferred", "--self-preference", "0.3"])
     script.parse_args(["--communicator", "surrogate", "--communicator-temperature", "2"])
     script.parse_args(["--topology", "ring", "--top-k", "1"])
-    robust = ["--robust", "median", "--communicator", "self-preferred", "--self-preference", "0.3"]
-    script.parse_args(["--aggregation", "both", *robust])  # which mixes policies too
-    script.parse_args(["--aggregation", "weights", *robust[:-1], "1"])  # isolated
     script.parse_args(["--mixture", "geometric"])
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -456,7 +432,7 @@ def test_a_coefficient_of_zero_is_reported_where_nothing_else_pulls(capsys):
         assert capsys.readouterr().out == line
         for other in ("--num-agents 1", "--communicator identity"):
             script.parse_args(["--kl-coef", "0", *other.split()])
-        for aggregation in ("none", "weights", "both", "proximal"):
+        for aggregation in ("none", "weights", "proximal"):
             script.parse_args(["--kl-coef", "0", "--aggregation", aggregation])
         script.parse_args(["--kl-coef", "0.1"])
         assert capsys.readouterr().out == ""
@@ -1111,13 +1087,6 @@ TRUST_REGION = {
     "Args": (
         "local_updates",
         "between communication rounds",
-        "dp_",
-        "docs/privacy.md",
-        "is clipped to this norm, over all",
-        "parameters, before a snapshot is sent",
-        "Gaussian noise",
-        "secret bytes",
-        "knows the noise",
         "aggregation",
         "exchange parameters",
         "(FedAvg)",
@@ -1126,9 +1095,6 @@ TRUST_REGION = {
         "FedPer",
         "# always is",
         "and is no flag here",
-        "robust",
-        "weighted mean",
-        "without a quarter",
         "prox_coef",
         "proximal",
         "parameters from the average",
@@ -1181,7 +1147,6 @@ TRUST_REGION = {
         "policies = ",
         "peers.report(",
         "peers = Peers(",
-        "privacy",
         "neighbours = ",
         "exchange_snapshots(",
         "FedAvg",

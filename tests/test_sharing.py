@@ -213,7 +213,7 @@ def test_mixed_agents_train_alike_on_three_ranks(mixed, mixed_run, tmp_path):
     "settings",
     [
         {"aggregation": "proximal", "prox_coef": 1.0},
-        {"aggregation": "both", "private_heads": ("critic",), "robust": "median"},
+        {"aggregation": "weights", "private_heads": ("critic",)},
     ],
     ids=lambda settings: settings["aggregation"],
 )

@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 from helpers import (
     FEDAVG_ATARI,
@@ -127,15 +126,10 @@ def plain_reference(args, batch, i, communicator, snapshots):
     return product / product.sum(-1, keepdim=True)
 
 
-def plain_average(args, row, snapshots):
+def plain_average(row, snapshots):
     """The average of the parameters of the agents of positive weight."""
     vectors = [parameters_to_vector(agent.parameters()).detach() for agent in snapshots]
-    if args.robust == "none":
-        return sum(weight * vector for weight, vector in zip(row, vectors, strict=True))
-    vectors = np.stack([vector for weight, vector in zip(row, vectors, strict=True) if weight > 0])
-    if args.robust == "median":
-        return torch.from_numpy(np.median(vectors, axis=0)).float()
-    return torch.from_numpy(scipy.stats.trim_mean(vectors, 0.25)).float()
+    return sum(weight * vector for weight, vector in zip(row, vectors, strict=True))
 
 
 def plain_loss(script, args, agent, batch, kl_coef, anchor=None):
@@ -211,10 +205,10 @@ def plain_training(script, args, communicator):
             anchor = None
             if args.aggregation == "proximal" and matrix[i, i] < 1:
                 anchor = copy.deepcopy(agent)
-                vector_to_parameters(plain_average(args, matrix[i], views[i]), anchor.parameters())
+                vector_to_parameters(plain_average(matrix[i], views[i]), anchor.parameters())
                 anchor.requires_grad_(False)
             batch["reference"] = batch["policy"]
-            if args.aggregation in ("policy", "both"):
+            if args.aggregation == "policy":
                 batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
@@ -229,10 +223,10 @@ def plain_training(script, args, communicator):
             for i in range(n):
                 for j in range(n):
                     views[i][j] = copy.deepcopy(agents[j])
-            if args.aggregation in ("weights", "both"):
+            if args.aggregation == "weights":
                 for i in range(n):
                     before = copy.deepcopy(agents[i])
-                    theta = plain_average(args, matrix[i], views[i])
+                    theta = plain_average(matrix[i], views[i])
                     vector_to_parameters(theta, agents[i].parameters())
                     for head in args.private_heads:
                         agents[i].get_submodule(head).load_state_dict(
@@ -320,11 +314,6 @@ PLAIN = {
         THREE | APART | {"private_heads": ("actor", "critic")},
         OF_THREE,
     ),
-    "averages and mixtures, the critic private": (
-        [PRPO_MINIGRID],
-        THREE | APART | SNAPSHOTS | {"aggregation": "both", "private_heads": ("critic",)},
-        OF_THREE,
-    ),
     "pulled to averages": (
         [PRPO_MINIGRID],
         THREE | APART | {"aggregation": "proximal", "prox_coef": 2.0, "local_updates": 2},
@@ -334,31 +323,6 @@ PLAIN = {
         [PRPO_MINIGRID],
         THREE | APART | SNAPSHOTS | {"iterations": 6},
         OF_THREE,
-    ),
-    "averages and mixtures": (
-        [PRPO_MINIGRID],
-        THREE | APART | SNAPSHOTS | {"aggregation": "both"},
-        OF_THREE,
-    ),
-    "averages and mixtures with the average": (
-        [PRPO_MINIGRID],
-        THREE | APART | {"aggregation": "both", "mixture": "geometric"},
-        OF_THREE,
-    ),
-    "averages and mixtures with the average, two agents": (
-        [PRPO_ATARI],
-        TWO_ON_ATARI | {"aggregation": "both"},
-        OF_TWO,
-    ),
-    "medians of different agents": (
-        [FEDAVG_MINIGRID],
-        THREE | APART | {"robust": "median"},
-        OF_THREE,
-    ),
-    "averages and mixtures, a trimmed mean of four": (
-        [PRPO_MINIGRID],
-        THREE | APART | {"aggregation": "both", "robust": "trimmed", "num_agents": 4},
-        torch.full((4, 4), 0.25),
     ),
     "any matrix, two agents, private actors": (
         [FEDAVG_ATARI],
