@@ -803,6 +803,8 @@ def clip_update(before: Tensor, after: Tensor, max_norm: float) -> Tensor:
 
 # --- 2. exchange ---
 
+A_DAY = datetime.timedelta(days=1)
+
 
 def set_device(name: str) -> torch.device:
     """The device of this process, prepared for computations."""
@@ -866,7 +868,7 @@ class Exchange:
         return {"communication/bytes": self.bytes_sent}
 
     def _connect(self) -> None:
-        """Join the process group, and begin to show signs of life."""
+        """Join the process group."""
         address = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
         # Rank 0 holds the store, unless torchrun does
@@ -892,14 +894,11 @@ class Exchange:
             rank=self.rank,
             world_size=self.world_size,
         )
+        # Two groups, because a rank waits for rank 0 as long as its group's time-out, whatever a
+        # barrier's is
         self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+        self._patient = dist.new_group(backend="gloo", timeout=A_DAY)
         self._barriers = 0
-        self._meetings = 0
-        # A connection of its own, because a thread that waits in the store would block it
-        store_of_signs = dist.PrefixStore(attempt, store.clone())
-        self._ended = threading.Event()
-        self._pulse = threading.Thread(target=self._show_life, args=(store_of_signs,), daemon=True)
-        self._pulse.start()
         atexit.register(self.close)  # gloo's threads abort a process that ends with them
 
     def _has_gpu_per_rank(self) -> bool:
@@ -915,68 +914,34 @@ class Exchange:
         gpus = [self._store.get(f"gpu_{rank}").decode() for rank in range(self.world_size)]
         return "none" not in gpus and len(set(gpus)) == self.world_size
 
-    def _show_life(self, store: dist.Store) -> None:
-        """Count signs of life in the store until the process leaves the group.
-
-        This is the thread behind `wait_for_all`.
-        """
-        with contextlib.suppress(RuntimeError):  # the rank that holds the store has left
-            while True:
-                store.add(f"alive_{self.rank}", 1)
-                if self._ended.wait(min(1.0, self.timeout.total_seconds() / 20)):
-                    return
-
-    def wait_for_all(self) -> None:
-        """Wait until every rank is here, however long the others take, if they are alive.
-
-        For work whose length differs between ranks, such as evaluations, where `barrier` would give
-        up after `timeout`. A RuntimeError names the ranks that have shown no sign of life for that
-        long.
-        """
-        if not self.distributed:
-            return
-        self._meetings += 1
-        meeting = f"meeting_{self._meetings}"
-        self._store.set(f"{meeting}_{self.rank}", "here")
-        arrived = self._store.add(meeting, 1)
-        timeout = self.timeout.total_seconds()
-        counts = {}  # rank -> its last count of signs of life
-        last_seen = {}  # rank -> when that count was new
-        next_check = 0.0
-        while arrived < self.world_size:
-            now = time.monotonic()
-            if now >= next_check:
-                next_check = now + timeout / 20
-                missing = self._find_missing(meeting)
-                for rank in missing:
-                    count = self._store.add(f"alive_{rank}", 0)
-                    if count != counts.get(rank):
-                        counts[rank] = count
-                        last_seen[rank] = now
-                dead = [str(rank) for rank in missing if now - last_seen[rank] > timeout]
-                if dead:
-                    problem = f"no sign of life for {timeout:g} seconds"
-                    raise RuntimeError(f"Ranks {', '.join(dead)} failed to arrive: {problem}")
-            time.sleep(min(0.1, timeout / 20))
-            arrived = self._store.add(meeting, 0)
-
     def _find_missing(self, event: str) -> list[int]:
         """The ranks that have not noted in the store that they are at this event."""
         ranks = range(self.world_size)
         return [rank for rank in ranks if not self._store.check([f"{event}_{rank}"])]
+
+    def wait_for_all(self) -> None:
+        """As `barrier`, but for a day, for work whose length differs between ranks.
+
+        Such as evaluations. A rank that dies breaks its connections, which ends the others at once.
+        """
+        if self.distributed:
+            self._meet(self._patient, A_DAY)
 
     def barrier(self) -> None:
         """Wait until every rank is here.
 
         On rank 0 a RuntimeError names those that did not come in time.
         """
-        if not self.distributed:
-            return
+        if self.distributed:
+            self._meet(self._control, self.timeout)
+
+    def _meet(self, group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+        """The barrier of a group of all ranks."""
         self._barriers += 1
         barrier = f"barrier_{self._barriers}"
         self._store.set(f"{barrier}_{self.rank}", "here")
         try:
-            dist.monitored_barrier(self._control, self.timeout, wait_all_ranks=True)
+            dist.monitored_barrier(group, timeout, wait_all_ranks=True)
         except RuntimeError as error:
             if self.rank > 0 or "Rank" in str(error):
                 raise
@@ -1083,8 +1048,6 @@ class Exchange:
         """Leave the process group."""
         if self.distributed:
             atexit.unregister(self.close)
-            self._ended.set()
-            self._pulse.join(timeout=5)
             dist.destroy_process_group()
 
 
@@ -2107,8 +2070,8 @@ class RunArgs:
     # the same run
     save_every: Count = 32
     eval_every: Natural = 0  # iterations between evaluations during training (0: only at the end)
-    # torchrun: seconds without a peer (after evaluations: without a sign of life) until the run
-    # ends and names it; --exchange: seconds that a round of averages waits for the peers
+    # torchrun: seconds until the run ends and names a rank that does not come (after evaluations a
+    # day); --exchange: seconds that a round of averages waits for the peers
     timeout: Seconds = 600.0
     # URL of a folder (file:///shared, s3://bucket/path, sftp://host/path, ...) over which agents of
     # independent processes exchange snapshots: each process holds only --agents
