@@ -3282,8 +3282,8 @@ class Run:
         self.train_seconds = 0.0
         self.cores = torch.get_num_threads()
         self._wall_seconds = 0.0  # before this process
-        self._started = time.time()
-        self._last_progress = 0.0  # when the last line of progress was printed
+        self._started = time.monotonic()
+        self._last_progress = -math.inf  # when the last line of progress was printed
         self._matrix_digest = None  # of C and distances as logged last
         # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second Ctrl-C,
         # or a SIGTERM after more than SAME_SIGTERM, ends it at once
@@ -3536,7 +3536,7 @@ class Run:
 
     def _wall(self) -> float:
         """Seconds since the start of the run, without the time between an end and a resume."""
-        return self._wall_seconds + time.time() - self._started
+        return self._wall_seconds + time.monotonic() - self._started
 
     # Logs
 
@@ -3644,7 +3644,7 @@ class Run:
             self._log_communicator(communicator, distances)
         is_terminal = sys.stdout.isatty()
         is_last = self.iteration == self.total
-        if is_terminal or time.time() - self._last_progress > 10 or is_last:
+        if is_terminal or time.monotonic() - self._last_progress > 10 or is_last:
             self._print_progress(rate, is_terminal)
 
     def _gather_metrics(self, rows: list[dict[str, float]]) -> None:
@@ -3746,7 +3746,7 @@ class Run:
             print(f"\r\033[K{text}", end="", flush=True)
         else:
             print(text, flush=True)
-        self._last_progress = time.time()
+        self._last_progress = time.monotonic()
 
     # Evaluation and end
 

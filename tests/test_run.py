@@ -422,6 +422,18 @@ def test_time_left_beyond_a_day(tmp_path, monkeypatch, capsys):
     )
 
 
+def test_a_clock_that_is_set_back_changes_no_duration(tmp_path, monkeypatch, capsys):
+    """An hour at every look; the name of the folder shows the clock."""
+    clock = itertools.count(10**9, -3600)
+    seconds = itertools.count(5.0, 11.0)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    summary = toy.main(args_of(tmp_path))
+    assert only_run(tmp_path).name.endswith(f"__{10**9}")
+    assert summary["wall_seconds"] > 60
+    assert re.findall(r"iteration (\d)/6 ", capsys.readouterr().out) == list("123456")
+
+
 @pytest.mark.parametrize(
     "term", ["policy_loss", "value_loss", "entropy", "kl_reference", "proximal_loss"]
 )
