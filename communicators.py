@@ -3115,6 +3115,14 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
+def _format_value(value: object) -> object:
+    """A value for a CSV file: six digits, but all of a whole number, which may be a counter."""
+    if not isinstance(value, float):
+        return value
+    is_whole = value.is_integer() and abs(value) < 2**53
+    return f"{value:.0f}" if is_whole else f"{value:.6g}"
+
+
 # Divergence
 
 # The terms of a loss. Other metrics may be infinite or NaN without harm, as the explained variance
@@ -3608,9 +3616,7 @@ class Run:
         writer = csv.writer(file)
         if file.tell() == 0:
             writer.writerow(row)
-        writer.writerow(
-            f"{value:.6g}" if isinstance(value, float) else value for value in row.values()
-        )
+        writer.writerow(_format_value(value) for value in row.values())
 
     @_end_in_one_line
     def log(

@@ -409,6 +409,46 @@ def test_tables_that_a_person_analyses(whole):
     assert communicator.query("listener == 2 and peer == 0")["weight"].eq(0).all()
 
 
+def test_counters_keep_their_digits(tmp_path, monkeypatch):
+    """Of metrics, of what all agents have in common, of matrices and of evaluations."""
+    log = communicators.Run.log
+    log_evaluation = communicators.Run.log_evaluation
+
+    def count(self, rows, C, distances, scalars):
+        for row in rows:
+            row["charts/steps"] = 5_675_562
+            row["charts/fraction"] = 1 / 3
+        self.exchange.bytes_sent = 123_456_789_012
+        far = torch.full_like(C, 12_345_677.0)
+        log(self, rows, C, far, scalars | {"charts/bits": 7_654_321.0})
+
+    def count_evaluation(self, results):
+        return_of = {"return": np.array([2_345_677.0, 2_345_679.0])}
+        log_evaluation(self, [{"line": return_of}] * len(results))
+
+    monkeypatch.setattr(communicators.Run, "log", count)
+    monkeypatch.setattr(communicators.Run, "log_evaluation", count_evaluation)
+    toy.main(args_of(tmp_path))
+    folder = only_run(tmp_path)
+    rows = {}
+    for name in ("metrics", "communicator", "evaluations"):
+        with open(folder / f"{name}.csv", newline="") as file:
+            rows[name] = list(csv.DictReader(file))[-1]
+    expected = {
+        "steps": "5675562",
+        "fraction": "0.333333",
+        "bits": "7654321",
+        "communication_bytes": "123456789012",
+    }
+    assert {column: rows["metrics"][column] for column in expected} == expected
+    assert rows["communicator"]["distance"] == "12345677"
+    assert rows["evaluations"]["mean_return"] == "2345678"
+    table = pandas.DataFrame({"steps": [5_675_562.0, math.nan], "fraction": [1 / 3, -2.5e-7]})
+    plot.write(tmp_path / "table.csv", "# a comment\n", table)
+    text = (tmp_path / "table.csv").read_text()
+    assert text == "# a comment\nsteps,fraction\n5675562,0.333333\n,-2.5e-07\n"
+
+
 def test_time_left_beyond_a_day(tmp_path, monkeypatch, capsys):
     """Hours go on counting."""
     now = iter(range(0, 10**9, 10_000))
