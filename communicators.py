@@ -3275,8 +3275,11 @@ class Run:
         self.about = about
         self.chief = exchange.rank == 0  # writes the common logs
         self._compare_ranks()
-        # Long names are cut, and none leaves the folder of runs
-        names = [re.sub(r"[^\w.+-]", "-", text)[:80] for text in (name, args.exp_name)]
+        # Long names are cut, since file systems allow 255 bytes, and none leaves the folder of runs
+        names = []
+        for text in (name, args.exp_name):
+            allowed = re.sub(r"[^\w.+-]", "-", text)
+            names.append(allowed.encode()[:80].decode(errors="ignore"))
         prefix = f"{'__'.join(names)}__{args.seed}__"
         if args.exchange:
             prefix += f"{_name_agents(args).replace(' ', '_')}__"
@@ -3430,11 +3433,16 @@ class Run:
             stop(message, WRONG_VALUE)
         if self.iteration:
             self._restore_from_checkpoints(state)
+        if self.chief:
+            self._open_logs()
+            # All that may fail has succeeded: only now is a finished run no longer what it was
+            if self.args.resume:
+                # Settings changed now are kept when the run is resumed again
+                _write_text(self.folder / "config.json", self._config)
+            # A run that is resumed, perhaps extended, is not completed, even if it is killed before
+            # its end
+            (self.folder / "summary.json").unlink(missing_ok=True)
         self._remove_newer_checkpoints()
-        if self.chief and self.args.resume:
-            # Settings changed now are kept when the run is resumed again
-            _write_text(self.folder / "config.json", self._config)
-        self._open_logs()
 
     def _find_common_iteration(self) -> int:
         """The newest iteration that all agents of all ranks can go on from."""
@@ -3550,8 +3558,6 @@ class Run:
 
     def _open_logs(self) -> None:
         """Open TensorBoard, W&B and the CSV files, without rows after the current iteration."""
-        if not self.chief:
-            return
         start = self.iteration
         about = f"{self.exchange.num_agents} agents on {self.exchange.device}"
         if self.args.exchange:
@@ -3559,9 +3565,6 @@ class Run:
         if self.about:
             about = f"{about}, {self.about}"
         print(f"{self.folder}: {about}", flush=True)
-        # A run that is resumed, perhaps extended, is not completed, even if it is killed before its
-        # end
-        (self.folder / "summary.json").unlink(missing_ok=True)
         if start:
             print(f"resuming after {self.counter} {start} of {self.total}", flush=True)
         if self.args.track:
@@ -3582,15 +3585,22 @@ class Run:
         """Begin or go on with the run on Weights & Biases, which reads TensorBoard's logs."""
         import wandb
 
-        wandb.init(
-            project=self.args.wandb_project_name,
-            entity=self.args.wandb_entity,
-            config=vars(self.args),
-            name=self.name,
-            id=self.name,
-            resume="allow",
-            sync_tensorboard=True,
-        )
+        name = self.name
+        if len(name) > 128:  # W&B's limit
+            digest = hashlib.sha256(name.encode()).hexdigest()
+            name = f"{name[:111]}-{digest[:16]}"
+        try:
+            wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                config=vars(self.args),
+                name=name,
+                id=name,
+                resume="allow",
+                sync_tensorboard=True,
+            )
+        except Exception as error:  # of the login, the network or the server
+            stop(f"--track: Weights & Biases cannot be used: {first_line(error)}")
 
     def _open_csv(self, name: str, last: int):
         """Open a log whose rows begin with the iteration, with its rows up to iteration `last`."""

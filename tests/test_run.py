@@ -370,9 +370,13 @@ def test_slow_progress_has_decimals(rate, text, capsys):
     assert capsys.readouterr().out == f"{line}\n\r\033[K{line}"
 
 
-@pytest.mark.parametrize("name", ["../..", "/etc", "a/b\\c", "x" * 300, "..", "ü?*:"])
+@pytest.mark.parametrize(
+    "name", ["../..", "/etc", "a/b\\c", "x" * 300, "..", "ü?*:", "学" * 80, "a" + "学" * 80]
+)
 def test_no_name_leaves_the_folder_of_runs(name, tmp_path):
-    """Long ones are cut, and whatever is no good in a file's name is replaced."""
+    """Long ones are cut, in the middle of no character, and whatever is no good in a file's name is
+    replaced.
+    """
     (tmp_path / "runs").mkdir()
     args = args_of(tmp_path / "runs", "--exp-name", name, "--iterations", "1")
     toy.main(args, name="+".join(["MiniGrid-KeyCorridorS3R3-v0"] * 20))
@@ -617,6 +621,54 @@ def resume_longer(folder, iterations):
     """Go on with a run to another length."""
     argv = ["--resume", str(folder), "--iterations", str(iterations)]
     toy.main(communicators.parse_args(toy.Args, toy.check_args, argv, may_change=("iterations",)))
+
+
+@pytest.mark.parametrize("failure", ["login", "TensorBoard", "a log"])
+def test_a_start_that_fails_leaves_a_finished_run_as_it_was(failure, whole, tmp_path, monkeypatch):
+    """Completed, with its settings: without --track the folder can be resumed as before."""
+    folder = Path(shutil.copytree(whole, tmp_path / whole.name))
+    before = contents_of(folder)
+
+    def fail(*arguments, **options):
+        raise OSError("no connection\nand more")
+
+    wandb = SimpleNamespace(init=lambda **_: None, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
+    owner, name = {
+        "login": (wandb, "init"),
+        "TensorBoard": (torch.utils.tensorboard, "SummaryWriter"),
+        "a log": (communicators.Run, "_open_csv"),
+    }[failure]
+    monkeypatch.setattr(owner, name, fail)
+    if failure == "login":
+        line = refusal(resume, folder, "--track", code=1)
+        assert line == "--track: Weights & Biases cannot be used: no connection"
+    else:
+        with pytest.raises(SystemExit, match="no connection"):
+            resume(folder, "--track")
+    after = contents_of(folder)
+    assert {path: after[path] for path in before} == before
+    assert not json.loads((folder / "config.json").read_text())["track"]
+
+
+def contents_of(folder):
+    """The content of each file in a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("length", [128, 129])
+def test_names_above_the_limit_of_wandb_are_cut_and_stay_different(length, monkeypatch):
+    received = []
+    wandb = SimpleNamespace(init=lambda **options: received.append(options))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    names = ["x" * (length - 1) + end for end in "12"]
+    for name in names:
+        communicators.Run._open_wandb(SimpleNamespace(name=name, args=toy.Args()))
+    used = [options["id"] for options in received]
+    assert used == [options["name"] for options in received]
+    assert [len(name) for name in used] == [128, 128] and used[0] != used[1]
+    assert (used == names) == (length == 128)
 
 
 # --- evaluations ---
