@@ -3355,19 +3355,40 @@ class Run:
         config = json.dumps(origin | vars(self.args) | {"resume": ""}, indent=2)
         self._config = config
         if self.args.resume:
+            if self.chief:
+                self._lock_folder(self.folder)
             return self.folder
         runs = Path(self.args.run_dir)
         stamp = torch.zeros(1, dtype=torch.long)
         if self.chief:
             last_attempt = self._find_last_attempt(runs, prefix, config)
             stamp += last_attempt or self._make_folder(runs, prefix)
-            _write_text(runs / f"{prefix}{stamp.item()}" / "config.json", config)
+            folder = runs / f"{prefix}{stamp.item()}"
+            self._lock_folder(folder)
+            _write_text(folder / "config.json", config)
         stamp = self.exchange.broadcast(stamp)
         folder = runs / f"{prefix}{stamp.item()}"
         if get_local_rank() == 0 and not folder.exists():  # a machine with a disk of its own
             folder.mkdir(parents=True, exist_ok=True)
             _write_text(folder / "config.json", config)
         return folder
+
+    def _lock_folder(self, folder: Path) -> None:
+        """End if another process trains in this folder, else keep others out until `finish`.
+
+        The system frees the lock of a process that is killed.
+        """
+        # Never opened again: a process loses its lock when it closes any handle of the file
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+        try:
+            if fcntl is None:
+                raise OSError("this system has none")
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            stop(f"{folder}: another process is training in this folder")
+        except OSError as error:
+            warning = "no file locks here, so let one process at a time train in it"
+            print(f"{folder}: {warning} ({error})", flush=True)
 
     @staticmethod
     def _find_last_attempt(runs: Path, prefix: str, config: str) -> int:
@@ -3846,6 +3867,7 @@ class Run:
             if self.args.track:
                 sys.modules["wandb"].finish()
             self._print_end()
+            os.close(self._lock)
         self.exchange.close()
         if self.interrupted:
             sys.exit(128 + (self.exchange.interrupted() or signal.SIGTERM))

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pandas
@@ -321,6 +322,72 @@ def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
     communicators.write_atomically(path, lambda file: file.write(b"new content"))
     assert synced == [(11, b"old")]
     assert path.read_bytes() == b"new content"
+
+
+# --- the lock ---
+
+
+@pytest.fixture
+def running(tmp_path):
+    """(folder, process): a run in a process of its own, waiting in its third iteration for a file
+    `go`.
+    """
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, time, toy, communicators\n"
+        "def wait(iteration):\n"
+        "    if iteration == 3:\n"
+        "        pathlib.Path('waiting').touch()\n"
+        "        while not pathlib.Path('go').exists():\n"
+        "            time.sleep(0.05)\n"
+        "toy.main(communicators.parse_args(toy.Args, toy.check_args), at=wait)\n"
+    )
+    process = Child(program, "--run-dir", tmp_path / "runs", cwd=tmp_path)
+    try:
+        limit = time.monotonic() + 60
+        while not (tmp_path / "waiting").exists():
+            assert process.poll() is None and time.monotonic() < limit, process.communicate()
+            time.sleep(0.05)
+        yield only_run(tmp_path / "runs"), process
+    finally:
+        process.kill()
+
+
+def test_a_second_process_cannot_go_on_with_a_live_run(running, whole, tmp_path):
+    """It ends before it changes anything, and the run's logs are complete."""
+    folder, process = running
+    before = contents_of(folder)
+    second = Child(TOY, "--resume", folder, "--save-every", 1, cwd=tmp_path)
+    [((_, errors), code)] = outcomes([second])
+    assert (errors, code) == (f"{folder}: another process is training in this folder\n", 1)
+    assert contents_of(folder) == before
+    (tmp_path / "go").touch()
+    [((_, errors), code)] = outcomes([process])
+    assert code == 0, errors
+    assert_same(folder, whole)
+
+
+def test_a_killed_process_and_a_finished_run_free_the_folder(running, tmp_path):
+    """This process, which goes on with the run twice, too, lives on when another one does."""
+    folder, process = running
+    process.send_signal(signal.SIGKILL)
+    assert outcomes([process])[0][1] == -signal.SIGKILL
+    (tmp_path / "go").touch()
+    for _ in range(2):
+        assert resume(folder)["completed"]
+    [((_, errors), code)] = outcomes([Child(TOY, "--resume", folder, cwd=tmp_path)])
+    assert code == 0, errors
+
+
+@pytest.mark.parametrize("system", ["Windows", "a file system without locks"])
+def test_without_file_locks_a_line_says_so(system, tmp_path, monkeypatch, capsys):
+    if system == "Windows":
+        monkeypatch.setattr(communicators, "fcntl", None)
+    else:
+        no_locks = OSError(errno.ENOLCK, "No locks available")
+        monkeypatch.setattr(communicators.fcntl, "lockf", mock.Mock(side_effect=no_locks))
+    assert toy.main(args_of(tmp_path))["completed"]
+    assert capsys.readouterr().out.count("no file locks here") == 1
 
 
 # --- names, folders, logs ---
