@@ -2246,6 +2246,7 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     run's folder, see `_read_resumed_settings` for `may_change` and `again`; so does --eval-only,
     see `read_played_settings`.
     """
+    open_streams()
     args = read_flags(Args, argv)
     if getattr(args, "eval_only", ""):
         args = read_played_settings(args, argv)
@@ -3034,6 +3035,42 @@ def _write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
+# Output, which never decides about a run
+
+
+class _Stream(io.TextIOWrapper):
+    """A standard stream that loses what cannot be written, as into a pipe that nobody reads."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
+def open_streams() -> None:
+    """Make standard streams accept all text: closed ones, broken ones and those in ASCII."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # Closed: else a log would get the number, and with it the output of libraries
+            nothing = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(nothing.fileno(), True)
+            setattr(sys, name, nothing)
+            setattr(sys, f"__{name}__", nothing)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue  # replaced, by a test for example
+        with contextlib.suppress(OSError):
+            stream.flush()
+        options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+        lenient = _Stream(stream.buffer, stream.encoding, "backslashreplace", **options)
+        setattr(sys, name, lenient)
+
+
 # The cache
 
 
@@ -3192,18 +3229,23 @@ def _name_agents(args: RunArgs) -> str:
     return " ".join((noun, *map(str, args.agents)))
 
 
-def _end_in_one_line(method: Callable) -> Callable:
-    """A method of `Run` that ends with one line where a file cannot be read or written.
+def stop_at_file(folder: Path, error: OSError) -> NoReturn:
+    """End with one line where a file of a run cannot be read or written, as on a full disk."""
+    message = f"{folder}: {error}"
+    if any(folder.glob("checkpoints/*/*.pt")):
+        message += "; what was saved before is kept, go on with --resume"
+    stop(message, any_rank=True)
 
-    As on a full disk.
-    """
+
+def _end_in_one_line(method: Callable) -> Callable:
+    """A method of `Run` that ends with one line where a file cannot be read or written."""
 
     @functools.wraps(method)
     def guarded(self, *args, **kwargs):
         try:
             return method(self, *args, **kwargs)
         except OSError as error:
-            sys.exit(f"{self.folder}: {error}; what was saved before is kept, go on with --resume")
+            stop_at_file(self.folder, error)
 
     return guarded
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -247,13 +248,16 @@ def test_a_full_disk_ends_with_one_line_and_keeps_what_was_saved(whole, tmp_path
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(SystemExit) as end:
-        toy.main(args_of(tmp_path), at=lambda iteration: full.append(1) if iteration == 4 else None)
-    message = end.value.code
-    assert "No space left" in message and "--resume" in message and "\n" not in message
-    folder = only_run(tmp_path)
+    for moment, saved in ((2, False), (4, True)):
+        run_dir = tmp_path / str(moment)
+        args = args_of(run_dir)
+        at = functools.partial(lambda due, now: full.append(1) if now == due else None, moment)
+        message = refusal(toy.main, args, at=at, code=1)
+        full.clear()
+        folder = only_run(run_dir)
+        assert "No space left" in message
+        assert ("go on with --resume" in message) == saved == any(files_of(folder))
     assert files_of(folder) == [[2]] * 3
-    full.clear()
     resume(folder)
     assert logs_of(folder) == logs_of(whole)
 
@@ -270,9 +274,7 @@ def test_a_run_whose_logs_cannot_be_closed_is_not_completed(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(communicators.Run, "finish", finish_on_a_full_disk)
-    with pytest.raises(SystemExit) as end:
-        toy.main(args_of(tmp_path))
-    assert "No space left" in end.value.code
+    assert "No space left" in refusal(toy.main, args_of(tmp_path), code=1)
     folder = only_run(tmp_path)
     assert not (folder / "summary.json").exists()
     monkeypatch.setattr(communicators.Run, "finish", finish)
@@ -322,6 +324,50 @@ def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
     communicators.write_atomically(path, lambda file: file.write(b"new content"))
     assert synced == [(11, b"old")]
     assert path.read_bytes() == b"new content"
+
+
+# --- output ---
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [
+        "<&- >&- 2>&-",  # closed
+        ">/dev/full 2>/dev/full",
+        "2>&1 | true",  # a pipe that nobody reads
+        "> out 2>&1",  # in ASCII
+    ],
+)
+def test_output_does_not_decide_about_a_run(streams, whole, tmp_path):
+    """Nor does it get into its logs: not the line by which a signal is answered, either."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import contextlib, os, signal, subprocess, sys, toy, communicators\n"
+        "args = communicators.parse_args(toy.Args, toy.check_args)\n"
+        "print('—' * 100_000, sys.stdin.read(), flush=True)\n"
+        "print('—' * 100_000, file=sys.stderr, flush=True)\n"
+        "def interrupt(iteration):\n"
+        "    if iteration == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        with contextlib.suppress(OSError):\n"
+        "            os.write(2, b'from a library')\n"
+        "        subprocess.run(['sh', '-c', 'exec 3>&2'], check=True)\n"  # children have it, too
+        "toy.main(args, at=interrupt)\n"
+    )
+    path = os.pathsep.join([str(TOY.parent), environment()["PYTHONPATH"]])
+    settings = environment(PYTHONPATH=path, PYTHONIOENCODING="ascii")
+    start = shlex.join([sys.executable, str(program), "--run-dir", "runs"])
+    command = f"({start}; echo $? > code) {streams}"
+    nothing = subprocess.DEVNULL
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, env=settings, stdin=nothing, check=True)
+    assert int((tmp_path / "code").read_text()) == 128 + signal.SIGTERM
+    folder = only_run(tmp_path / "runs")
+    assert files_of(folder) == [[2, 3]] * 3
+    resume(folder)
+    assert_same(folder, whole)
+    if "out" in streams:
+        output = (tmp_path / "out").read_text()
+        assert "\\u2014" * 100_000 in output and "\\xb1" in output
 
 
 # --- the lock ---
@@ -712,7 +758,7 @@ def test_a_start_that_fails_leaves_a_finished_run_as_it_was(failure, whole, tmp_
         line = refusal(resume, folder, "--track", code=1)
         assert line == "--track: Weights & Biases cannot be used: no connection"
     else:
-        with pytest.raises(SystemExit, match="no connection"):
+        with pytest.raises(SystemExit, match="no connection"):  # and more
             resume(folder, "--track")
     after = contents_of(folder)
     assert {path: after[path] for path in before} == before
