@@ -3259,8 +3259,12 @@ def _report_error_of_thread(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
 
 
-# Seconds in which more than one SIGTERM is one request
-SAME_SIGTERM = 10.0
+# The signals that end a run after its iteration, with a checkpoint
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    SIGNALS += [signal.SIGHUP, signal.SIGUSR1]  # as Slurm sends them before a time limit
+# Seconds in which the same signal, other than Ctrl-C, is one request
+SAME_REQUEST = 10.0
 
 
 class Run:
@@ -3338,13 +3342,14 @@ class Run:
         self._started = time.monotonic()
         self._last_progress = -math.inf  # when the last line of progress was printed
         self._matrix_digest = None  # of C and distances as logged last
-        # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second Ctrl-C,
-        # or a SIGTERM after more than SAME_SIGTERM, ends it at once
+        # A second Ctrl-C, or another signal again after SAME_REQUEST, ends the run at once
         self._trained = False
         self._signals = {}  # their numbers, and when they first came
         exchange.interrupted = lambda: next(iter(self._signals), 0)
         self._handlers = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
+            if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # by nohup
             self._handlers[number] = signal.signal(number, self._request_stop)
 
     def _request_stop(self, number: int, frame) -> None:
@@ -3358,10 +3363,10 @@ class Run:
                 os.write(2, f"\nfinishing {work}; Ctrl-C again to end at once\n".encode())
         now = time.monotonic()
         first = self._signals.setdefault(number, now)
-        # The next one ends the run; but Slurm sends SIGTERM to all, and torchrun passes its own on
+        # The next one ends the run; but Slurm sends its own to all, and torchrun passes them on
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
-        elif now - first > SAME_SIGTERM:
+        elif now - first > SAME_REQUEST:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -869,6 +869,8 @@ def test_phases_end_when_the_gpu_has_finished(monkeypatch):
 
 # --- signals and ranks ---
 
+OF_SLURM = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
+
 
 def test_a_signal_is_answered_at_once_and_once(tmp_path, capfd):
     """Before the iteration has ended, and however many signals follow, as under torchrun, which
@@ -892,7 +894,8 @@ def test_a_signal_is_answered_at_once_and_once(tmp_path, capfd):
     assert "finishing" not in capfd.readouterr().err
 
 
-def test_sigterm_that_comes_twice_at_once_is_one_request(tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("number", OF_SLURM)
+def test_a_signal_that_comes_twice_at_once_is_one_request(number, tmp_path, capfd, monkeypatch):
     """Slurm sends it to every process, and torchrun passes its own on: the checkpoint is written.
 
     Later it ends the process, as a second Ctrl-C does.
@@ -902,19 +905,30 @@ def test_sigterm_that_comes_twice_at_once_is_one_request(tmp_path, capfd, monkey
     def interrupt(iteration):
         if iteration == 3:
             for _ in range(3):
-                os.kill(os.getpid(), signal.SIGTERM)
-            monkeypatch.setattr(communicators, "SAME_SIGTERM", -1.0)
+                os.kill(os.getpid(), number)
+            monkeypatch.setattr(communicators, "SAME_REQUEST", -1.0)
             kill = os.kill
             monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
-            kill(os.getpid(), signal.SIGTERM)
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            kill(os.getpid(), number)
+            assert signal.getsignal(number) == signal.SIG_DFL
 
     with pytest.raises(SystemExit) as end:
         toy.main(args_of(tmp_path), at=interrupt)
-    assert end.value.code == 128 + signal.SIGTERM
+    assert end.value.code == 128 + number
     assert files_of(only_run(tmp_path)) == [[2, 3]] * 3
     assert capfd.readouterr().err.count("finishing this iteration") == 1
-    assert killed == [(os.getpid(), signal.SIGTERM)]
+    assert killed == [(os.getpid(), number)]
+
+
+def test_nohup_is_respected(tmp_path, monkeypatch):
+    """A run started with it goes on when its terminal is closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        at = functools.partial(lambda number, _: os.kill(os.getpid(), number), signal.SIGHUP)
+        assert toy.main(args_of(tmp_path), at=at)["completed"]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_run_that_starts_anew_forgets_what_was_saved_before(whole, tmp_path):
@@ -944,20 +958,21 @@ def test_a_signal_during_the_last_evaluation_says_so(tmp_path, capfd, monkeypatc
         return finish(self)
 
     monkeypatch.setattr(communicators.Run, "finish", interrupt)
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(number) for number in communicators.SIGNALS]
     assert toy.main(args_of(tmp_path))["completed"]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(number) for number in communicators.SIGNALS] == handlers
     assert "\nfinishing the evaluation; Ctrl-C again to end at once\n" in capfd.readouterr().err
 
 
-def test_a_signal_ends_the_run_after_its_iteration(whole, tmp_path, capsys):
+@pytest.mark.parametrize("number", OF_SLURM)
+def test_a_signal_ends_the_run_after_its_iteration(number, whole, tmp_path, capsys):
     """With a checkpoint, a summary and the signal's exit code; the resumed run is the whole one."""
     with pytest.raises(SystemExit) as end:
         toy.main(
             args_of(tmp_path),
-            at=lambda iteration: os.kill(os.getpid(), signal.SIGTERM) if iteration == 3 else None,
+            at=lambda iteration: os.kill(os.getpid(), number) if iteration == 3 else None,
         )
-    assert end.value.code == 128 + signal.SIGTERM
+    assert end.value.code == 128 + number
     folder = only_run(tmp_path)
     assert (
         f"interrupted after iteration 3 of 6; go on with --resume {folder}"
