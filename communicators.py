@@ -3174,10 +3174,19 @@ LOSS_TERMS = (
 )
 
 
-def find_diverged_agents(metrics: dict[str, list[float]], members: range) -> set[int]:
-    """The agents of `members` one of whose losses is not finite. metrics: {key: [agents]}."""
-    columns = [metrics[term] for term in LOSS_TERMS if term in metrics]
-    return {i for column in columns for i in members if not math.isfinite(column[i])}
+def find_diverged_agents(
+    metrics: dict[str, list[float]], keys: tuple[str, ...], members: range
+) -> dict[int, str]:
+    """The agents of `members` that have diverged, with what is not finite.
+
+    metrics: {key: [agents]}, of which those in `keys`, where they are there, have to be finite.
+    """
+    diverged = {}
+    for i in members:
+        for key in keys:
+            if key in metrics and not math.isfinite(metrics[key][i]):
+                diverged.setdefault(i, f"{key} is {metrics[key][i]}")
+    return diverged
 
 
 # What a checkpoint holds
@@ -3280,8 +3289,9 @@ class Run:
     control, each agent's task and the steps of an agent, which the horizontal axis counts.
     main_metric: that of the progress line and of the final table, where its column is called
     `main_column`. measure: what it and an evaluation measure, over `samples`. counter: what an
-    iteration is called. columns: names in metrics.csv of metrics that are not called there by the
-    last part of their key. about: more to print at the start.
+    iteration is called. finite: metrics that are finite unless an agent has diverged. columns:
+    names in metrics.csv of metrics that are not called there by the last part of their key. about:
+    more to print at the start.
     """
 
     def __init__(
@@ -3301,6 +3311,7 @@ class Run:
         samples: str = "episodes",
         main_column: str = "last 100 episodes",
         counter: str = "iteration",
+        finite: tuple[str, ...] = LOSS_TERMS,
         columns: dict[str, str] | None = None,
         about: str = "",
     ):
@@ -3317,6 +3328,7 @@ class Run:
         self.samples = samples
         self.main_column = main_column
         self.counter = counter
+        self.finite = finite
         self.columns = columns or {}
         self.about = about
         self.chief = exchange.rank == 0  # writes the common logs
@@ -3711,15 +3723,15 @@ class Run:
         communicator, distances: [agents, agents]. scalars: of all agents together. Training time
         stops here. Ranks agree here on an interruption.
         """
-        members = self.exchange.members
-        diverged_before = find_diverged_agents(self.latest, members)
+        diverged_before = self._find_diverged_agents()
         self._gather_metrics(rows)
         matrix_changed = self._note_matrices(communicator, distances)
         if not self.chief:
             return
-        for i in sorted(find_diverged_agents(self.latest, members) - diverged_before):
-            place = f"{self.counter} {self.iteration}"
-            print(f"\n{place}: agent {i} has diverged, its loss is not finite", flush=True)
+        for i, problem in self._find_diverged_agents().items():
+            if i not in diverged_before:
+                place = f"{self.counter} {self.iteration}"
+                print(f"\n{place}: agent {i} has diverged: {problem}", flush=True)
         rate = self.iteration * self.units_per_iteration / self.train_seconds
         scalars = scalars | self.exchange.describe()
         self._log_to_tensorboard(scalars, rate, communicator, distances, matrix_changed)
@@ -3739,6 +3751,10 @@ class Run:
         self.interrupted = any(signals[i] for i in self.exchange.members)
         self.train_seconds += time.perf_counter() - self._began
         self.latest = dict(zip(rows[0], columns, strict=True))
+
+    def _find_diverged_agents(self) -> dict[int, str]:
+        """The agents that have diverged by the last metrics, with what is not finite."""
+        return find_diverged_agents(self.latest, self.finite, self.exchange.members)
 
     def _note_matrices(self, communicator: Tensor, distances: Tensor) -> bool:
         """Whether C or the distances are others than in the last iteration."""
@@ -3957,7 +3973,7 @@ class Run:
             "script": find_script(self.args).stem,
             "run": self.name,
             "completed": not self.interrupted,
-            "diverged": sorted(find_diverged_agents(self.latest, agents)),
+            "diverged": list(self._find_diverged_agents()),
             "settings": vars(self.args),
             "seed": self.args.seed,
             "versions": versions,

@@ -618,7 +618,8 @@ def test_a_diverged_agent_is_named_once(term, value, tmp_path, capsys):
         patch.setattr(communicators.Run, "log", with_nan)
         summary = toy.main(args_of(tmp_path), at=poison)
     output = capsys.readouterr().out
-    assert output.count("has diverged") == 1 and "iteration 3: agent 1 has diverged" in output
+    line = f"iteration 3: agent 1 has diverged: losses/{term} is {value}"
+    assert output.count("has diverged") == 1 and line in output
     assert summary["diverged"] == [1] and summary["completed"]
     losses = pandas.read_csv(only_run(tmp_path) / "metrics.csv").query("agent == 1")[term]
     assert [math.isfinite(loss) for loss in losses] == [True, True, False, False, False, False]
