@@ -3438,7 +3438,7 @@ class Run:
         The system frees the lock of a process that is killed.
         """
         # Never opened again: a process loses its lock when it closes any handle of the file
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if fcntl is None:
                 raise OSError("this system has none")
