@@ -914,11 +914,6 @@ class Exchange:
         gpus = [self._store.get(f"gpu_{rank}").decode() for rank in range(self.world_size)]
         return "none" not in gpus and len(set(gpus)) == self.world_size
 
-    def _find_missing(self, event: str) -> list[int]:
-        """The ranks that have not noted in the store that they are at this event."""
-        ranks = range(self.world_size)
-        return [rank for rank in ranks if not self._store.check([f"{event}_{rank}"])]
-
     def wait_for_all(self) -> None:
         """As `barrier`, but for a day, for work whose length differs between ranks.
 
@@ -947,8 +942,10 @@ class Exchange:
                 raise
             # A connection broke before any rank waited: ranks that are alive will arrive soon
             time.sleep(1)
-            missing = ", ".join(map(str, self._find_missing(barrier)))
-            raise RuntimeError(f"Ranks {missing} failed to arrive: {error}") from error
+            ranks = range(self.world_size)
+            missing = [str(rank) for rank in ranks if not self._store.check([f"{barrier}_{rank}"])]
+            message = f"Ranks {', '.join(missing)} failed to arrive: {error}"
+            raise RuntimeError(message) from error
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's `tensor`, on every rank."""
@@ -3174,21 +3171,6 @@ LOSS_TERMS = (
 )
 
 
-def find_diverged_agents(
-    metrics: dict[str, list[float]], keys: tuple[str, ...], members: range
-) -> dict[int, str]:
-    """The agents of `members` that have diverged, with what is not finite.
-
-    metrics: {key: [agents]}, of which those in `keys`, where they are there, have to be finite.
-    """
-    diverged = {}
-    for i in members:
-        for key in keys:
-            if key in metrics and not math.isfinite(metrics[key][i]):
-                diverged.setdefault(i, f"{key} is {metrics[key][i]}")
-    return diverged
-
-
 # What a checkpoint holds
 
 
@@ -3753,8 +3735,13 @@ class Run:
         self.latest = dict(zip(rows[0], columns, strict=True))
 
     def _find_diverged_agents(self) -> dict[int, str]:
-        """The agents that have diverged by the last metrics, with what is not finite."""
-        return find_diverged_agents(self.latest, self.finite, self.exchange.members)
+        """The agents that have diverged, with the first of their metrics that is not finite."""
+        diverged = {}
+        for i in self.exchange.members:
+            for key in self.finite:
+                if key in self.latest and not math.isfinite(self.latest[key][i]):
+                    diverged.setdefault(i, f"{key} is {self.latest[key][i]}")
+        return diverged
 
     def _note_matrices(self, communicator: Tensor, distances: Tensor) -> bool:
         """Whether C or the distances are others than in the last iteration."""
