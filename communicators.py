@@ -738,6 +738,8 @@ def average_products(
 
 # --- 2. exchange ---
 
+A_DAY = datetime.timedelta(days=1)
+
 
 def set_device(name: str) -> torch.device:
     """The device of this process, prepared for computations."""
@@ -801,7 +803,7 @@ class Exchange:
         return {"communication/bytes": self.bytes_sent}
 
     def _connect(self) -> None:
-        """Join the process group, and begin to show signs of life."""
+        """Join the process group."""
         address = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
         # Rank 0 holds the store, unless torchrun does
@@ -827,14 +829,11 @@ class Exchange:
             rank=self.rank,
             world_size=self.world_size,
         )
+        # Two groups, because a rank waits for rank 0 as long as its group's time-out, whatever a
+        # barrier's is
         self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+        self._patient = dist.new_group(backend="gloo", timeout=A_DAY)
         self._barriers = 0
-        self._meetings = 0
-        # A connection of its own, because a thread that waits in the store would block it
-        store_of_signs = dist.PrefixStore(attempt, store.clone())
-        self._ended = threading.Event()
-        self._pulse = threading.Thread(target=self._show_life, args=(store_of_signs,), daemon=True)
-        self._pulse.start()
         atexit.register(self.close)  # gloo's threads abort a process that ends with them
 
     def _has_gpu_per_rank(self) -> bool:
@@ -850,75 +849,38 @@ class Exchange:
         gpus = [self._store.get(f"gpu_{rank}").decode() for rank in range(self.world_size)]
         return "none" not in gpus and len(set(gpus)) == self.world_size
 
-    def _show_life(self, store: dist.Store) -> None:
-        """Count signs of life in the store until the process leaves the group.
-
-        This is the thread behind `wait_for_all`.
-        """
-        with contextlib.suppress(RuntimeError):  # the rank that holds the store has left
-            while True:
-                store.add(f"alive_{self.rank}", 1)
-                if self._ended.wait(min(1.0, self.timeout.total_seconds() / 20)):
-                    return
-
     def wait_for_all(self) -> None:
-        """Wait until every rank is here, however long the others take, if they are alive.
+        """As `barrier`, but for a day, for work whose length differs between ranks.
 
-        For work whose length differs between ranks, such as evaluations, where `barrier` would give
-        up after `timeout`. A RuntimeError names the ranks that have shown no sign of life for that
-        long.
+        Such as evaluations. A rank that dies breaks its connections, which ends the others at once.
         """
-        if not self.distributed:
-            return
-        self._meetings += 1
-        meeting = f"meeting_{self._meetings}"
-        self._store.set(f"{meeting}_{self.rank}", "here")
-        arrived = self._store.add(meeting, 1)
-        timeout = self.timeout.total_seconds()
-        counts = {}  # rank -> its last count of signs of life
-        last_seen = {}  # rank -> when that count was new
-        next_check = 0.0
-        while arrived < self.world_size:
-            now = time.monotonic()
-            if now >= next_check:
-                next_check = now + timeout / 20
-                missing = self._find_missing(meeting)
-                for rank in missing:
-                    count = self._store.add(f"alive_{rank}", 0)
-                    if count != counts.get(rank):
-                        counts[rank] = count
-                        last_seen[rank] = now
-                dead = [str(rank) for rank in missing if now - last_seen[rank] > timeout]
-                if dead:
-                    problem = f"no sign of life for {timeout:g} seconds"
-                    raise RuntimeError(f"Ranks {', '.join(dead)} failed to arrive: {problem}")
-            time.sleep(min(0.1, timeout / 20))
-            arrived = self._store.add(meeting, 0)
-
-    def _find_missing(self, event: str) -> list[int]:
-        """The ranks that have not noted in the store that they are at this event."""
-        ranks = range(self.world_size)
-        return [rank for rank in ranks if not self._store.check([f"{event}_{rank}"])]
+        if self.distributed:
+            self._meet(self._patient, A_DAY)
 
     def barrier(self) -> None:
         """Wait until every rank is here.
 
         On rank 0 a RuntimeError names those that did not come in time.
         """
-        if not self.distributed:
-            return
+        if self.distributed:
+            self._meet(self._control, self.timeout)
+
+    def _meet(self, group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+        """The barrier of a group of all ranks."""
         self._barriers += 1
         barrier = f"barrier_{self._barriers}"
         self._store.set(f"{barrier}_{self.rank}", "here")
         try:
-            dist.monitored_barrier(self._control, self.timeout, wait_all_ranks=True)
+            dist.monitored_barrier(group, timeout, wait_all_ranks=True)
         except RuntimeError as error:
             if self.rank > 0 or "Rank" in str(error):
                 raise
             # A connection broke before any rank waited: ranks that are alive will arrive soon
             time.sleep(1)
-            missing = ", ".join(map(str, self._find_missing(barrier)))
-            raise RuntimeError(f"Ranks {missing} failed to arrive: {error}") from error
+            ranks = range(self.world_size)
+            missing = [str(rank) for rank in ranks if not self._store.check([f"{barrier}_{rank}"])]
+            message = f"Ranks {', '.join(missing)} failed to arrive: {error}"
+            raise RuntimeError(message) from error
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's `tensor`, on every rank."""
@@ -1014,8 +976,6 @@ class Exchange:
         """Leave the process group."""
         if self.distributed:
             atexit.unregister(self.close)
-            self._ended.set()
-            self._pulse.join(timeout=5)
             dist.destroy_process_group()
 
 
@@ -1896,8 +1856,8 @@ class RunArgs:
     # the same run
     save_every: Count = 32
     eval_every: Natural = 0  # iterations between evaluations during training (0: only at the end)
-    # torchrun: seconds without a peer (after evaluations: without a sign of life) until the run
-    # ends and names it; --exchange: seconds that a round of averages waits for the peers
+    # torchrun: seconds until the run ends and names a rank that does not come (after evaluations a
+    # day); --exchange: seconds that a round of averages waits for the peers
     timeout: Seconds = 600.0
     # URL of a folder (file:///shared, s3://bucket/path, sftp://host/path, ...) over which agents of
     # independent processes exchange snapshots: each process holds only --agents
@@ -2071,6 +2031,7 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     run's folder, see `_read_resumed_settings` for `may_change` and `again`; so does --eval-only,
     see `read_played_settings`.
     """
+    open_streams()
     args = read_flags(Args, argv)
     if getattr(args, "eval_only", ""):
         args = read_played_settings(args, argv)
@@ -2815,6 +2776,42 @@ def _write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
+# Output, which never decides about a run
+
+
+class _Stream(io.TextIOWrapper):
+    """A standard stream that loses what cannot be written, as into a pipe that nobody reads."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
+def open_streams() -> None:
+    """Make standard streams accept all text: closed ones, broken ones and those in ASCII."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # Closed: else a log would get the number, and with it the output of libraries
+            nothing = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(nothing.fileno(), True)
+            setattr(sys, name, nothing)
+            setattr(sys, f"__{name}__", nothing)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue  # replaced, by a test for example
+        with contextlib.suppress(OSError):
+            stream.flush()
+        options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+        lenient = _Stream(stream.buffer, stream.encoding, "backslashreplace", **options)
+        setattr(sys, name, lenient)
+
+
 # The cache
 
 
@@ -2896,6 +2893,14 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
+def _format_value(value: object) -> object:
+    """A value for a CSV file: six digits, but all of a whole number, which may be a counter."""
+    if not isinstance(value, float):
+        return value
+    is_whole = value.is_integer() and abs(value) < 2**53
+    return f"{value:.0f}" if is_whole else f"{value:.6g}"
+
+
 # Divergence
 
 # The terms of a loss. Other metrics may be infinite or NaN without harm, as the explained variance
@@ -2908,12 +2913,6 @@ LOSS_TERMS = (
     "losses/kl_anchor",
     "losses/proximal_loss",
 )
-
-
-def find_diverged_agents(metrics: dict[str, list[float]], members: range) -> set[int]:
-    """The agents of `members` one of whose losses is not finite. metrics: {key: [agents]}."""
-    columns = [metrics[term] for term in LOSS_TERMS if term in metrics]
-    return {i for column in columns for i in members if not math.isfinite(column[i])}
 
 
 # What a checkpoint holds
@@ -2965,18 +2964,23 @@ def _name_agents(args: RunArgs) -> str:
     return " ".join((noun, *map(str, args.agents)))
 
 
-def _end_in_one_line(method: Callable) -> Callable:
-    """A method of `Run` that ends with one line where a file cannot be read or written.
+def stop_at_file(folder: Path, error: OSError) -> NoReturn:
+    """End with one line where a file of a run cannot be read or written, as on a full disk."""
+    message = f"{folder}: {error}"
+    if any(folder.glob("checkpoints/*/*.pt")):
+        message += "; what was saved before is kept, go on with --resume"
+    stop(message, any_rank=True)
 
-    As on a full disk.
-    """
+
+def _end_in_one_line(method: Callable) -> Callable:
+    """A method of `Run` that ends with one line where a file cannot be read or written."""
 
     @functools.wraps(method)
     def guarded(self, *args, **kwargs):
         try:
             return method(self, *args, **kwargs)
         except OSError as error:
-            sys.exit(f"{self.folder}: {error}; what was saved before is kept, go on with --resume")
+            stop_at_file(self.folder, error)
 
     return guarded
 
@@ -2990,8 +2994,12 @@ def _report_error_of_thread(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
 
 
-# Seconds in which more than one SIGTERM is one request
-SAME_SIGTERM = 10.0
+# The signals that end a run after its iteration, with a checkpoint
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    SIGNALS += [signal.SIGHUP, signal.SIGUSR1]  # as Slurm sends them before a time limit
+# Seconds in which the same signal, other than Ctrl-C, is one request
+SAME_REQUEST = 10.0
 
 
 class Run:
@@ -3007,8 +3015,9 @@ class Run:
     control, each agent's task and the steps of an agent, which the horizontal axis counts.
     main_metric: that of the progress line and of the final table, where its column is called
     `main_column`. measure: what it and an evaluation measure, over `samples`. counter: what an
-    iteration is called. columns: names in metrics.csv of metrics that are not called there by the
-    last part of their key. about: more to print at the start.
+    iteration is called. finite: metrics that are finite unless an agent has diverged. columns:
+    names in metrics.csv of metrics that are not called there by the last part of their key. about:
+    more to print at the start.
     """
 
     def __init__(
@@ -3028,6 +3037,7 @@ class Run:
         samples: str = "episodes",
         main_column: str = "last 100 episodes",
         counter: str = "iteration",
+        finite: tuple[str, ...] = LOSS_TERMS,
         columns: dict[str, str] | None = None,
         about: str = "",
     ):
@@ -3044,12 +3054,16 @@ class Run:
         self.samples = samples
         self.main_column = main_column
         self.counter = counter
+        self.finite = finite
         self.columns = columns or {}
         self.about = about
         self.chief = exchange.rank == 0  # writes the common logs
         self._compare_ranks()
-        # Long names are cut, and none leaves the folder of runs
-        names = [re.sub(r"[^\w.+-]", "-", text)[:80] for text in (name, args.exp_name)]
+        # Long names are cut, since file systems allow 255 bytes, and none leaves the folder of runs
+        names = []
+        for text in (name, args.exp_name):
+            allowed = re.sub(r"[^\w.+-]", "-", text)
+            names.append(allowed.encode()[:80].decode(errors="ignore"))
         prefix = f"{'__'.join(names)}__{args.seed}__"
         if args.exchange:
             prefix += f"{_name_agents(args).replace(' ', '_')}__"
@@ -3063,16 +3077,17 @@ class Run:
         self.train_seconds = 0.0
         self.cores = torch.get_num_threads()
         self._wall_seconds = 0.0  # before this process
-        self._started = time.time()
-        self._last_progress = 0.0  # when the last line of progress was printed
+        self._started = time.monotonic()
+        self._last_progress = -math.inf  # when the last line of progress was printed
         self._matrix_digest = None  # of C and distances as logged last
-        # Ctrl-C and SIGTERM end the run after this iteration, with a checkpoint; a second Ctrl-C,
-        # or a SIGTERM after more than SAME_SIGTERM, ends it at once
+        # A second Ctrl-C, or another signal again after SAME_REQUEST, ends the run at once
         self._trained = False
         self._signals = {}  # their numbers, and when they first came
         exchange.interrupted = lambda: next(iter(self._signals), 0)
         self._handlers = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
+            if number != signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # by nohup
             self._handlers[number] = signal.signal(number, self._request_stop)
 
     def _request_stop(self, number: int, frame) -> None:
@@ -3086,10 +3101,10 @@ class Run:
                 os.write(2, f"\nfinishing {work}; Ctrl-C again to end at once\n".encode())
         now = time.monotonic()
         first = self._signals.setdefault(number, now)
-        # The next one ends the run; but Slurm sends SIGTERM to all, and torchrun passes its own on
+        # The next one ends the run; but Slurm sends its own to all, and torchrun passes them on
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
-        elif now - first > SAME_SIGTERM:
+        elif now - first > SAME_REQUEST:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -3125,19 +3140,40 @@ class Run:
         config = json.dumps(origin | vars(self.args) | {"resume": ""}, indent=2)
         self._config = config
         if self.args.resume:
+            if self.chief:
+                self._lock_folder(self.folder)
             return self.folder
         runs = Path(self.args.run_dir)
         stamp = torch.zeros(1, dtype=torch.long)
         if self.chief:
             last_attempt = self._find_last_attempt(runs, prefix, config)
             stamp += last_attempt or self._make_folder(runs, prefix)
-            _write_text(runs / f"{prefix}{stamp.item()}" / "config.json", config)
+            folder = runs / f"{prefix}{stamp.item()}"
+            self._lock_folder(folder)
+            _write_text(folder / "config.json", config)
         stamp = self.exchange.broadcast(stamp)
         folder = runs / f"{prefix}{stamp.item()}"
         if get_local_rank() == 0 and not folder.exists():  # a machine with a disk of its own
             folder.mkdir(parents=True, exist_ok=True)
             _write_text(folder / "config.json", config)
         return folder
+
+    def _lock_folder(self, folder: Path) -> None:
+        """End if another process trains in this folder, else keep others out until `finish`.
+
+        The system frees the lock of a process that is killed.
+        """
+        # Never opened again: a process loses its lock when it closes any handle of the file
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if fcntl is None:
+                raise OSError("this system has none")
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            stop(f"{folder}: another process is training in this folder")
+        except OSError as error:
+            warning = "no file locks here, so let one process at a time train in it"
+            print(f"{folder}: {warning} ({error})", flush=True)
 
     @staticmethod
     def _find_last_attempt(runs: Path, prefix: str, config: str) -> int:
@@ -3203,11 +3239,16 @@ class Run:
             stop(message, WRONG_VALUE)
         if self.iteration:
             self._restore_from_checkpoints(state)
+        if self.chief:
+            self._open_logs()
+            # All that may fail has succeeded: only now is a finished run no longer what it was
+            if self.args.resume:
+                # Settings changed now are kept when the run is resumed again
+                _write_text(self.folder / "config.json", self._config)
+            # A run that is resumed, perhaps extended, is not completed, even if it is killed before
+            # its end
+            (self.folder / "summary.json").unlink(missing_ok=True)
         self._remove_newer_checkpoints()
-        if self.chief and self.args.resume:
-            # Settings changed now are kept when the run is resumed again
-            _write_text(self.folder / "config.json", self._config)
-        self._open_logs()
 
     def _find_common_iteration(self) -> int:
         """The newest iteration that all agents of all ranks can go on from."""
@@ -3317,14 +3358,12 @@ class Run:
 
     def _wall(self) -> float:
         """Seconds since the start of the run, without the time between an end and a resume."""
-        return self._wall_seconds + time.time() - self._started
+        return self._wall_seconds + time.monotonic() - self._started
 
     # Logs
 
     def _open_logs(self) -> None:
         """Open TensorBoard, W&B and the CSV files, without rows after the current iteration."""
-        if not self.chief:
-            return
         start = self.iteration
         about = f"{self.exchange.num_agents} agents on {self.exchange.device}"
         if self.args.exchange:
@@ -3332,9 +3371,6 @@ class Run:
         if self.about:
             about = f"{about}, {self.about}"
         print(f"{self.folder}: {about}", flush=True)
-        # A run that is resumed, perhaps extended, is not completed, even if it is killed before its
-        # end
-        (self.folder / "summary.json").unlink(missing_ok=True)
         if start:
             print(f"resuming after {self.counter} {start} of {self.total}", flush=True)
         if self.args.track:
@@ -3355,15 +3391,22 @@ class Run:
         """Begin or go on with the run on Weights & Biases, which reads TensorBoard's logs."""
         import wandb
 
-        wandb.init(
-            project=self.args.wandb_project_name,
-            entity=self.args.wandb_entity,
-            config=vars(self.args),
-            name=self.name,
-            id=self.name,
-            resume="allow",
-            sync_tensorboard=True,
-        )
+        name = self.name
+        if len(name) > 128:  # W&B's limit
+            digest = hashlib.sha256(name.encode()).hexdigest()
+            name = f"{name[:111]}-{digest[:16]}"
+        try:
+            wandb.init(
+                project=self.args.wandb_project_name,
+                entity=self.args.wandb_entity,
+                config=vars(self.args),
+                name=name,
+                id=name,
+                resume="allow",
+                sync_tensorboard=True,
+            )
+        except Exception as error:  # of the login, the network or the server
+            stop(f"--track: Weights & Biases cannot be used: {first_line(error)}")
 
     def _open_csv(self, name: str, last: int):
         """Open a log whose rows begin with the iteration, with its rows up to iteration `last`."""
@@ -3389,9 +3432,7 @@ class Run:
         writer = csv.writer(file)
         if file.tell() == 0:
             writer.writerow(row)
-        writer.writerow(
-            f"{value:.6g}" if isinstance(value, float) else value for value in row.values()
-        )
+        writer.writerow(_format_value(value) for value in row.values())
 
     @_end_in_one_line
     def log(
@@ -3408,15 +3449,15 @@ class Run:
         communicator, distances: [agents, agents]. scalars: of all agents together. Training time
         stops here. Ranks agree here on an interruption.
         """
-        members = self.exchange.members
-        diverged_before = find_diverged_agents(self.latest, members)
+        diverged_before = self._find_diverged_agents()
         self._gather_metrics(rows)
         matrix_changed = self._note_matrices(communicator, distances)
         if not self.chief:
             return
-        for i in sorted(find_diverged_agents(self.latest, members) - diverged_before):
-            place = f"{self.counter} {self.iteration}"
-            print(f"\n{place}: agent {i} has diverged, its loss is not finite", flush=True)
+        for i, problem in self._find_diverged_agents().items():
+            if i not in diverged_before:
+                place = f"{self.counter} {self.iteration}"
+                print(f"\n{place}: agent {i} has diverged: {problem}", flush=True)
         rate = self.iteration * self.units_per_iteration / self.train_seconds
         scalars = scalars | self.exchange.describe()
         self._log_to_tensorboard(scalars, rate, communicator, distances, matrix_changed)
@@ -3425,7 +3466,7 @@ class Run:
             self._log_communicator(communicator, distances)
         is_terminal = sys.stdout.isatty()
         is_last = self.iteration == self.total
-        if is_terminal or time.time() - self._last_progress > 10 or is_last:
+        if is_terminal or time.monotonic() - self._last_progress > 10 or is_last:
             self._print_progress(rate, is_terminal)
 
     def _gather_metrics(self, rows: list[dict[str, float]]) -> None:
@@ -3436,6 +3477,15 @@ class Run:
         self.interrupted = any(signals[i] for i in self.exchange.members)
         self.train_seconds += time.perf_counter() - self._began
         self.latest = dict(zip(rows[0], columns, strict=True))
+
+    def _find_diverged_agents(self) -> dict[int, str]:
+        """The agents that have diverged, with the first of their metrics that is not finite."""
+        diverged = {}
+        for i in self.exchange.members:
+            for key in self.finite:
+                if key in self.latest and not math.isfinite(self.latest[key][i]):
+                    diverged.setdefault(i, f"{key} is {self.latest[key][i]}")
+        return diverged
 
     def _note_matrices(self, communicator: Tensor, distances: Tensor) -> bool:
         """Whether C or the distances are others than in the last iteration."""
@@ -3527,7 +3577,7 @@ class Run:
             print(f"\r\033[K{text}", end="", flush=True)
         else:
             print(text, flush=True)
-        self._last_progress = time.time()
+        self._last_progress = time.monotonic()
 
     # Evaluation and end
 
@@ -3611,6 +3661,7 @@ class Run:
             if self.args.track:
                 sys.modules["wandb"].finish()
             self._print_end()
+            os.close(self._lock)
         self.exchange.close()
         if self.interrupted:
             sys.exit(128 + (self.exchange.interrupted() or signal.SIGTERM))
@@ -3653,7 +3704,7 @@ class Run:
             "script": find_script(self.args).stem,
             "run": self.name,
             "completed": not self.interrupted,
-            "diverged": sorted(find_diverged_agents(self.latest, agents)),
+            "diverged": list(self._find_diverged_agents()),
             "settings": vars(self.args),
             "seed": self.args.seed,
             "versions": versions,

@@ -2501,8 +2501,7 @@ def save_adapters(
         for i, folder in folders.items():
             save_adapter(args, model, i - run.exchange.agents.start, folder, tokenizer, about)
     except OSError as error:
-        reason = f"{run.folder}: {error}; what was saved before is kept, go on with --resume"
-        communicators.stop(reason, any_rank=True)
+        communicators.stop_at_file(run.folder, error)
 
 
 def save_best_adapters(args: Args, run: Run, model: nn.Module, tokenizer) -> None:

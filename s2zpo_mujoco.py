@@ -436,6 +436,7 @@ def main(args: Args) -> dict:
         total=args.total_iterations,
         units_per_iteration=trajectories,
         main_metric="charts/return_last_100",
+        finite=("charts/episodic_return", "charts/perturbed_return"),
         unit="trajectories",
         speed="charts/trajectories_per_second",
         about=f"{args.algorithm}, {d} parameters, mu {mu:.3g}, eta {eta:.3g}",
@@ -525,6 +526,10 @@ def main(args: Args) -> dict:
             exchange.count_bytes(listeners, [gathered.shape[1]] * n, 8)
         run.tick("exchange")
 
+        # A policy that is not finite has no return, which marks the agents as diverged
+        if not is_finite(policy):
+            returns.fill_(torch.nan)
+
         # Metrics: declared scalars, one row per agent
         rows = []
         for k in range(len(held)):
@@ -576,6 +581,11 @@ def main(args: Args) -> dict:
         timesteps_per_agent=round(total_steps / n),
         agent_steps_per_second=total_steps / max(run.train_seconds, 1e-9),
     )
+
+
+def is_finite(policy: Policy) -> bool:
+    """Whether a policy's parameters and normalisation are finite."""
+    return all(bool(values.isfinite().all()) for values in policy.state_dict().values())
 
 
 def describe_panel(answers: Tensor, differences: Tensor, vote: int) -> dict[str, float]:
@@ -824,8 +834,10 @@ def evaluate(
     """One episode in gymnasium's environment for each seed. Returns their returns [seeds].
 
     Actions are sampled, or the most probable ones (greedy). film: path of a video of the first
-    episode.
+    episode. A policy that is not finite has no return: NaN.
     """
+    if not is_finite(policy):
+        return np.full(len(seeds), np.nan)
     envs = [make_env(args, film=bool(film)) for _ in seeds]
     actions = Actions(args, envs[0].action_space)
     obs = [env.reset(seed=of_env)[0] for env, of_env in zip(envs, seeds, strict=True)]

@@ -461,12 +461,18 @@ def comments_of(path: Path) -> str:
     return "".join(line for line in lines if line.startswith("#"))
 
 
+def format_number(value: float) -> str:
+    """Six digits, but all of a whole number, which may be a counter."""
+    is_whole = value.is_integer() and abs(value) < 2**53
+    return f"{value:.0f}" if is_whole else f"{value:.6g}"
+
+
 def write(path: Path, comments: str, table: pd.DataFrame) -> None:
     """A CSV file with comments on top."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         file.write(comments)
-        table.to_csv(file, index=False, float_format="%.6g", lineterminator="\r\n")
+        table.to_csv(file, index=False, float_format=format_number, lineterminator="\r\n")
 
 
 # Tables

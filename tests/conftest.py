@@ -14,6 +14,8 @@ from crash import crash
 from helpers import only_run, tiny
 from tensorboard.summary.writer import event_file_writer
 
+import communicators
+
 
 def pytest_configure():
     """One core for each of pytest-xdist's workers: whatever a run does with all cores does not slow
@@ -88,7 +90,7 @@ def crashing():
     """crashing(moment, agent, iteration, run): `run()` in this process, up to that moment; handlers
     are put back.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in communicators.SIGNALS}
 
     def die():
         time.sleep(0.2)  # TensorBoard's thread, which a real crash would end, writes what it has

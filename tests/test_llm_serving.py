@@ -262,7 +262,7 @@ def test_a_full_disk_leaves_the_former_adapter(files, stacked, tmp_path, monkeyp
     monkeypatch.setattr(communicators, "write_atomically", fail_at_weights)
     folders = {2: tmp_path / "saved"}
     message = refusal(prpo_llm.save_adapters, args, run, model, tokenizer, folders, step=2, code=1)
-    assert "No space left on device; what was saved before is kept" in message
+    assert message.endswith("No space left on device")  # there is no checkpoint to go on from
     assert (tmp_path / "saved" / "adapter_model.safetensors").read_bytes() == before
     assert order[-1] == "adapter_model.safetensors" and {
         "adapter_config.json",

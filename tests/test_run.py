@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pandas
@@ -246,13 +248,16 @@ def test_a_full_disk_ends_with_one_line_and_keeps_what_was_saved(whole, tmp_path
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(SystemExit) as end:
-        toy.main(args_of(tmp_path), at=lambda iteration: full.append(1) if iteration == 4 else None)
-    message = end.value.code
-    assert "No space left" in message and "--resume" in message and "\n" not in message
-    folder = only_run(tmp_path)
+    for moment, saved in ((2, False), (4, True)):
+        run_dir = tmp_path / str(moment)
+        args = args_of(run_dir)
+        at = functools.partial(lambda due, now: full.append(1) if now == due else None, moment)
+        message = refusal(toy.main, args, at=at, code=1)
+        full.clear()
+        folder = only_run(run_dir)
+        assert "No space left" in message
+        assert ("go on with --resume" in message) == saved == any(files_of(folder))
     assert files_of(folder) == [[2]] * 3
-    full.clear()
     resume(folder)
     assert logs_of(folder) == logs_of(whole)
 
@@ -269,9 +274,7 @@ def test_a_run_whose_logs_cannot_be_closed_is_not_completed(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(communicators.Run, "finish", finish_on_a_full_disk)
-    with pytest.raises(SystemExit) as end:
-        toy.main(args_of(tmp_path))
-    assert "No space left" in end.value.code
+    assert "No space left" in refusal(toy.main, args_of(tmp_path), code=1)
     folder = only_run(tmp_path)
     assert not (folder / "summary.json").exists()
     monkeypatch.setattr(communicators.Run, "finish", finish)
@@ -323,6 +326,116 @@ def test_a_file_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
     assert path.read_bytes() == b"new content"
 
 
+# --- output ---
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [
+        "<&- >&- 2>&-",  # closed
+        ">/dev/full 2>/dev/full",
+        "2>&1 | true",  # a pipe that nobody reads
+        "> out 2>&1",  # in ASCII
+    ],
+)
+def test_output_does_not_decide_about_a_run(streams, whole, tmp_path):
+    """Nor does it get into its logs: not the line by which a signal is answered, either."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import contextlib, os, signal, subprocess, sys, toy, communicators\n"
+        "args = communicators.parse_args(toy.Args, toy.check_args)\n"
+        "print('—' * 100_000, sys.stdin.read(), flush=True)\n"
+        "print('—' * 100_000, file=sys.stderr, flush=True)\n"
+        "def interrupt(iteration):\n"
+        "    if iteration == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        with contextlib.suppress(OSError):\n"
+        "            os.write(2, b'from a library')\n"
+        "        subprocess.run(['sh', '-c', 'exec 3>&2'], check=True)\n"  # children have it, too
+        "toy.main(args, at=interrupt)\n"
+    )
+    path = os.pathsep.join([str(TOY.parent), environment()["PYTHONPATH"]])
+    settings = environment(PYTHONPATH=path, PYTHONIOENCODING="ascii")
+    start = shlex.join([sys.executable, str(program), "--run-dir", "runs"])
+    command = f"({start}; echo $? > code) {streams}"
+    nothing = subprocess.DEVNULL
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, env=settings, stdin=nothing, check=True)
+    assert int((tmp_path / "code").read_text()) == 128 + signal.SIGTERM
+    folder = only_run(tmp_path / "runs")
+    assert files_of(folder) == [[2, 3]] * 3
+    resume(folder)
+    assert_same(folder, whole)
+    if "out" in streams:
+        output = (tmp_path / "out").read_text()
+        assert "\\u2014" * 100_000 in output and "\\xb1" in output
+
+
+# --- the lock ---
+
+
+@pytest.fixture
+def running(tmp_path):
+    """(folder, process): a run in a process of its own, waiting in its third iteration for a file
+    `go`.
+    """
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pathlib, time, toy, communicators\n"
+        "def wait(iteration):\n"
+        "    if iteration == 3:\n"
+        "        pathlib.Path('waiting').touch()\n"
+        "        while not pathlib.Path('go').exists():\n"
+        "            time.sleep(0.05)\n"
+        "toy.main(communicators.parse_args(toy.Args, toy.check_args), at=wait)\n"
+    )
+    process = Child(program, "--run-dir", tmp_path / "runs", cwd=tmp_path)
+    try:
+        limit = time.monotonic() + 60
+        while not (tmp_path / "waiting").exists():
+            assert process.poll() is None and time.monotonic() < limit, process.communicate()
+            time.sleep(0.05)
+        yield only_run(tmp_path / "runs"), process
+    finally:
+        process.kill()
+
+
+def test_a_second_process_cannot_go_on_with_a_live_run(running, whole, tmp_path):
+    """It ends before it changes anything, and the run's logs are complete."""
+    folder, process = running
+    before = contents_of(folder)
+    second = Child(TOY, "--resume", folder, "--save-every", 1, cwd=tmp_path)
+    [((_, errors), code)] = outcomes([second])
+    assert (errors, code) == (f"{folder}: another process is training in this folder\n", 1)
+    assert contents_of(folder) == before
+    (tmp_path / "go").touch()
+    [((_, errors), code)] = outcomes([process])
+    assert code == 0, errors
+    assert_same(folder, whole)
+
+
+def test_a_killed_process_and_a_finished_run_free_the_folder(running, tmp_path):
+    """This process, which goes on with the run twice, too, lives on when another one does."""
+    folder, process = running
+    process.send_signal(signal.SIGKILL)
+    assert outcomes([process])[0][1] == -signal.SIGKILL
+    (tmp_path / "go").touch()
+    for _ in range(2):
+        assert resume(folder)["completed"]
+    [((_, errors), code)] = outcomes([Child(TOY, "--resume", folder, cwd=tmp_path)])
+    assert code == 0, errors
+
+
+@pytest.mark.parametrize("system", ["Windows", "a file system without locks"])
+def test_without_file_locks_a_line_says_so(system, tmp_path, monkeypatch, capsys):
+    if system == "Windows":
+        monkeypatch.setattr(communicators, "fcntl", None)
+    else:
+        no_locks = OSError(errno.ENOLCK, "No locks available")
+        monkeypatch.setattr(communicators.fcntl, "lockf", mock.Mock(side_effect=no_locks))
+    assert toy.main(args_of(tmp_path))["completed"]
+    assert capsys.readouterr().out.count("no file locks here") == 1
+
+
 # --- names, folders, logs ---
 
 
@@ -370,9 +483,13 @@ def test_slow_progress_has_decimals(rate, text, capsys):
     assert capsys.readouterr().out == f"{line}\n\r\033[K{line}"
 
 
-@pytest.mark.parametrize("name", ["../..", "/etc", "a/b\\c", "x" * 300, "..", "ü?*:"])
+@pytest.mark.parametrize(
+    "name", ["../..", "/etc", "a/b\\c", "x" * 300, "..", "ü?*:", "学" * 80, "a" + "学" * 80]
+)
 def test_no_name_leaves_the_folder_of_runs(name, tmp_path):
-    """Long ones are cut, and whatever is no good in a file's name is replaced."""
+    """Long ones are cut, in the middle of no character, and whatever is no good in a file's name is
+    replaced.
+    """
     (tmp_path / "runs").mkdir()
     args = args_of(tmp_path / "runs", "--exp-name", name, "--iterations", "1")
     toy.main(args, name="+".join(["MiniGrid-KeyCorridorS3R3-v0"] * 20))
@@ -409,6 +526,46 @@ def test_tables_that_a_person_analyses(whole):
     assert communicator.query("listener == 2 and peer == 0")["weight"].eq(0).all()
 
 
+def test_counters_keep_their_digits(tmp_path, monkeypatch):
+    """Of metrics, of what all agents have in common, of matrices and of evaluations."""
+    log = communicators.Run.log
+    log_evaluation = communicators.Run.log_evaluation
+
+    def count(self, rows, C, distances, scalars):
+        for row in rows:
+            row["charts/steps"] = 5_675_562
+            row["charts/fraction"] = 1 / 3
+        self.exchange.bytes_sent = 123_456_789_012
+        far = torch.full_like(C, 12_345_677.0)
+        log(self, rows, C, far, scalars | {"charts/bits": 7_654_321.0})
+
+    def count_evaluation(self, results):
+        return_of = {"return": np.array([2_345_677.0, 2_345_679.0])}
+        log_evaluation(self, [{"line": return_of}] * len(results))
+
+    monkeypatch.setattr(communicators.Run, "log", count)
+    monkeypatch.setattr(communicators.Run, "log_evaluation", count_evaluation)
+    toy.main(args_of(tmp_path))
+    folder = only_run(tmp_path)
+    rows = {}
+    for name in ("metrics", "communicator", "evaluations"):
+        with open(folder / f"{name}.csv", newline="") as file:
+            rows[name] = list(csv.DictReader(file))[-1]
+    expected = {
+        "steps": "5675562",
+        "fraction": "0.333333",
+        "bits": "7654321",
+        "communication_bytes": "123456789012",
+    }
+    assert {column: rows["metrics"][column] for column in expected} == expected
+    assert rows["communicator"]["distance"] == "12345677"
+    assert rows["evaluations"]["mean_return"] == "2345678"
+    table = pandas.DataFrame({"steps": [5_675_562.0, math.nan], "fraction": [1 / 3, -2.5e-7]})
+    plot.write(tmp_path / "table.csv", "# a comment\n", table)
+    text = (tmp_path / "table.csv").read_text()
+    assert text == "# a comment\nsteps,fraction\n5675562,0.333333\n,-2.5e-07\n"
+
+
 def test_time_left_beyond_a_day(tmp_path, monkeypatch, capsys):
     """Hours go on counting."""
     now = iter(range(0, 10**9, 10_000))
@@ -420,6 +577,18 @@ def test_time_left_beyond_a_day(tmp_path, monkeypatch, capsys):
         and int(left[0][0]) >= 24
         and (int(left[0][0]) * 3600 + int(left[0][1]) * 60 + int(left[0][2])) % 19 == 0
     )
+
+
+def test_a_clock_that_is_set_back_changes_no_duration(tmp_path, monkeypatch, capsys):
+    """An hour at every look; the name of the folder shows the clock."""
+    clock = itertools.count(10**9, -3600)
+    seconds = itertools.count(5.0, 11.0)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    summary = toy.main(args_of(tmp_path))
+    assert only_run(tmp_path).name.endswith(f"__{10**9}")
+    assert summary["wall_seconds"] > 60
+    assert re.findall(r"iteration (\d)/6 ", capsys.readouterr().out) == list("123456")
 
 
 @pytest.mark.parametrize(
@@ -449,7 +618,8 @@ def test_a_diverged_agent_is_named_once(term, value, tmp_path, capsys):
         patch.setattr(communicators.Run, "log", with_nan)
         summary = toy.main(args_of(tmp_path), at=poison)
     output = capsys.readouterr().out
-    assert output.count("has diverged") == 1 and "iteration 3: agent 1 has diverged" in output
+    line = f"iteration 3: agent 1 has diverged: losses/{term} is {value}"
+    assert output.count("has diverged") == 1 and line in output
     assert summary["diverged"] == [1] and summary["completed"]
     losses = pandas.read_csv(only_run(tmp_path) / "metrics.csv").query("agent == 1")[term]
     assert [math.isfinite(loss) for loss in losses] == [True, True, False, False, False, False]
@@ -567,6 +737,54 @@ def resume_longer(folder, iterations):
     toy.main(communicators.parse_args(toy.Args, toy.check_args, argv, may_change=("iterations",)))
 
 
+@pytest.mark.parametrize("failure", ["login", "TensorBoard", "a log"])
+def test_a_start_that_fails_leaves_a_finished_run_as_it_was(failure, whole, tmp_path, monkeypatch):
+    """Completed, with its settings: without --track the folder can be resumed as before."""
+    folder = Path(shutil.copytree(whole, tmp_path / whole.name))
+    before = contents_of(folder)
+
+    def fail(*arguments, **options):
+        raise OSError("no connection\nand more")
+
+    wandb = SimpleNamespace(init=lambda **_: None, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
+    owner, name = {
+        "login": (wandb, "init"),
+        "TensorBoard": (torch.utils.tensorboard, "SummaryWriter"),
+        "a log": (communicators.Run, "_open_csv"),
+    }[failure]
+    monkeypatch.setattr(owner, name, fail)
+    if failure == "login":
+        line = refusal(resume, folder, "--track", code=1)
+        assert line == "--track: Weights & Biases cannot be used: no connection"
+    else:
+        with pytest.raises(SystemExit, match="no connection"):  # and more
+            resume(folder, "--track")
+    after = contents_of(folder)
+    assert {path: after[path] for path in before} == before
+    assert not json.loads((folder / "config.json").read_text())["track"]
+
+
+def contents_of(folder):
+    """The content of each file in a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("length", [128, 129])
+def test_names_above_the_limit_of_wandb_are_cut_and_stay_different(length, monkeypatch):
+    received = []
+    wandb = SimpleNamespace(init=lambda **options: received.append(options))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    names = ["x" * (length - 1) + end for end in "12"]
+    for name in names:
+        communicators.Run._open_wandb(SimpleNamespace(name=name, args=toy.Args()))
+    used = [options["id"] for options in received]
+    assert used == [options["name"] for options in received]
+    assert [len(name) for name in used] == [128, 128] and used[0] != used[1]
+    assert (used == names) == (length == 128)
+
+
 # --- evaluations ---
 
 
@@ -652,6 +870,8 @@ def test_phases_end_when_the_gpu_has_finished(monkeypatch):
 
 # --- signals and ranks ---
 
+OF_SLURM = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
+
 
 def test_a_signal_is_answered_at_once_and_once(tmp_path, capfd):
     """Before the iteration has ended, and however many signals follow, as under torchrun, which
@@ -675,7 +895,8 @@ def test_a_signal_is_answered_at_once_and_once(tmp_path, capfd):
     assert "finishing" not in capfd.readouterr().err
 
 
-def test_sigterm_that_comes_twice_at_once_is_one_request(tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("number", OF_SLURM)
+def test_a_signal_that_comes_twice_at_once_is_one_request(number, tmp_path, capfd, monkeypatch):
     """Slurm sends it to every process, and torchrun passes its own on: the checkpoint is written.
 
     Later it ends the process, as a second Ctrl-C does.
@@ -685,19 +906,30 @@ def test_sigterm_that_comes_twice_at_once_is_one_request(tmp_path, capfd, monkey
     def interrupt(iteration):
         if iteration == 3:
             for _ in range(3):
-                os.kill(os.getpid(), signal.SIGTERM)
-            monkeypatch.setattr(communicators, "SAME_SIGTERM", -1.0)
+                os.kill(os.getpid(), number)
+            monkeypatch.setattr(communicators, "SAME_REQUEST", -1.0)
             kill = os.kill
             monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
-            kill(os.getpid(), signal.SIGTERM)
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            kill(os.getpid(), number)
+            assert signal.getsignal(number) == signal.SIG_DFL
 
     with pytest.raises(SystemExit) as end:
         toy.main(args_of(tmp_path), at=interrupt)
-    assert end.value.code == 128 + signal.SIGTERM
+    assert end.value.code == 128 + number
     assert files_of(only_run(tmp_path)) == [[2, 3]] * 3
     assert capfd.readouterr().err.count("finishing this iteration") == 1
-    assert killed == [(os.getpid(), signal.SIGTERM)]
+    assert killed == [(os.getpid(), number)]
+
+
+def test_nohup_is_respected(tmp_path, monkeypatch):
+    """A run started with it goes on when its terminal is closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        at = functools.partial(lambda number, _: os.kill(os.getpid(), number), signal.SIGHUP)
+        assert toy.main(args_of(tmp_path), at=at)["completed"]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_run_that_starts_anew_forgets_what_was_saved_before(whole, tmp_path):
@@ -727,20 +959,21 @@ def test_a_signal_during_the_last_evaluation_says_so(tmp_path, capfd, monkeypatc
         return finish(self)
 
     monkeypatch.setattr(communicators.Run, "finish", interrupt)
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(number) for number in communicators.SIGNALS]
     assert toy.main(args_of(tmp_path))["completed"]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(number) for number in communicators.SIGNALS] == handlers
     assert "\nfinishing the evaluation; Ctrl-C again to end at once\n" in capfd.readouterr().err
 
 
-def test_a_signal_ends_the_run_after_its_iteration(whole, tmp_path, capsys):
+@pytest.mark.parametrize("number", OF_SLURM)
+def test_a_signal_ends_the_run_after_its_iteration(number, whole, tmp_path, capsys):
     """With a checkpoint, a summary and the signal's exit code; the resumed run is the whole one."""
     with pytest.raises(SystemExit) as end:
         toy.main(
             args_of(tmp_path),
-            at=lambda iteration: os.kill(os.getpid(), signal.SIGTERM) if iteration == 3 else None,
+            at=lambda iteration: os.kill(os.getpid(), number) if iteration == 3 else None,
         )
-    assert end.value.code == 128 + signal.SIGTERM
+    assert end.value.code == 128 + number
     folder = only_run(tmp_path)
     assert (
         f"interrupted after iteration 3 of 6; go on with --resume {folder}"

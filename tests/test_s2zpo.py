@@ -634,6 +634,49 @@ def test_a_central_run_resumes_with_its_pairs(tmp_path):
     assert (args.num_agents, args.num_pairs) == (1, 12)
 
 
+@pytest.mark.parametrize("damaged", ["network.0.bias", "obs_mean"])
+@pytest.mark.parametrize("iteration", [2, 4])
+def test_a_policy_that_is_not_finite_is_reported(damaged, iteration, tmp_path, monkeypatch, capsys):
+    """In CartPole, whose returns are finite whatever is done; in the last iteration, too."""
+    set_parameters = communicators.unflatten
+    calls = []
+
+    def poison(parameters, networks):
+        set_parameters(parameters, networks)
+        calls.append(1)
+        if len(calls) == 2 * iteration:  # candidates, then the policy, in every iteration
+            networks[0].state_dict()[damaged][0] = math.nan
+
+    monkeypatch.setattr(communicators, "unflatten", poison)
+    monkeypatch.setattr(communicators.Exchange, "broadcast_networks", lambda *_: None)
+    settings = TINY | {"run_dir": str(tmp_path), "norm_obs": False}
+    summary = s2zpo_mujoco.main(Args(**settings))
+    folder = only_run(tmp_path)
+    output = capsys.readouterr().out
+    assert summary["completed"] and summary["diverged"] == [0, 1, 2]
+    for i in range(3):
+        line = f"iteration {iteration}: agent {i} has diverged: charts/episodic_return is nan"
+        assert output.count(line) == output.count(f"agent {i} has diverged") == 1
+    returns = [row["episodic_return"] for row in rows_of(folder)]
+    expected = [k < iteration for k in range(1, 5) for _ in range(3)]
+    assert [value != "nan" for value in returns] == expected
+    assert summary["evaluation"]["group"] is None
+
+
+def test_returns_that_are_not_finite_are_reported(tmp_path, monkeypatch):
+    """Of the perturbed policy alone, of one agent alone."""
+    rollout = s2zpo_mujoco.rollout
+
+    def poison(*inputs):
+        returns, *rest = rollout(*inputs)
+        returns[1, 1, 0, 0] = math.inf
+        return returns, *rest
+
+    monkeypatch.setattr(s2zpo_mujoco, "rollout", poison)
+    summary, _ = train(tmp_path)
+    assert summary["diverged"] == [1] and summary["evaluation"]["group"] is not None
+
+
 def test_an_interrupted_run_saves_and_goes_on(tmp_path, monkeypatch):
     """Ctrl-C ends the run after the iteration, with a checkpoint."""
     combine = s2zpo_mujoco.combine

@@ -959,6 +959,7 @@ def test_a_run_leaves_no_litter(script, finished):
     assert names == {
         "agent_N.safetensors",
         "checkpoints",
+        "lock",
         "videos",
         "config.json",
         "summary.json",

@@ -178,7 +178,7 @@ class Recorder(BaseCallback):
         self.episodes = []  # (return, length) of those that ended in this iteration
         self.last_returns = deque(maxlen=100)
         self.last_tick = 0.0
-        self.last_line = 0.0
+        self.last_line = -math.inf
 
     def tick(self, phase: str) -> None:
         """Add the time since the last call to a phase."""
@@ -232,11 +232,11 @@ class Recorder(BaseCallback):
         self.writer.writerow(row)
         self.file.flush()
         self.episodes = []
-        if time.time() - self.last_line > 10:
+        if time.monotonic() - self.last_line > 10:
             progress = f"{self.num_timesteps:,} of {self.args.total_timesteps:,} timesteps"
             speed = f"{steps_per_second:,.0f} agent-steps/s"
             print(f"{progress}  {speed}  return {self.training_return():.2f}", flush=True)
-            self.last_line = time.time()
+            self.last_line = time.monotonic()
 
     def training_return(self) -> float:
         """Mean return of the last 100 episodes."""
@@ -347,7 +347,7 @@ def evaluate_model(args: Args, model: PPO) -> np.ndarray:
 
 def main(args: Args, make_model: Callable = make_model) -> dict:
     """Train, evaluate, and return what summary.json holds."""
-    started = time.time()
+    started = time.monotonic()
     if args.threads:
         torch.set_num_threads(args.threads)
     run_folder = make_run_folder(args)
@@ -383,7 +383,7 @@ def main(args: Args, make_model: Callable = make_model) -> dict:
         "agent_steps_per_second": model.num_timesteps / train_seconds,
         "train_seconds": train_seconds,
         "seconds": dict(recorder.clock),
-        "wall_seconds": time.time() - started,
+        "wall_seconds": time.monotonic() - started,
         "training_return": {
             "episodes": 100,
             "group": recorder.training_return(),

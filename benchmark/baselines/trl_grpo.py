@@ -88,7 +88,7 @@ def prepare(args: Args) -> None:
 
 def main(args: Args) -> dict:
     """Train, and return what summary.json holds."""
-    started = time.time()
+    started = time.monotonic()
     import torch
     import trl.trainer.utils
     from datasets import Dataset
@@ -179,7 +179,7 @@ def main(args: Args) -> dict:
         "completions_per_second": len(lengths) / clock.seconds,
         "train_seconds": clock.seconds,
         "seconds": {},
-        "wall_seconds": time.time() - started,
+        "wall_seconds": time.monotonic() - started,
         "training_reward": {"agents": [None]},
     }
     folder.mkdir(parents=True, exist_ok=True)
