@@ -51,7 +51,6 @@ import io
 import itertools
 import json
 import math
-import operator
 import os
 import queue
 import re
@@ -82,6 +81,7 @@ import torch.nn as nn
 import tyro
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
+from scipy.special import stdtrit
 from torch import Tensor
 
 try:
@@ -2698,38 +2698,6 @@ def derive_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
 
 
-@functools.cache
-def student_t(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t with a natural number of degrees of freedom.
-
-    Its error is below 1e-6. The probability within +-t is a finite sum in the angle
-    arctan(t / sqrt(degrees)): Abramowitz and Stegun, 26.7.3 and 26.7.4. It is solved by bisection.
-    """
-    is_odd = degrees % 2 == 1
-
-    def probability_within(angle: float) -> float:
-        cosine = math.cos(angle)
-        first_term = cosine if is_odd else 1.0
-        first_k = 3 if is_odd else 2
-        factors = [(k - 1) / k * cosine**2 for k in range(first_k, degrees, 2)]
-        terms = itertools.accumulate([first_term, *factors], operator.mul)
-        if not is_odd:
-            return math.sin(angle) * sum(terms)
-        if degrees == 1:
-            return 2 / math.pi * angle
-        return 2 / math.pi * (angle + math.sin(angle) * sum(terms))
-
-    low = 0.0
-    high = math.pi / 2
-    for _ in range(50):
-        middle = (low + high) / 2
-        if probability_within(middle) < 0.95:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(degrees) * math.tan(low)
-
-
 def mean(values) -> float:
     """The mean, NaN of no values: an agent without a finished episode has no return."""
     return float(np.mean(values)) if len(values) else math.nan
@@ -2744,7 +2712,8 @@ def mean_and_half_interval(values) -> tuple[float, float]:
     samples = samples[~np.isnan(samples)]
     half = math.nan
     if len(samples) > 1:
-        half = student_t(len(samples) - 1) * samples.std(ddof=1) / math.sqrt(len(samples))
+        quantile = stdtrit(len(samples) - 1, 0.975)
+        half = float(quantile * samples.std(ddof=1) / math.sqrt(len(samples)))
     return mean(samples), half
 
 
