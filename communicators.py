@@ -234,13 +234,17 @@ def from_csv(path: str, num_agents: int) -> Tensor:
 
 
 def read_table(path: str) -> Tensor:
-    """Comma-separated numbers in a local file, # begins a comment: float64 [rows, columns].
+    """Numbers in a local file, apart by "," or, as some spreadsheets write them, ";".
 
-    Raises ValueError and OSError if it cannot be read.
+    # begins a comment. Returns float64 [rows, columns]. Raises ValueError and OSError if it cannot
+    be read.
     """
-    with open(path) as file, warnings.catch_warnings():
+    # Spreadsheets also write a byte-order mark
+    with open(os.path.expanduser(path), encoding="utf-8-sig") as file:
+        text = file.read().replace(";", ",")
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a file without numbers, whose size tells
-        return torch.from_numpy(np.loadtxt(file, delimiter=",", ndmin=2))
+        return torch.from_numpy(np.loadtxt(io.StringIO(text), delimiter=",", ndmin=2))
 
 
 def _check_matrix(matrix: Tensor, num_agents: int) -> None:
@@ -837,7 +841,7 @@ class Exchange:
     def __init__(self, num_agents: int, device: str | torch.device = "cpu", timeout: float = 600.0):
         self.distributed = "RANK" in os.environ  # torchrun sets it
         self.rank = int(os.environ["RANK"]) if self.distributed else 0
-        self.world_size = int(os.environ["WORLD_SIZE"]) if self.distributed else 1
+        self.world_size = get_world_size()
         if num_agents % self.world_size:
             message = f"{num_agents} agents cannot be shared by {self.world_size} ranks"
             raise ValueError(f"{message}; use a divisor")
@@ -2147,6 +2151,10 @@ class RunArgs:
 
     def __post_init__(self):
         self.exp_name = self.exp_name or find_script(self).stem
+        # A shell leaves the "~" of --run-dir=~/runs as it is
+        for name in ("run_dir", "resume", "eval_only", "identity", "trust"):
+            if hasattr(self, name):
+                setattr(self, name, os.path.expanduser(getattr(self, name)))
         is_file = self.communicator not in list_communicators(type(self))
         if is_file and not self.communicator_matrix:
             # `parse_args` refuses what cannot be read
@@ -2170,6 +2178,16 @@ def list_communicators(Args: type) -> tuple[str, ...]:
 def get_local_rank() -> int:
     """The number of this rank on its machine; rank 0 reports what the machine lacks."""
     return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def get_world_size() -> int:
+    """The number of torchrun's processes; 1 without torchrun."""
+    if "RANK" not in os.environ:
+        return 1
+    if "WORLD_SIZE" not in os.environ:
+        message = "RANK is set without WORLD_SIZE: start with torchrun, or unset RANK"
+        stop(message, WRONG_VALUE, any_rank=True)
+    return int(os.environ["WORLD_SIZE"])
 
 
 def find_script(args: RunArgs) -> Path:
@@ -2288,7 +2306,7 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
         args = read_played_settings(args, argv)
     elif args.resume:
         args = _read_resumed_settings(args, argv, may_change, again)
-    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    world_size = get_world_size()
     if args.agents_at_once % world_size:
         flag = "num_agents"
         valid = f"must be a multiple of the {world_size} processes"
@@ -2301,9 +2319,11 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     _check_device(args)
     if args.track and not importlib.util.find_spec("wandb"):
         refuse(args, "track", "wandb is not installed")
-    _check_run_dir(args)
+    plays_only = bool(getattr(args, "eval_only", ""))  # and writes nothing but films
+    if not plays_only:
+        _check_run_dir(args)
     check(args)
-    if not getattr(args, "eval_only", ""):
+    if not plays_only:
         _check_exchange(args)
     return args
 

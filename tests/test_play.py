@@ -6,12 +6,14 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from helpers import (
+    FEDAVG_MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
@@ -25,6 +27,8 @@ from helpers import (
     rows_of,
     run_ranks,
 )
+
+import fedavg_ppo
 
 MINIGRID_SCRIPTS = on([PRPO_MINIGRID, PRTRPO_MINIGRID])
 EXAMPLE = re.search(
@@ -398,6 +402,19 @@ def test_playing_a_run_gives_its_own_evaluation_and_writes_nothing(script, whole
     output = capsys.readouterr().out  # one episode has no interval
     assert "nan" not in output and "±" not in output
     assert contents(folder) == before
+
+
+@on([PRPO_MINIGRID, FEDAVG_MINIGRID])
+def test_playing_needs_no_folder_to_write_to(script, whole_run, tmp_path, monkeypatch):
+    """Nor space on the disk, or a short path: it writes nothing."""
+    (tmp_path / "file").write_text("")
+    folder = str(whole_run(script))
+    monkeypatch.setenv("HOME", str(Path(folder).parent))
+    for played in (folder, f"~/{Path(folder).name}"):
+        argv = ["--eval-only", played, "--run-dir", str(tmp_path / "file")]
+        assert script.parse_args(argv).eval_only == folder
+        family, _ = fedavg_ppo.choose_family(["--eval-only", played, "--env-id", "ALE/Pong-v5"])
+        assert family is script.of_family
 
 
 @MINIGRID_SCRIPTS

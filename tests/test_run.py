@@ -333,6 +333,17 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch
     assert {path.name for path in tmp_path.iterdir()} == {f"toy__1__{stamp}" for stamp in stamps}
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    """A shell leaves that of --run-dir=~/runs as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "C.csv").write_text("1,0,0\n0,1,0\n0,0,1\n")
+    toy.main(args_of("~/runs", "--communicator", "~/C.csv"))
+    folder = only_run(tmp_path / "runs")
+    assert resume(f"~/runs/{folder.name}")["completed"]
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_restart_finds_the_newest_run_with_its_settings(tmp_path, monkeypatch):
     """The newest by number; the first start of a torchrun makes a new folder."""
     configs = {"toy__1__9": "mine", "toy__1__10": "mine", "toy__1__11": "other"}
@@ -759,6 +770,14 @@ def test_a_signal_ends_the_run_after_its_iteration(whole, tmp_path, capsys):
     )
     resume(folder)
     assert_same(folder, whole)
+
+
+def test_a_rank_without_a_world_is_refused_in_one_line(tmp_path, monkeypatch):
+    """Left in the environment by something else than torchrun."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for start in (lambda: args_of(tmp_path), lambda: communicators.Exchange(3)):
+        assert refusal(start).startswith("RANK is set without WORLD_SIZE")
 
 
 @pytest.mark.parametrize("other", [["--seed", "2"], ["--eval-every", "3"], ["--exp-name", "x"]])
