@@ -2063,7 +2063,7 @@ class Peers:
         view.round = self.iteration
 
 
-# --- 3. arguments: every flag declares its bounds in its type, and bad input ends in one line ---
+# --- 3. arguments: every flag declares its bounds in its type ---
 
 
 class Bound(NamedTuple):
@@ -2218,13 +2218,17 @@ def stop(message: str, code: int = 1, any_rank: bool = False) -> NoReturn:
     The first rank of each machine reports, since another machine may lack a file or a GPU; any rank
     that may be the only one with this problem, too (any_rank).
     """
-    rank = os.environ.get("RANK", "0")
-    first_here = rank == "0" or os.environ.get("LOCAL_RANK", rank) == "0"
-    if any_rank or first_here:
+    if any_rank or _is_first_here():
         print(message.strip(), file=sys.stderr, flush=True)
     end = SystemExit(message.strip())
     end.code = code
     raise end
+
+
+def _is_first_here() -> bool:
+    """Whether this rank is the first of its machine."""
+    rank = os.environ.get("RANK", "0")
+    return rank == "0" or os.environ.get("LOCAL_RANK", rank) == "0"
 
 
 def first_line(error: BaseException) -> str:
@@ -2245,30 +2249,29 @@ def refuse(args: RunArgs, flag: str, valid: str, any_rank: bool = False) -> NoRe
 
 
 def read_flags(Args: type, argv: list[str] | None = None, **options):
-    """tyro's arguments, within the bounds of their types; an error ends in one line, not a box."""
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            description = sys.modules[Args.__module__].__doc__
-            args = tyro.cli(Args, args=argv, description=description, **options)
-    except SystemExit as end:
-        if end.code in (None, 0):
-            raise
-        _stop_with_error_of_tyro(errors.getvalue())
-    for name, hint in typing.get_type_hints(Args, include_extras=True).items():
+    """tyro's arguments, within the bounds of their types; what it refuses, tyro says itself."""
+    words = sys.argv[1:] if argv is None else argv
+    hints = typing.get_type_hints(Args, include_extras=True)
+    _refuse_true_and_false(words, hints)
+    description = sys.modules[Args.__module__].__doc__
+    args = tyro.cli(
+        Args, args=words, description=description, console_outputs=_is_first_here(), **options
+    )
+    for name, hint in hints.items():
         _check_bounds(args, name, _find_bounds(hint))
     return args
 
 
-def _stop_with_error_of_tyro(box: str) -> NoReturn:
-    """End with one line that has the message of a box drawn by tyro."""
-    text = re.sub(r"\x1b\[[\d;]*m", "", box)
-    # Without the frame and its title
-    lines = [line.strip(" │─") for line in text.splitlines() if line.startswith("│")]
-    message = " ".join(line for line in lines if line).split(" For full helptext")[0]
-    invalid_choice = r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)\."
-    message = re.sub(invalid_choice, r"\2 \1: choose from \3", message)
-    stop(message.split(" Argument helptext")[0], WRONG_VALUE)
+def _refuse_true_and_false(words: list[str], hints: dict) -> None:
+    """Refuse `--anneal-lr False`, of which tyro would not name the flag."""
+    for word, next_word in itertools.pairwise([*words, ""]):
+        flag, _, value = word.partition("=")
+        value = value or next_word
+        name = flag.removeprefix("--").replace("-", "_").removeprefix("no_")
+        if hints.get(name) is bool and value.lower() in ("true", "false"):
+            on = f"--{name.replace('_', '-')}"
+            off = on.replace("--", "--no-", 1)
+            stop(f"{flag} {value}: takes no value; write {on} or {off}", WRONG_VALUE)
 
 
 def _find_bounds(hint) -> list[Bound]:

@@ -1522,7 +1522,7 @@ TOOL = {
     "no folder": (["--partition", "iid"], "--out-dir"),
     "no such partition": (
         ["--out-dir", "x", "--partition", "even"],
-        "--partition even: choose from",
+        "invalid choice 'even' for argument '--partition'",
     ),
     "overlap": (
         ["--out-dir", "x", "--partition", "coverage", "--overlap", "4"],

@@ -871,7 +871,7 @@ BAD = {
     "an empty layer": (["--hidden-sizes", "8", "0"], ["--hidden-sizes 8 0", "at least 1"]),
     "no radius": (["--mu", "0"], ["--mu 0", "positive"]),
     "no step": (["--eta", "-1"], ["--eta -1", "positive"]),
-    "unknown link": (["--link", "cauchit"], ["--link cauchit", "'probit'"]),
+    "unknown link": (["--link", "cauchit"], ["--link", "'cauchit'", "'probit'"]),
     "no pairs": (["--num-pairs", "0"], ["--num-pairs 0", "at least 1"]),
     "no scale": (["--link-scale", "nan"], ["--link-scale nan", "positive"]),
     "a task that envpool lacks": (

@@ -96,9 +96,9 @@ BAD = {
     "no value": (["--seed"], ["--seed", "value"]),
     "unknown mixture or direction": (
         ["--kl-direction", "up"],
-        ["--kl-direction up", "'forward', 'reverse'"],
+        ["--kl-direction", "'up'", "'forward', 'reverse'"],
     ),
-    "unknown topology": (["--topology", "star"], ["--topology star", "'full', 'ring'"]),
+    "unknown topology": (["--topology", "star"], ["--topology", "'star'", "'full', 'ring'"]),
     "no trust region": (["--target-kl", "0"], ["--target-kl 0", "positive"]),
     "no time": (["--timeout", "0"], ["--timeout 0", "positive"]),
     "too much time": (["--timeout", "1e300"], ["--timeout 1e+300", "be at most 1e9"]),
@@ -224,7 +224,7 @@ BAD_AGGREGATION |= {
     ),
     "a private trunk": (
         ["--aggregation", "weights", "--private-heads", "network"],
-        ["--private-heads network", "'actor', 'critic'"],
+        ["--private-heads", "'network'", "'actor', 'critic'"],
     ),
     "private heads beside a pull": (
         ["--aggregation", "proximal", "--private-heads", "critic"],
@@ -301,9 +301,30 @@ def test_bounds_include_their_ends(script):
     [pytest.param(script, *rest, id=f"{case}-{script}") for script, case, *rest in CASES],
 )
 def test_bad_input_ends_with_one_line(script, argv, words):
-    """It names the flag, the value and what would be valid."""
+    """Or tyro's box. It names the flag, the value and what would be valid."""
     message = complaint(script, argv)
     assert all(word in message for word in words), message
+
+
+@every_family
+def test_true_and_false_are_refused_with_a_hint(script):
+    """tyro would name neither the flag nor the remedy."""
+    hint = "takes no value; write --anneal-lr or --no-anneal-lr"
+    for argv in (["--anneal-lr", "False"], ["--anneal-lr=False"], ["--anneal_lr", "False"]):
+        assert complaint(script, argv) == f"{argv[0].split('=')[0]} False: {hint}"
+    assert complaint(script, ["--no-anneal-lr", "true"]) == f"--no-anneal-lr true: {hint}"
+    assert not script.parse_args(["--no-anneal-lr", "--exp-name", "False"]).anneal_lr
+
+
+def test_only_the_first_rank_prints_a_box(monkeypatch, capsys):
+    """Or torchrun would print one for each process."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank, printed in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            PRPO_MINIGRID.parse_args(["--num-envz", "3"])
+        assert end.value.code == 2
+        assert ("--num-envz" in capsys.readouterr().err) == printed
 
 
 @pytest.mark.parametrize("case", BAD_FEDAVG)
