@@ -60,7 +60,6 @@ import sys
 import tempfile
 import threading
 import time
-import types
 import typing
 import urllib.parse
 import warnings
@@ -2239,10 +2238,13 @@ def first_line(error: BaseException) -> str:
 
 def refuse(args: RunArgs, flag: str, valid: str, any_rank: bool = False) -> NoReturn:
     """End with one line that names the flag, its value and what would be valid, as `stop`."""
-    value = getattr(args, flag)
-    if isinstance(value, tuple):
-        value = " ".join(map(str, value))
+    value = _show(getattr(args, flag))
     stop(f"--{flag.replace('_', '-')} {value}: {valid}", WRONG_VALUE, any_rank)
+
+
+def _show(value: object) -> str:
+    """A flag's value as on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 # The command line
@@ -2560,45 +2562,57 @@ def check_aggregation(args: RunArgs) -> None:
 # The settings of an existing run: --resume and --eval-only
 
 
-def read_settings(args: RunArgs, flag: str) -> dict:
-    """The settings of the run whose folder `flag` names, as its config.json has them."""
-    path = Path(getattr(args, flag), "config.json")
+def list_words(args: RunArgs) -> list[str]:
+    """The words of a command line that give these settings, where they differ from the defaults.
+
+    Without --resume, which the settings do not depend on.
+    """
+    defaults = vars(type(args)())
+    words = []
+    for name, value in vars(args).items():
+        if value == defaults[name] or name in ("resume", *_list_contents(type(args))):
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, tuple | list):
+            # The first one may begin with a dash
+            first = [f"--{flag}={part}" for part in value[:1]] or [f"--{flag}"]
+            words += [*first, *map(str, value[1:])]
+        else:
+            words.append(f"--{flag}={value}")
+    return words
+
+
+def _list_contents(Args: type) -> list[str]:
+    """The settings that are no flags: what a flag's file held when the run began."""
+    hints = typing.get_type_hints(Args, include_extras=True)
+    return [
+        name for name in hints if tyro.conf.Suppress in getattr(hints[name], "__metadata__", ())
+    ]
+
+
+def read_run(given: RunArgs, flag: str, words: Iterable[str] = ()) -> RunArgs:
+    """The arguments of the run whose folder `flag` names, with these words behind its own."""
+    folder = getattr(given, flag)
     try:
-        stored = dict(json.loads(path.read_text()))
+        config = dict(json.loads(Path(folder, "config.json").read_text()))
     except (TypeError, ValueError, OSError, RecursionError) as error:
-        refuse(args, flag, f"must be the folder of a run, with its config.json ({error})")
-    stored.pop("elastic_run", None)
-    script = stored.pop("script", None)
-    if script != find_script(args).stem or stored.keys() != vars(args).keys():
-        refuse(args, flag, f"must be a run of this version of {find_script(args).name}")
-    # JSON has no tuples
-    settings = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
-    }
-    hints = typing.get_type_hints(type(args))
-    for name, value in settings.items():
-        if not _is_of_type(value, hints[name]):
-            refuse(args, flag, f"its config.json has a {name} that is none: {value!r:.60}")
-    return settings
-
-
-def _is_of_type(value: object, hint: object) -> bool:
-    """Whether a value from JSON suits the type of a flag."""
-    kind = typing.get_origin(hint)
-    inner = typing.get_args(hint)
-    if kind is Literal:
-        return value in inner
-    if kind in (typing.Union, types.UnionType):
-        return any(_is_of_type(value, option) for option in inner)
-    if kind is tuple:
-        if not isinstance(value, tuple):
-            return False
-        if inner[-1] is Ellipsis:
-            inner = (inner[0],) * len(value)
-        return len(value) == len(inner) and all(map(_is_of_type, value, inner))
-    if isinstance(value, bool):  # which is an int, too
-        return hint is bool
-    return isinstance(value, float | int if hint is float else hint)
+        refuse(given, flag, f"must be the folder of a run, with its config.json ({error})")
+    script = find_script(given)
+    of_this_version = f"must be a run of this version of {script.name}"
+    command = config.get("command")
+    is_list_of_words = isinstance(command, list) and all(isinstance(x, str) for x in command)
+    if config.get("script") != script.stem or not is_list_of_words:
+        refuse(given, flag, of_this_version)
+    Args = type(given)
+    contents = {name: str(config.get(name, "")) for name in _list_contents(Args)}
+    # The folder comes first, because the first word could have tyro write a file
+    words = [f"--{flag.replace('_', '-')}={folder}", *command, *words]
+    try:
+        return read_flags(Args, words, default=Args(**contents))
+    except SystemExit:
+        refuse(given, flag, of_this_version)
 
 
 def _read_resumed_settings(
@@ -2610,14 +2624,13 @@ def _read_resumed_settings(
     `may_change`. Flags in `again` may name code: it is executed only if the flag is given again,
     because the run may be someone else's.
     """
-    Args = type(given)
-    stored = Args(**read_settings(given, "resume") | {"resume": given.resume})
+    stored = read_run(given, "resume")
     for name in again:
         value = getattr(stored, name)
         if ".py" in str(value) and getattr(given, name) != value:
             problem = f"is code that {given.resume} names; give the flag again to have it executed"
             refuse(stored, name, problem)
-    args = read_flags(Args, argv, default=stored)
+    args = read_run(given, "resume", sys.argv[1:] if argv is None else argv)
     free = {"resume", "run_dir", "device", "timeout", "save_every", "eval_every", "track"}
     free |= {"wandb_project_name", "wandb_entity", *may_change}
     if stored.exchange:
@@ -2639,12 +2652,10 @@ def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
         refuse(given, "resume", "does not go with --eval-only")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         refuse(given, "eval_only", "plays in one process, without torchrun")
-    Args = type(given)
-    stored = Args(**read_settings(given, "eval_only") | {"eval_only": given.eval_only})
-    defaults = copy.copy(stored)
+    stored = read_run(given, "eval_only")
+    words = sys.argv[1:] if argv is None else argv
     # A task that is given is known to be given, even if it equals the run's
-    defaults.env_id = ""
-    args = read_flags(Args, argv, default=defaults)
+    args = read_run(given, "eval_only", ["--env-id=", *words])
     free = {"eval_only", "greedy", "eval_episodes", "capture_video", "device", "seed", "run_dir"}
     free |= {"env_id", "env_ids"}
     new_task = bool(args.env_id) or args.env_ids != stored.env_ids
@@ -2670,10 +2681,15 @@ def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
 
 
 def _refuse_changes(args: RunArgs, stored: RunArgs, free: set[str], folder: str) -> None:
-    """Refuse a flag, other than those in `free`, whose value is not the stored one of the run."""
+    """Refuse flags, other than those in `free`, whose values are not the stored ones of the run."""
+    changes = []
     for name, value in vars(args).items():
-        if name not in free and value != getattr(stored, name):
-            refuse(args, name, f"must be {getattr(stored, name)} as in {folder}, or left out")
+        before = getattr(stored, name)
+        if name not in free and value != before:
+            flag = f"--{name.replace('_', '-')}"
+            changes.append(f"{flag} {_show(value)} must be {_show(before)}")
+    if changes:
+        stop(f"{'; '.join(changes)}, as in {folder}, or left out", WRONG_VALUE)
 
 
 def load_agents(args: RunArgs, agents: list[nn.Module]) -> dict[int, nn.Module]:
@@ -3368,6 +3384,7 @@ class Run:
         self.folder = Path(self.args.resume or self.args.run_dir)  # for the line of an error here
         origin = {
             "script": find_script(self.args).stem,
+            "command": list_words(self.args),
             "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID"),
         }
         config = json.dumps(origin | vars(self.args) | {"resume": ""}, indent=2)

@@ -1365,8 +1365,7 @@ def check_envs(args: Args) -> None:
     same_actions = "need the same actions; give all 18 to each with --full-action-space"
     if args.eval_only:
         same_actions = "need the actions of the games that the agents were trained on"
-        run = communicators.read_settings(args, "eval_only")
-        trained_on = run["env_ids"] or [run["env_id"]]
+        trained_on = list_env_ids(communicators.read_run(args, "eval_only"))
         env_ids = [*env_ids, *itertools.filterfalse(is_custom, trained_on)]
     actions = {}  # of each game
     for env_id in dict.fromkeys(env_ids):

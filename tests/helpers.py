@@ -346,6 +346,13 @@ def only_run(run_dir):
     return folder
 
 
+def copy_config(source, folder, *words):
+    """Write the config.json of a run into a folder, with more words in its command."""
+    config = json.loads((source / "config.json").read_text())
+    config["command"] += map(str, words)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def rows_of(folder):
     """metrics.csv as a list of dicts of strings, without the column that depends on the clock."""
     with open(folder / "metrics.csv", newline="") as file:

@@ -272,7 +272,7 @@ def test_any_text_is_an_action_where_none_are_listed():
 def test_a_resumed_run_deals_tasks_as_before(tiny, tmp_path):
     """The limit of prompts may change, but not where the first policy's attempts depend on it."""
     args = tiny(partition="hardness")
-    config = vars(args) | {"script": "prpo_babyai", "elastic_run": None}
+    config = {"script": "prpo_babyai", "command": communicators.list_words(args)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     args.resume = str(tmp_path)
     prpo_babyai.check_deal(args)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn as nn
 from command import parse_args
-from helpers import REPOSITORY, only_run, refusal, run_ranks
+from helpers import REPOSITORY, copy_config, only_run, refusal, run_ranks
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_llm import files, rows_of, tiny, train, weights_of  # noqa: F401
@@ -1191,12 +1191,11 @@ def test_what_is_no_reward_model_is_refused(files, reward_model, tmp_path, monke
 def test_a_run_that_names_code_is_resumed_by_naming_it_again(files, tmp_path, monkeypatch):
     """Somebody else's config.json cannot have a file executed."""
     folder, _ = train(files, tmp_path / "runs", total_steps=1)
-    config = json.loads((folder / "config.json").read_text())
     (folder / "evil.py").write_text(
         f"open({str(tmp_path / 'executed')!r}, 'w')\ndef reward(**_): pass\n"
     )
     evil = f"{folder / 'evil.py'}:reward"
-    (folder / "config.json").write_text(json.dumps(config | {"reward": [evil]}))
+    copy_config(folder, folder, f"--reward={evil}")
     resume = ["--resume", str(folder)]
     line = refusal(parse_args, prpo_llm, resume)
     assert line.startswith(f"--reward {evil}: is code that {folder} names; give the flag again")
@@ -1205,7 +1204,7 @@ def test_a_run_that_names_code_is_resumed_by_naming_it_again(files, tmp_path, mo
     assert "is code" in refusal(
         parse_args, prpo_llm, [*resume, "--reward", f"{files / 'letters.py'}:count"]
     )
-    (folder / "config.json").write_text(json.dumps(config | {"reward": ["rouge"]}))
+    copy_config(folder, folder, "--reward=rouge")
     assert parse_args(prpo_llm, resume).reward == ("rouge",)
 
 

@@ -20,6 +20,7 @@ from helpers import (
     REPOSITORY,
     SCRIPTS,
     Child,
+    copy_config,
     flags,
     on,
     only_run,
@@ -341,16 +342,13 @@ def test_games_of_ale_have_the_same_actions_beside_ones_own(order, my_tasks):
 def test_a_game_with_other_actions_than_in_training_is_not_played(whole_run, tmp_path):
     """Two games with nine actions each, which are not the same: scores would mean nothing."""
     folder = shutil.copytree(whole_run(PRPO_ATARI), tmp_path / "run")
-    settings = json.loads((folder / "config.json").read_text())
-    settings["env_id"] = "BeamRiderNoFrameskip-v4"
-    (folder / "config.json").write_text(json.dumps(settings))
+    copy_config(folder, folder, "--env-id=BeamRiderNoFrameskip-v4")
     play = ["--eval-only", str(folder)]
     with pytest.raises(SystemExit):
         PRPO_ATARI.parse_args([*play, "--env-id", "AsterixNoFrameskip-v4"])
     assert "need the actions of the games that the agents were trained on" in REFUSED[-1]
     assert PRPO_ATARI.parse_args(play).env_id == "BeamRiderNoFrameskip-v4"
-    settings["full_action_space"] = True
-    (folder / "config.json").write_text(json.dumps(settings))
+    copy_config(folder, folder, "--full-action-space")
     args = PRPO_ATARI.parse_args([*play, "--env-id", "AsterixNoFrameskip-v4"])
     assert args.env_id == "AsterixNoFrameskip-v4"
 
@@ -437,10 +435,8 @@ def test_what_belongs_to_a_task_is_replaced_with_it(whole_run, tmp_path):
     script = PRPO_MINIGRID
     task = "BabyAI-GoToLocalS5N2-v0"
     words = ["red", "green", "blue"]
-    config = json.loads((whole_run(script) / "config.json").read_text())
-    config |= {"env_id": task, "missions": words, "levels_per_agent": 2}
-    config |= {"env_backend": "gymnasium", "communicator": "gone.csv"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    more = ["--levels-per-agent=2", "--env-backend=gymnasium", "--communicator=gone.csv"]
+    copy_config(whole_run(script), tmp_path, f"--env-id={task}", "--missions", *words, *more)
     play = ["--eval-only", str(tmp_path)]
 
     def parse(*argv):
@@ -462,8 +458,7 @@ def test_what_belongs_to_a_task_is_replaced_with_it(whole_run, tmp_path):
 def test_a_run_on_envpool_is_played_without_it(whole_run, tmp_path, monkeypatch):
     """Evaluations are in the official environment."""
     script = PRPO_MINIGRID
-    config = json.loads((whole_run(script) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"env_backend": "envpool"}))
+    copy_config(whole_run(script), tmp_path, "--env-backend=envpool")
     script.patch(monkeypatch, "find_spec", lambda name: None)
     assert script.parse_args(["--eval-only", str(tmp_path)]).env_backend == "envpool"
     with pytest.raises(SystemExit):

@@ -3,6 +3,7 @@ is refused.
 """
 
 import csv
+import dataclasses
 import errno
 import functools
 import importlib
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import pandas
@@ -28,6 +30,7 @@ import toy
 from helpers import (
     REPOSITORY,
     Child,
+    copy_config,
     environment,
     only_run,
     outcomes,
@@ -282,10 +285,8 @@ def test_a_run_is_resumed_elsewhere(tmp_path):
     """Where the folder of its former runs cannot be: it is not written to."""
     toy.main(args_of(tmp_path / "runs"))
     folder = only_run(tmp_path / "runs")
-    settings = json.loads((folder / "config.json").read_text())
     (tmp_path / "file").write_text("")
-    settings["run_dir"] = str(tmp_path / "file" / "runs")
-    (folder / "config.json").write_text(json.dumps(settings))
+    copy_config(folder, folder, f"--run-dir={tmp_path / 'file' / 'runs'}")
     assert resume(folder)["completed"]
 
 
@@ -527,7 +528,74 @@ def test_what_a_resumed_run_may_change(name, whole, monkeypatch):
         assert str(getattr(args, name)).removesuffix(".0") == OTHER[name]
     else:
         message = refusal(communicators.parse_args, toy.Args, toy.check_args, argv)
-        assert message.startswith(argv[2]) and f" as in {whole}, or left out" in message
+        assert message.startswith(argv[2]) and message.endswith(f", as in {whole}, or left out")
+
+
+def test_all_changes_of_a_resumed_run_are_named_in_one_line(whole):
+    """Those that are allowed are not among them."""
+    argv = ["--seed", "2", "--top-k", "1", "--device", "cpu"]
+    changes = "--seed 2 must be 1; --top-k 1 must be 0"
+    assert refusal(resume, whole, *argv) == f"{changes}, as in {whole}, or left out"
+
+
+@dataclasses.dataclass
+class AllTypes(communicators.RunArgs):
+    """A flag of every type that the scripts have."""
+
+    texts: tuple[str, ...] = ("a", "b")
+    """words"""
+    numbers: tuple[float | str, ...] = ()
+    """numbers or the name of a file"""
+    sizes: tuple[int, ...] = (1, 2)
+    """whole numbers"""
+    target: communicators.Positive | None = None
+    """a number or none"""
+    limit: float | None = 0.5
+    """a number or none"""
+    text: str = "x"
+    """a text"""
+    on: bool = True
+    """a switch"""
+    off: bool = False
+    """a switch"""
+    kind: Literal["a", "b"] = "a"
+    """a choice"""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"texts": (), "sizes": (), "text": "", "limit": None, "exp_name": "toy"},
+        {"texts": ("-a", "b c", "-1"), "numbers": (-1.5, 2e-300), "text": "--on é\n", "seed": 5},
+        {"numbers": ("weights.csv",), "sizes": (3,), "target": 1 / 3, "on": False, "off": True},
+        {"kind": "b", "text": "None", "run_dir": "../there", "wandb_entity": "x"},
+        {"communicator": "gone.csv", "communicator_matrix": "1", "num_agents": 1},
+    ],
+)
+def test_settings_are_read_back_from_a_command(settings, tmp_path):
+    """A run that was started from Python has none but that which is derived from its settings."""
+    args = AllTypes(**settings)
+    config = {"script": Path(__file__).stem, "command": communicators.list_words(args)}
+    config |= vars(args)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args.resume = str(tmp_path)
+    read = communicators.read_run(AllTypes(resume=str(tmp_path)), "resume")
+    assert read == args
+
+
+def test_a_resumed_run_begins_with_the_settings_that_auto_stood_for(tmp_path):
+    """Not with those that another machine would choose."""
+
+    def choose(args):
+        if args.device == "auto":
+            args.device = "cpu"
+
+    args = communicators.parse_args(toy.Args, choose, ["--run-dir", str(tmp_path)])
+    toy.main(args)
+    folder = only_run(tmp_path)
+    resumed = communicators.parse_args(toy.Args, toy.check_args, ["--resume", str(folder)])
+    assert resumed.device == "cpu"
 
 
 def test_a_run_can_be_extended(whole, tmp_path):
