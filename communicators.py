@@ -2078,6 +2078,7 @@ Seed = Annotated[Natural, Bound("be below 2^63", lambda value: value < 2**63)]
 NonNegative = Annotated[float, Bound("not be negative", lambda value: value >= 0)]
 Positive = Annotated[float, Bound("be positive", lambda value: value > 0)]
 Seconds = Annotated[Positive, Bound("be at most 1e9", lambda value: value <= 1e9)]
+BelowOne = Annotated[float, Bound("lie in [0, 1)", lambda value: 0 <= value < 1)]
 Fraction = Annotated[float, Bound("lie in [0, 1]", lambda value: 0 <= value <= 1)]
 PositiveFraction = Annotated[float, Bound("lie in (0, 1]", lambda value: 0 < value <= 1)]
 Probability = Annotated[float, Bound("lie in (0, 1)", lambda value: 0 < value < 1)]
@@ -2348,37 +2349,21 @@ def _check_communicator(args: RunArgs) -> None:
         refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
 
 
-def report_unused(args: RunArgs, unused: dict[str, str]) -> None:
-    """Announce the flags without effect: the script's and the communicator's.
-
-    unused: flag of the script -> with what it has none.
-    """
+def announce_what_is_not_read(args: RunArgs) -> None:
+    """Say that peers have no influence, or that a parameter is another communicator's."""
     mixes = args.aggregation == "policy" and args.communicator != "identity"
     distills = getattr(args, "distill_epochs", 0) > 0
     if mixes and args.agents_at_once > 1 and args.kl_coef == 0 and not distills:
         announce("--kl-coef 0: policies are sent, and peers have no influence")
-    unused = dict(unused)
-    communicator = f"with --communicator {args.communicator}"
-    if args.communicator != "self-preferred":
-        unused["self_preference"] = communicator
-    if args.communicator not in ("softmax-reward", "relative-gain", "surrogate"):
-        unused["communicator_temperature"] = communicator
-    if args.communicator == "identity":
-        unused["topology"] = communicator
-        unused["top_k"] = communicator
-    announce_unused(args, unused)
-
-
-def announce_unused(args, unused: dict[str, str]) -> None:
-    """Print a line for each flag that was given and has no effect; the run goes on.
-
-    args: of any script; unused: flag -> with what it has none.
-    """
-    for flag, reason in unused.items():
+    readers = {
+        "self_preference": ("self-preferred",),
+        "communicator_temperature": ("softmax-reward", "relative-gain", "surrogate"),
+    }
+    for flag, names in readers.items():
         value = getattr(args, flag)
-        if value != getattr(type(args), flag):
-            words = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            announce(f"--{flag.replace('_', '-')} {words}: has no effect {reason}")
+        if value != getattr(type(args), flag) and args.communicator not in names:
+            flag = f"--{flag.replace('_', '-')} {value}"
+            announce(f"{flag}: is not read by --communicator {args.communicator}")
 
 
 def announce(line: str) -> None:
@@ -2511,12 +2496,6 @@ def check_privacy(args: RunArgs) -> None:
     is_accounted = make_privacy(args).is_accounted
     if is_accounted and not importlib.util.find_spec("dp_accounting"):
         refuse(args, "dp_noise", "needs dp-accounting, which is not installed and computes epsilon")
-    unused = {}
-    if not is_accounted:
-        unused["dp_delta"] = "where no epsilon is logged"
-    if args.dp_noise == 0:
-        unused["dp_key"] = "without --dp-noise"
-    announce_unused(args, unused)
 
 
 def check_aggregation(args: RunArgs) -> None:
@@ -2543,20 +2522,8 @@ def check_aggregation(args: RunArgs) -> None:
         )
     if args.communication_end != 1 and args.aggregation == "none":
         refuse(args, "communication_end", "has no effect with --aggregation none; leave it out")
-    if args.kl_schedule != "constant" and args.kl_coef == 0:
-        refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
-    unused = {}
-    if args.communicator == "identity":
-        isolated = "on isolated agents"
-        flags = "mixture", "participation", "distill_epochs", "robust", "private_heads", "prox_coef"
-        unused = dict.fromkeys(flags, isolated)
-        if args.self_reference == "behaviour":
-            unused["communication_end"] = isolated
-    if args.robust != "none" and args.aggregation == "weights" and args.self_preference < 1:
-        alike = f"with --robust {args.robust}, which weights all agents alike"
-        unused |= dict.fromkeys(("self_preference", "communicator_temperature"), alike)
     if not args.eval_only:  # which plays all agents alone
-        report_unused(args, unused)
+        announce_what_is_not_read(args)
 
 
 # The settings of an existing run: --resume and --eval-only
@@ -2576,9 +2543,10 @@ def list_words(args: RunArgs) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, tuple | list):
+            elements = [str(element) for element in value]
             # The first one may begin with a dash
-            first = [f"--{flag}={part}" for part in value[:1]] or [f"--{flag}"]
-            words += [*first, *map(str, value[1:])]
+            words.append("=".join([f"--{flag}", *elements[:1]]))
+            words += elements[1:]
         else:
             words.append(f"--{flag}={value}")
     return words
@@ -2602,7 +2570,7 @@ def read_run(given: RunArgs, flag: str, words: Iterable[str] = ()) -> RunArgs:
     script = find_script(given)
     of_this_version = f"must be a run of this version of {script.name}"
     command = config.get("command")
-    is_list_of_words = isinstance(command, list) and all(isinstance(x, str) for x in command)
+    is_list_of_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
     if config.get("script") != script.stem or not is_list_of_words:
         refuse(given, flag, of_this_version)
     Args = type(given)

@@ -1382,9 +1382,6 @@ def check_envs(args: Args) -> None:
     named = [names for env_id, names in actions.items() if not is_custom(env_id)]
     if len(set(map(len, actions.values()))) > 1 or any(names != named[0] for names in named):
         communicators.refuse(args, flag, same_actions)
-    if not named:
-        unused = dict.fromkeys(("sticky_actions", "full_action_space"), "on games of your own")
-        communicators.announce_unused(args, unused)
 
 
 def find_game_problem(args: Args, env_id: str) -> str:

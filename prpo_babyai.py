@@ -1159,8 +1159,9 @@ def describe_clients(args: Args, tasks: list[np.ndarray]) -> str:
     """What a run prints of its clients at the start."""
     sizes = [len(numbers) for numbers in tasks]
     spread = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]}"
-    clients = f"{len(tasks)} clients with {spread} tasks"
-    return f"{clients}, {args.agents_at_once} at once, aggregation {args.aggregation}"
+    clients = f"{len(tasks)} clients with {spread} tasks, {args.agents_at_once} at once"
+    rounds = f"{count_rounds(args, args.total_steps) or 'NO'} communication rounds"
+    return f"{clients}, aggregation {args.aggregation}, {rounds}"
 
 
 # --- the world: BabyAI's levels as text, or any other ---
@@ -1352,7 +1353,7 @@ def check_args(args: Args) -> None:
     if 0 < args.dual_clip <= 1:
         refuse(args, "dual_clip", "must be more than 1, or 0 for no such bound")
     prpo_llm.check_kl(args)
-    report_unused(args)
+    communicators.announce_what_is_not_read(args)
 
 
 def check_deal(args: Args) -> None:
@@ -1407,36 +1408,6 @@ def check_lengths(args: Args, model) -> None:
     if most and args.max_prompt_tokens + args.response_length > most:
         reason = f"with --response-length {args.response_length} must be at most the model's {most}"
         refuse(args, "max_prompt_tokens", reason)
-
-
-def report_unused(args: Args) -> None:
-    """One line for each flag that has no effect with the others; the run goes on."""
-    aggregation = f"with --aggregation {args.aggregation}"
-    unused = {}
-    isolated = args.aggregation == "none" or args.communicator == "identity"
-    alone = isolated or args.agents_at_once == 1
-    if alone:
-        for flag in ("mixture", "topology", "top_k"):
-            unused[flag] = "on agents that are isolated"
-    if args.aggregation != "policy":
-        unused["mixture"] = f"{aggregation}, which mixes no policies"
-    if args.aggregation == "none":
-        unused["local_updates"] = f"{aggregation}: agents never communicate"
-        unused["communicator"] = f"{aggregation}: agents are isolated"
-    elif args.agents_at_once == 1:
-        unused["communicator"] = "on a single agent, which has no peers"
-    if args.lora_average != "frozen-a" and (alone or args.aggregation != "weights"):
-        unused["lora_average"] = "without averages of adapters"
-    if args.partition == "iid":
-        unused["strength"] = "with --partition iid"
-    if not args.eval_episodes:
-        unused["eval_every"] = "with --eval-episodes 0"
-        if args.partition != "hardness":  # whose labels are made at this temperature
-            unused["eval_temperature"] = "with --eval-episodes 0"
-    communicators.report_unused(args, unused)
-    if args.local_updates > args.total_steps and not alone:
-        flag = f"--local-updates {args.local_updates}"
-        communicators.announce(f"{flag}: agents never communicate in {args.total_steps} steps")
 
 
 if __name__ == "__main__":

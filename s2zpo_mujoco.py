@@ -903,29 +903,16 @@ def check_args(args: Args) -> None:
             communicators.refuse(args, "algorithm", "is one agent, in one process")
         args.num_pairs *= args.num_agents
         args.num_agents = 1
-    if args.partition != "random" and args.algorithm != "par":
-        communicators.refuse(args, "partition", "has an effect with --algorithm par only")
     if any(size < 1 for size in args.hidden_sizes):
         communicators.refuse(args, "hidden_sizes", "must be at least 1")
     if args.human:
         if world_size > 1:
             communicators.refuse(args, "human", "answers in one process, without torchrun")
-        answers = "with --human: you answer"
-        unused = {"link": answers, "link_scale": answers}
-        if args.num_evaluators != 1:  # as a run with --human has it that is resumed
-            unused["num_evaluators"] = answers
-        communicators.announce_unused(args, unused)
         args.num_evaluators = 1
         args.save_every = 1
-    elif args.link == "noiseless":
-        sign = "with --link noiseless: the sign of the difference is the answer"
-        communicators.announce_unused(args, {"link_scale": sign})
     if args.log_std > 10:
         communicators.refuse(args, "log_std", "must be at most 10")
     check_env(args)
-    if strip_module(args.env_id).startswith("CartPole-"):
-        discrete = "on CartPole, whose actions are discrete"
-        communicators.announce_unused(args, {"log_std": discrete})
     d = communicators.count_parameters(make_policy(args))
     if args.algorithm == "par" and args.num_agents > d:
         communicators.refuse(args, "num_agents", f"must be at most {d}, a parameter for each")

@@ -1439,24 +1439,6 @@ def test_every_partition_writes_a_file_for_each_agent(
         assert deal_files(many, files, tmp_path / "c", *words, "--seed", "2")[0] != parts
 
 
-def test_flags_without_effect_on_a_partition_are_named(many, files, tmp_path, capsys):
-    """One line for each, and the same files as without them."""
-    words = ["--partition", "iid", "--prompts-per-agent", "40"]
-    plain = deal_files(many, files, tmp_path / "plain", *words)
-    assert "no effect" not in capsys.readouterr().out
-    more = ["--strength", "2", "--overlap", "2", "--topics", "x"]
-    assert deal_files(many, files, tmp_path / "more", *words, *more) == plain
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "no effect" in line] == [
-        "--strength 2.0: has no effect with --partition iid",
-        "--overlap 2.0: has no effect with --partition iid",
-        "--topics x: has no effect with --partition iid",
-    ]
-    used = ["--partition", "coverage", "--prompts-per-agent", "20", *more[:4], "--topics", "x"]
-    deal_files(many, files, tmp_path / "used", *used)
-    assert "no effect" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("number", [449, 450, 451])
 def test_a_rounded_overlap_asks_for_no_more_prompts_than_there_are(number):
     """1.4 times 450 is 630, but 630 over 1.4 is more than 450, by rounding."""

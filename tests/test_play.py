@@ -367,15 +367,6 @@ def test_tasks_without_an_end_get_one(my_tasks, monkeypatch):
     assert (returns <= 42).all()
 
 
-@pytest.mark.parametrize("flag", ["--sticky-actions", "--full-action-space"])
-def test_flags_of_ale_without_effect_are_announced(flag, my_tasks, capsys):
-    frames = "my_other_tasks:Frames-v0"
-    PRPO_ATARI.parse_args(["--env-id", frames, flag])
-    assert f"{flag} True: has no effect on games of your own" in capsys.readouterr().out
-    PRPO_ATARI.parse_args(["--env-id", "BreakoutNoFrameskip-v4", flag])
-    assert "has no effect" not in capsys.readouterr().out
-
-
 @on([*SCRIPTS, PRTRPO_MINIGRID])
 def test_playing_a_run_gives_its_own_evaluation_and_writes_nothing(script, whole_run, capsys):
     folder = whole_run(script)
