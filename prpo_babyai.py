@@ -50,6 +50,7 @@ from communicators import (
     PositiveFraction,
     Run,
     RunArgs,
+    ZeroOrAboveOne,
     derive_seed,
     refuse,
 )
@@ -191,7 +192,7 @@ class Args(RunArgs):
     """clip range of the surrogate objective (0: no clipping)"""
     # turns with a negative advantage lose at most so many times its size, whatever the ratio (0: no
     # such bound)
-    dual_clip: NonNegative = 3.0
+    dual_clip: ZeroOrAboveOne = 3.0
     ent_coef: NonNegative = 0.001
     """coefficient of the entropy bonus"""
     max_grad_norm: Positive = 1.0
@@ -1350,8 +1351,6 @@ def check_args(args: Args) -> None:
     check_agents(args)
     if args.group_size < 2:
         refuse(args, "group_size", "must be at least 2 for GRPO")
-    if 0 < args.dual_clip <= 1:
-        refuse(args, "dual_clip", "must be more than 1, or 0 for no such bound")
     prpo_llm.check_kl(args)
     communicators.announce_what_is_not_read(args)
 

@@ -63,6 +63,7 @@ from communicators import (
     PositiveFraction,
     Run,
     RunArgs,
+    ZeroOrAboveOne,
     derive_seed,
 )
 
@@ -220,7 +221,7 @@ class Args(RunArgs):
     """upper side of the clip range, if it is to be wider (0: --clip-coef; DAPO: 0.28)"""
     # tokens with a negative advantage lose at most so many times its size, whatever the ratio (0:
     # no such bound)
-    dual_clip: NonNegative = 0.0
+    dual_clip: ZeroOrAboveOne = 0.0
     # divide by the group's deviation and a completion's length (grpo; gspo, whose ratio is the
     # completion's geometric mean), all tokens' (dapo), or by neither (dr-grpo)
     loss_type: Literal["grpo", "dr-grpo", "dapo", "gspo"] = "grpo"
@@ -3692,8 +3693,6 @@ def check_batches(args: Args) -> None:
     if 0 < args.clip_higher < args.clip_coef:
         reason = f"must be at least --clip-coef {args.clip_coef}"
         communicators.refuse(args, "clip_higher", reason)
-    if 0 < args.dual_clip <= 1:
-        communicators.refuse(args, "dual_clip", "must be more than 1, or 0 for no such bound")
     if args.algorithm == "grpo" and args.group_size < 2:
         communicators.refuse(args, "group_size", "must be at least 2 for GRPO")
     if args.min_response_tokens > args.response_length:

@@ -27,7 +27,7 @@ from collections import deque
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -38,6 +38,7 @@ from torch import Tensor
 
 import communicators
 from communicators import (
+    Bound,
     Count,
     Exchange,
     Natural,
@@ -101,7 +102,7 @@ class Args(RunArgs):
     hidden_sizes: tuple[int, ...] = (32, 32)
     """widths of the hidden layers, with tanh"""
     # log of the standard deviation of continuous actions, which are Gaussian; it is not learned
-    log_std: float = -1.0
+    log_std: Annotated[float, Bound("be at most 10", lambda x: x <= 10)] = -1.0
 
     # The panel, which compares N pairs of batches of episodes in every iteration of every agent
     num_pairs: Count = 8  # N, pairs of batches that are compared
@@ -910,8 +911,6 @@ def check_args(args: Args) -> None:
             communicators.refuse(args, "human", "answers in one process, without torchrun")
         args.num_evaluators = 1
         args.save_every = 1
-    if args.log_std > 10:
-        communicators.refuse(args, "log_std", "must be at most 10")
     check_env(args)
     d = communicators.count_parameters(make_policy(args))
     if args.algorithm == "par" and args.num_agents > d:

@@ -1330,7 +1330,7 @@ WORLDS = {
         ({"env": "nowhere.py:make"}, "--env nowhere.py:make: must be babyai, or an existing"),
         ({"categories": ("GoToMoon",)}, "--categories GoToMoon: there is no GoToMoon"),
         ({"group_size": 1}, "--group-size 1: must be at least 2 for GRPO"),
-        ({"dual_clip": 0.5}, "--dual-clip 0.5: must be more than 1"),
+        ({"dual_clip": 0.5}, "--dual-clip 0.5: must be 0 or above 1"),
         ({"communicator": "surrogate"}, "--communicator surrogate: is for control"),
         ({"base_model": "runs/babyai/model"}, "--base-model runs/babyai/model: is not there yet"),
         (
