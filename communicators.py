@@ -47,7 +47,6 @@ import io
 import itertools
 import json
 import math
-import operator
 import os
 import queue
 import re
@@ -57,7 +56,6 @@ import sys
 import tempfile
 import threading
 import time
-import types
 import typing
 import urllib.parse
 import warnings
@@ -78,6 +76,7 @@ import torch.nn as nn
 import tyro
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
+from scipy.special import stdtrit
 from torch import Tensor
 
 try:
@@ -228,13 +227,17 @@ def from_csv(path: str, num_agents: int) -> Tensor:
 
 
 def read_table(path: str) -> Tensor:
-    """Comma-separated numbers in a local file, # begins a comment: float64 [rows, columns].
+    """Numbers in a local file, apart by "," or, as some spreadsheets write them, ";".
 
-    Raises ValueError and OSError if it cannot be read.
+    # begins a comment. Returns float64 [rows, columns]. Raises ValueError and OSError if it cannot
+    be read.
     """
-    with open(path) as file, warnings.catch_warnings():
+    # Spreadsheets also write a byte-order mark
+    with open(os.path.expanduser(path), encoding="utf-8-sig") as file:
+        text = file.read().replace(";", ",")
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a file without numbers, whose size tells
-        return torch.from_numpy(np.loadtxt(file, delimiter=",", ndmin=2))
+        return torch.from_numpy(np.loadtxt(io.StringIO(text), delimiter=",", ndmin=2))
 
 
 def _check_matrix(matrix: Tensor, num_agents: int) -> None:
@@ -774,7 +777,7 @@ class Exchange:
     def __init__(self, num_agents: int, device: str | torch.device = "cpu", timeout: float = 600.0):
         self.distributed = "RANK" in os.environ  # torchrun sets it
         self.rank = int(os.environ["RANK"]) if self.distributed else 0
-        self.world_size = int(os.environ["WORLD_SIZE"]) if self.distributed else 1
+        self.world_size = get_world_size()
         if num_agents % self.world_size:
             message = f"{num_agents} agents cannot be shared by {self.world_size} ranks"
             raise ValueError(f"{message}; use a divisor")
@@ -1811,7 +1814,7 @@ class Peers:
         view.round = self.iteration
 
 
-# --- 3. arguments: every flag declares its bounds in its type, and bad input ends in one line ---
+# --- 3. arguments: every flag declares its bounds in its type ---
 
 
 class Bound(NamedTuple):
@@ -1827,8 +1830,11 @@ Seed = Annotated[Natural, Bound("be below 2^63", lambda value: value < 2**63)]
 NonNegative = Annotated[float, Bound("not be negative", lambda value: value >= 0)]
 Positive = Annotated[float, Bound("be positive", lambda value: value > 0)]
 Seconds = Annotated[Positive, Bound("be at most 1e9", lambda value: value <= 1e9)]
+ZeroOrAboveOne = Annotated[float, Bound("be 0 or above 1", lambda x: x == 0 or x > 1)]
+BelowOne = Annotated[float, Bound("lie in [0, 1)", lambda value: 0 <= value < 1)]
 Fraction = Annotated[float, Bound("lie in [0, 1]", lambda value: 0 <= value <= 1)]
 PositiveFraction = Annotated[float, Bound("lie in (0, 1]", lambda value: 0 < value <= 1)]
+Probability = Annotated[float, Bound("lie in (0, 1)", lambda value: 0 < value < 1)]
 
 CommunicatorName = Literal[
     "identity",
@@ -1895,6 +1901,10 @@ class RunArgs:
 
     def __post_init__(self):
         self.exp_name = self.exp_name or find_script(self).stem
+        # A shell leaves the "~" of --run-dir=~/runs as it is
+        for name in ("run_dir", "resume", "eval_only", "identity", "trust"):
+            if hasattr(self, name):
+                setattr(self, name, os.path.expanduser(getattr(self, name)))
         is_file = self.communicator not in list_communicators(type(self))
         if is_file and not self.communicator_matrix:
             # `parse_args` refuses what cannot be read
@@ -1918,6 +1928,16 @@ def list_communicators(Args: type) -> tuple[str, ...]:
 def get_local_rank() -> int:
     """The number of this rank on its machine; rank 0 reports what the machine lacks."""
     return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def get_world_size() -> int:
+    """The number of torchrun's processes; 1 without torchrun."""
+    if "RANK" not in os.environ:
+        return 1
+    if "WORLD_SIZE" not in os.environ:
+        message = "RANK is set without WORLD_SIZE: start with torchrun, or unset RANK"
+        stop(message, WRONG_VALUE, any_rank=True)
+    return int(os.environ["WORLD_SIZE"])
 
 
 def find_script(args: RunArgs) -> Path:
@@ -1948,13 +1968,17 @@ def stop(message: str, code: int = 1, any_rank: bool = False) -> NoReturn:
     The first rank of each machine reports, since another machine may lack a file or a GPU; any rank
     that may be the only one with this problem, too (any_rank).
     """
-    rank = os.environ.get("RANK", "0")
-    first_here = rank == "0" or os.environ.get("LOCAL_RANK", rank) == "0"
-    if any_rank or first_here:
+    if any_rank or _is_first_here():
         print(message.strip(), file=sys.stderr, flush=True)
     end = SystemExit(message.strip())
     end.code = code
     raise end
+
+
+def _is_first_here() -> bool:
+    """Whether this rank is the first of its machine."""
+    rank = os.environ.get("RANK", "0")
+    return rank == "0" or os.environ.get("LOCAL_RANK", rank) == "0"
 
 
 def first_line(error: BaseException) -> str:
@@ -1965,40 +1989,42 @@ def first_line(error: BaseException) -> str:
 
 def refuse(args: RunArgs, flag: str, valid: str, any_rank: bool = False) -> NoReturn:
     """End with one line that names the flag, its value and what would be valid, as `stop`."""
-    value = getattr(args, flag)
-    if isinstance(value, tuple):
-        value = " ".join(map(str, value))
+    value = _show(getattr(args, flag))
     stop(f"--{flag.replace('_', '-')} {value}: {valid}", WRONG_VALUE, any_rank)
+
+
+def _show(value: object) -> str:
+    """A flag's value as on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 # The command line
 
 
 def read_flags(Args: type, argv: list[str] | None = None, **options):
-    """tyro's arguments, within the bounds of their types; an error ends in one line, not a box."""
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            description = sys.modules[Args.__module__].__doc__
-            args = tyro.cli(Args, args=argv, description=description, **options)
-    except SystemExit as end:
-        if end.code in (None, 0):
-            raise
-        _stop_with_error_of_tyro(errors.getvalue())
-    for name, hint in typing.get_type_hints(Args, include_extras=True).items():
+    """tyro's arguments, within the bounds of their types; what it refuses, tyro says itself."""
+    words = sys.argv[1:] if argv is None else argv
+    hints = typing.get_type_hints(Args, include_extras=True)
+    _refuse_true_and_false(words, hints)
+    description = sys.modules[Args.__module__].__doc__
+    args = tyro.cli(
+        Args, args=words, description=description, console_outputs=_is_first_here(), **options
+    )
+    for name, hint in hints.items():
         _check_bounds(args, name, _find_bounds(hint))
     return args
 
 
-def _stop_with_error_of_tyro(box: str) -> NoReturn:
-    """End with one line that has the message of a box drawn by tyro."""
-    text = re.sub(r"\x1b\[[\d;]*m", "", box)
-    # Without the frame and its title
-    lines = [line.strip(" │─") for line in text.splitlines() if line.startswith("│")]
-    message = " ".join(line for line in lines if line).split(" For full helptext")[0]
-    invalid_choice = r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)\."
-    message = re.sub(invalid_choice, r"\2 \1: choose from \3", message)
-    stop(message.split(" Argument helptext")[0], WRONG_VALUE)
+def _refuse_true_and_false(words: list[str], hints: dict) -> None:
+    """Refuse `--anneal-lr False`, of which tyro would not name the flag."""
+    for word, next_word in itertools.pairwise([*words, ""]):
+        flag, _, value = word.partition("=")
+        value = value or next_word
+        name = flag.removeprefix("--").replace("-", "_").removeprefix("no_")
+        if hints.get(name) is bool and value.lower() in ("true", "false"):
+            on = f"--{name.replace('_', '-')}"
+            off = on.replace("--", "--no-", 1)
+            stop(f"{flag} {value}: takes no value; write {on} or {off}", WRONG_VALUE)
 
 
 def _find_bounds(hint) -> list[Bound]:
@@ -2037,7 +2063,7 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
         args = read_played_settings(args, argv)
     elif args.resume:
         args = _read_resumed_settings(args, argv, may_change, again)
-    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    world_size = get_world_size()
     if args.agents_at_once % world_size:
         flag = "num_agents"
         valid = f"must be a multiple of the {world_size} processes"
@@ -2050,9 +2076,11 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     _check_device(args)
     if args.track and not importlib.util.find_spec("wandb"):
         refuse(args, "track", "wandb is not installed")
-    _check_run_dir(args)
+    plays_only = bool(getattr(args, "eval_only", ""))  # and writes nothing but films
+    if not plays_only:
+        _check_run_dir(args)
     check(args)
-    if not getattr(args, "eval_only", ""):
+    if not plays_only:
         _check_exchange(args)
     return args
 
@@ -2072,36 +2100,20 @@ def _check_communicator(args: RunArgs) -> None:
         refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
 
 
-def report_unused(args: RunArgs, unused: dict[str, str]) -> None:
-    """Announce the flags without effect: the script's and the communicator's.
-
-    unused: flag of the script -> with what it has none.
-    """
+def announce_what_is_not_read(args: RunArgs) -> None:
+    """Say that peers have no influence, or that a parameter is another communicator's."""
     mixes = args.aggregation == "policy" and args.communicator != "identity"
     if mixes and args.agents_at_once > 1 and args.kl_coef == 0:
         announce("--kl-coef 0: policies are sent, and peers have no influence")
-    unused = dict(unused)
-    communicator = f"with --communicator {args.communicator}"
-    if args.communicator != "self-preferred":
-        unused["self_preference"] = communicator
-    if args.communicator not in ("softmax-reward", "relative-gain", "surrogate"):
-        unused["communicator_temperature"] = communicator
-    if args.communicator == "identity":
-        unused["topology"] = communicator
-        unused["top_k"] = communicator
-    announce_unused(args, unused)
-
-
-def announce_unused(args, unused: dict[str, str]) -> None:
-    """Print a line for each flag that was given and has no effect; the run goes on.
-
-    args: of any script; unused: flag -> with what it has none.
-    """
-    for flag, reason in unused.items():
+    readers = {
+        "self_preference": ("self-preferred",),
+        "communicator_temperature": ("softmax-reward", "relative-gain", "surrogate"),
+    }
+    for flag, names in readers.items():
         value = getattr(args, flag)
-        if value != getattr(type(args), flag):
-            words = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            announce(f"--{flag.replace('_', '-')} {words}: has no effect {reason}")
+        if value != getattr(type(args), flag) and args.communicator not in names:
+            flag = f"--{flag.replace('_', '-')} {value}"
+            announce(f"{flag}: is not read by --communicator {args.communicator}")
 
 
 def announce(line: str) -> None:
@@ -2229,59 +2241,65 @@ def check_aggregation(args: RunArgs) -> None:
             refuse(args, flag, f"has no effect with --aggregation {args.aggregation}; leave it out")
     if args.prox_coef != type(args).prox_coef and args.aggregation != "proximal":
         refuse(args, "prox_coef", "needs --aggregation proximal")
-    if args.kl_schedule != "constant" and args.kl_coef == 0:
-        refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
-    unused = {}
-    if args.communicator == "identity":
-        isolated = "on isolated agents"
-        flags = "mixture", "private_heads", "prox_coef"
-        unused = dict.fromkeys(flags, isolated)
     if not args.eval_only:  # which plays all agents alone
-        report_unused(args, unused)
+        announce_what_is_not_read(args)
 
 
 # The settings of an existing run: --resume and --eval-only
 
 
-def read_settings(args: RunArgs, flag: str) -> dict:
-    """The settings of the run whose folder `flag` names, as its config.json has them."""
-    path = Path(getattr(args, flag), "config.json")
+def list_words(args: RunArgs) -> list[str]:
+    """The words of a command line that give these settings, where they differ from the defaults.
+
+    Without --resume, which the settings do not depend on.
+    """
+    defaults = vars(type(args)())
+    words = []
+    for name, value in vars(args).items():
+        if value == defaults[name] or name in ("resume", *_list_contents(type(args))):
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, tuple | list):
+            elements = [str(element) for element in value]
+            # The first one may begin with a dash
+            words.append("=".join([f"--{flag}", *elements[:1]]))
+            words += elements[1:]
+        else:
+            words.append(f"--{flag}={value}")
+    return words
+
+
+def _list_contents(Args: type) -> list[str]:
+    """The settings that are no flags: what a flag's file held when the run began."""
+    hints = typing.get_type_hints(Args, include_extras=True)
+    return [
+        name for name in hints if tyro.conf.Suppress in getattr(hints[name], "__metadata__", ())
+    ]
+
+
+def read_run(given: RunArgs, flag: str, words: Iterable[str] = ()) -> RunArgs:
+    """The arguments of the run whose folder `flag` names, with these words behind its own."""
+    folder = getattr(given, flag)
     try:
-        stored = dict(json.loads(path.read_text()))
+        config = dict(json.loads(Path(folder, "config.json").read_text()))
     except (TypeError, ValueError, OSError, RecursionError) as error:
-        refuse(args, flag, f"must be the folder of a run, with its config.json ({error})")
-    stored.pop("elastic_run", None)
-    script = stored.pop("script", None)
-    if script != find_script(args).stem or stored.keys() != vars(args).keys():
-        refuse(args, flag, f"must be a run of this version of {find_script(args).name}")
-    # JSON has no tuples
-    settings = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
-    }
-    hints = typing.get_type_hints(type(args))
-    for name, value in settings.items():
-        if not _is_of_type(value, hints[name]):
-            refuse(args, flag, f"its config.json has a {name} that is none: {value!r:.60}")
-    return settings
-
-
-def _is_of_type(value: object, hint: object) -> bool:
-    """Whether a value from JSON suits the type of a flag."""
-    kind = typing.get_origin(hint)
-    inner = typing.get_args(hint)
-    if kind is Literal:
-        return value in inner
-    if kind in (typing.Union, types.UnionType):
-        return any(_is_of_type(value, option) for option in inner)
-    if kind is tuple:
-        if not isinstance(value, tuple):
-            return False
-        if inner[-1] is Ellipsis:
-            inner = (inner[0],) * len(value)
-        return len(value) == len(inner) and all(map(_is_of_type, value, inner))
-    if isinstance(value, bool):  # which is an int, too
-        return hint is bool
-    return isinstance(value, float | int if hint is float else hint)
+        refuse(given, flag, f"must be the folder of a run, with its config.json ({error})")
+    script = find_script(given)
+    of_this_version = f"must be a run of this version of {script.name}"
+    command = config.get("command")
+    is_list_of_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
+    if config.get("script") != script.stem or not is_list_of_words:
+        refuse(given, flag, of_this_version)
+    Args = type(given)
+    contents = {name: str(config.get(name, "")) for name in _list_contents(Args)}
+    # The folder comes first, because the first word could have tyro write a file
+    words = [f"--{flag.replace('_', '-')}={folder}", *command, *words]
+    try:
+        return read_flags(Args, words, default=Args(**contents))
+    except SystemExit:
+        refuse(given, flag, of_this_version)
 
 
 def _read_resumed_settings(
@@ -2293,14 +2311,13 @@ def _read_resumed_settings(
     `may_change`. Flags in `again` may name code: it is executed only if the flag is given again,
     because the run may be someone else's.
     """
-    Args = type(given)
-    stored = Args(**read_settings(given, "resume") | {"resume": given.resume})
+    stored = read_run(given, "resume")
     for name in again:
         value = getattr(stored, name)
         if ".py" in str(value) and getattr(given, name) != value:
             problem = f"is code that {given.resume} names; give the flag again to have it executed"
             refuse(stored, name, problem)
-    args = read_flags(Args, argv, default=stored)
+    args = read_run(given, "resume", sys.argv[1:] if argv is None else argv)
     free = {"resume", "run_dir", "device", "timeout", "save_every", "eval_every", "track"}
     free |= {"wandb_project_name", "wandb_entity", *may_change}
     if stored.exchange:
@@ -2322,12 +2339,10 @@ def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
         refuse(given, "resume", "does not go with --eval-only")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         refuse(given, "eval_only", "plays in one process, without torchrun")
-    Args = type(given)
-    stored = Args(**read_settings(given, "eval_only") | {"eval_only": given.eval_only})
-    defaults = copy.copy(stored)
+    stored = read_run(given, "eval_only")
+    words = sys.argv[1:] if argv is None else argv
     # A task that is given is known to be given, even if it equals the run's
-    defaults.env_id = ""
-    args = read_flags(Args, argv, default=defaults)
+    args = read_run(given, "eval_only", ["--env-id=", *words])
     free = {"eval_only", "greedy", "eval_episodes", "capture_video", "device", "seed", "run_dir"}
     free |= {"env_id", "env_ids"}
     new_task = bool(args.env_id) or args.env_ids != stored.env_ids
@@ -2353,10 +2368,15 @@ def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
 
 
 def _refuse_changes(args: RunArgs, stored: RunArgs, free: set[str], folder: str) -> None:
-    """Refuse a flag, other than those in `free`, whose value is not the stored one of the run."""
+    """Refuse flags, other than those in `free`, whose values are not the stored ones of the run."""
+    changes = []
     for name, value in vars(args).items():
-        if name not in free and value != getattr(stored, name):
-            refuse(args, name, f"must be {getattr(stored, name)} as in {folder}, or left out")
+        before = getattr(stored, name)
+        if name not in free and value != before:
+            flag = f"--{name.replace('_', '-')}"
+            changes.append(f"{flag} {_show(value)} must be {_show(before)}")
+    if changes:
+        stop(f"{'; '.join(changes)}, as in {folder}, or left out", WRONG_VALUE)
 
 
 def load_agents(args: RunArgs, agents: list[nn.Module]) -> dict[int, nn.Module]:
@@ -2404,38 +2424,6 @@ def derive_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0] >> 1)
 
 
-@functools.cache
-def student_t(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t with a natural number of degrees of freedom.
-
-    Its error is below 1e-6. The probability within +-t is a finite sum in the angle
-    arctan(t / sqrt(degrees)): Abramowitz and Stegun, 26.7.3 and 26.7.4. It is solved by bisection.
-    """
-    is_odd = degrees % 2 == 1
-
-    def probability_within(angle: float) -> float:
-        cosine = math.cos(angle)
-        first_term = cosine if is_odd else 1.0
-        first_k = 3 if is_odd else 2
-        factors = [(k - 1) / k * cosine**2 for k in range(first_k, degrees, 2)]
-        terms = itertools.accumulate([first_term, *factors], operator.mul)
-        if not is_odd:
-            return math.sin(angle) * sum(terms)
-        if degrees == 1:
-            return 2 / math.pi * angle
-        return 2 / math.pi * (angle + math.sin(angle) * sum(terms))
-
-    low = 0.0
-    high = math.pi / 2
-    for _ in range(50):
-        middle = (low + high) / 2
-        if probability_within(middle) < 0.95:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(degrees) * math.tan(low)
-
-
 def mean(values) -> float:
     """The mean, NaN of no values: an agent without a finished episode has no return."""
     return float(np.mean(values)) if len(values) else math.nan
@@ -2450,7 +2438,8 @@ def mean_and_half_interval(values) -> tuple[float, float]:
     samples = samples[~np.isnan(samples)]
     half = math.nan
     if len(samples) > 1:
-        half = student_t(len(samples) - 1) * samples.std(ddof=1) / math.sqrt(len(samples))
+        quantile = stdtrit(len(samples) - 1, 0.975)
+        half = float(quantile * samples.std(ddof=1) / math.sqrt(len(samples)))
     return mean(samples), half
 
 
@@ -3135,6 +3124,7 @@ class Run:
         self.folder = Path(self.args.resume or self.args.run_dir)  # for the line of an error here
         origin = {
             "script": find_script(self.args).stem,
+            "command": list_words(self.args),
             "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID"),
         }
         config = json.dumps(origin | vars(self.args) | {"resume": ""}, indent=2)

@@ -51,7 +51,7 @@ def find_task(argv: list[str] | None = None) -> str:
     folder = given.resume or given.eval_only
     if folder:
         try:
-            settings = json.loads(Path(folder, "config.json").read_text())
+            settings = json.loads(Path(folder).expanduser().joinpath("config.json").read_text())
             return first_task(settings["env_ids"], settings["env_id"])
         except (OSError, ValueError, KeyError, TypeError):
             pass  # the checks of the arguments name what is wrong with the folder

@@ -1242,8 +1242,7 @@ def check_envs(args: Args) -> None:
     same_actions = "need the same actions; give all 18 to each with --full-action-space"
     if args.eval_only:
         same_actions = "need the actions of the games that the agents were trained on"
-        run = communicators.read_settings(args, "eval_only")
-        trained_on = run["env_ids"] or [run["env_id"]]
+        trained_on = list_env_ids(communicators.read_run(args, "eval_only"))
         env_ids = [*env_ids, *itertools.filterfalse(is_custom, trained_on)]
     actions = {}  # of each game
     for env_id in dict.fromkeys(env_ids):
@@ -1260,9 +1259,6 @@ def check_envs(args: Args) -> None:
     named = [names for env_id, names in actions.items() if not is_custom(env_id)]
     if len(set(map(len, actions.values()))) > 1 or any(names != named[0] for names in named):
         communicators.refuse(args, flag, same_actions)
-    if not named:
-        unused = dict.fromkeys(("sticky_actions", "full_action_space"), "on games of your own")
-        communicators.announce_unused(args, unused)
 
 
 def find_game_problem(args: Args, env_id: str) -> str:

@@ -50,6 +50,7 @@ from communicators import (
     PositiveFraction,
     Run,
     RunArgs,
+    ZeroOrAboveOne,
     derive_seed,
     refuse,
 )
@@ -196,7 +197,7 @@ class Args(RunArgs):
     """clip range of the surrogate objective (0: no clipping)"""
     # turns with a negative advantage lose at most so many times its size, whatever the ratio (0: no
     # such bound)
-    dual_clip: NonNegative = 3.0
+    dual_clip: ZeroOrAboveOne = 3.0
     ent_coef: NonNegative = 0.001
     """coefficient of the entropy bonus"""
     max_grad_norm: Positive = 1.0
@@ -1164,8 +1165,9 @@ def describe_clients(args: Args, tasks: list[np.ndarray]) -> str:
     """What a run prints of its clients at the start."""
     sizes = [len(numbers) for numbers in tasks]
     spread = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{sizes[0]}"
-    clients = f"{len(tasks)} clients with {spread} tasks"
-    return f"{clients}, {args.agents_at_once} at once, aggregation {args.aggregation}"
+    clients = f"{len(tasks)} clients with {spread} tasks, {args.agents_at_once} at once"
+    rounds = f"{count_rounds(args, args.total_steps) or 'NO'} communication rounds"
+    return f"{clients}, aggregation {args.aggregation}, {rounds}"
 
 
 # --- the world: BabyAI's levels as text, or any other ---
@@ -1354,16 +1356,14 @@ def check_args(args: Args) -> None:
     check_agents(args)
     if args.group_size < 2:
         refuse(args, "group_size", "must be at least 2 for GRPO")
-    if 0 < args.dual_clip <= 1:
-        refuse(args, "dual_clip", "must be more than 1, or 0 for no such bound")
     prpo_llm.check_kl(args)
-    report_unused(args)
+    communicators.announce_what_is_not_read(args)
 
 
 def check_deal(args: Args) -> None:
     """A resumed run deals tasks as before: by how the first policy did within the former limit."""
     if args.resume and args.partition == "hardness":
-        before = communicators.read_settings(args, "resume")["max_prompt_tokens"]
+        before = communicators.read_run(args, "resume").max_prompt_tokens
         if args.max_prompt_tokens != before:
             reason = f"must be {before} as before with --partition hardness, which depends on it"
             refuse(args, "max_prompt_tokens", reason)
@@ -1409,36 +1409,6 @@ def check_lengths(args: Args, model) -> None:
     if most and args.max_prompt_tokens + args.response_length > most:
         reason = f"with --response-length {args.response_length} must be at most the model's {most}"
         refuse(args, "max_prompt_tokens", reason)
-
-
-def report_unused(args: Args) -> None:
-    """One line for each flag that has no effect with the others; the run goes on."""
-    aggregation = f"with --aggregation {args.aggregation}"
-    unused = {}
-    isolated = args.aggregation == "none" or args.communicator == "identity"
-    alone = isolated or args.agents_at_once == 1
-    if alone:
-        for flag in ("mixture", "topology", "top_k"):
-            unused[flag] = "on agents that are isolated"
-    if args.aggregation != "policy":
-        unused["mixture"] = f"{aggregation}, which mixes no policies"
-    if args.aggregation == "none":
-        unused["local_updates"] = f"{aggregation}: agents never communicate"
-        unused["communicator"] = f"{aggregation}: agents are isolated"
-    elif args.agents_at_once == 1:
-        unused["communicator"] = "on a single agent, which has no peers"
-    if args.lora_average != "frozen-a" and (alone or args.aggregation != "weights"):
-        unused["lora_average"] = "without averages of adapters"
-    if args.partition == "iid":
-        unused["strength"] = "with --partition iid"
-    if not args.eval_episodes:
-        unused["eval_every"] = "with --eval-episodes 0"
-        if args.partition != "hardness":  # whose labels are made at this temperature
-            unused["eval_temperature"] = "with --eval-episodes 0"
-    communicators.report_unused(args, unused)
-    if args.local_updates > args.total_steps and not alone:
-        flag = f"--local-updates {args.local_updates}"
-        communicators.announce(f"{flag}: agents never communicate in {args.total_steps} steps")
 
 
 if __name__ == "__main__":

@@ -54,13 +54,16 @@ from torch.utils.checkpoint import checkpoint
 
 import communicators
 from communicators import (
+    BelowOne,
     Count,
     Fraction,
     Natural,
     NonNegative,
     Positive,
+    PositiveFraction,
     Run,
     RunArgs,
+    ZeroOrAboveOne,
     derive_seed,
 )
 
@@ -104,7 +107,7 @@ class Args(RunArgs):
     """completions of each held-out prompt that are sampled beside the greedy one (0: none)"""
     # --eval-samples are drawn from the most probable tokens of this total probability, training
     # samples from all
-    eval_top_p: Fraction = 1.0
+    eval_top_p: PositiveFraction = 1.0
     save_adapters: Natural = 0
     """steps between copies of all adapters, and keep the best by held-out reward (0: neither)"""
     log_completions: Natural = 0
@@ -208,9 +211,9 @@ class Args(RunArgs):
     """learning rate of AdamW"""
     value_learning_rate: Positive | None = None
     """PPO: that of the value model (default: the policy's)"""
-    adam_beta1: Fraction = 0.9
+    adam_beta1: BelowOne = 0.9
     """AdamW: decay of the gradients' running mean"""
-    adam_beta2: Fraction = 0.999
+    adam_beta2: BelowOne = 0.999
     """AdamW: decay of the running mean of their squares"""
     weight_decay: NonNegative = 0.0
     """AdamW: decay of the parameters"""
@@ -235,7 +238,7 @@ class Args(RunArgs):
     """upper side of the clip range, if it is to be wider (0: --clip-coef; DAPO: 0.28)"""
     # tokens with a negative advantage lose at most so many times its size, whatever the ratio (0:
     # no such bound)
-    dual_clip: NonNegative = 0.0
+    dual_clip: ZeroOrAboveOne = 0.0
     # divide by the group's deviation and a completion's length (grpo; gspo, whose ratio is the
     # completion's geometric mean), all tokens' (dapo), or by neither (dr-grpo)
     loss_type: Literal["grpo", "dr-grpo", "dapo", "gspo"] = "grpo"
@@ -936,6 +939,7 @@ def main(args: Args) -> dict:
     exchange.wait_for_all()  # one rank may load, or download, for longer than --timeout
     dataset = Path(args.dataset[0]).stem.replace("_{i}", "s")
     sizes = " + ".join(str(len(examples_of_agent)) for examples_of_agent in examples.values())
+    rounds = f"{args.total_steps // args.local_updates or 'NO'} communication rounds"
     run = Run(
         args,
         exchange,
@@ -950,7 +954,7 @@ def main(args: Args) -> dict:
             "objective/groups_without_signal": "no_signal",
             "completions/length": "response_length",
         },
-        about=f"{args.algorithm}, aggregation {args.aggregation}, {sizes} prompts",
+        about=f"{args.algorithm}, aggregation {args.aggregation}, {sizes} prompts, {rounds}",
         counter="step",
         measure="reward",
         samples="prompts",
@@ -3635,17 +3639,6 @@ def escape_markdown(text: str) -> str:
 
 # --- checks of arguments ---
 
-PPO_ONLY = (
-    "gamma",
-    "gae_lambda",
-    "vf_coef",
-    "value_lora_rank",
-    "value_lora_alpha",
-    "value_learning_rate",
-    "value_clip_coef",
-    "value_init",
-)
-
 
 def check_args(args: Args) -> None:
     """What types cannot express.
@@ -3659,7 +3652,7 @@ def check_args(args: Args) -> None:
     check_rewards(args)
     check_generation(args)
     check_training(args)
-    report_unused(args)
+    communicators.announce_what_is_not_read(args)
 
 
 def check_data(args: Args) -> None:
@@ -3713,13 +3706,9 @@ def check_batches(args: Args) -> None:
     if args.prompts_per_agent < args.batch_size and not list_datasets(args):
         reason = f"must be at least {args.batch_size}, a batch"
         communicators.refuse(args, "prompts_per_agent", reason)
-    if args.clip_higher and not args.clip_coef:
-        communicators.refuse(args, "clip_higher", "needs a --clip-coef")
     if 0 < args.clip_higher < args.clip_coef:
         reason = f"must be at least --clip-coef {args.clip_coef}"
         communicators.refuse(args, "clip_higher", reason)
-    if 0 < args.dual_clip <= 1:
-        communicators.refuse(args, "dual_clip", "must be more than 1, or 0 for no such bound")
     if args.algorithm == "grpo" and args.group_size < 2:
         communicators.refuse(args, "group_size", "must be at least 2 for GRPO")
     if args.min_response_tokens > args.response_length:
@@ -3746,12 +3735,10 @@ def check_communication(args: Args) -> None:
 
 
 def check_kl(args: Args) -> None:
-    """The estimator suits the direction of the KL, and its schedule has an effect."""
+    """The estimator suits the direction of the KL."""
     if choose_kl_direction(args) == "forward" and args.kl_estimator != "full":
         reason = "must be full for the forward KL, whose samples are the reference's"
         communicators.refuse(args, "kl_estimator", reason)
-    if args.kl_schedule != "constant" and args.kl_coef == 0:
-        communicators.refuse(args, "kl_schedule", "has no effect with --kl-coef 0; leave it out")
 
 
 def check_adapters(args: Args) -> None:
@@ -3831,13 +3818,7 @@ def check_rewards(args: Args) -> None:
 
 
 def check_generation(args: Args) -> None:
-    """Sampled evaluations, logged completions and stop strings are possible."""
-    if args.eval_samples and not args.eval_prompts:
-        communicators.refuse(args, "eval_samples", "needs held-out prompts: --eval-prompts 1")
-    if args.eval_top_p == 0:
-        communicators.refuse(args, "eval_top_p", "must be positive")
-    if args.eval_top_p < 1 and not args.eval_samples:
-        communicators.refuse(args, "eval_top_p", "is for sampled evaluations: --eval-samples 1")
+    """Logged completions, a server and stop strings are possible."""
     if args.log_completions > args.batch_size:
         reason = f"must be at most the batch of {args.batch_size} prompts"
         communicators.refuse(args, "log_completions", reason)
@@ -3848,10 +3829,7 @@ def check_generation(args: Args) -> None:
 
 
 def check_training(args: Args) -> None:
-    """Optimizer, importance weights and the start of the value model are possible."""
-    for flag in ("adam_beta1", "adam_beta2"):
-        if getattr(args, flag) == 1:
-            communicators.refuse(args, flag, "must be below 1")
+    """Importance weights and the start of the value model are possible."""
     if 0 < args.importance_cap < 1:
         reason = "must be at least 1, or 0 for no weights"
         communicators.refuse(args, "importance_cap", reason)
@@ -3871,46 +3849,6 @@ def check_training(args: Args) -> None:
         names = ", ".join(sorted(special))
         reason = f"must be a plain LoRA adapter with a score head; it has {names}"
         communicators.refuse(args, "value_init", reason)
-
-
-def report_unused(args: Args) -> None:
-    """One line for each flag that has no effect with the others; the run goes on."""
-    algorithm = f"with --algorithm {args.algorithm}"
-    aggregation = f"with --aggregation {args.aggregation}"
-    unused = {}
-    if args.algorithm == "ppo":
-        unused["loss_type"] = algorithm
-        unused["advantage_type"] = algorithm
-        if args.group_size > 1:
-            unused["group_size"] = f"{algorithm}, which completes each prompt once"
-    else:
-        unused |= dict.fromkeys(PPO_ONLY, algorithm)
-        divided = args.loss_type != "dr-grpo" and args.advantage_type == "group"
-        if args.norm_reward == "off" or divided:
-            unused["norm_reward"] = f"{algorithm}, whose groups normalise their rewards"
-    if not args.missing_eos_penalty:
-        unused["min_response_tokens"] = "with --missing-eos-penalty 0, which short completions pay"
-    isolated = args.aggregation == "none" or args.communicator == "identity"
-    if isolated or args.aggregation != "weights":
-        setting = "with --communicator identity" if args.aggregation == "weights" else aggregation
-        unused["private_layers"] = f"{setting}, which averages no adapters"
-        if args.lora_average != "frozen-a":
-            unused["lora_average"] = unused["private_layers"]
-    if args.aggregation != "policy":
-        unused["mixture"] = f"{aggregation}, which mixes no policies"
-    if args.aggregation == "none" and args.communicator != "identity":
-        unused["communicator"] = "with --aggregation none: agents are isolated"
-    if not args.eval_prompts:
-        unused["eval_every"] = "with --eval-prompts 0"
-    if list_datasets(args):
-        unused["prompts_per_agent"] = "on data sets of the agents' own, which are used whole"
-    alone = isolated or args.num_agents == 1
-    if alone:
-        unused |= dict.fromkeys(("mixture", "topology", "top_k"), "on agents that are isolated")
-    communicators.report_unused(args, unused)
-    if args.local_updates > args.total_steps and not alone:
-        flag = f"--local-updates {args.local_updates}"
-        communicators.announce(f"{flag}: agents never communicate in {args.total_steps} steps")
 
 
 if __name__ == "__main__":

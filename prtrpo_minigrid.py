@@ -35,6 +35,8 @@ from communicators import (
     Patches,
     Peers,
     Positive,
+    PositiveFraction,
+    Probability,
     Run,
     RunArgs,
     derive_seed,
@@ -108,12 +110,12 @@ class Args(RunArgs):
     """the largest KL(reference || policy), as a mean over the rollout's states"""
     # instead: the largest total variation of an update, from which Observation 1 makes each
     # update's epsilon
-    delta: Positive | None = None
+    delta: PositiveFraction | None = None
     epsilon_min: Positive = 1e-4  # with --delta: the smallest epsilon, a KL as --epsilon is
     cg_iters: Count = 10  # iterations of conjugate gradients for each of the two systems
     damping_coef: Positive = 0.1  # what is added to the diagonal of the Fisher matrix
     backtrack_iters: Count = 10  # candidates of the line search
-    backtrack_coef: Fraction = 0.8
+    backtrack_coef: Probability = 0.8
     """length of each candidate step, relative to the one before it"""
 
     # Rollouts, and the value function, a network of its own
@@ -653,20 +655,9 @@ def evaluate_run(args: Args) -> list[dict]:
 
 def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
-    if args.delta is not None and args.delta > 1:
-        communicators.refuse(args, "delta", "is a total variation and must lie in (0, 1]")
     if args.delta is not None and args.exchange:
         valid = "needs the movement of all agents at every update, not --exchange; set --epsilon"
         communicators.refuse(args, "delta", valid)
-    if not 0 < args.backtrack_coef < 1:
-        communicators.refuse(args, "backtrack_coef", "must lie between 0 and 1")
-    unused = {}
-    if args.delta is None:
-        unused["epsilon_min"] = "without --delta"
-    else:
-        unused["epsilon"] = "with --delta"
-    if not args.eval_only:  # which plays all agents alone
-        communicators.announce_unused(args, unused)
     prpo_minigrid.check_args(args)
 
 

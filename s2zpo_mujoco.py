@@ -27,7 +27,7 @@ from collections import deque
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -38,6 +38,7 @@ from torch import Tensor
 
 import communicators
 from communicators import (
+    Bound,
     Count,
     Exchange,
     Natural,
@@ -101,7 +102,7 @@ class Args(RunArgs):
     hidden_sizes: tuple[int, ...] = (32, 32)
     """widths of the hidden layers, with tanh"""
     # log of the standard deviation of continuous actions, which are Gaussian; it is not learned
-    log_std: float = -1.0
+    log_std: Annotated[float, Bound("be at most 10", lambda x: x <= 10)] = -1.0
 
     # The panel, which compares N pairs of batches of episodes in every iteration of every agent
     num_pairs: Count = 8  # N, pairs of batches that are compared
@@ -915,29 +916,14 @@ def check_args(args: Args) -> None:
             communicators.refuse(args, "algorithm", "is one agent, in one process")
         args.num_pairs *= args.num_agents
         args.num_agents = 1
-    if args.partition != "random" and args.algorithm != "par":
-        communicators.refuse(args, "partition", "has an effect with --algorithm par only")
     if any(size < 1 for size in args.hidden_sizes):
         communicators.refuse(args, "hidden_sizes", "must be at least 1")
     if args.human:
         if world_size > 1:
             communicators.refuse(args, "human", "answers in one process, without torchrun")
-        answers = "with --human: you answer"
-        unused = {"link": answers, "link_scale": answers}
-        if args.num_evaluators != 1:  # as a run with --human has it that is resumed
-            unused["num_evaluators"] = answers
-        communicators.announce_unused(args, unused)
         args.num_evaluators = 1
         args.save_every = 1
-    elif args.link == "noiseless":
-        sign = "with --link noiseless: the sign of the difference is the answer"
-        communicators.announce_unused(args, {"link_scale": sign})
-    if args.log_std > 10:
-        communicators.refuse(args, "log_std", "must be at most 10")
     check_env(args)
-    if strip_module(args.env_id).startswith("CartPole-"):
-        discrete = "on CartPole, whose actions are discrete"
-        communicators.announce_unused(args, {"log_std": discrete})
     d = communicators.count_parameters(make_policy(args))
     if args.algorithm == "par" and args.num_agents > d:
         communicators.refuse(args, "num_agents", f"must be at most {d}, a parameter for each")

@@ -1,13 +1,10 @@
 """Arguments of the tools in benchmark/: what is wrong with them is one line, as in the scripts.
 
 Exit code 2 is that of a wrong value. A tool that cannot do what it should (there is no such run, a
-command has failed) ends with 1. The scripts' module with the same functions loads torch, which
-takes seconds; it is imported here only to describe an error.
+command has failed) ends with 1. The scripts' module with the same functions is not imported,
+because it loads torch, which takes seconds.
 """
 
-import contextlib
-import importlib
-import io
 import json
 import sys
 from pathlib import Path
@@ -84,13 +81,4 @@ def read_flags(Args: type, argv: list[str] | None = None):
     their module.
     """
     description = sys.modules[Args.__module__].__doc__
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(Args, args=argv, description=description)
-    except SystemExit as end:
-        if end.code in (None, 0):  # --help
-            raise
-    root = str(Path(__file__).resolve().parent.parent)
-    if root not in sys.path:
-        sys.path.insert(0, root)
-    return importlib.import_module("communicators").read_flags(Args, argv)
+    return tyro.cli(Args, args=argv, description=description)

@@ -31,7 +31,6 @@ from communicators import (
     NonNegative,
     Positive,
     Seed,
-    announce_unused,
     derive_seed,
     first_line,
     read_flags,
@@ -89,18 +88,6 @@ def check_args(args: Args) -> None:
         refuse(args, "bounds", "must be two numbers, the smaller one first")
     if Path(args.out_dir).exists() and not Path(args.out_dir).is_dir():
         refuse(args, "out_dir", "must be a folder")
-    partition = f"with --partition {args.partition}"
-    unused = {}
-    if args.partition in ("iid", "topic"):
-        unused["strength"] = partition
-    if args.partition not in ("coverage", "hardness"):
-        unused["overlap"] = partition
-        unused["bounds"] = partition
-    if args.partition != "hardness":
-        unused["easy_column"] = partition
-    if args.partition == "iid":
-        unused["topics"] = partition
-    announce_unused(args, unused)
 
 
 def preference_partition(

@@ -115,7 +115,8 @@ def read_settings(folder: Path) -> tuple[dict, dict]:
         config = read_json(folder / "config.json")
     settings = summary.get("settings")
     if not isinstance(settings, dict):
-        settings = {name: config[name] for name in config.keys() - {"script", "elastic_run"}}
+        others = {"script", "command", "elastic_run"}
+        settings = {name: config[name] for name in config.keys() - others}
     return summary, {FORMER.get(name, name): value for name, value in settings.items()}
 
 

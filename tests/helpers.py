@@ -317,15 +317,17 @@ def run_ranks(number, *command, cwd, **env):
 
 
 def refusal(function, *arguments, code=2, **options):
-    """The one line on stderr with which `function` ends the process.
+    """The one line on stderr with which `function` ends the process, or what is in tyro's box.
 
     The exit code is 2 for a wrong value, otherwise 1.
     """
     errors = io.StringIO()
     with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(errors):
         function(*arguments, **options)
-    message = str(end.value)
     assert end.value.code == code
+    if "╭" in errors.getvalue():
+        return read_box(errors.getvalue())
+    message = str(end.value)
     assert message, message
     assert message == message.strip(), message
     assert "\n" not in message, message
@@ -333,10 +335,22 @@ def refusal(function, *arguments, code=2, **options):
     return message
 
 
+def read_box(text):
+    """The words in the frame that tyro draws around its errors."""
+    return " ".join(re.sub(r"[^\w\s!-~]", " ", text).split())
+
+
 def only_run(run_dir):
     """The one run folder in `run_dir`."""
     (folder,) = Path(run_dir).iterdir()
     return folder
+
+
+def copy_config(source, folder, *words):
+    """Write the config.json of a run into a folder, with more words in its command."""
+    config = json.loads((source / "config.json").read_text())
+    config["command"] += map(str, words)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def rows_of(folder):

@@ -615,6 +615,7 @@ def test_a_matrix_from_a_file_is_used_as_it_is(tmp_path_factory, seed, n):
         ("1,0,0\n0,1.5,-0.5\n0,0,1", "at least 0"),
         ("1,0,0\n0,nan,1\n0,0,1", "simplex"),
         ("1,0,0\n0,one,0\n0,0,1", "one"),
+        ("0,5;0,5;0\n0,1,0\n0,0,1", "columns changed"),  # decimal commas
     ],
 )
 def test_a_file_without_a_communicator_is_refused(tmp_path, text, named):
@@ -622,6 +623,18 @@ def test_a_file_without_a_communicator_is_refused(tmp_path, text, named):
     file.write_text(text)
     with pytest.raises(ValueError, match=named):
         communicators.from_csv(str(file), 3)
+
+
+@pytest.mark.parametrize("separator", [",", ";"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_matrix_may_come_from_a_spreadsheet(tmp_path, separator, encoding):
+    """With a byte-order mark, and semicolons where the comma is for decimals; a comment's mean
+    nothing.
+    """
+    file = tmp_path / "matrix.csv"
+    rows = ["# a; b", separator.join(["0.25", "0.75"]), separator.join(["0.5", "0.5"])]
+    file.write_text("\n".join(rows), encoding=encoding)
+    assert communicators.from_csv(str(file), 2).tolist() == [[0.25, 0.75], [0.5, 0.5]]
 
 
 def test_a_name_that_nothing_has_is_no_communicator():

@@ -252,17 +252,22 @@ def test_a_damaged_config_is_refused_or_means_the_same_kind_of_run(whole, data):
 @pytest.mark.parametrize("module", [toy, prpo_minigrid, prpo_llm])
 @sometimes
 @given(data=st.data())
-def test_settings_of_other_types_are_refused(module, data):
-    """Any JSON in the place of any setting."""
-    config = {"script": Path(module.__file__).stem} | vars(module.Args())
-    name = data.draw(st.sampled_from(sorted(config)))
-    config[name] = data.draw(json_values)
+def test_a_foreign_command_is_refused_or_read(module, data):
+    """Any JSON in its place, or any words, of which some would have tyro write a file."""
     with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "file")
+        flags = [f"--{name.replace('_', '-')}" for name in vars(module.Args())]
+        word = st.sampled_from([*flags, "1", "None", "--help"]) | st.text(max_size=5)
+        completion = st.just(["--tyro-write-completion", "bash", str(file)])
+        command = data.draw(json_values | st.lists(word, max_size=4) | completion)
+        config = {"script": Path(module.__file__).stem, "command": command}
         Path(folder, "config.json").write_text(json.dumps(config))
         # Only what is read, not what it would need
-        read(communicators.read_settings, module.Args(resume=folder), "resume")
+        args = read(communicators.read_run, module.Args(resume=folder), "resume")
+        assert args is REFUSED or isinstance(args, module.Args)
         if module is toy:
             read(parse, toy, "--resume", folder)
+        assert not file.exists()
 
 
 def test_a_config_without_end_is_refused(tmp_path):

@@ -24,6 +24,7 @@ from helpers import (
     REPOSITORY,
     Child,
     assert_same_rows,
+    copy_config,
     flags,
     on,
     only_run,
@@ -748,9 +749,8 @@ def test_a_second_agent_of_the_same_number_is_refused(tmp_path):
 @pytest.mark.parametrize(("before", "after", "valid"), [(0, 5, "0"), (5, 0, "positive")])
 def test_a_run_that_is_resumed_waits_as_before(whole_run, tmp_path, before, after, valid):
     """Whether rounds are repeated or skipped depends on it; how long it waits may change."""
-    config = json.loads((whole_run(PRPO_MINIGRID) / "config.json").read_text())
-    config |= {"exchange": f"file://{tmp_path}", "agents": [0], "wait": before}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = [f"--exchange=file://{tmp_path}", "--agents=0", f"--wait={before}"]
+    copy_config(whole_run(PRPO_MINIGRID), tmp_path, *words)
     resume = ("--resume", tmp_path, "--wait")
     assert refused(*resume, after) == f"--wait {after:.1f}: must be {valid} as in {tmp_path}"
     assert PRPO_MINIGRID.parse_args([*map(str, (*resume, 2 * before))]).wait == 2 * before

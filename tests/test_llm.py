@@ -941,7 +941,7 @@ BAD = {
         ["--communicator", "surrogate"],
         ["--communicator surrogate", "choose from identity, uniform"],
     ),
-    "no moments": (["--adam-beta2", "1"], ["--adam-beta2 1.0", "below 1"]),
+    "no moments": (["--adam-beta2", "1"], ["--adam-beta2 1.0", "[0, 1)"]),
     "weights below 1 only": (["--importance-cap", "0.5"], ["--importance-cap 0.5", "at least 1"]),
     "a value model of no adapter": (
         ["--algorithm", "ppo", "--value-init", "adapter"],
@@ -974,10 +974,6 @@ BAD = {
     "upper clip below the lower": (
         ["--clip-higher", "0.1"],
         ["--clip-higher 0.1", "at least --clip-coef 0.2"],
-    ),
-    "upper clip alone": (
-        ["--clip-higher", "0.28", "--clip-coef", "0"],
-        ["--clip-higher 0.28", "needs"],
     ),
     "minibatch not divisible": (["--minibatch-size", "3"], ["--minibatch-size 3", "4"]),
     "temperature zero": (["--temperature", "0"], ["--temperature 0", "positive"]),
@@ -1049,36 +1045,11 @@ def test_flags_that_have_an_effect_are_accepted_in_silence(case, capsys):
     assert capsys.readouterr().out == ""
 
 
-UNUSED = {
-    "--loss-type dapo": ["--algorithm", "ppo"],
-    "--group-size 4": ["--algorithm", "ppo"],
-    "--loss-type gspo": ["--algorithm", "ppo"],
-    "--advantage-type rloo": ["--algorithm", "ppo"],
-    "--vf-coef 0.5": ["--algorithm", "grpo"],
-    "--value-learning-rate 0.1": ["--algorithm", "grpo"],
-    "--value-clip-coef 0.0": ["--algorithm", "grpo"],
-    "--value-init adapter": ["--algorithm", "grpo"],
-    "--norm-reward on": ["--algorithm", "grpo"],
-    "--value-lora-rank 8": ["--algorithm", "grpo"],
-    "--min-response-tokens 18": ["--missing-eos-penalty", "0"],
-    "--lora-average naive": ["--aggregation", "policy"],
-    "--private-layers 1": ["--aggregation", "policy"],
-    "--private-layers 2": ["--communicator", "identity", "--aggregation", "weights"],
-    "--mixture geometric": ["--aggregation", "weights"],
-    "--communicator similarity": ["--aggregation", "none"],
-    "--eval-every 5": ["--eval-prompts", "0"],
-}
-
-
-def test_a_run_without_a_communication_round_reports_it(capsys):
-    """Also where the number of steps was given and the interval was not."""
-    for argv, every in (["--total-steps", "2"], 3), (["--local-updates", "41"], 41):
-        parse_args(prpo_llm, argv)
-        steps = argv[1] if every == 3 else 40
-        assert (
-            capsys.readouterr().out
-            == f"--local-updates {every}: agents never communicate in {steps} steps\n"
-        )
+def test_a_run_without_a_communication_round_says_so(files, tmp_path, capsys):
+    """In its first lines, as in control."""
+    for total, rounds in ((1, "NO"), (2, "1")):
+        train(files, tmp_path / rounds, total_steps=total, local_updates=2, eval_prompts=0)
+        assert f", {rounds} communication rounds" in capsys.readouterr().out
 
 
 def test_a_coefficient_of_zero_is_reported_where_policies_are_mixed(capsys):
@@ -1088,22 +1059,6 @@ def test_a_coefficient_of_zero_is_reported_where_policies_are_mixed(capsys):
     parse_args(prpo_llm, ["--kl-coef", "0", "--aggregation", "weights"])
     parse_args(prpo_llm, ["--kl-coef", "0", "--communicator", "identity"])
     parse_args(prpo_llm, ["--kl-coef", "0.1"])
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("flag", UNUSED)
-def test_flags_without_effect_are_reported_in_one_line(flag, capsys, monkeypatch):
-    """The run goes on; of several ranks the first one reports."""
-    argv = [*flag.split(), *UNUSED[flag]]
-    parse_args(prpo_llm, argv)
-    line = capsys.readouterr().out
-    assert (
-        line.startswith(f"{flag}: has no effect with {UNUSED[flag][0]} {UNUSED[flag][1]}")
-        and line.count("\n") == 1
-    )
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    parse_args(prpo_llm, argv)
     assert capsys.readouterr().out == ""
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn as nn
 from command import parse_args
-from helpers import REPOSITORY, only_run, refusal, run_ranks
+from helpers import REPOSITORY, copy_config, only_run, refusal, run_ranks
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from test_llm import files, rows_of, tiny, train, weights_of  # noqa: F401
@@ -1191,12 +1191,11 @@ def test_what_is_no_reward_model_is_refused(files, reward_model, tmp_path, monke
 def test_a_run_that_names_code_is_resumed_by_naming_it_again(files, tmp_path, monkeypatch):
     """Somebody else's config.json cannot have a file executed."""
     folder, _ = train(files, tmp_path / "runs", total_steps=1)
-    config = json.loads((folder / "config.json").read_text())
     (folder / "evil.py").write_text(
         f"open({str(tmp_path / 'executed')!r}, 'w')\ndef reward(**_): pass\n"
     )
     evil = f"{folder / 'evil.py'}:reward"
-    (folder / "config.json").write_text(json.dumps(config | {"reward": [evil]}))
+    copy_config(folder, folder, f"--reward={evil}")
     resume = ["--resume", str(folder)]
     line = refusal(parse_args, prpo_llm, resume)
     assert line.startswith(f"--reward {evil}: is code that {folder} names; give the flag again")
@@ -1205,7 +1204,7 @@ def test_a_run_that_names_code_is_resumed_by_naming_it_again(files, tmp_path, mo
     assert "is code" in refusal(
         parse_args, prpo_llm, [*resume, "--reward", f"{files / 'letters.py'}:count"]
     )
-    (folder / "config.json").write_text(json.dumps(config | {"reward": ["rouge"]}))
+    copy_config(folder, folder, "--reward=rouge")
     assert parse_args(prpo_llm, resume).reward == ("rouge",)
 
 
@@ -1440,24 +1439,6 @@ def test_every_partition_writes_a_file_for_each_agent(
         assert deal_files(many, files, tmp_path / "c", *words, "--seed", "2")[0] != parts
 
 
-def test_flags_without_effect_on_a_partition_are_named(many, files, tmp_path, capsys):
-    """One line for each, and the same files as without them."""
-    words = ["--partition", "iid", "--prompts-per-agent", "40"]
-    plain = deal_files(many, files, tmp_path / "plain", *words)
-    assert "no effect" not in capsys.readouterr().out
-    more = ["--strength", "2", "--overlap", "2", "--topics", "x"]
-    assert deal_files(many, files, tmp_path / "more", *words, *more) == plain
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "no effect" in line] == [
-        "--strength 2.0: has no effect with --partition iid",
-        "--overlap 2.0: has no effect with --partition iid",
-        "--topics x: has no effect with --partition iid",
-    ]
-    used = ["--partition", "coverage", "--prompts-per-agent", "20", *more[:4], "--topics", "x"]
-    deal_files(many, files, tmp_path / "used", *used)
-    assert "no effect" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("number", [449, 450, 451])
 def test_a_rounded_overlap_asks_for_no_more_prompts_than_there_are(number):
     """1.4 times 450 is 630, but 630 over 1.4 is more than 450, by rounding."""
@@ -1522,7 +1503,7 @@ TOOL = {
     "no folder": (["--partition", "iid"], "--out-dir"),
     "no such partition": (
         ["--out-dir", "x", "--partition", "even"],
-        "--partition even: choose from",
+        "invalid choice 'even' for argument '--partition'",
     ),
     "overlap": (
         ["--out-dir", "x", "--partition", "coverage", "--overlap", "4"],

@@ -6,18 +6,21 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from helpers import (
+    FEDAVG_MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
     REPOSITORY,
     SCRIPTS,
     Child,
+    copy_config,
     flags,
     on,
     only_run,
@@ -25,6 +28,8 @@ from helpers import (
     rows_of,
     run_ranks,
 )
+
+import fedavg_ppo
 
 MINIGRID_SCRIPTS = on([PRPO_MINIGRID, PRTRPO_MINIGRID])
 EXAMPLE = re.search(
@@ -337,16 +342,13 @@ def test_games_of_ale_have_the_same_actions_beside_ones_own(order, my_tasks):
 def test_a_game_with_other_actions_than_in_training_is_not_played(whole_run, tmp_path):
     """Two games with nine actions each, which are not the same: scores would mean nothing."""
     folder = shutil.copytree(whole_run(PRPO_ATARI), tmp_path / "run")
-    settings = json.loads((folder / "config.json").read_text())
-    settings["env_id"] = "BeamRiderNoFrameskip-v4"
-    (folder / "config.json").write_text(json.dumps(settings))
+    copy_config(folder, folder, "--env-id=BeamRiderNoFrameskip-v4")
     play = ["--eval-only", str(folder)]
     with pytest.raises(SystemExit):
         PRPO_ATARI.parse_args([*play, "--env-id", "AsterixNoFrameskip-v4"])
     assert "need the actions of the games that the agents were trained on" in REFUSED[-1]
     assert PRPO_ATARI.parse_args(play).env_id == "BeamRiderNoFrameskip-v4"
-    settings["full_action_space"] = True
-    (folder / "config.json").write_text(json.dumps(settings))
+    copy_config(folder, folder, "--full-action-space")
     args = PRPO_ATARI.parse_args([*play, "--env-id", "AsterixNoFrameskip-v4"])
     assert args.env_id == "AsterixNoFrameskip-v4"
 
@@ -363,15 +365,6 @@ def test_tasks_without_an_end_get_one(my_tasks, monkeypatch):
     agent = PRPO_ATARI.new_agent()
     returns = PRPO_ATARI.evaluate(PRPO_ATARI.Args(), agent, game, [1, 2], 0, greedy=True)
     assert (returns <= 42).all()
-
-
-@pytest.mark.parametrize("flag", ["--sticky-actions", "--full-action-space"])
-def test_flags_of_ale_without_effect_are_announced(flag, my_tasks, capsys):
-    frames = "my_other_tasks:Frames-v0"
-    PRPO_ATARI.parse_args(["--env-id", frames, flag])
-    assert f"{flag} True: has no effect on games of your own" in capsys.readouterr().out
-    PRPO_ATARI.parse_args(["--env-id", "BreakoutNoFrameskip-v4", flag])
-    assert "has no effect" not in capsys.readouterr().out
 
 
 @on([*SCRIPTS, PRTRPO_MINIGRID])
@@ -400,6 +393,19 @@ def test_playing_a_run_gives_its_own_evaluation_and_writes_nothing(script, whole
     assert contents(folder) == before
 
 
+@on([PRPO_MINIGRID, FEDAVG_MINIGRID])
+def test_playing_needs_no_folder_to_write_to(script, whole_run, tmp_path, monkeypatch):
+    """Nor space on the disk, or a short path: it writes nothing."""
+    (tmp_path / "file").write_text("")
+    folder = str(whole_run(script))
+    monkeypatch.setenv("HOME", str(Path(folder).parent))
+    for played in (folder, f"~/{Path(folder).name}"):
+        argv = ["--eval-only", played, "--run-dir", str(tmp_path / "file")]
+        assert script.parse_args(argv).eval_only == folder
+        family, _ = fedavg_ppo.choose_family(["--eval-only", played, "--env-id", "ALE/Pong-v5"])
+        assert family is script.of_family
+
+
 @MINIGRID_SCRIPTS
 def test_agents_play_other_tasks_than_their_own(script, whole_run):
     folder = whole_run(script)
@@ -420,10 +426,8 @@ def test_what_belongs_to_a_task_is_replaced_with_it(whole_run, tmp_path):
     script = PRPO_MINIGRID
     task = "BabyAI-GoToLocalS5N2-v0"
     words = ["red", "green", "blue"]
-    config = json.loads((whole_run(script) / "config.json").read_text())
-    config |= {"env_id": task, "missions": words, "levels_per_agent": 2}
-    config |= {"env_backend": "gymnasium", "communicator": "gone.csv"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    more = ["--levels-per-agent=2", "--env-backend=gymnasium", "--communicator=gone.csv"]
+    copy_config(whole_run(script), tmp_path, f"--env-id={task}", "--missions", *words, *more)
     play = ["--eval-only", str(tmp_path)]
 
     def parse(*argv):
@@ -445,8 +449,7 @@ def test_what_belongs_to_a_task_is_replaced_with_it(whole_run, tmp_path):
 def test_a_run_on_envpool_is_played_without_it(whole_run, tmp_path, monkeypatch):
     """Evaluations are in the official environment."""
     script = PRPO_MINIGRID
-    config = json.loads((whole_run(script) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"env_backend": "envpool"}))
+    copy_config(whole_run(script), tmp_path, "--env-backend=envpool")
     script.patch(monkeypatch, "find_spec", lambda name: None)
     assert script.parse_args(["--eval-only", str(tmp_path)]).env_backend == "envpool"
     with pytest.raises(SystemExit):

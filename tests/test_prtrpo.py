@@ -608,12 +608,12 @@ def test_an_agent_without_peers_trains_like_an_isolated_one(tmp_path):
 
 BAD = {
     "no region": (["--epsilon", "0"], ["--epsilon 0", "positive"]),
-    "no bound": (["--delta", "-0.1"], ["--delta -0.1", "positive"]),
+    "no bound": (["--delta", "-0.1"], ["--delta -0.1", "(0, 1]"]),
     "more than everything": (["--delta", "1.5"], ["--delta 1.5", "(0, 1]"]),
     "no floor": (["--epsilon-min", "0"], ["--epsilon-min 0", "positive"]),
     "no iterations": (["--cg-iters", "0"], ["--cg-iters 0", "at least 1"]),
     "no line search": (["--backtrack-iters", "0"], ["--backtrack-iters 0", "at least 1"]),
-    "no backtracking": (["--backtrack-coef", "1"], ["--backtrack-coef 1", "between 0 and 1"]),
+    "no backtracking": (["--backtrack-coef", "1"], ["--backtrack-coef 1", "(0, 1)"]),
     "negative damping": (["--damping-coef", "-1"], ["--damping-coef -1", "positive"]),
     "a flag of PR-PPO": (["--clip-coef", "0.1"], ["--clip-coef"]),
     "no number": (["--epsilon", "nan"], ["--epsilon nan", "finite"]),

@@ -3,6 +3,7 @@ is refused.
 """
 
 import csv
+import dataclasses
 import errno
 import functools
 import importlib
@@ -20,6 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 from unittest import mock
 
 import numpy as np
@@ -30,6 +32,7 @@ import toy
 from helpers import (
     REPOSITORY,
     Child,
+    copy_config,
     environment,
     only_run,
     outcomes,
@@ -285,10 +288,8 @@ def test_a_run_is_resumed_elsewhere(tmp_path):
     """Where the folder of its former runs cannot be: it is not written to."""
     toy.main(args_of(tmp_path / "runs"))
     folder = only_run(tmp_path / "runs")
-    settings = json.loads((folder / "config.json").read_text())
     (tmp_path / "file").write_text("")
-    settings["run_dir"] = str(tmp_path / "file" / "runs")
-    (folder / "config.json").write_text(json.dumps(settings))
+    copy_config(folder, folder, f"--run-dir={tmp_path / 'file' / 'runs'}")
     assert resume(folder)["completed"]
 
 
@@ -444,6 +445,17 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch
     stamps = [communicators.Run._make_folder(tmp_path, "toy__1__") for _ in range(3)]
     assert stamps == [9, 10, 11]
     assert {path.name for path in tmp_path.iterdir()} == {f"toy__1__{stamp}" for stamp in stamps}
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    """A shell leaves that of --run-dir=~/runs as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "C.csv").write_text("1,0,0\n0,1,0\n0,0,1\n")
+    toy.main(args_of("~/runs", "--communicator", "~/C.csv"))
+    folder = only_run(tmp_path / "runs")
+    assert resume(f"~/runs/{folder.name}")["completed"]
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_restart_finds_the_newest_run_with_its_settings(tmp_path, monkeypatch):
@@ -686,7 +698,74 @@ def test_what_a_resumed_run_may_change(name, whole, monkeypatch):
         assert str(getattr(args, name)).removesuffix(".0") == OTHER[name]
     else:
         message = refusal(communicators.parse_args, toy.Args, toy.check_args, argv)
-        assert message.startswith(argv[2]) and f" as in {whole}, or left out" in message
+        assert message.startswith(argv[2]) and message.endswith(f", as in {whole}, or left out")
+
+
+def test_all_changes_of_a_resumed_run_are_named_in_one_line(whole):
+    """Those that are allowed are not among them."""
+    argv = ["--seed", "2", "--top-k", "1", "--device", "cpu"]
+    changes = "--seed 2 must be 1; --top-k 1 must be 0"
+    assert refusal(resume, whole, *argv) == f"{changes}, as in {whole}, or left out"
+
+
+@dataclasses.dataclass
+class AllTypes(communicators.RunArgs):
+    """A flag of every type that the scripts have."""
+
+    texts: tuple[str, ...] = ("a", "b")
+    """words"""
+    numbers: tuple[float | str, ...] = ()
+    """numbers or the name of a file"""
+    sizes: tuple[int, ...] = (1, 2)
+    """whole numbers"""
+    target: communicators.Positive | None = None
+    """a number or none"""
+    limit: float | None = 0.5
+    """a number or none"""
+    text: str = "x"
+    """a text"""
+    on: bool = True
+    """a switch"""
+    off: bool = False
+    """a switch"""
+    kind: Literal["a", "b"] = "a"
+    """a choice"""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"texts": (), "sizes": (), "text": "", "limit": None, "exp_name": "toy"},
+        {"texts": ("-a", "b c", "-1"), "numbers": (-1.5, 2e-300), "text": "--on é\n", "seed": 5},
+        {"numbers": ("weights.csv",), "sizes": (3,), "target": 1 / 3, "on": False, "off": True},
+        {"kind": "b", "text": "None", "run_dir": "../there", "wandb_entity": "x"},
+        {"communicator": "gone.csv", "communicator_matrix": "1", "num_agents": 1},
+    ],
+)
+def test_settings_are_read_back_from_a_command(settings, tmp_path):
+    """A run that was started from Python has none but that which is derived from its settings."""
+    args = AllTypes(**settings)
+    config = {"script": Path(__file__).stem, "command": communicators.list_words(args)}
+    config |= vars(args)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args.resume = str(tmp_path)
+    read = communicators.read_run(AllTypes(resume=str(tmp_path)), "resume")
+    assert read == args
+
+
+def test_a_resumed_run_begins_with_the_settings_that_auto_stood_for(tmp_path):
+    """Not with those that another machine would choose."""
+
+    def choose(args):
+        if args.device == "auto":
+            args.device = "cpu"
+
+    args = communicators.parse_args(toy.Args, choose, ["--run-dir", str(tmp_path)])
+    toy.main(args)
+    folder = only_run(tmp_path)
+    resumed = communicators.parse_args(toy.Args, toy.check_args, ["--resume", str(folder)])
+    assert resumed.device == "cpu"
 
 
 def test_a_run_can_be_extended(whole, tmp_path):
@@ -796,9 +875,16 @@ def test_seeds_of_different_keys_differ():
     assert 2**30 < max(seeds) < 2**31
 
 
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 10, 30, 99, 1000])
-def test_quantiles_of_students_t(degrees):
-    assert communicators.student_t(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-9)
+@pytest.mark.parametrize(
+    ("samples", "quantile"),
+    [(2, 12.7062), (3, 4.3027), (5, 2.7764), (10, 2.2622), (31, 2.0423), (100, 1.9842)],
+)
+def test_intervals_have_the_quantiles_of_students_t(samples, quantile):
+    """Those of printed tables, of one degree of freedom less than samples."""
+    values = np.arange(samples)
+    expected = quantile * values.std(ddof=1) / math.sqrt(samples)
+    _, half = communicators.mean_and_half_interval(values)
+    assert half == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -985,6 +1071,14 @@ def test_a_signal_ends_the_run_after_its_iteration(number, whole, tmp_path, caps
     )
     resume(folder)
     assert_same(folder, whole)
+
+
+def test_a_rank_without_a_world_is_refused_in_one_line(tmp_path, monkeypatch):
+    """Left in the environment by something else than torchrun."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for start in (lambda: args_of(tmp_path), lambda: communicators.Exchange(3)):
+        assert refusal(start).startswith("RANK is set without WORLD_SIZE")
 
 
 @pytest.mark.parametrize("other", [["--seed", "2"], ["--eval-every", "3"], ["--exp-name", "x"]])
