@@ -391,9 +391,11 @@ def sum_observations(obs: Tensor, lengths: Tensor) -> Tensor:
     count. Returns [agents, 1 + 2 * obs], double.
     """
     steps = torch.arange(obs.shape[2])
-    counts = (steps < lengths[..., None])[..., None].double()  # [agents, episodes, steps, 1]
-    obs = torch.where(counts > 0, obs.double(), 0.0)  # those that do not count may be infinite
-    number = counts.sum((1, 2))
+    counts = steps < lengths[..., None]  # [agents, episodes, steps]
+    # One infinite observation would make the policy of all agents NaN; huge ones, too
+    counts &= obs.square().isfinite().all(-1)
+    obs = torch.where(counts[..., None], obs.double(), 0.0)
+    number = counts.double().sum((1, 2))[:, None]
     total = obs.sum((1, 2))
     squares = obs.square().sum((1, 2))
     return torch.cat((number, total, squares), dim=1)
@@ -402,12 +404,17 @@ def sum_observations(obs: Tensor, lengths: Tensor) -> Tensor:
 def set_normalisation(policy: Policy, sums: Tensor, keep_policy: bool) -> None:
     """Normalise with the statistics of all agents: sums [agents, 1 + 2 * obs].
 
-    keep_policy: the first layer takes up the change, W' (x - m') / s' + b' = W (x - m) / s + b, so
-    that actions remain what they were, but where inputs are clipped.
+    An agent's that are not finite do not count. keep_policy: the first layer takes up the change,
+    W' (x - m') / s' + b' = W (x - m) / s + b, so that actions remain what they were, but where
+    inputs are clipped.
     """
-    number, *rest = sums.sum(0).split([1, len(policy.obs_mean), len(policy.obs_mean)])
-    average, square = (total / number for total in rest)
-    std = (square - average.square()).clamp(min=0).sqrt()
+    sums = sums[sums.isfinite().all(1)]
+    obs_size = len(policy.obs_mean)
+    number, total, squares = sums.sum(0).split([1, obs_size, obs_size])
+    if number == 0:
+        return
+    average = total / number
+    std = (squares / number - average.square()).clamp(min=0).sqrt()
     std[std < 1e-4] = 1.0  # constants
     obs_mean = average.float()
     obs_std = std.float()

@@ -437,6 +437,79 @@ def test_normalisation_joins_the_statistics_of_agents():
     assert policy.normalise(torch.tensor([3.0, 3.0, 3.0, 7.0])).isfinite().all()
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e30])
+def test_statistics_leave_out_what_is_not_finite(bad):
+    """Whole observations, also those whose squares are too large, and agents' sums."""
+    generator = np.random.default_rng(5)
+    obs = torch.from_numpy(generator.normal(3, 2, size=(2, 3, 5, 4)).astype(np.float32))
+    obs[1, 2, 3, 0] = bad
+    sums = s2zpo_mujoco.sum_observations(obs, torch.full((2, 3), 5))
+    assert sums[:, 0].tolist() == [15, 14]
+    rows = obs.flatten(0, 2).double()
+    rows = rows[rows.abs().amax(1) < 1e20]
+    assert len(rows) == 29
+    policy = s2zpo_mujoco.Policy(4, 1, (2,)).requires_grad_(False)
+    s2zpo_mujoco.set_normalisation(policy, sums, keep_policy=True)
+    np.testing.assert_allclose(policy.obs_mean, rows.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(policy.obs_std, rows.std(0, correction=0), rtol=1e-5)
+
+    other = copy.deepcopy(policy)
+    s2zpo_mujoco.set_normalisation(policy, sums[:1], keep_policy=True)
+    sums[1, 5] = math.inf
+    s2zpo_mujoco.set_normalisation(other, sums, keep_policy=True)
+    s2zpo_mujoco.set_normalisation(other, sums[1:], keep_policy=True)  # nothing is known
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name])
+
+
+class Burst(gym.Env):
+    """A task of one's own. One observation of it is infinite, of the environment that `bad` is."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    bad = None  # its seed
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.seed = seed
+            self.episode = 0
+        self.episode += 1
+        self.count = 0
+        return self.observe(), {}
+
+    def observe(self):
+        obs = self.np_random.normal(1, 2, 3).astype(np.float32)
+        if (self.seed, self.episode, self.count) == (self.bad, 1, 2):
+            obs[1] = np.inf
+        return obs
+
+    def step(self, action):
+        self.count += 1
+        return self.observe(), float(action[0]), False, False, {}
+
+
+def test_one_infinite_observation_spoils_nothing(tmp_path, monkeypatch):
+    """The policy is finite, the peer's statistics are those of the run without it.
+
+    Agent 1's are less one observation.
+    """
+    spec = gym.envs.registration.EnvSpec("Burst-v0", Burst)
+    monkeypatch.setitem(gym.registry, "Burst-v0", spec)
+    changes = {"env_id": "Burst-v0", "num_agents": 2, "horizon": 6}
+    statistics = []
+    for bad in (None, communicators.derive_seed(1, 1, 3, 0, s2zpo_mujoco.ENVIRONMENTS)):
+        monkeypatch.setattr(Burst, "bad", bad)
+        _, folder = train(tmp_path / str(bad), **changes)
+        assert weights_of(folder)[0].isfinite().all()
+        checkpoints = [folder / "checkpoints" / f"agent_{i}" / "4.pt" for i in range(2)]
+        statistics.append([torch.load(path)["statistics"] for path in checkpoints])
+    (peers, agents), (peers_beside, agents_with_it) = statistics
+    assert torch.equal(peers, peers_beside)
+    assert peers[0] == agents[0] == agents_with_it[0] + 1 == 4 * 4 * 2 * 6
+    assert agents_with_it.isfinite().all()
+
+
 def draw_sums(low, high, generator):
     """Statistics of two agents whose observations are uniform; the last of five is constant."""
     obs = low + (high - low) * torch.rand(2, 3, 50, 5, generator=generator)
