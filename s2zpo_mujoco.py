@@ -150,11 +150,11 @@ class Policy(nn.Module):
 
     def __init__(self, obs_size: int, num_outputs: int, hidden_sizes: tuple[int, ...]):
         super().__init__()
+        sizes = [obs_size, *hidden_sizes]
         layers = []
-        for inputs, outputs in itertools.pairwise((obs_size, *hidden_sizes)):
+        for inputs, outputs in itertools.pairwise(sizes):
             layers += [layer_init(nn.Linear(inputs, outputs)), nn.Tanh()]
-        last_size = (obs_size, *hidden_sizes)[-1]
-        layers.append(layer_init(nn.Linear(last_size, num_outputs), std=0.01))
+        layers.append(layer_init(nn.Linear(sizes[-1], num_outputs), std=0.01))
         self.network = nn.Sequential(*layers)
         # Statistics, not parameters: neither perturbed nor learned
         self.register_buffer("obs_mean", torch.zeros(obs_size))
@@ -362,7 +362,7 @@ def rollout(
     for step in range(envs.horizon):
         obs_of_policies = torch.from_numpy(obs).view(-1, episodes, obs.shape[1])
         if args.norm_obs:
-            unperturbed.append(obs_of_policies[::2].clone())
+            unperturbed.append(obs_of_policies[::2].clone())  # `obs` changes in place
         outputs = stacked(policy.normalise(obs_of_policies)).flatten(0, 1).numpy()
         actions = envs.actions.choose(outputs, noise[step])
         run.tick("policies")
@@ -498,7 +498,7 @@ def main(args: Args) -> dict:
             generator = torch.Generator().manual_seed(seed)
             answers, differences = draw_answers(returns[k], args, scale, generator)
             if args.human:
-                clips = envs.clips[k]
+                clips = envs.list_clips(k)
                 folder = run.folder / "clips"
                 answers = collect_answers(clips, folder, f"{iteration}_agent_{i}", generator)
             votes.append(count_votes(answers, generator))
@@ -525,7 +525,7 @@ def main(args: Args) -> dict:
             steps[k] += lengths[k].sum()
             if args.norm_obs:
                 statistics[k] += sums[k]
-        if args.norm_obs and iteration & (iteration - 1) == 0:
+        if args.norm_obs and iteration.bit_count() == 1:
             gathered = exchange.all_gather(torch.stack(statistics))
             set_normalisation(policy, gathered, keep_policy=iteration > 1)
             bits[1] += gathered.numel() * 64
@@ -742,11 +742,10 @@ class Envs:
         env.close()
         self.pairs = args.num_pairs
         self.trajectories = args.num_trajectories
-        number = 2 * self.pairs * self.trajectories
-        seeds = [
-            derive_seed(args.seed, agent, number, checkpoint, ENVIRONMENTS)
-            for agent, number in itertools.product(agents, range(number))
-        ]
+        seeds = []
+        for agent in agents:
+            for number in range(2 * self.pairs * self.trajectories):
+                seeds.append(derive_seed(args.seed, agent, number, checkpoint, ENVIRONMENTS))
         self.pool = None
         self.envs = []
         self.films = args.human
@@ -794,20 +793,17 @@ class Envs:
             self.lengths[row] += 1
         return np.array(obs), np.array(rewards), np.array(ended)
 
-    @property
-    def clips(self) -> list:
-        """Of each agent, of each pair: the frames of both batches, a batch's episodes in turn."""
-        batches = []  # [agents * 2 * pairs]
-        for first in range(0, len(self.frames), self.trajectories):
-            films = self.frames[first : first + self.trajectories]
-            batches.append(list(itertools.chain(*films)))
+    def list_clips(self, k: int) -> list[tuple[list, list]]:
+        """The frames of both batches of each pair, of the k-th agent held."""
         clips = []
-        for k in range(len(self.agents)):
-            first = 2 * self.pairs * k
-            before = batches[first : first + self.pairs]
-            after = batches[first + self.pairs : first + 2 * self.pairs]
-            clips.append(list(zip(before, after, strict=True)))
+        for pair in range(self.pairs):
+            clips.append((self.join_episodes(k, 0, pair), self.join_episodes(k, 1, pair)))
         return clips
+
+    def join_episodes(self, k: int, policy: int, pair: int) -> list[np.ndarray]:
+        """The frames of a batch, one episode after the other."""
+        first = ((2 * k + policy) * self.pairs + pair) * self.trajectories
+        return list(itertools.chain(*self.frames[first : first + self.trajectories]))
 
     def close(self) -> None:
         """Free the environments."""

@@ -872,11 +872,24 @@ def test_films_hold_every_third_picture_and_the_last_and_nothing_more():
         ended = envs.step(rows, np.array([step % 2] * 2))[2]
         pictures.append(envs.envs[0].render()[::2, ::2])
     assert ended.all()
-    ((clip, other),) = envs.clips[0]
+    ((clip, other),) = envs.list_clips(0)
     assert len(other) == 4
     expected = [pictures[step] for step in (0, 3, 6, 7)]
     np.testing.assert_array_equal(clip, expected)
     assert all(frame.base is None for frame in clip)
+    envs.close()
+
+
+def test_a_clip_has_the_episodes_of_its_batch():
+    """Rows are [agents, 2, pairs, trajectories]."""
+    settings = {"env_id": "CartPole-v1", "num_pairs": 2, "num_trajectories": 3, "horizon": 5}
+    envs = s2zpo_mujoco.Envs(Args(**settings, human=True), range(3, 5), 0)
+    rows = np.arange(24).reshape(2, 2, 2, 3)
+    envs.frames = [[f"{row}a", f"{row}b"] for row in range(24)]
+    for k in range(2):
+        for pair, batches in enumerate(envs.list_clips(k)):
+            for policy, frames in enumerate(batches):
+                assert frames == [f"{row}{x}" for row in rows[k, policy, pair] for x in "ab"]
     envs.close()
 
 
