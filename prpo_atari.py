@@ -934,13 +934,32 @@ def is_ale(env_id: str) -> bool:
     return env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")
 
 
+class CustomGame(gym.Wrapper):
+    """A game of your own whose rewards are numbers, also those of shape (1,).
+
+    Its info has the lives alone, 0 where it counts none. Gymnasium's vector environments fail on
+    other rewards, and on arrays in the info that differ in shape.
+    """
+
+    def reset(self, **options) -> tuple[np.ndarray, dict]:
+        """As of the game."""
+        obs, info = self.env.reset(**options)
+        return obs, {"lives": int(info.get("lives", 0))}
+
+    def step(self, action: int) -> tuple:
+        """As of the game."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        lives = int(info.get("lives", 0))
+        return obs, np.asarray(reward).item(), terminated, truncated, {"lives": lives}
+
+
 # Steps after which a game of your own ends that has no time limit: ALE's 108,000 frames
 LONGEST_EPISODE = 27_000
 
 
 def make_custom(env_id: str, **options) -> gym.Env:
     """A game of your own, with a time limit: an evaluation plays whole games."""
-    env = gym.make(env_id, disable_env_checker=True, **options)
+    env = CustomGame(gym.make(env_id, disable_env_checker=True, **options))
     if env.spec.max_episode_steps is None:
         env = gym.wrappers.TimeLimit(env, LONGEST_EPISODE)
     return env
@@ -1000,8 +1019,7 @@ def make_games(args: Args, env_id: str, number: int, groups: int = 1, **screen) 
 class CustomGames:
     """Games of your own, with the methods of `AtariVectorEnv`.
 
-    They show the last four 84x84 grey frames themselves, [4, 84, 84] uint8. `lives` in their info
-    is optional.
+    They show the last four 84x84 grey frames themselves, [4, 84, 84] uint8.
     """
 
     def __init__(self, env_id: str, number: int):
@@ -1010,17 +1028,11 @@ class CustomGames:
 
     def reset(self, seed: np.ndarray) -> tuple[np.ndarray, dict]:
         """As of AtariVectorEnv."""
-        obs, info = self.envs.reset(seed=seed.tolist())
-        return obs, self.add_lives(info)
+        return self.envs.reset(seed=seed.tolist())
 
     def step(self, actions: np.ndarray) -> tuple:
         """As of AtariVectorEnv."""
-        *results, info = self.envs.step(actions)
-        return *results, self.add_lives(info)
-
-    def add_lives(self, info: dict) -> dict:
-        """The info with the lives of all games, 0 where a game counts none."""
-        return {"lives": np.zeros(self.envs.num_envs, dtype=int)} | info
+        return self.envs.step(actions)
 
     def close(self) -> None:
         """Free the games."""
@@ -1407,6 +1419,7 @@ def find_game_problem(args: Args, env_id: str) -> str:
     if len({other for other in list_env_ids(args) if strip_module(other) == name}) > 1:
         # The second module replaced what the first had registered
         return "has the name of another task here"
+    env.step(0)  # an error is a problem, too
     return ""
 
 

@@ -1022,6 +1022,24 @@ class PrivateLevels(gym.Wrapper):
                 return result
 
 
+class CustomTask(gym.Wrapper):
+    """A task of your own whose rewards are numbers, also those of shape (1,), and without info.
+
+    Gymnasium's vector environments fail on other rewards, and on arrays in the info that differ in
+    shape.
+    """
+
+    def reset(self, **options) -> tuple[np.ndarray, dict]:
+        """As of the task."""
+        obs, _ = self.env.reset(**options)
+        return obs, {}
+
+    def step(self, action: int) -> tuple:
+        """As of the task."""
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        return obs, np.asarray(reward).item(), terminated, truncated, {}
+
+
 # Steps after which an episode of your own task ends that has no time limit
 LONGEST_EPISODE = 27_000
 
@@ -1034,8 +1052,10 @@ def make_env(env_id: str, levels: list[int] = (), word: str = "", film: bool = F
     """
     options = {"render_mode": "rgb_array"} if film else {}  # one of your own may not know it
     env = gym.make(env_id, disable_env_checker=True, **options)
-    if ":" in env_id and env.spec.max_episode_steps is None:
-        env = gym.wrappers.TimeLimit(env, LONGEST_EPISODE)
+    if ":" in env_id:
+        env = CustomTask(env)
+        if env.spec.max_episode_steps is None:
+            env = gym.wrappers.TimeLimit(env, LONGEST_EPISODE)
     if isinstance(env.observation_space, gym.spaces.Dict):
         env = minigrid.wrappers.ImgObsWrapper(env)
     if levels or word:
@@ -1383,6 +1403,7 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
     if len({other for other in list_env_ids(args) if strip_module(other) == name}) > 1:
         # The second module replaced what the first had registered
         return "has the name of another task here"
+    env.step(0)  # an error is a problem, too
     return ""
 
 
