@@ -892,18 +892,20 @@ def main(args: Args) -> dict:
             envs.close()
             envs = Envs(args, held, iteration)
 
-    # Weights, videos, and the evaluation of every agent on every task in the official environments
+    # Weights, the evaluation of every agent on every task in the official environments, videos
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
-        if args.capture_video and not run.interrupted:
-            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
-    return run.finish(
+    summary = run.finish(
         env_backend=choose_backend(args),
         communication_rounds=min(run.iteration, last_communication) // args.local_updates,
     )
+    if args.capture_video:  # after all that must not depend on a film
+        for k, i in enumerate(held):
+            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
+    return summary
 
 
 # --- tasks: games and their environments ---
@@ -1039,21 +1041,46 @@ class CustomGames:
         self.envs.close()
 
 
+class Camera:
+    """One of ALE's games as `evaluate` films it, in colour and full size.
+
+    Equal seeds and buttons make equal games.
+    """
+
+    def __init__(self, args: Args, env_id: str):
+        screen = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
+        self.games = make_games(args, env_id, 1, **screen)
+
+    def reset(self, level: int) -> np.ndarray:
+        """The first frame, [height, width, 3] uint8."""
+        frames, _ = self.games.reset(seed=np.array([level]))
+        return frames[0, 0]
+
+    def step(self, buttons: np.ndarray) -> np.ndarray:
+        """The next frame. buttons: [1]."""
+        frames, *_ = self.games.step(buttons)
+        return frames[0, 0]
+
+    def close(self) -> None:
+        """Free the game."""
+        self.games.close()
+
+
 class CustomCamera:
-    """One game of your own as `evaluate` films it: frames in colour, of its own `render`."""
+    """One game of your own, with the methods of `Camera`: frames are those of its `render`."""
 
     def __init__(self, env_id: str):
         self.env = make_custom(env_id, render_mode="rgb_array")
 
-    def reset(self, seed: np.ndarray) -> tuple:
-        """The first frame, as AtariVectorEnv's of a single game."""
-        self.env.reset(seed=int(seed[0]))
-        return self.env.render()[None, None], {}
+    def reset(self, level: int) -> np.ndarray:
+        """As of Camera."""
+        self.env.reset(seed=level)
+        return self.env.render()
 
-    def step(self, actions: np.ndarray) -> tuple:
-        """The next frame."""
-        self.env.step(int(actions[0]))
-        return (self.env.render()[None, None],)
+    def step(self, buttons: np.ndarray) -> np.ndarray:
+        """As of Camera."""
+        self.env.step(int(buttons[0]))
+        return self.env.render()
 
     def close(self) -> None:
         """Free the game."""
@@ -1225,7 +1252,8 @@ def evaluate(
     games = Games(args, [env_id], [levels])
     if film:
         camera = make_camera(args, env_id)
-        video = start_video(film, camera, levels[0])
+        video = communicators.Film(Path(f"{film}.mp4"), 15)  # 60 Hz, 4 frames a step
+        video.take(camera.reset, levels[0])
     returns = np.zeros(len(levels))
     running = np.ones(len(levels), dtype=bool)
     generator = torch.Generator().manual_seed(seed)
@@ -1239,8 +1267,7 @@ def evaluate(
             actions = torch.multinomial(probs, 1, generator=generator)[:, 0]
         *_, ended = games.step(games.groups[0], actions.numpy()[None])
         if film and running[0]:
-            frames, *_ = camera.step(games.pressed[0, :1])
-            video.write_frame(frames[0, 0])
+            video.take(camera.step, games.pressed[0, :1])
         for _, level, total, _ in ended:
             if running[level]:  # the game that starts after it does not count
                 returns[level] = total
@@ -1252,24 +1279,11 @@ def evaluate(
     return returns
 
 
-def make_camera(args: Args, env_id: str) -> "AtariVectorEnv | CustomCamera":
-    """A game in colour and full size: equal seeds and buttons make equal games."""
+def make_camera(args: Args, env_id: str) -> Camera | CustomCamera:
+    """What films a game."""
     if is_custom(env_id):
         return CustomCamera(env_id)
-    screen = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
-    return make_games(args, env_id, 1, **screen)
-
-
-def start_video(film: str, camera: "AtariVectorEnv | CustomCamera", level: int):
-    """The file of a video, with the first frame of a game. Returns moviepy's writer."""
-    from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
-
-    Path(film).parent.mkdir(exist_ok=True)
-    frames, _ = camera.reset(seed=np.array([level]))
-    frame = frames[0, 0]
-    video = FFMPEG_VideoWriter(f"{film}.mp4", frame.shape[1::-1], fps=15)  # 60 Hz, 4 frames a step
-    video.write_frame(frame)
-    return video
+    return Camera(args, env_id)
 
 
 def film_agent(args: Args, i: int, agent: Agent, path: Path) -> None:
@@ -1365,8 +1379,8 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "greedy", valid)
     if len(args.env_ids) not in (0, n):
         communicators.refuse(args, "env_ids", f"must name one task for each of {n} agents")
-    if args.capture_video and not find_spec("moviepy"):
-        communicators.refuse(args, "capture_video", "moviepy is not installed")
+    if args.capture_video:
+        communicators.check_encoder(args, "capture_video")
     check_envs(args)
 
 

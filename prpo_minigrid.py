@@ -873,18 +873,20 @@ def main(args: Args) -> dict:
             envs = Envs(args, held, iteration)
             actors = make_actors(args, agents)
 
-    # Weights, videos, and the evaluation of every agent on every task in the official environments
+    # Weights, the evaluation of every agent on every task in the official environments, videos
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
-        if args.capture_video and not run.interrupted:
-            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
-    return run.finish(
+    summary = run.finish(
         env_backend=choose_backend(args),
         communication_rounds=min(run.iteration, last_communication) // args.local_updates,
     )
+    if args.capture_video:  # after all that must not depend on a film
+        for k, i in enumerate(held):
+            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
+    return summary
 
 
 # --- tasks: environments, missions, levels ---
@@ -1218,12 +1220,10 @@ def evaluate(
     if not all(parameter.isfinite().all() for parameter in agent.parameters()):
         return np.full(len(levels), np.nan)
     envs = [make_env(env_id, film=bool(film)) for _ in levels]
-    if film:
-        path = Path(film)
-        envs[0] = gym.wrappers.RecordVideo(
-            envs[0], str(path.parent), name_prefix=path.name, disable_logger=True
-        )
     obs = [env.reset(seed=level)[0] for env, level in zip(envs, levels, strict=True)]
+    if film:
+        video = communicators.Film(Path(f"{film}.mp4"), envs[0].metadata.get("render_fps", 30))
+        video.take(envs[0].render)
     returns = np.zeros(len(envs))
     running = list(range(len(envs)))
     generator = torch.Generator().manual_seed(seed)
@@ -1239,9 +1239,13 @@ def evaluate(
         for k, action in zip(list(running), actions.tolist(), strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
             returns[k] += reward
+            if film and k == 0:
+                video.take(envs[0].render)
             if terminated or truncated:
                 running.remove(k)
                 envs[k].close()
+    if film:
+        video.close()
     return returns
 
 
@@ -1358,8 +1362,8 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "hidden_sizes", valid)
     if len(args.missions) not in (0, n):
         communicators.refuse(args, "missions", f"must be one word for each of {n} agents")
-    if args.capture_video and not find_spec("moviepy"):
-        communicators.refuse(args, "capture_video", "moviepy is not installed")
+    if args.capture_video:
+        communicators.check_encoder(args, "capture_video")
     check_envs(args)
 
 

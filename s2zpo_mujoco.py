@@ -33,6 +33,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -565,16 +566,14 @@ def main(args: Args) -> dict:
             envs.close()
             envs = Envs(args, held, iteration)
 
-    # Weights, video, and the evaluation in gymnasium's environment
+    # Weights, the evaluation in gymnasium's environment, video
     envs.close()
     for i in held:
         save_file(policy.state_dict(), run.folder / f"agent_{i}.safetensors")
-    if args.capture_video and not run.interrupted and run.chief:
-        film_policy(args, policy, run.folder / "videos" / "policy.mp4")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_policy(args, policy, held))
     total_steps = sum(run.latest.get("charts/environment_steps", [0]))
-    return run.finish(
+    summary = run.finish(
         env_backend=choose_backend(args),
         parameters=d,
         trajectories=run.iteration * trajectories,
@@ -583,6 +582,9 @@ def main(args: Args) -> dict:
         timesteps_per_agent=round(total_steps / n),
         agent_steps_per_second=total_steps / max(run.train_seconds, 1e-9),
     )
+    if args.capture_video and run.chief:  # after all that must not depend on a film
+        film_policy(args, policy, run.folder / "videos" / "policy.mp4")
+    return summary
 
 
 def describe_panel(answers: Tensor, differences: Tensor, vote: int) -> dict[str, float]:
@@ -624,7 +626,7 @@ def collect_answers(clips: list, folder: Path, name: str, generator: torch.Gener
         swapped = bool(torch.randint(2, (), generator=generator))
         sides = (after, before) if swapped else (before, after)
         path = folder / f"{name}_pair_{number}.gif"
-        write_film(join_clips(*sides), path)
+        write_clip(join_clips(*sides), path)
         question = (
             f"{path}, pair {number + 1} of {len(clips)}: left (l), right (r), equal (Enter)? "
         )
@@ -659,14 +661,14 @@ def join_clips(left: list[np.ndarray], right: list[np.ndarray]) -> list[np.ndarr
     return frames
 
 
-def write_film(frames: list[np.ndarray], path: Path, fps: int = 15) -> None:
-    """Frames [height, width, 3] uint8 as a GIF or MP4 file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    film = importlib.import_module("moviepy").ImageSequenceClip(frames, fps=fps)
-    if path.suffix == ".gif":
-        film.write_gif(str(path), logger=None)
-    else:
-        film.write_videofile(str(path), logger=None)
+def write_clip(frames: list[np.ndarray], path: Path) -> None:
+    """Frames [height, width, 3] uint8 as a GIF that repeats."""
+    images = [Image.fromarray(frame) for frame in frames]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        images[0].save(path, save_all=True, append_images=images[1:], duration=70, loop=0)
+    except OSError as error:
+        communicators.stop(f"{path}: {error}; go on with --resume")
 
 
 # --- the environments ---
@@ -785,7 +787,7 @@ class Envs:
             env = self.envs[row]
             next_obs, reward, terminated, truncated, _ = env.step(action)
             obs.append(next_obs)
-            rewards.append(reward)
+            rewards.append(np.asarray(reward).item())  # of your own task also [1]
             ended.append(terminated or truncated)
             # Films show every third step and the last one
             if self.films and (self.lengths[row] % 3 == 0 or ended[-1]):
@@ -822,7 +824,12 @@ def draw(env: gym.Env) -> np.ndarray:
 
 
 def evaluate(
-    args: Args, policy: Policy, seeds: list[int], seed: int, greedy: bool = False, film: str = ""
+    args: Args,
+    policy: Policy,
+    seeds: list[int],
+    seed: int,
+    greedy: bool = False,
+    film: Path | None = None,
 ) -> np.ndarray:
     """One episode in gymnasium's environment for each seed. Returns their returns [seeds].
 
@@ -832,8 +839,10 @@ def evaluate(
     envs = [make_env(args, film=bool(film)) for _ in seeds]
     actions = Actions(args, envs[0].action_space)
     obs = [env.reset(seed=of_env)[0] for env, of_env in zip(envs, seeds, strict=True)]
+    if film:
+        video = communicators.Film(film, envs[0].metadata.get("render_fps", 30))
+        video.take(envs[0].render)
     returns = np.zeros(len(envs))
-    frames = []
     running = list(range(len(envs)))
     generator = torch.Generator().manual_seed(seed)
     while running:
@@ -845,14 +854,14 @@ def evaluate(
         chosen = actions.choose(outputs, noise)
         for k, action in zip(list(running), chosen, strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
-            returns[k] += reward
+            returns[k] += np.asarray(reward).item()
             if film and k == 0:
-                frames.append(envs[k].render())
+                video.take(envs[0].render)
             if terminated or truncated:
                 running.remove(k)
                 envs[k].close()
     if film:
-        write_film(frames, Path(film), fps=envs[0].metadata.get("render_fps", 30))
+        video.close()
     return returns
 
 
@@ -874,7 +883,7 @@ def evaluate_policy(args: Args, policy: Policy, held: range) -> list[dict]:
 def film_policy(args: Args, policy: Policy, path: Path) -> None:
     """Record one episode."""
     seeds = [derive_seed(args.seed, FILM_EPISODE)]
-    evaluate(args, policy, seeds, derive_seed(args.seed, FILM_ACTIONS), film=str(path))
+    evaluate(args, policy, seeds, derive_seed(args.seed, FILM_ACTIONS), film=path)
 
 
 # --- checks of arguments ---
@@ -932,6 +941,8 @@ def check_args(args: Args) -> None:
     d = communicators.count_parameters(make_policy(args))
     if args.algorithm == "par" and args.num_agents > d:
         communicators.refuse(args, "num_agents", f"must be at most {d}, a parameter for each")
+    if args.capture_video:
+        communicators.check_encoder(args, "capture_video")
     if args.capture_video or args.human:
         check_drawing(args)
 
@@ -966,24 +977,38 @@ def find_env_problem(env: gym.Env, env_id: str) -> str:
         return f"its actions are {env.action_space}"
     if env.spec.id != strip_module(env_id):  # the panel's scale and envpool know full names only
         return f"{env_id} is {env.spec.id}"
+    env.reset(seed=0)
+    _, reward, *_ = env.step(env.action_space.sample())  # an error is a problem, too
+    if np.size(reward) != 1:
+        return f"its rewards are {reward}"
     return ""
 
 
+# Draws one picture of a task
+DRAW = """
+import sys
+import gymnasium
+env = gymnasium.make(sys.argv[1], render_mode="rgb_array")
+env.reset()
+env.render()
+"""
+
+
 def check_drawing(args: Args) -> None:
-    """Films can be made: moviepy is installed, and gymnasium's renderer draws."""
+    """Gymnasium's renderer draws the task."""
     flag = "human" if args.human else "capture_video"
-    if not find_spec("moviepy"):
-        communicators.refuse(args, flag, "moviepy is not installed")
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
-    # In a process of its own, because without a screen OpenGL may abort the process
-    program = "import gymnasium, sys; env = gymnasium.make(sys.argv[1], render_mode='rgb_array')"
-    program += "; env.reset(); env.render()"
-    command = [sys.executable, "-c", program, args.env_id]
-    if subprocess.run(command, capture_output=True).returncode != 0:
+    # In a process of its own, because without a screen OpenGL may abort the process. It imports a
+    # task of your own from where this one has
+    command = [sys.executable, "-c", DRAW, args.env_id]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace")
+    if child.returncode != 0:
         renderer = os.environ.get("MUJOCO_GL", "not set")
         valid = f"{args.env_id} cannot be drawn here, MUJOCO_GL being {renderer}"
-        communicators.refuse(args, flag, f"{valid}; it may be egl, osmesa or glfw")
+        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+        communicators.refuse(args, flag, f"{valid}; it may be egl, osmesa or glfw; {lines[-1]}")
 
 
 if __name__ == "__main__":

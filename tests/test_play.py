@@ -227,8 +227,8 @@ def test_the_page_s_example_trains_on_ranks_resumes_and_plays(my_tasks, tmp_path
     assert f"videos in {folder / 'videos'}" in output
     after = contents(folder)
     films = after.keys() - before.keys()
-    form = r"eval_agent_(\d)_FrugalDoorKey-v0.*\.mp4$"
-    assert sorted(re.match(form, path.name)[1] for path in films) == ["0", "1", "2"]
+    names = [f"eval_agent_{i}_FrugalDoorKey-v0.mp4" for i in range(3)]
+    assert sorted(path.name for path in films) == names
     assert before.items() <= after.items()
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import sys
 
 import gymnasium as gym
 import numpy as np
@@ -807,7 +808,7 @@ def test_answers_of_a_person_count_for_the_side_that_was_seen(tmp_path, monkeypa
         assert frames[0].shape == (2, 3 + 4 + 3, 3)
         sides.append("l" if frames[-1][0, 0, 0] == 9 else "r")
 
-    monkeypatch.setattr(s2zpo_mujoco, "write_film", look)
+    monkeypatch.setattr(s2zpo_mujoco, "write_clip", look)
     monkeypatch.setattr("builtins.input", lambda question: sides[-1].upper())
     collect = s2zpo_mujoco.collect_answers
     assert collect([(black, white)] * 12, tmp_path, "x", seeded(1)).tolist() == [[1]] * 12
@@ -923,6 +924,80 @@ def test_a_task_that_names_no_speed_is_filmed(tmp_path, monkeypatch):
     assert (tmp_path / "film.mp4").stat().st_size > 0
 
 
+DRAWN = """
+import gymnasium as gym
+import numpy as np
+
+
+class Drawn(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+    def render(self):
+        return np.zeros((16, 16, 3), np.uint8)
+
+
+class Undrawn(Drawn):
+    def render(self):
+        raise ValueError("no paint")
+
+
+gym.register("Drawn-v0", Drawn, max_episode_steps=4)
+gym.register("Undrawn-v0", Undrawn, max_episode_steps=4)
+"""
+
+
+def test_a_task_of_ones_own_is_filmed_from_another_folder(tmp_path, monkeypatch):
+    """The process that tries to draw it finds its module; its error is reported."""
+    (tmp_path / "drawn_tasks.py").write_text(DRAWN)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
+    flags = ["--capture-video", "--run-dir", str(tmp_path / "runs"), "--env-id"]
+    assert parse_args(s2zpo_mujoco, [*flags, "drawn_tasks:Drawn-v0"]).capture_video
+    message = refusal(parse_args, s2zpo_mujoco, [*flags, "drawn_tasks:Undrawn-v0"])
+    assert message.startswith("--capture-video True: drawn_tasks:Undrawn-v0 cannot be drawn here")
+    assert message.endswith("ValueError: no paint")
+
+
+class Odd(Silent):
+    """Rewards have the shape (1,), as some tasks have them, or another one."""
+
+    shape = (1,)
+
+    def step(self, action):
+        obs, _, *more = super().step(action)
+        return obs, np.full(self.shape, action[0]), *more
+
+
+def test_rewards_of_a_task_may_have_the_shape_of_one(tmp_path, monkeypatch):
+    """Others are refused before anything is written."""
+    spec = gym.envs.registration.EnvSpec("Odd-v0", Odd, max_episode_steps=4)
+    monkeypatch.setitem(gym.registry, "Odd-v0", spec)
+    summary, folder = train(tmp_path / "one", env_id="Odd-v0", total_iterations=1)
+    assert summary["completed"]
+    assert len({row["episodic_return"] for row in rows_of(folder)}) == 3
+    monkeypatch.setattr(Odd, "shape", (2,))
+    flags = ["--env-id", "Odd-v0", "--run-dir", str(tmp_path / "two")]
+    message = refusal(parse_args, s2zpo_mujoco, flags)
+    assert "--env-id Odd-v0" in message
+    assert "its rewards are [" in message
+    assert not (tmp_path / "two").exists()
+
+
 def test_flags_without_effect_are_announced(tmp_path, capsys):
     """But not the single evaluator that --human is, as it stands in the settings of its runs."""
     for argv, line in (
@@ -980,7 +1055,7 @@ def test_bad_input_ends_with_one_line(case, tmp_path):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    """MuJoCo, envpool and moviepy."""
+    """MuJoCo, envpool and what encodes films."""
 
     def fail(*_, **__):
         raise gym.error.DependencyNotInstalled("MuJoCo is not installed, run `pip install`\nnow")
@@ -994,9 +1069,10 @@ def test_missing_packages_are_named(monkeypatch):
     flags = ["--env-id", "CartPole-v1"]
     message = refusal(parse_args, s2zpo_mujoco, [*flags, "--env-backend", "envpool"])
     assert message == "--env-backend envpool: envpool is not installed"
-    message = refusal(parse_args, s2zpo_mujoco, [*flags, "--capture-video"])
-    assert message == "--capture-video True: moviepy is not installed"
     assert s2zpo_mujoco.choose_backend(Args()) == "gymnasium"
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    message = refusal(parse_args, s2zpo_mujoco, [*flags, "--capture-video"])
+    assert message == "--capture-video True: imageio-ffmpeg is not installed"
 
 
 def test_a_machine_that_cannot_draw(monkeypatch):
