@@ -28,7 +28,7 @@ Contents
             each distinct observation once: Patches, find_distinct_rows, LogitTable
     5 the run
         Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically and
-            get_cached_folder
+            get_cached_folder; Film
 
 There is no algorithm, no environment and no network here, and nothing here calls back into a
 script.
@@ -52,6 +52,7 @@ import queue
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -2888,6 +2889,90 @@ def _format_value(value: object) -> object:
         return value
     is_whole = value.is_integer() and abs(value) < 2**53
     return f"{value:.0f}" if is_whole else f"{value:.6g}"
+
+
+# Films
+
+
+def check_encoder(args: RunArgs, flag: str) -> None:
+    """Refuse `flag` where nothing encodes films."""
+    if not importlib.util.find_spec("imageio_ffmpeg"):
+        refuse(args, flag, "imageio-ffmpeg is not installed")
+    try:
+        importlib.import_module("imageio_ffmpeg").get_ffmpeg_version()
+    except Exception as error:
+        refuse(args, flag, f"films need ffmpeg; {first_line(error)}")
+
+
+class Film:
+    """An MP4 file that browsers play: H.264 in yuv420p, which needs even sizes.
+
+    Every frame goes to the encoder at once, because a long episode would not fit in memory. Nothing
+    raises an error: what fails ends the film with one line, and the run goes on.
+    """
+
+    def __init__(self, path: Path, fps: float):
+        self.path = path
+        self.fps = fps
+        self.shape = None  # of the first frame
+        self.encoder = None
+        self.ended = False
+        self.problem = ""
+
+    def take(self, render: Callable[..., np.ndarray], *inputs) -> None:
+        """Add the frame that `render(*inputs)` returns, [height, width, 3] uint8."""
+        if self.ended:
+            return
+        try:
+            frame = np.ascontiguousarray(render(*inputs))
+            if frame.dtype != np.uint8 or frame.shape[2:] != (3,):
+                shape = list(frame.shape)
+                raise ValueError(
+                    f"frames are not [height, width, 3] uint8 but {shape} {frame.dtype}"
+                )
+            if self.encoder is None:
+                self.shape = frame.shape
+                self._start_encoder()
+            if frame.shape != self.shape:
+                raise ValueError("frames have different sizes")
+            self.encoder.stdin.write(frame)
+        except Exception as error:
+            self.problem = first_line(error)
+            self.close()
+
+    def _start_encoder(self) -> None:
+        """Start ffmpeg, which reads frames from its standard input."""
+        height, width, _ = self.shape
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - a full pipe would stop ffmpeg
+        command = [importlib.import_module("imageio_ffmpeg").get_ffmpeg_exe(), "-y"]
+        command += ["-loglevel", "error"]
+        command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}"]
+        command += ["-r", str(self.fps), "-i", "-"]
+        command += ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2"]  # a black line where a size is odd
+        command += ["-c:v", "libx264", "-pix_fmt", "yuv420p", str(self.path.absolute())]
+        self.encoder = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.errors
+        )
+
+    def close(self) -> None:
+        """End the film. One line says why there is none, and no part of it remains."""
+        if self.ended:
+            return
+        self.ended = True
+        if self.encoder is not None:
+            with contextlib.suppress(OSError):  # it may have ended by itself
+                self.encoder.stdin.close()
+            code = self.encoder.wait()
+            self.errors.seek(0)
+            lines = self.errors.read().decode(errors="replace").strip().splitlines()
+            self.errors.close()
+            if code != 0:
+                self.problem = lines[-1] if lines else f"ffmpeg ended with exit code {code}"
+        if self.problem:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            print(f"{self.path}: no film, {self.problem}", flush=True)
 
 
 # Divergence

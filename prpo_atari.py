@@ -775,18 +775,20 @@ def main(args: Args) -> dict:
             envs.close()
             envs = Envs(args, held, iteration)
 
-    # Weights, videos, and the evaluation of every agent on every task in the official environments
+    # Weights, the evaluation of every agent on every task in the official environments, videos
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
-        if args.capture_video and not run.interrupted:
-            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
-    return run.finish(
+    summary = run.finish(
         env_backend=choose_backend(args),
         communication_rounds=run.iteration // args.local_updates,
     )
+    if args.capture_video:  # after all that must not depend on a film
+        for k, i in enumerate(held):
+            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
+    return summary
 
 
 # --- tasks: games and their environments ---
@@ -817,13 +819,32 @@ def is_ale(env_id: str) -> bool:
     return env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")
 
 
+class CustomGame(gym.Wrapper):
+    """A game of your own whose rewards are numbers, also those of shape (1,).
+
+    Its info has the lives alone, 0 where it counts none. Gymnasium's vector environments fail on
+    other rewards, and on arrays in the info that differ in shape.
+    """
+
+    def reset(self, **options) -> tuple[np.ndarray, dict]:
+        """As of the game."""
+        obs, info = self.env.reset(**options)
+        return obs, {"lives": int(info.get("lives", 0))}
+
+    def step(self, action: int) -> tuple:
+        """As of the game."""
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        lives = int(info.get("lives", 0))
+        return obs, np.asarray(reward).item(), terminated, truncated, {"lives": lives}
+
+
 # Steps after which a game of your own ends that has no time limit: ALE's 108,000 frames
 LONGEST_EPISODE = 27_000
 
 
 def make_custom(env_id: str, **options) -> gym.Env:
     """A game of your own, with a time limit: an evaluation plays whole games."""
-    env = gym.make(env_id, disable_env_checker=True, **options)
+    env = CustomGame(gym.make(env_id, disable_env_checker=True, **options))
     if env.spec.max_episode_steps is None:
         env = gym.wrappers.TimeLimit(env, LONGEST_EPISODE)
     return env
@@ -883,8 +904,7 @@ def make_games(args: Args, env_id: str, number: int, groups: int = 1, **screen) 
 class CustomGames:
     """Games of your own, with the methods of `AtariVectorEnv`.
 
-    They show the last four 84x84 grey frames themselves, [4, 84, 84] uint8. `lives` in their info
-    is optional.
+    They show the last four 84x84 grey frames themselves, [4, 84, 84] uint8.
     """
 
     def __init__(self, env_id: str, number: int):
@@ -893,38 +913,57 @@ class CustomGames:
 
     def reset(self, seed: np.ndarray) -> tuple[np.ndarray, dict]:
         """As of AtariVectorEnv."""
-        obs, info = self.envs.reset(seed=seed.tolist())
-        return obs, self.add_lives(info)
+        return self.envs.reset(seed=seed.tolist())
 
     def step(self, actions: np.ndarray) -> tuple:
         """As of AtariVectorEnv."""
-        *results, info = self.envs.step(actions)
-        return *results, self.add_lives(info)
-
-    def add_lives(self, info: dict) -> dict:
-        """The info with the lives of all games, 0 where a game counts none."""
-        return {"lives": np.zeros(self.envs.num_envs, dtype=int)} | info
+        return self.envs.step(actions)
 
     def close(self) -> None:
         """Free the games."""
         self.envs.close()
 
 
+class Camera:
+    """One of ALE's games as `evaluate` films it, in colour and full size.
+
+    Equal seeds and buttons make equal games.
+    """
+
+    def __init__(self, args: Args, env_id: str):
+        screen = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
+        self.games = make_games(args, env_id, 1, **screen)
+
+    def reset(self, level: int) -> np.ndarray:
+        """The first frame, [height, width, 3] uint8."""
+        frames, _ = self.games.reset(seed=np.array([level]))
+        return frames[0, 0]
+
+    def step(self, buttons: np.ndarray) -> np.ndarray:
+        """The next frame. buttons: [1]."""
+        frames, *_ = self.games.step(buttons)
+        return frames[0, 0]
+
+    def close(self) -> None:
+        """Free the game."""
+        self.games.close()
+
+
 class CustomCamera:
-    """One game of your own as `evaluate` films it: frames in colour, of its own `render`."""
+    """One game of your own, with the methods of `Camera`: frames are those of its `render`."""
 
     def __init__(self, env_id: str):
         self.env = make_custom(env_id, render_mode="rgb_array")
 
-    def reset(self, seed: np.ndarray) -> tuple:
-        """The first frame, as AtariVectorEnv's of a single game."""
-        self.env.reset(seed=int(seed[0]))
-        return self.env.render()[None, None], {}
+    def reset(self, level: int) -> np.ndarray:
+        """As of Camera."""
+        self.env.reset(seed=level)
+        return self.env.render()
 
-    def step(self, actions: np.ndarray) -> tuple:
-        """The next frame."""
-        self.env.step(int(actions[0]))
-        return (self.env.render()[None, None],)
+    def step(self, buttons: np.ndarray) -> np.ndarray:
+        """As of Camera."""
+        self.env.step(int(buttons[0]))
+        return self.env.render()
 
     def close(self) -> None:
         """Free the game."""
@@ -1096,7 +1135,8 @@ def evaluate(
     games = Games(args, [env_id], [levels])
     if film:
         camera = make_camera(args, env_id)
-        video = start_video(film, camera, levels[0])
+        video = communicators.Film(Path(f"{film}.mp4"), 15)  # 60 Hz, 4 frames a step
+        video.take(camera.reset, levels[0])
     returns = np.zeros(len(levels))
     running = np.ones(len(levels), dtype=bool)
     generator = torch.Generator().manual_seed(seed)
@@ -1110,8 +1150,7 @@ def evaluate(
             actions = torch.multinomial(probs, 1, generator=generator)[:, 0]
         *_, ended = games.step(games.groups[0], actions.numpy()[None])
         if film and running[0]:
-            frames, *_ = camera.step(games.pressed[0, :1])
-            video.write_frame(frames[0, 0])
+            video.take(camera.step, games.pressed[0, :1])
         for _, level, total, _ in ended:
             if running[level]:  # the game that starts after it does not count
                 returns[level] = total
@@ -1123,24 +1162,11 @@ def evaluate(
     return returns
 
 
-def make_camera(args: Args, env_id: str) -> "AtariVectorEnv | CustomCamera":
-    """A game in colour and full size: equal seeds and buttons make equal games."""
+def make_camera(args: Args, env_id: str) -> Camera | CustomCamera:
+    """What films a game."""
     if is_custom(env_id):
         return CustomCamera(env_id)
-    screen = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
-    return make_games(args, env_id, 1, **screen)
-
-
-def start_video(film: str, camera: "AtariVectorEnv | CustomCamera", level: int):
-    """The file of a video, with the first frame of a game. Returns moviepy's writer."""
-    from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
-
-    Path(film).parent.mkdir(exist_ok=True)
-    frames, _ = camera.reset(seed=np.array([level]))
-    frame = frames[0, 0]
-    video = FFMPEG_VideoWriter(f"{film}.mp4", frame.shape[1::-1], fps=15)  # 60 Hz, 4 frames a step
-    video.write_frame(frame)
-    return video
+    return Camera(args, env_id)
 
 
 def film_agent(args: Args, i: int, agent: Agent, path: Path) -> None:
@@ -1230,8 +1256,8 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "greedy", valid)
     if len(args.env_ids) not in (0, n):
         communicators.refuse(args, "env_ids", f"must name one task for each of {n} agents")
-    if args.capture_video and not find_spec("moviepy"):
-        communicators.refuse(args, "capture_video", "moviepy is not installed")
+    if args.capture_video:
+        communicators.check_encoder(args, "capture_video")
     check_envs(args)
 
 
@@ -1280,6 +1306,7 @@ def find_game_problem(args: Args, env_id: str) -> str:
     if len({other for other in list_env_ids(args) if strip_module(other) == name}) > 1:
         # The second module replaced what the first had registered
         return "has the name of another task here"
+    env.step(0)  # an error is a problem, too
     return ""
 
 

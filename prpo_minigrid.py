@@ -743,18 +743,20 @@ def main(args: Args) -> dict:
             envs = Envs(args, held, iteration)
             actors = make_actors(args, agents)
 
-    # Weights, videos, and the evaluation of every agent on every task in the official environments
+    # Weights, the evaluation of every agent on every task in the official environments, videos
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
-        if args.capture_video and not run.interrupted:
-            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
-    return run.finish(
+    summary = run.finish(
         env_backend=choose_backend(args),
         communication_rounds=run.iteration // args.local_updates,
     )
+    if args.capture_video:  # after all that must not depend on a film
+        for k, i in enumerate(held):
+            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
+    return summary
 
 
 # --- tasks: environments, missions, levels ---
@@ -892,6 +894,24 @@ class PrivateLevels(gym.Wrapper):
                 return result
 
 
+class CustomTask(gym.Wrapper):
+    """A task of your own whose rewards are numbers, also those of shape (1,), and without info.
+
+    Gymnasium's vector environments fail on other rewards, and on arrays in the info that differ in
+    shape.
+    """
+
+    def reset(self, **options) -> tuple[np.ndarray, dict]:
+        """As of the task."""
+        obs, _ = self.env.reset(**options)
+        return obs, {}
+
+    def step(self, action: int) -> tuple:
+        """As of the task."""
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        return obs, np.asarray(reward).item(), terminated, truncated, {}
+
+
 # Steps after which an episode of your own task ends that has no time limit
 LONGEST_EPISODE = 27_000
 
@@ -904,8 +924,10 @@ def make_env(env_id: str, levels: list[int] = (), word: str = "", film: bool = F
     """
     options = {"render_mode": "rgb_array"} if film else {}  # one of your own may not know it
     env = gym.make(env_id, disable_env_checker=True, **options)
-    if ":" in env_id and env.spec.max_episode_steps is None:
-        env = gym.wrappers.TimeLimit(env, LONGEST_EPISODE)
+    if ":" in env_id:
+        env = CustomTask(env)
+        if env.spec.max_episode_steps is None:
+            env = gym.wrappers.TimeLimit(env, LONGEST_EPISODE)
     if isinstance(env.observation_space, gym.spaces.Dict):
         env = minigrid.wrappers.ImgObsWrapper(env)
     if levels or word:
@@ -1068,12 +1090,10 @@ def evaluate(
     if not all(parameter.isfinite().all() for parameter in agent.parameters()):
         return np.full(len(levels), np.nan)
     envs = [make_env(env_id, film=bool(film)) for _ in levels]
-    if film:
-        path = Path(film)
-        envs[0] = gym.wrappers.RecordVideo(
-            envs[0], str(path.parent), name_prefix=path.name, disable_logger=True
-        )
     obs = [env.reset(seed=level)[0] for env, level in zip(envs, levels, strict=True)]
+    if film:
+        video = communicators.Film(Path(f"{film}.mp4"), envs[0].metadata.get("render_fps", 30))
+        video.take(envs[0].render)
     returns = np.zeros(len(envs))
     running = list(range(len(envs)))
     generator = torch.Generator().manual_seed(seed)
@@ -1089,9 +1109,13 @@ def evaluate(
         for k, action in zip(list(running), actions.tolist(), strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
             returns[k] += reward
+            if film and k == 0:
+                video.take(envs[0].render)
             if terminated or truncated:
                 running.remove(k)
                 envs[k].close()
+    if film:
+        video.close()
     return returns
 
 
@@ -1200,8 +1224,8 @@ def check_args(args: Args) -> None:
         communicators.refuse(args, "hidden_sizes", valid)
     if len(args.missions) not in (0, n):
         communicators.refuse(args, "missions", f"must be one word for each of {n} agents")
-    if args.capture_video and not find_spec("moviepy"):
-        communicators.refuse(args, "capture_video", "moviepy is not installed")
+    if args.capture_video:
+        communicators.check_encoder(args, "capture_video")
     check_envs(args)
 
 
@@ -1245,6 +1269,7 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
     if len({other for other in list_env_ids(args) if strip_module(other) == name}) > 1:
         # The second module replaced what the first had registered
         return "has the name of another task here"
+    env.step(0)  # an error is a problem, too
     return ""
 
 

@@ -631,18 +631,20 @@ def main(args: Args) -> dict:
             envs = Envs(args, held, iteration)
             actors = make_actors(args, agents)
 
-    # Weights, videos, and the evaluation of every agent on every task in the official environments
+    # Weights, the evaluation of every agent on every task in the official environments, videos
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
-        if args.capture_video and not run.interrupted:
-            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
-    return run.finish(
+    summary = run.finish(
         env_backend=choose_backend(args),
         communication_rounds=run.iteration // args.local_updates,
     )
+    if args.capture_video:  # after all that must not depend on a film
+        for k, i in enumerate(held):
+            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
+    return summary
 
 
 def evaluate_run(args: Args) -> list[dict]:

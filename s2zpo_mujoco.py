@@ -33,6 +33,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -151,11 +152,11 @@ class Policy(nn.Module):
 
     def __init__(self, obs_size: int, num_outputs: int, hidden_sizes: tuple[int, ...]):
         super().__init__()
+        sizes = [obs_size, *hidden_sizes]
         layers = []
-        for inputs, outputs in itertools.pairwise((obs_size, *hidden_sizes)):
+        for inputs, outputs in itertools.pairwise(sizes):
             layers += [layer_init(nn.Linear(inputs, outputs)), nn.Tanh()]
-        last_size = (obs_size, *hidden_sizes)[-1]
-        layers.append(layer_init(nn.Linear(last_size, num_outputs), std=0.01))
+        layers.append(layer_init(nn.Linear(sizes[-1], num_outputs), std=0.01))
         self.network = nn.Sequential(*layers)
         # Statistics, not parameters: neither perturbed nor learned
         self.register_buffer("obs_mean", torch.zeros(obs_size))
@@ -363,7 +364,7 @@ def rollout(
     for step in range(envs.horizon):
         obs_of_policies = torch.from_numpy(obs).view(-1, episodes, obs.shape[1])
         if args.norm_obs:
-            unperturbed.append(obs_of_policies[::2].clone())
+            unperturbed.append(obs_of_policies[::2].clone())  # `obs` changes in place
         outputs = stacked(policy.normalise(obs_of_policies)).flatten(0, 1).numpy()
         actions = envs.actions.choose(outputs, noise[step])
         run.tick("policies")
@@ -392,9 +393,11 @@ def sum_observations(obs: Tensor, lengths: Tensor) -> Tensor:
     count. Returns [agents, 1 + 2 * obs], double.
     """
     steps = torch.arange(obs.shape[2])
-    counts = (steps < lengths[..., None])[..., None].double()  # [agents, episodes, steps, 1]
-    obs = torch.where(counts > 0, obs.double(), 0.0)  # those that do not count may be infinite
-    number = counts.sum((1, 2))
+    counts = steps < lengths[..., None]  # [agents, episodes, steps]
+    # One infinite observation would make the policy of all agents NaN; huge ones, too
+    counts &= obs.square().isfinite().all(-1)
+    obs = torch.where(counts[..., None], obs.double(), 0.0)
+    number = counts.double().sum((1, 2))[:, None]
     total = obs.sum((1, 2))
     squares = obs.square().sum((1, 2))
     return torch.cat((number, total, squares), dim=1)
@@ -403,12 +406,17 @@ def sum_observations(obs: Tensor, lengths: Tensor) -> Tensor:
 def set_normalisation(policy: Policy, sums: Tensor, keep_policy: bool) -> None:
     """Normalise with the statistics of all agents: sums [agents, 1 + 2 * obs].
 
-    keep_policy: the first layer takes up the change, W' (x - m') / s' + b' = W (x - m) / s + b, so
-    that actions remain what they were, but where inputs are clipped.
+    An agent's that are not finite do not count. keep_policy: the first layer takes up the change,
+    W' (x - m') / s' + b' = W (x - m) / s + b, so that actions remain what they were, but where
+    inputs are clipped.
     """
-    number, *rest = sums.sum(0).split([1, len(policy.obs_mean), len(policy.obs_mean)])
-    average, square = (total / number for total in rest)
-    std = (square - average.square()).clamp(min=0).sqrt()
+    sums = sums[sums.isfinite().all(1)]
+    obs_size = len(policy.obs_mean)
+    number, total, squares = sums.sum(0).split([1, obs_size, obs_size])
+    if number == 0:
+        return
+    average = total / number
+    std = (squares / number - average.square()).clamp(min=0).sqrt()
     std[std < 1e-4] = 1.0  # constants
     obs_mean = average.float()
     obs_std = std.float()
@@ -493,7 +501,7 @@ def main(args: Args) -> dict:
             generator = torch.Generator().manual_seed(seed)
             answers, differences = draw_answers(returns[k], args, scale, generator)
             if args.human:
-                clips = envs.clips[k]
+                clips = envs.list_clips(k)
                 folder = run.folder / "clips"
                 answers = collect_answers(clips, folder, f"{iteration}_agent_{i}", generator)
             votes.append(count_votes(answers, generator))
@@ -520,7 +528,7 @@ def main(args: Args) -> dict:
             steps[k] += lengths[k].sum()
             if args.norm_obs:
                 statistics[k] += sums[k]
-        if args.norm_obs and iteration & (iteration - 1) == 0:
+        if args.norm_obs and iteration.bit_count() == 1:
             gathered = exchange.all_gather(torch.stack(statistics))
             set_normalisation(policy, gathered, keep_policy=iteration > 1)
             bits[1] += gathered.numel() * 64
@@ -564,16 +572,14 @@ def main(args: Args) -> dict:
             envs.close()
             envs = Envs(args, held, iteration)
 
-    # Weights, video, and the evaluation in gymnasium's environment
+    # Weights, the evaluation in gymnasium's environment, video
     envs.close()
     for i in held:
         save_file(policy.state_dict(), run.folder / f"agent_{i}.safetensors")
-    if args.capture_video and not run.interrupted and run.chief:
-        film_policy(args, policy, run.folder / "videos" / "policy.mp4")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_policy(args, policy, held))
     total_steps = sum(run.latest.get("charts/environment_steps", [0]))
-    return run.finish(
+    summary = run.finish(
         env_backend=choose_backend(args),
         parameters=d,
         trajectories=run.iteration * trajectories,
@@ -582,6 +588,9 @@ def main(args: Args) -> dict:
         timesteps_per_agent=round(total_steps / n),
         agent_steps_per_second=total_steps / max(run.train_seconds, 1e-9),
     )
+    if args.capture_video and run.chief:  # after all that must not depend on a film
+        film_policy(args, policy, run.folder / "videos" / "policy.mp4")
+    return summary
 
 
 def is_finite(policy: Policy) -> bool:
@@ -628,7 +637,7 @@ def collect_answers(clips: list, folder: Path, name: str, generator: torch.Gener
         swapped = bool(torch.randint(2, (), generator=generator))
         sides = (after, before) if swapped else (before, after)
         path = folder / f"{name}_pair_{number}.gif"
-        write_film(join_clips(*sides), path)
+        write_clip(join_clips(*sides), path)
         question = (
             f"{path}, pair {number + 1} of {len(clips)}: left (l), right (r), equal (Enter)? "
         )
@@ -663,14 +672,14 @@ def join_clips(left: list[np.ndarray], right: list[np.ndarray]) -> list[np.ndarr
     return frames
 
 
-def write_film(frames: list[np.ndarray], path: Path, fps: int = 15) -> None:
-    """Frames [height, width, 3] uint8 as a GIF or MP4 file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    film = importlib.import_module("moviepy").ImageSequenceClip(frames, fps=fps)
-    if path.suffix == ".gif":
-        film.write_gif(str(path), logger=None)
-    else:
-        film.write_videofile(str(path), logger=None)
+def write_clip(frames: list[np.ndarray], path: Path) -> None:
+    """Frames [height, width, 3] uint8 as a GIF that repeats."""
+    images = [Image.fromarray(frame) for frame in frames]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        images[0].save(path, save_all=True, append_images=images[1:], duration=70, loop=0)
+    except OSError as error:
+        communicators.stop(f"{path}: {error}; go on with --resume")
 
 
 # --- the environments ---
@@ -746,11 +755,10 @@ class Envs:
         env.close()
         self.pairs = args.num_pairs
         self.trajectories = args.num_trajectories
-        number = 2 * self.pairs * self.trajectories
-        seeds = [
-            derive_seed(args.seed, agent, number, checkpoint, ENVIRONMENTS)
-            for agent, number in itertools.product(agents, range(number))
-        ]
+        seeds = []
+        for agent in agents:
+            for number in range(2 * self.pairs * self.trajectories):
+                seeds.append(derive_seed(args.seed, agent, number, checkpoint, ENVIRONMENTS))
         self.pool = None
         self.envs = []
         self.films = args.human
@@ -790,7 +798,7 @@ class Envs:
             env = self.envs[row]
             next_obs, reward, terminated, truncated, _ = env.step(action)
             obs.append(next_obs)
-            rewards.append(reward)
+            rewards.append(np.asarray(reward).item())  # of your own task also [1]
             ended.append(terminated or truncated)
             # Films show every third step and the last one
             if self.films and (self.lengths[row] % 3 == 0 or ended[-1]):
@@ -798,20 +806,17 @@ class Envs:
             self.lengths[row] += 1
         return np.array(obs), np.array(rewards), np.array(ended)
 
-    @property
-    def clips(self) -> list:
-        """Of each agent, of each pair: the frames of both batches, a batch's episodes in turn."""
-        batches = []  # [agents * 2 * pairs]
-        for first in range(0, len(self.frames), self.trajectories):
-            films = self.frames[first : first + self.trajectories]
-            batches.append(list(itertools.chain(*films)))
+    def list_clips(self, k: int) -> list[tuple[list, list]]:
+        """The frames of both batches of each pair, of the k-th agent held."""
         clips = []
-        for k in range(len(self.agents)):
-            first = 2 * self.pairs * k
-            before = batches[first : first + self.pairs]
-            after = batches[first + self.pairs : first + 2 * self.pairs]
-            clips.append(list(zip(before, after, strict=True)))
+        for pair in range(self.pairs):
+            clips.append((self.join_episodes(k, 0, pair), self.join_episodes(k, 1, pair)))
         return clips
+
+    def join_episodes(self, k: int, policy: int, pair: int) -> list[np.ndarray]:
+        """The frames of a batch, one episode after the other."""
+        first = ((2 * k + policy) * self.pairs + pair) * self.trajectories
+        return list(itertools.chain(*self.frames[first : first + self.trajectories]))
 
     def close(self) -> None:
         """Free the environments."""
@@ -830,7 +835,12 @@ def draw(env: gym.Env) -> np.ndarray:
 
 
 def evaluate(
-    args: Args, policy: Policy, seeds: list[int], seed: int, greedy: bool = False, film: str = ""
+    args: Args,
+    policy: Policy,
+    seeds: list[int],
+    seed: int,
+    greedy: bool = False,
+    film: Path | None = None,
 ) -> np.ndarray:
     """One episode in gymnasium's environment for each seed. Returns their returns [seeds].
 
@@ -842,8 +852,10 @@ def evaluate(
     envs = [make_env(args, film=bool(film)) for _ in seeds]
     actions = Actions(args, envs[0].action_space)
     obs = [env.reset(seed=of_env)[0] for env, of_env in zip(envs, seeds, strict=True)]
+    if film:
+        video = communicators.Film(film, envs[0].metadata.get("render_fps", 30))
+        video.take(envs[0].render)
     returns = np.zeros(len(envs))
-    frames = []
     running = list(range(len(envs)))
     generator = torch.Generator().manual_seed(seed)
     while running:
@@ -855,14 +867,14 @@ def evaluate(
         chosen = actions.choose(outputs, noise)
         for k, action in zip(list(running), chosen, strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
-            returns[k] += reward
+            returns[k] += np.asarray(reward).item()
             if film and k == 0:
-                frames.append(envs[k].render())
+                video.take(envs[0].render)
             if terminated or truncated:
                 running.remove(k)
                 envs[k].close()
     if film:
-        write_film(frames, Path(film), fps=envs[0].metadata.get("render_fps", 30))
+        video.close()
     return returns
 
 
@@ -884,7 +896,7 @@ def evaluate_policy(args: Args, policy: Policy, held: range) -> list[dict]:
 def film_policy(args: Args, policy: Policy, path: Path) -> None:
     """Record one episode."""
     seeds = [derive_seed(args.seed, FILM_EPISODE)]
-    evaluate(args, policy, seeds, derive_seed(args.seed, FILM_ACTIONS), film=str(path))
+    evaluate(args, policy, seeds, derive_seed(args.seed, FILM_ACTIONS), film=path)
 
 
 # --- checks of arguments ---
@@ -927,6 +939,8 @@ def check_args(args: Args) -> None:
     d = communicators.count_parameters(make_policy(args))
     if args.algorithm == "par" and args.num_agents > d:
         communicators.refuse(args, "num_agents", f"must be at most {d}, a parameter for each")
+    if args.capture_video:
+        communicators.check_encoder(args, "capture_video")
     if args.capture_video or args.human:
         check_drawing(args)
 
@@ -961,24 +975,38 @@ def find_env_problem(env: gym.Env, env_id: str) -> str:
         return f"its actions are {env.action_space}"
     if env.spec.id != strip_module(env_id):  # the panel's scale and envpool know full names only
         return f"{env_id} is {env.spec.id}"
+    env.reset(seed=0)
+    _, reward, *_ = env.step(env.action_space.sample())  # an error is a problem, too
+    if np.size(reward) != 1:
+        return f"its rewards are {reward}"
     return ""
 
 
+# Draws one picture of a task
+DRAW = """
+import sys
+import gymnasium
+env = gymnasium.make(sys.argv[1], render_mode="rgb_array")
+env.reset()
+env.render()
+"""
+
+
 def check_drawing(args: Args) -> None:
-    """Films can be made: moviepy is installed, and gymnasium's renderer draws."""
+    """Gymnasium's renderer draws the task."""
     flag = "human" if args.human else "capture_video"
-    if not find_spec("moviepy"):
-        communicators.refuse(args, flag, "moviepy is not installed")
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
-    # In a process of its own, because without a screen OpenGL may abort the process
-    program = "import gymnasium, sys; env = gymnasium.make(sys.argv[1], render_mode='rgb_array')"
-    program += "; env.reset(); env.render()"
-    command = [sys.executable, "-c", program, args.env_id]
-    if subprocess.run(command, capture_output=True).returncode != 0:
+    # In a process of its own, because without a screen OpenGL may abort the process. It imports a
+    # task of your own from where this one has
+    command = [sys.executable, "-c", DRAW, args.env_id]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace")
+    if child.returncode != 0:
         renderer = os.environ.get("MUJOCO_GL", "not set")
         valid = f"{args.env_id} cannot be drawn here, MUJOCO_GL being {renderer}"
-        communicators.refuse(args, flag, f"{valid}; it may be egl, osmesa or glfw")
+        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+        communicators.refuse(args, flag, f"{valid}; it may be egl, osmesa or glfw; {lines[-1]}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import cv2
 import gymnasium as gym
-import moviepy.video.io.ffmpeg_writer as writer
 import numpy as np
 import pytest
 import torch
@@ -701,17 +700,17 @@ def test_evaluation_plays_whole_games_and_films_the_first(tmp_path, monkeypatch)
             ]
 
     class Video:
-        def __init__(self, path, size, fps):
-            films.append([path, (size, fps), [], False])
+        def __init__(self, path, fps):
+            films.append([path, fps, [], False])
 
-        def write_frame(self, frame):
-            films[-1][2].append(frame.copy())
+        def take(self, render, *inputs):
+            films[-1][2].append(render(*inputs).copy())
 
         def close(self):
             films[-1][3] = True
 
     script.patch(monkeypatch, "Games", Recorded)
-    monkeypatch.setattr(writer, "FFMPEG_VideoWriter", Video)
+    monkeypatch.setattr(communicators, "Film", Video)
     torch.manual_seed(0)
     args = tiny(script, tmp_path, env_id=env_id)
     agent = script.Agent(18)
@@ -736,9 +735,9 @@ def test_evaluation_plays_whole_games_and_films_the_first(tmp_path, monkeypatch)
     )
     *_, (_, actions, *_), (_, again, seen, written, pressed) = recordings
     assert np.array_equal(actions, again)
-    ((path, form, frames, closed),) = films
-    assert path == str(tmp_path / "videos" / "agent_0.mp4")
-    assert form == ((160, 210), 15)
+    ((path, fps, frames, closed),) = films
+    assert path == tmp_path / "videos" / "agent_0.mp4"
+    assert fps == 15
     assert closed
     assert len(frames) == len(actions) + 1
     assert all(frame.shape == (210, 160, 3) for frame in frames)

@@ -301,7 +301,7 @@ def test_packages_are_pinned_and_used():
     # transformers brings tokenizers
     others = sys.stdlib_module_names | {file.stem for file in files} | {"benchmark", "tokenizers"}
     imported = set().union(*map(list_imports, files)) - others
-    packages = {"cv2": "opencv-python-headless"}
+    packages = {"cv2": "opencv-python-headless", "PIL": "pillow"}
     imported = {packages.get(name, name).replace("_", "-") for name in imported}
     # Their docstrings are the data
     topics = set(runpy.run_path(str(REPOSITORY / "benchmark" / "docstrings.py"))["TOPICS"])

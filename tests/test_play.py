@@ -105,6 +105,55 @@ class EndlessFrames(Frames):
         return obs, reward, False, False, info
 
 
+# Rewards of shape (1,), which some tasks have, and an info that grows, at another time in each
+# environment; the same without these
+class Varied(Bare):
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        self.time = int(self.np_random.integers(9))
+        return obs, info
+
+
+class Odd(Varied):
+    def reset(self, **options):
+        obs, _ = super().reset(**options)
+        return obs, {"path": np.zeros(self.time)}
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, np.array([reward]), terminated, truncated, {"path": np.zeros(self.time)}
+
+
+class OddFrames(Frames):
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, np.array([reward]), terminated, truncated, info | {"path": np.zeros(self.time)}
+
+
+class Pair(Bare):
+    def step(self, action):
+        obs, reward, *more = super().step(action)
+        return obs, np.array([reward, reward]), *more
+
+
+class PairOfFrames(Frames):
+    def step(self, action):
+        obs, reward, *more = super().step(action)
+        return obs, np.array([reward, reward]), *more
+
+
+# As environments stepped long ago
+class Old(Bare):
+    def step(self, action):
+        return super().step(action)[:4]
+
+
+gym.register("Varied-v0", Varied)
+gym.register("Odd-v0", Odd)
+gym.register("OddFrames-v0", OddFrames)
+gym.register("Pair-v0", Pair)
+gym.register("PairOfFrames-v0", PairOfFrames)
+gym.register("Old-v0", Old)
 gym.register("Endless-v0", Endless)
 gym.register("EndlessFrames-v0", EndlessFrames)
 gym.register("Frames-v0", Frames)
@@ -183,8 +232,8 @@ def test_the_page_s_example_trains_on_ranks_resumes_and_plays(my_tasks, tmp_path
     assert f"videos in {folder / 'videos'}" in output
     after = contents(folder)
     films = after.keys() - before.keys()
-    form = r"eval_agent_(\d)_FrugalDoorKey-v0.*\.mp4$"
-    assert sorted(re.match(form, path.name)[1] for path in films) == ["0", "1", "2"]
+    names = [f"eval_agent_{i}_FrugalDoorKey-v0.mp4" for i in range(3)]
+    assert sorted(path.name for path in films) == names
     assert before.items() <= after.items()
 
 
@@ -213,6 +262,8 @@ def contents(folder):
             ["--num-agents", "2", "--env-ids", FRUGAL, "my_copies:FrugalDoorKey-v0"],
             ["has the name of another task"],
         ),
+        (["--env-id", "my_other_tasks:Pair-v0"], ["Pair-v0", "array of size 1"]),
+        (["--env-id", "my_other_tasks:Old-v0"], ["Old-v0", "expected 5, got 4"]),
         (["--greedy"], ["--greedy", "--eval-only"]),
     ],
     ids=str,
@@ -257,6 +308,31 @@ def test_a_task_may_show_its_codes_alone(script, my_tasks, tmp_path):
     evaluation = summary["evaluation"]["agents"][0]["Bare-v0"]
     assert 0 <= evaluation["mean"] <= 9
     assert evaluation["greedy_return"] in (0, 9)
+
+
+@pytest.mark.parametrize(
+    ("script", "task", "plain_task"),
+    [
+        (PRPO_MINIGRID, "Odd-v0", "Varied-v0"),
+        (PRTRPO_MINIGRID, "Odd-v0", "Varied-v0"),
+        (PRPO_ATARI, "OddFrames-v0", "Frames-v0"),
+    ],
+    ids=str,
+)
+def test_rewards_of_shape_1_and_a_growing_info_change_nothing(
+    script, task, plain_task, my_tasks, tmp_path
+):
+    """Gymnasium's vector environments fail on both."""
+    changes = {"num_agents": 2, "communicator": "reward", "iterations": 2, "local_updates": 1}
+    changes |= {"num_steps": 40, "num_envs": 3, "num_minibatches": 1, "eval_episodes": 2}
+    rows = []
+    for name in (task, plain_task):
+        changes["env_id"] = f"my_other_tasks:{name}"
+        args = flags(script, tmp_path / name, **changes)
+        summary = script.main(script.parse_args(args))
+        rows.append([row | {"env_id": ""} for row in rows_of(only_run(tmp_path / name))])
+        rows[-1].append([row[name] for row in summary["evaluation"]["agents"]])
+    assert rows[0] == rows[1]
 
 
 def test_a_users_game_trains_and_plays(my_tasks, tmp_path):
@@ -313,6 +389,7 @@ def test_lives_of_a_users_game_end_episodes(my_tasks):
     [
         ("no_such_module:Game-v0", "no_such_module"),
         ("my_other_tasks:Bare-v0", "shows no 4x84x84 frames (uint8), but 7x7x3"),
+        ("my_other_tasks:PairOfFrames-v0", "array of size 1"),
         ("MiniGrid-Empty-5x5-v0", "module:id"),
     ],
 )

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import sys
 
 import gymnasium as gym
 import numpy as np
@@ -437,6 +438,79 @@ def test_normalisation_joins_the_statistics_of_agents():
     assert policy.normalise(torch.tensor([3.0, 3.0, 3.0, 7.0])).isfinite().all()
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e30])
+def test_statistics_leave_out_what_is_not_finite(bad):
+    """Whole observations, also those whose squares are too large, and agents' sums."""
+    generator = np.random.default_rng(5)
+    obs = torch.from_numpy(generator.normal(3, 2, size=(2, 3, 5, 4)).astype(np.float32))
+    obs[1, 2, 3, 0] = bad
+    sums = s2zpo_mujoco.sum_observations(obs, torch.full((2, 3), 5))
+    assert sums[:, 0].tolist() == [15, 14]
+    rows = obs.flatten(0, 2).double()
+    rows = rows[rows.abs().amax(1) < 1e20]
+    assert len(rows) == 29
+    policy = s2zpo_mujoco.Policy(4, 1, (2,)).requires_grad_(False)
+    s2zpo_mujoco.set_normalisation(policy, sums, keep_policy=True)
+    np.testing.assert_allclose(policy.obs_mean, rows.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(policy.obs_std, rows.std(0, correction=0), rtol=1e-5)
+
+    other = copy.deepcopy(policy)
+    s2zpo_mujoco.set_normalisation(policy, sums[:1], keep_policy=True)
+    sums[1, 5] = math.inf
+    s2zpo_mujoco.set_normalisation(other, sums, keep_policy=True)
+    s2zpo_mujoco.set_normalisation(other, sums[1:], keep_policy=True)  # nothing is known
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name])
+
+
+class Burst(gym.Env):
+    """A task of one's own. One observation of it is infinite, of the environment that `bad` is."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    bad = None  # its seed
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.seed = seed
+            self.episode = 0
+        self.episode += 1
+        self.count = 0
+        return self.observe(), {}
+
+    def observe(self):
+        obs = self.np_random.normal(1, 2, 3).astype(np.float32)
+        if (self.seed, self.episode, self.count) == (self.bad, 1, 2):
+            obs[1] = np.inf
+        return obs
+
+    def step(self, action):
+        self.count += 1
+        return self.observe(), float(action[0]), False, False, {}
+
+
+def test_one_infinite_observation_spoils_nothing(tmp_path, monkeypatch):
+    """The policy is finite, the peer's statistics are those of the run without it.
+
+    Agent 1's are less one observation.
+    """
+    spec = gym.envs.registration.EnvSpec("Burst-v0", Burst)
+    monkeypatch.setitem(gym.registry, "Burst-v0", spec)
+    changes = {"env_id": "Burst-v0", "num_agents": 2, "horizon": 6}
+    statistics = []
+    for bad in (None, communicators.derive_seed(1, 1, 3, 0, s2zpo_mujoco.ENVIRONMENTS)):
+        monkeypatch.setattr(Burst, "bad", bad)
+        _, folder = train(tmp_path / str(bad), **changes)
+        assert weights_of(folder)[0].isfinite().all()
+        checkpoints = [folder / "checkpoints" / f"agent_{i}" / "4.pt" for i in range(2)]
+        statistics.append([torch.load(path)["statistics"] for path in checkpoints])
+    (peers, agents), (peers_beside, agents_with_it) = statistics
+    assert torch.equal(peers, peers_beside)
+    assert peers[0] == agents[0] == agents_with_it[0] + 1 == 4 * 4 * 2 * 6
+    assert agents_with_it.isfinite().all()
+
+
 def draw_sums(low, high, generator):
     """Statistics of two agents whose observations are uniform; the last of five is constant."""
     obs = low + (high - low) * torch.rand(2, 3, 50, 5, generator=generator)
@@ -777,7 +851,7 @@ def test_answers_of_a_person_count_for_the_side_that_was_seen(tmp_path, monkeypa
         assert frames[0].shape == (2, 3 + 4 + 3, 3)
         sides.append("l" if frames[-1][0, 0, 0] == 9 else "r")
 
-    monkeypatch.setattr(s2zpo_mujoco, "write_film", look)
+    monkeypatch.setattr(s2zpo_mujoco, "write_clip", look)
     monkeypatch.setattr("builtins.input", lambda question: sides[-1].upper())
     collect = s2zpo_mujoco.collect_answers
     assert collect([(black, white)] * 12, tmp_path, "x", seeded(1)).tolist() == [[1]] * 12
@@ -841,11 +915,24 @@ def test_films_hold_every_third_picture_and_the_last_and_nothing_more():
         ended = envs.step(rows, np.array([step % 2] * 2))[2]
         pictures.append(envs.envs[0].render()[::2, ::2])
     assert ended.all()
-    ((clip, other),) = envs.clips[0]
+    ((clip, other),) = envs.list_clips(0)
     assert len(other) == 4
     expected = [pictures[step] for step in (0, 3, 6, 7)]
     np.testing.assert_array_equal(clip, expected)
     assert all(frame.base is None for frame in clip)
+    envs.close()
+
+
+def test_a_clip_has_the_episodes_of_its_batch():
+    """Rows are [agents, 2, pairs, trajectories]."""
+    settings = {"env_id": "CartPole-v1", "num_pairs": 2, "num_trajectories": 3, "horizon": 5}
+    envs = s2zpo_mujoco.Envs(Args(**settings, human=True), range(3, 5), 0)
+    rows = np.arange(24).reshape(2, 2, 2, 3)
+    envs.frames = [[f"{row}a", f"{row}b"] for row in range(24)]
+    for k in range(2):
+        for pair, batches in enumerate(envs.list_clips(k)):
+            for policy, frames in enumerate(batches):
+                assert frames == [f"{row}{x}" for row in rows[k, policy, pair] for x in "ab"]
     envs.close()
 
 
@@ -878,6 +965,82 @@ def test_a_task_that_names_no_speed_is_filmed(tmp_path, monkeypatch):
     s2zpo_mujoco.film_policy(args, policy, tmp_path / "film.mp4")
     assert (tmp_path / "film.mp4").stat().st_size > 0
 
+
+DRAWN = """
+import gymnasium as gym
+import numpy as np
+
+
+class Drawn(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+    def render(self):
+        return np.zeros((16, 16, 3), np.uint8)
+
+
+class Undrawn(Drawn):
+    def render(self):
+        raise ValueError("no paint")
+
+
+gym.register("Drawn-v0", Drawn, max_episode_steps=4)
+gym.register("Undrawn-v0", Undrawn, max_episode_steps=4)
+"""
+
+
+def test_a_task_of_ones_own_is_filmed_from_another_folder(tmp_path, monkeypatch):
+    """The process that tries to draw it finds its module; its error is reported."""
+    (tmp_path / "drawn_tasks.py").write_text(DRAWN)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
+    flags = ["--capture-video", "--run-dir", str(tmp_path / "runs"), "--env-id"]
+    assert parse_args(s2zpo_mujoco, [*flags, "drawn_tasks:Drawn-v0"]).capture_video
+    message = refusal(parse_args, s2zpo_mujoco, [*flags, "drawn_tasks:Undrawn-v0"])
+    assert message.startswith("--capture-video True: drawn_tasks:Undrawn-v0 cannot be drawn here")
+    assert message.endswith("ValueError: no paint")
+
+
+class Odd(Silent):
+    """Rewards have the shape (1,), as some tasks have them, or another one."""
+
+    shape = (1,)
+
+    def step(self, action):
+        obs, _, *more = super().step(action)
+        return obs, np.full(self.shape, action[0]), *more
+
+
+def test_rewards_of_a_task_may_have_the_shape_of_one(tmp_path, monkeypatch):
+    """Others are refused before anything is written."""
+    spec = gym.envs.registration.EnvSpec("Odd-v0", Odd, max_episode_steps=4)
+    monkeypatch.setitem(gym.registry, "Odd-v0", spec)
+    summary, folder = train(tmp_path / "one", env_id="Odd-v0", total_iterations=1)
+    assert summary["completed"]
+    assert len({row["episodic_return"] for row in rows_of(folder)}) == 3
+    monkeypatch.setattr(Odd, "shape", (2,))
+    flags = ["--env-id", "Odd-v0", "--run-dir", str(tmp_path / "two")]
+    message = refusal(parse_args, s2zpo_mujoco, flags)
+    assert "--env-id Odd-v0" in message
+    assert "its rewards are [" in message
+    assert not (tmp_path / "two").exists()
+
+
+# --- bad input ---
 
 BAD = {
     "unknown task": (["--env-id", "HalfChetah-v5"], ["--env-id HalfChetah-v5", "HalfCheetah"]),
@@ -917,7 +1080,7 @@ def test_bad_input_ends_with_one_line(case, tmp_path):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    """MuJoCo, envpool and moviepy."""
+    """MuJoCo, envpool and what encodes films."""
 
     def fail(*_, **__):
         raise gym.error.DependencyNotInstalled("MuJoCo is not installed, run `pip install`\nnow")
@@ -931,9 +1094,10 @@ def test_missing_packages_are_named(monkeypatch):
     flags = ["--env-id", "CartPole-v1"]
     message = refusal(parse_args, s2zpo_mujoco, [*flags, "--env-backend", "envpool"])
     assert message == "--env-backend envpool: envpool is not installed"
-    message = refusal(parse_args, s2zpo_mujoco, [*flags, "--capture-video"])
-    assert message == "--capture-video True: moviepy is not installed"
     assert s2zpo_mujoco.choose_backend(Args()) == "gymnasium"
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    message = refusal(parse_args, s2zpo_mujoco, [*flags, "--capture-video"])
+    assert message == "--capture-video True: imageio-ffmpeg is not installed"
 
 
 def test_a_machine_that_cannot_draw(monkeypatch):

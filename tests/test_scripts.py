@@ -566,14 +566,14 @@ def test_disk_is_checked_before_anything_starts(script, tmp_path, monkeypatch):
 def test_missing_packages_are_named(script, monkeypatch):
     """Optional packages are checked before training, not after."""
     find = importlib.util.find_spec
-    missing = {"envpool", "wandb", "moviepy"}
+    missing = {"envpool", "wandb", "imageio_ffmpeg"}
 
     def find_spec(name):
         return None if name in missing else find(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     script.patch(monkeypatch, "find_spec", find_spec)
-    cases = {"wandb": ["--track"], "moviepy": ["--capture-video"]}
+    cases = {"wandb": ["--track"], "imageio-ffmpeg": ["--capture-video"]}
     if script.family == "MiniGrid":
         cases["envpool"] = ["--env-backend", "envpool"]
         assert script.choose_backend(script.parse_args([])) == "gymnasium"
@@ -951,7 +951,7 @@ def test_one_video_per_agent(script, finished):
     """--capture-video leaves one playable file for each agent, and nothing else in its folder."""
     folder, _ = finished(script)
     videos = sorted((folder / "videos").iterdir())
-    assert [re.match(r"agent_(\d)(-.*)?\.mp4$", path.name)[1] for path in videos] == ["0", "1", "2"]
+    assert [path.name for path in videos] == ["agent_0.mp4", "agent_1.mp4", "agent_2.mp4"]
     assert all(b"ftyp" in path.read_bytes()[:32] and path.stat().st_size > 1000 for path in videos)
 
 

@@ -15,7 +15,16 @@ import torch.utils.tensorboard  # noqa: F401
 
 POSIX_MODULES = ("fcntl", "grp", "pwd", "resource", "termios")
 POSIX_FUNCTIONS = ("fork", "getuid", "killpg", "sched_getaffinity", "sched_setaffinity", "wait4")
-PACKAGES = ("ale_py", "envpool", "moviepy", "mujoco", "pandas", "peft", "transformers", "wandb")
+PACKAGES = (
+    "ale_py",
+    "envpool",
+    "imageio_ffmpeg",
+    "mujoco",
+    "pandas",
+    "peft",
+    "transformers",
+    "wandb",
+)
 
 system, scripts, *flags = sys.argv[1:]
 for name in POSIX_MODULES + PACKAGES:
