@@ -23,9 +23,8 @@ Contents
     3 arguments
         types with bounds (Count, Natural, ...), RunArgs, refuse, parse_args, --eval-only,
             derive_seed, and the statistics of returns (mean, mean_and_half_interval)
-    4 speed: the same numbers, sooner
-        agents side by side: in_parallel, take_turns; networks side by side: Stacked, ImageNetwork;
-            each distinct observation once: Patches, find_distinct_rows, LogitTable
+    4 speed
+        Stacked: networks of the same layers as one product for each layer
     5 the run
         Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically and
             get_cached_folder; Film
@@ -48,7 +47,6 @@ import itertools
 import json
 import math
 import os
-import queue
 import re
 import shutil
 import signal
@@ -64,7 +62,6 @@ import zipfile
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, NoReturn
@@ -1231,9 +1228,10 @@ class FolderExchange(Exchange):
         self.federation = args.federation
         self.store = Store(args.exchange)
         self.max_age = args.max_age
-        self.averages = args.aggregation in ("weights", "proximal")
+        aggregation = getattr(args, "aggregation", "policy")  # PR-TRPO has only this one
+        self.averages = aggregation in ("weights", "proximal")
         self.wait = args.wait
-        self.only_new = args.aggregation == "weights"
+        self.only_new = aggregation == "weights"
         if self.only_new:
             self.wait = args.timeout
         self.reports = args.communicator in REPORTING
@@ -2103,9 +2101,10 @@ def _check_communicator(args: RunArgs) -> None:
 
 def announce_what_is_not_read(args: RunArgs) -> None:
     """Say that peers have no influence, or that a parameter is another communicator's."""
-    mixes = args.aggregation == "policy" and args.communicator != "identity"
-    if mixes and args.agents_at_once > 1 and args.kl_coef == 0:
-        announce("--kl-coef 0: policies are sent, and peers have no influence")
+    if getattr(args, "kl_coef", None) == 0:  # PR-TRPO has none
+        mixes = args.aggregation == "policy" and args.communicator != "identity"
+        if mixes and args.agents_at_once > 1:
+            announce("--kl-coef 0: policies are sent, and peers have no influence")
     readers = {
         "self_preference": ("self-preferred",),
         "communicator_temperature": ("softmax-reward", "relative-gain", "surrogate"),
@@ -2164,7 +2163,7 @@ def _check_exchange(args: RunArgs) -> None:
         refuse(args, "agents", f"{valid} 0..{args.num_agents - 1}")
     if not re.fullmatch(r"\w[\w.-]{0,79}", args.federation, re.ASCII):
         refuse(args, "federation", "must be a name of letters, digits, _, - and .")
-    averages = args.aggregation == "weights"
+    averages = getattr(args, "aggregation", "policy") == "weights"
     if args.communicator == "identity":
         refuse(args, "exchange", "has no effect on isolated agents; leave it out")
     if args.wait and averages:
@@ -2227,12 +2226,12 @@ def _check_store(args: RunArgs) -> None:
 
 def check_aggregation(args: RunArgs) -> None:
     """The flags of the communication suit --aggregation of control; "none" isolates the agents."""
-    swaps = args.communicator == "self-preferred" and args.self_preference == 0
     if args.aggregation == "none":
         if args.communicator not in ("uniform", "identity"):
             refuse(args, "communicator", "has no effect with --aggregation none; leave it out")
         args.communicator = "identity"
     averages = args.aggregation == "weights"
+    swaps = args.communicator == "self-preferred" and args.self_preference == 0
     if averages and swaps and args.num_agents > 1:
         refuse(args, "self_preference", "must be positive, or agents would swap networks")
     if args.private_heads and not averages:
@@ -2451,47 +2450,7 @@ def format_interval(mean: float, half: float) -> str:
     return f"{mean:.3f} ± {half:.3f}"
 
 
-# --- 4. speed: agents side by side, networks side by side, each distinct observation once ---
-
-
-@functools.cache
-def _threads(workers: int, threads: int) -> ThreadPoolExecutor:
-    """A pool of `workers` threads, each of which computes with `threads` cores."""
-    return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))
-
-
-def in_parallel(tasks: list[Callable], workers: int, threads: int = 1) -> list:
-    """Call all tasks, on `workers` threads of `threads` cores each. Returns results in order.
-
-    A single worker computes in the calling thread.
-    """
-    if workers == 1:
-        return [task() for task in tasks]
-    futures = [_threads(workers, threads).submit(task) for task in tasks]
-    return [future.result() for future in futures]
-
-
-def take_turns(tasks: list[Iterator], workers: int, threads: int = 1) -> list[list]:
-    """Run generators side by side, a step of each in turn, on `workers` threads of `threads` cores.
-
-    So three agents keep two cores busy until all are done. A generator is only ever in one thread
-    at a time. A single worker computes in the calling thread. Returns what each generator yielded.
-    """
-    yielded = [[] for _ in tasks]
-    waiting = queue.SimpleQueue()
-    for task in enumerate(tasks):
-        waiting.put(task)
-
-    def work() -> None:
-        with contextlib.suppress(queue.Empty):  # then the other workers hold all that is left
-            while True:
-                k, task = waiting.get_nowait()
-                for value in itertools.islice(task, 1):  # one step, if there is one left
-                    yielded[k].append(value)
-                    waiting.put((k, task))
-
-    in_parallel([work] * workers, workers, threads)
-    return yielded
+# --- 4. speed: networks side by side ---
 
 
 # Layers that are functions of one number
@@ -2586,155 +2545,6 @@ class Stacked:
         columns = (width - size[1]) // right + 1
         shape = n, batch, rows, columns, size[0], size[1] * x.shape[-1]
         return x.as_strided(shape, (network, sample, down * row, right * column, row, 1))
-
-
-class ImageNetwork(nn.Sequential):
-    """Layers that read images of small integers, [batch, rows, columns, channels] uint8.
-
-    The same as `nn.Sequential` of images as float, with the channels first; but it also takes
-    `Patches`, with which it computes each distinct patch once.
-    """
-
-    def forward(self, obs: "Tensor | Patches") -> Tensor:
-        """obs: [batch, rows, columns, channels] uint8, or their `Patches`. Returns [batch, ...]."""
-        if isinstance(obs, Patches):
-            return obs.compute(self)
-        return super().forward(obs.permute(0, 3, 1, 2).float().contiguous())
-
-
-class Patches:
-    """Observations as a stack of convolutions reads them: each distinct patch once.
-
-    A convolution's output depends only on its input patch, and few patches of MiniGrid are
-    distinct: of the 2x2, 3x3 and 4x4 patches in a minibatch's distinct observations some 1, 3 and
-    9 %.
-    """
-
-    least = 32  # for fewer observations the plain network is faster
-
-    def __init__(self, obs: Tensor, network: ImageNetwork):
-        """obs: [batch, rows, columns, channels] uint8; network: of convolutions, see `suit`."""
-        cells, index = find_distinct_rows(obs.long().flatten(0, 2))
-        self.cells = cells.float()  # [distinct cells, channels]
-        index = index.view(obs.shape[:3])
-        # Of each convolution: the rows that make up each of its distinct patches [patches, area]
-        self.tables = []
-        for layer in network:
-            if not isinstance(layer, nn.Conv2d):
-                continue
-            for dim in (0, 1):
-                index = index.unfold(1 + dim, layer.kernel_size[dim], layer.stride[dim])
-            table, rows = find_distinct_rows(index.flatten(3).flatten(0, 2))
-            index = rows.view(index.shape[:3])
-            # Padded to few sizes, see docs/speed.md
-            self.tables.append(nn.functional.pad(table, (0, 0, 0, -len(table) % 16)))
-        self.index = index  # the patch of the last convolution at each place [batch, rows, columns]
-
-    @staticmethod
-    def suit(network: nn.Module) -> bool:
-        """Whether a network is known: before Flatten plain convolutions and pointwise functions."""
-        if type(network) is not ImageNetwork:
-            return False
-        for layer in network:
-            if isinstance(layer, nn.Flatten):
-                break
-            plain = type(layer) is nn.Conv2d and is_plain(layer)
-            if not plain and type(layer) not in POINTWISE:
-                return False
-        return True
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, rows) -> "Patches":
-        chosen = copy.copy(self)
-        chosen.index = self.index[rows]
-        return chosen
-
-    def compute(self, network: ImageNetwork) -> Tensor:
-        """The network's output for these observations, [batch, ...]."""
-        x = self.cells
-        tables = iter(self.tables)
-        for layer in network:
-            if isinstance(layer, nn.Conv2d):
-                patches = nn.functional.embedding(next(tables), x).mT.flatten(1)
-                x = nn.functional.linear(patches, layer.weight.flatten(1), layer.bias)
-            elif isinstance(layer, nn.Flatten):
-                index = nn.functional.pad(self.index.flatten(1), (0, 0, 0, -len(self) % 8))
-                x = nn.functional.embedding(index, x).mT.flatten(1)
-            else:
-                x = layer(x)
-        return x[: len(self)]
-
-
-def as_patches(obs: Tensor | Patches, network: nn.Module) -> Tensor | Patches:
-    """`obs` [batch, rows, columns, channels] uint8 in the form in which `network` is fastest."""
-    if isinstance(obs, Patches) or len(obs) < Patches.least or obs.device.type != "cpu":
-        return obs
-    if not Patches.suit(network):
-        return obs
-    return Patches(obs, network)
-
-
-def find_distinct_rows(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct rows of `table` [rows, columns], natural numbers, and which of them each row is.
-
-    Every row is read as the digits of one number, which is faster to sort than rows.
-    """
-    base = int(table.max()) + 1
-    key = table[:, 0]
-    bound = base  # all keys are below it
-    for column in table.T[1:]:
-        if bound * base >= 1 << 63:  # the next digit may not fit: number the beginnings of the rows
-            key = key.unique(return_inverse=True)[1]
-            bound = len(key)
-        key = key * base + column
-        bound = bound * base
-    distinct, rows = key.unique(return_inverse=True)
-    example = torch.empty_like(distinct).scatter_(0, rows, torch.arange(len(rows)))
-    return table[example], rows
-
-
-class LogitTable(dict):
-    """The logits of an agent's policy for each distinct observation: bytes -> [actions].
-
-    A policy is a function of the observation, and few observations of MiniGrid are distinct: of
-    a rollout's 2,048 some 4-16 %, of which half were met in the last rollouts. So each is computed
-    once per policy.
-    """
-
-    def __init__(self, agent: nn.Module, shape: tuple[int, ...], device, rollouts: int = 8):
-        """shape: of an observation. rollouts: how many of the last ones are remembered."""
-        super().__init__()
-        self.agent = agent
-        self.shape = shape
-        self.device = device
-        self.met = deque(maxlen=rollouts)  # the keys of each rollout
-
-    def refresh(self) -> None:
-        """After an update: compute all that the last rollouts met at once, and forget the rest."""
-        self.clear()
-        if self.met:
-            self.compute(list(dict.fromkeys(itertools.chain(*self.met))))
-
-    @torch.inference_mode()
-    def compute(self, keys: list[bytes]) -> None:
-        """Compute the logits of these observations."""
-        logits, _ = self.agent.predict(self.decode(keys))
-        self.update(zip(keys, logits.cpu().numpy(), strict=True))
-
-    def look_up(self, obs: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-        """obs: [envs, ...] uint8. Returns the keys of these observations, and the logits there."""
-        keys = [each.tobytes() for each in obs]
-        missing = [key for key in keys if key not in self]
-        if missing:
-            self.compute(list(dict.fromkeys(missing)))
-        return keys, np.array([self[key] for key in keys])
-
-    def decode(self, keys: list[bytes]) -> Tensor:
-        """The observations of these keys, [keys, ...] uint8, on the agent's device."""
-        obs = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8)
-        return obs.view(-1, *self.shape).to(self.device)
 
 
 # --- 5. a run: folder, logs, checkpoints, signals, timing, summary ---

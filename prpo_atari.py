@@ -5,7 +5,6 @@ scalars, never an observation, an action or a reward.
 
     python prpo_atari.py --communicator reward                   # three agents in one process
     python prpo_atari.py --communicator identity                 # the same agents, isolated
-    python prpo_atari.py --aggregation weights                   # FedAvg, as fedavg_ppo.py
     torchrun --nproc-per-node 3 prpo_atari.py                    # one agent per process
     python prpo_atari.py --resume runs/<name>                    # continue an interrupted run
 """
@@ -16,7 +15,6 @@ import itertools
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,6 +71,10 @@ class Args(RunArgs):
     full_action_space: bool = False
     """all 18 actions of the console instead of those that the game needs"""
     num_envs: Count = 4  # parallel environments per agent
+    # of all layers but the heads (autocast); heads and losses are always float32. auto: bfloat16 on
+    # a processor that has it, else float32
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    compile: bool = False  # compile the networks with torch.compile
     # iterations between checkpoints; the environments start anew at each, so that a resumed run is
     # the same run
     save_every: Count = 128
@@ -85,8 +87,39 @@ class Args(RunArgs):
     greedy: bool = False
     """with --eval-only: play and film the most probable actions instead of sampled ones"""
 
-    # Communication
+    # Rollout and advantages
+    total_timesteps: Count = 10_000_000  # environment steps of each agent; a step is four frames
+    num_steps: Count = 512  # steps per environment and rollout
+    gamma: Fraction = 0.99  # discount factor
+    gae_lambda: Fraction = 0.95  # lambda of generalized advantage estimation
 
+    # Reference policy
+    # an agent's own component of its reference: its policy before this update, or its snapshot of
+    # the last round
+    self_reference: Literal["behaviour", "snapshot"] = "behaviour"
+    mixture: Literal["arithmetic", "geometric"] = "arithmetic"
+    """how the reference mixes the agents' distributions"""
+    kl_direction: Literal["forward", "reverse"] = "forward"
+    """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
+    kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
+    """coefficient of the KL penalty towards the reference policy (FedAvg: its own old policy)"""
+    kl_schedule: Literal["constant", "linear"] = "constant"
+    """linear: the coefficient falls to 0 over the run, as the learning rate does"""
+
+    # Update
+    learning_rate: Positive = 2.5e-4  # learning rate of Adam
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0
+    update_epochs: Count = 4  # epochs per rollout
+    num_minibatches: Count = 4  # minibatches per epoch
+    norm_adv: bool = True  # normalise advantages in each minibatch
+    clip_coef: NonNegative = 0.1  # clip range of the surrogate objective (0: no clipping)
+    clip_vloss: bool = True  # clip the value loss with the same range
+    ent_coef: NonNegative = 0.01  # coefficient of the entropy bonus
+    vf_coef: NonNegative = 0.5  # coefficient of the value loss
+    max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
+
+    # Communication round
+    local_updates: Count = 16  # iterations between communication rounds
     # what agents exchange parameters for: a reference policy (PR-PPO), an average of
     # parameters (FedAvg), an average that only pulls (proximal), or nothing (isolated agents)
     aggregation: Literal["policy", "weights", "proximal", "none"] = "policy"
@@ -96,42 +129,6 @@ class Args(RunArgs):
     # with averages of parameters: heads that are not averaged (actor and critic: FedPer); the trunk
     # always is
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
-    local_updates: Count = 16  # iterations between communication rounds
-    kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
-    """coefficient of the KL penalty towards the reference policy (FedAvg: its own old policy)"""
-    kl_schedule: Literal["constant", "linear"] = "constant"
-    """linear: the coefficient falls to 0 over the run, as the learning rate does"""
-    kl_direction: Literal["forward", "reverse"] = "forward"
-    """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
-    mixture: Literal["arithmetic", "geometric"] = "arithmetic"
-    """how the reference mixes the agents' distributions"""
-    # an agent's own component of its reference: its policy before this update, or its snapshot of
-    # the last round
-    self_reference: Literal["behaviour", "snapshot"] = "behaviour"
-
-    # PPO
-    total_timesteps: Count = 10_000_000  # environment steps of each agent; a step is four frames
-    learning_rate: Positive = 2.5e-4  # learning rate of Adam
-    num_steps: Count = 512  # steps per environment and rollout
-    anneal_lr: bool = True  # anneal the learning rate linearly to 0
-    gamma: Fraction = 0.99  # discount factor
-    gae_lambda: Fraction = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: Count = 4  # minibatches per epoch
-    update_epochs: Count = 4  # epochs per rollout
-    norm_adv: bool = True  # normalise advantages in each minibatch
-    clip_coef: NonNegative = 0.1  # clip range of the surrogate objective (0: no clipping)
-    clip_vloss: bool = True  # clip the value loss with the same range
-    ent_coef: NonNegative = 0.01  # coefficient of the entropy bonus
-    vf_coef: NonNegative = 0.5  # coefficient of the value loss
-    max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
-    target_kl: Positive | None = None
-    """skip an agent's further epochs once its approximate KL exceeds this"""
-    # of all layers but the heads (autocast); heads and losses are always float32. auto: bfloat16 on
-    # a processor that has it, else float32
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    # compile the networks with torch.compile, which is not thread-safe: the agents then compute one
-    # after the other
-    compile: bool = False
 
 
 # --- the network ---
@@ -239,22 +236,17 @@ class Actors:
         return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 
-def make_actors(args: Args, agents: list[Agent]) -> Actors:
-    """What computes the agents' policies in rollouts."""
-    return Actors(args, agents)
-
-
 # --- PR-PPO ---
 
 
 def rollout(
-    args: Args, envs: "Envs", actors: Actors, generators: list, run: Run
-) -> tuple[dict, list, list, list]:
+    args: Args, actors: Actors, envs: "Envs", generators: list[torch.Generator]
+) -> list[tuple[dict[str, Tensor], list[tuple[float, float]]]]:
     """All agents play num_steps in their environments, from where they stand.
 
-    Returns storage [agents, steps, envs], whose `obs_inds` are rows of obs; of each agent obs, its
-    observations, and behaviour, the policy's log-probabilities there [states, actions]; and of each
-    agent the games that ended [(return, length)].
+    Returns of each agent data and the games that ended, [(return, length)]. data: its observations,
+    `obs` [states, ...], and the policy's log-probabilities there, `policy` [states, actions]; the
+    rest is [steps, envs], of which `obs_inds` are rows of obs.
     """
     shape = len(generators), args.num_steps, args.num_envs
     obs = actors.obs
@@ -263,7 +255,7 @@ def rollout(
     terminations = np.zeros(shape, dtype=bool)
     truncations = np.zeros(shape, dtype=bool)
     valid = np.zeros(shape, dtype=bool)
-    ended = []  # (step, agent, game, return, length)
+    episodes = [[] for _ in generators]
 
     # The largest of logits plus Gumbel noise is a sample of their softmax
     gumbel = []
@@ -274,77 +266,201 @@ def rollout(
     logits = torch.zeros_like(gumbel)
     actions = torch.zeros(shape, dtype=torch.long, device=device)
     values = torch.zeros(shape[0], shape[1] + 1, shape[2], device=device)  # and after the last step
-    actors.read()
 
-    @torch.inference_mode()
-    def play(group: slice) -> Iterator[None]:
-        """All steps of a group of games; the first group keeps the clock."""
+    actors.read()
+    with torch.inference_mode():
         for step in range(args.num_steps):
-            now = slice(None), step, group
-            obs[now] = torch.from_numpy(envs.obs[:, group])
+            now = slice(None), step
+            obs[now] = torch.from_numpy(envs.obs)
             logits[now], values[now] = actors.forward(obs[now])
             actions[now] = (logits[now] + gumbel[now]).argmax(-1)
-            action = actions[now].cpu().numpy()
-            if group.start == 0:
-                run.tick("rollout_forward")
-            rewards[now], terminations[now], truncations[now], valid[now], games = envs.step(
-                group, action
-            )
-            ended.extend((step, *game) for game in games)
-            if group.start == 0:
-                run.tick("environments")
-            yield
-        _, values[:, -1, group] = actors.forward(torch.from_numpy(envs.obs[:, group]).to(device))
+            *signals, ended = envs.step(actions[now].cpu().numpy())
+            rewards[now], terminations[now], truncations[now], valid[now] = signals
+            for k, _, episode_return, length in ended:
+                episodes[k].append((float(episode_return), float(length)))
+        _, values[:, -1] = actors.forward(torch.from_numpy(envs.obs).to(device))
 
-    workers = 1 if args.compile else len(envs.groups)  # see `compile`
-    threads = max(1, torch.get_num_threads() // workers)
-    communicators.take_turns([play(group) for group in envs.groups], workers, threads)
-    episodes = [[] for _ in generators]
-    for _, k, _, episode_return, length in sorted(ended):
-        episodes[k].append((float(episode_return), float(length)))
-    behaviour = logits.log_softmax(-1)
-    obs = [each.flatten(0, 1) for each in obs]
-    obs_inds = torch.arange(len(obs[0]), device=device).view(shape[1:])
-    storage = {
-        "rewards": torch.from_numpy(rewards).to(device),
-        "terminations": torch.from_numpy(terminations).to(device),
-        "dones": torch.from_numpy(terminations | truncations).to(device),
-        "valid": torch.from_numpy(valid).to(device),
-        "actions": actions,
-        "obs_inds": obs_inds.expand(shape),
-        "values": values[:, :-1],
-        # After a game's end the next stored observation is its final one: its value bootstraps
-        "next_values": values[:, 1:],
-        "logprobs": behaviour.gather(-1, actions[..., None]).squeeze(-1),
-    }
-    run.tick("rollout_forward")
-    return storage, obs, list(behaviour.flatten(1, 2)), episodes
+    rollouts = []
+    policies = logits.log_softmax(-1)
+    logprobs = policies.gather(-1, actions[..., None]).squeeze(-1)
+    obs_inds = torch.arange(args.num_steps * args.num_envs, device=device).view(shape[1:])
+    for k in range(len(generators)):
+        data = {
+            "obs": obs[k].flatten(0, 1),
+            "policy": policies[k].flatten(0, 1),
+            "obs_inds": obs_inds,
+            "actions": actions[k],
+            "logprobs": logprobs[k],
+            "values": values[k, :-1],
+            # After a game's end the next observation is its final one: its value bootstraps
+            "next_values": values[k, 1:],
+            "rewards": torch.from_numpy(rewards[k]).to(device),
+            "terminations": torch.from_numpy(terminations[k]).to(device),
+            "dones": torch.from_numpy(terminations[k] | truncations[k]).to(device),
+            "valid": torch.from_numpy(valid[k]).to(device),
+        }
+        rollouts.append((data, episodes[k]))
+    return rollouts
 
 
-def compute_advantages(
-    rewards, terminations, dones, values, next_values, gamma: float, gae_lambda: float
-) -> Tensor:
-    """Generalized advantage estimation that never leaks across episodes.
+def compute_advantages(data: dict[str, Tensor], gamma: float, gae_lambda: float) -> Tensor:
+    """Generalized advantage estimation that never leaks across episodes, [steps, envs].
 
-    All [agents, steps, envs]; next_values: V of the state that each step led to, the episode's
+    data: of `rollout`; its next_values are V of the state that each step led to, the episode's
     *final* state where one ended. A termination is worth nothing more; a truncation bootstraps;
-    both cut the recursion. Returns advantages.
+    both cut the recursion.
     """
-    deltas = rewards + gamma * next_values * ~terminations - values
-    decay = gamma * gae_lambda * ~dones
+    next_values = data["next_values"] * ~data["terminations"]
+    deltas = data["rewards"] + gamma * next_values - data["values"]
+    decay = gamma * gae_lambda * ~data["dones"]
     advantages = torch.empty_like(deltas)
-    last = torch.zeros_like(deltas[:, 0])
-    for step in reversed(range(deltas.shape[1])):
-        last = deltas[:, step] + decay[:, step] * last
-        advantages[:, step] = last
+    last = torch.zeros_like(deltas[0])
+    for step in reversed(range(len(deltas))):
+        last = deltas[step] + decay[step] * last
+        advantages[step] = last
     return advantages
+
+
+def make_batch(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The samples to learn from: all steps but those that only reset an environment.
+
+    Returns obs and policy as in `data`, and the rest as [samples].
+    """
+    batch = {"obs": data["obs"], "policy": data["policy"]}
+    for name in ("obs_inds", "actions", "logprobs", "values", "advantages", "returns"):
+        batch[name] = data[name][data["valid"]]
+    return batch
+
+
+def compute_reference(
+    i: int, batch: dict[str, Tensor], snapshots: dict[int, Agent], C: Tensor, args: Args
+) -> Tensor:
+    """Agent i's reference policy C_i pi on its own states: row i of C applied to the policies.
+
+    snapshots: agent -> network, of the senders of positive weight. Returns log-probabilities
+    [states, actions], frozen for the update.
+    """
+    senders = C[i].nonzero().flatten().tolist()  # never a peer of weight 0
+    policies = []
+    for j in senders:
+        if j == i and args.self_reference == "behaviour":
+            policies.append(batch["policy"])
+        else:
+            logits, _ = snapshots[j].predict(batch["obs"])
+            policies.append(logits.log_softmax(-1))
+    weights = C[i, senders].to(batch["obs"].device)
+    return communicators.mix_log_probs(torch.stack(policies), weights, args.mixture)
+
+
+def update(
+    agent: Agent,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+    batch: dict[str, Tensor],
+    kl_coef: float,
+    args: Args,
+    anchor: Tensor | None = None,
+) -> dict[str, float]:
+    """PPO's epochs over an agent's rollout, with the KL penalty of eq. 4. Returns mean losses.
+
+    batch: of `make_batch`, and the reference policy's log-probabilities, `reference`
+    [states, actions]; anchor: the average of parameters that pulls, if one does [numel].
+    """
+    losses = []
+    for _ in range(args.update_epochs):
+        b_inds = torch.randperm(len(batch["obs_inds"]), generator=generator)
+        b_inds = b_inds.to(batch["obs"].device)
+        for mb_inds in b_inds.tensor_split(args.num_minibatches):
+            if len(mb_inds) == 0:
+                continue
+            logits, newvalue = agent(batch["obs"][batch["obs_inds"][mb_inds]])
+            newlogprobs = logits.log_softmax(-1)  # [minibatch, actions]
+            newlogprob = newlogprobs.gather(-1, batch["actions"][mb_inds, None]).squeeze(-1)
+            logratio = newlogprob - batch["logprobs"][mb_inds]
+            ratio = logratio.exp()
+
+            mb_advantages = batch["advantages"][mb_inds]
+            if args.norm_adv and len(mb_advantages) > 1:
+                centred = mb_advantages - mb_advantages.mean()
+                mb_advantages = centred / (mb_advantages.std() + 1e-8)
+
+            # Policy loss
+            pg_loss = -mb_advantages * ratio
+            if args.clip_coef > 0:
+                clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                pg_loss = torch.max(pg_loss, -mb_advantages * clipped_ratio)
+            pg_loss = pg_loss.mean()
+
+            # Value loss
+            mb_values = batch["values"][mb_inds]
+            mb_returns = batch["returns"][mb_inds]
+            v_loss = (newvalue - mb_returns) ** 2
+            if args.clip_vloss and args.clip_coef > 0:
+                v_change = (newvalue - mb_values).clamp(-args.clip_coef, args.clip_coef)
+                v_loss = torch.max(v_loss, (mb_values + v_change - mb_returns) ** 2)
+            v_loss = 0.5 * v_loss.mean()
+
+            # Entropy bonus
+            entropy = -(newlogprobs.exp() * newlogprobs).sum(-1).mean()
+
+            # Distance to the reference policy, exact over the action set: the peers' influence
+            reference = batch["reference"][batch["obs_inds"][mb_inds]]
+            kl_reference = communicators.kl_to_reference(newlogprobs, reference, args.kl_direction)
+            kl_reference = kl_reference.mean()
+
+            loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+            loss = loss + kl_coef * kl_reference
+
+            # Distance to the average of parameters (proximal)
+            proximal_loss = torch.zeros_like(pg_loss)
+            if anchor is not None:
+                theta = nn.utils.parameters_to_vector(agent.parameters())
+                proximal_loss = 0.5 * (theta - anchor).square().sum()
+                loss = loss + args.prox_coef * proximal_loss
+
+            finite = bool(loss.isfinite())
+            if finite:
+                optimizer.zero_grad()
+                loss.backward()
+                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                finite = bool(grad_norm.isfinite())
+            if finite:
+                optimizer.step()
+            else:  # no step, which would ruin the optimizer; by this NaN the log names the agent
+                pg_loss = torch.full_like(pg_loss, torch.nan)
+
+            approx_kl = (ratio - 1 - logratio).mean()  # http://joschu.net/blog/kl-approx.html
+            clipfrac = torch.zeros_like(approx_kl)
+            if args.clip_coef > 0:
+                clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
+            losses.append(
+                {
+                    "losses/value_loss": v_loss.item(),
+                    "losses/policy_loss": pg_loss.item(),
+                    "losses/entropy": entropy.item(),
+                    "losses/old_approx_kl": -logratio.mean().item(),
+                    "losses/approx_kl": approx_kl.item(),
+                    "losses/clipfrac": clipfrac.item(),
+                    "losses/kl_reference": kl_reference.item(),
+                }
+            )
+            if args.aggregation == "proximal":
+                losses[-1]["losses/proximal_loss"] = proximal_loss.item()
+            if not finite:  # this agent has diverged and its update ends; those of its peers go on
+                return average(losses)
+    return average(losses)
+
+
+def average(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of every entry."""
+    return {name: mean([row[name] for row in rows]) for name in rows[0]}
 
 
 def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i, on the simplex, weights agent i's peers.
 
-    returns [agents]: last means; log_probs [agents, states, actions]: on the public states; gains
-    [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose snapshot is valid.
+    returns [agents]: reported means; log_probs [agents, states, actions]: on the public states;
+    gains [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose snapshot is valid.
     docs/communicators.md has the steps to another communicator.
     """
     n = args.num_agents
@@ -373,42 +489,28 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
     return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
 
 
-def compute_reference(
-    i: int,
-    obs: Tensor,
-    behaviour: Tensor,
-    snapshots: dict[int, Agent],
-    communicator: Tensor,
-    args: Args,
-) -> Tensor:
-    """Agent i's reference policy C_i pi on its own states: row i of C applied to the policies.
+def estimate_gains(i: int, batch: dict[str, Tensor], snapshots: dict[int, Agent], n: int) -> Tensor:
+    """L_i(pi_j): the gain from each peer's policy that agent i's own rollout predicts.
 
-    obs: [states, ...]; behaviour: the agent's own log-probabilities there [states, actions];
-    snapshots: agent -> network. Returns log-probabilities [states, actions], frozen for the update.
+    snapshots: agent -> network, of the peers that may get weight. Returns [agents], NaN for others.
     """
-    senders = communicator[i].nonzero().flatten().tolist()  # never a peer of weight 0
-    log_probs = []
-    for j in senders:
-        if j == i and args.self_reference == "behaviour":
-            log_probs.append(behaviour)
-        else:
-            logits, _ = snapshots[j].predict(obs)
-            log_probs.append(logits.log_softmax(-1))
-    weights = communicator[i, senders].to(behaviour.device)
-    return communicators.mix_log_probs(torch.stack(log_probs), weights, args.mixture)
+    gains = torch.full((n,), torch.nan)
+    for j, peer in snapshots.items():
+        logits, _ = peer.predict(batch["obs"])
+        log_probs = logits.log_softmax(-1)[batch["obs_inds"], batch["actions"]]  # [samples]
+        gains[j] = communicators.surrogate_gains(log_probs, batch["logprobs"], batch["advantages"])
+    gains[i] = 0.0  # of the policy of the rollout, which the others are compared with
+    return gains
 
 
-def compute_average(
-    i: int, snapshots: dict[int, Agent], communicator: Tensor, args: Args
-) -> Tensor:
+def compute_average(i: int, snapshots: dict[int, Agent], C: Tensor) -> Tensor:
     """The average of agent i's senders (FedAvg): row i of C applied to the parameters.
 
     snapshots: agent -> network. Returns [1, numel].
     """
-    senders = communicator[i].nonzero().flatten()
+    senders = C[i].nonzero().flatten()
     parameters = communicators.flatten([snapshots[j] for j in senders.tolist()])
-    weights = communicator[i : i + 1, senders]
-    return communicators.average_parameters(weights, parameters)
+    return communicators.average_parameters(C[i : i + 1, senders], parameters)
 
 
 def mark_shared(agent: Agent, args: Args) -> Tensor:
@@ -420,147 +522,27 @@ def mark_shared(agent: Agent, args: Args) -> Tensor:
     return torch.cat(shared).bool()
 
 
-def estimate_gains(
-    i: int, obs: Tensor, batch: dict[str, Tensor], snapshots: dict[int, Agent], n: int
-) -> Tensor:
-    """L_i(pi_j): the gain from each peer's policy that agent i's own rollout predicts.
-
-    snapshots: agent -> network, of the peers that may get weight. Returns [agents], NaN for others.
-    """
-    gains = torch.full((n,), torch.nan)
-    for j, peer in snapshots.items():
-        logits, _ = peer.predict(obs)
-        log_probs = logits.log_softmax(-1)[batch["obs_inds"], batch["actions"]]  # [samples]
-        gains[j] = communicators.surrogate_gains(log_probs, batch["logprobs"], batch["advantages"])
-    gains[i] = 0.0  # of the policy of the rollout, which the others are compared with
-    return gains
-
-
-def learn(
-    agent: Agent,
-    optimizer,
-    generator,
-    obs: Tensor,
-    batch: dict[str, Tensor],
-    kl_coef: float,
-    args: Args,
-    anchor: Tensor | None = None,
-) -> Iterator[dict[str, Tensor]]:
-    """One agent's epochs over its rollout (eq. 4). Yields the losses of each minibatch.
-
-    `take_turns` runs each step in any of several threads: random numbers come from `generator`
-    only, and no `yield` stands inside a `with`.
-
-    obs: its observations; batch: [samples, ...], its `obs_inds` are rows of obs;
-    kl_coef: the coefficient of this iteration; anchor: the average that pulls, if one does [numel].
-    """
-    parameters = list(agent.parameters())
-    for _ in range(args.update_epochs):
-        b_inds = torch.randperm(len(batch["obs_inds"]), generator=generator)
-        b_inds = b_inds.to(batch["obs_inds"].device)
-        for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
-            mb = {name: tensor[mb_inds] for name, tensor in batch.items()}
-            logits, newvalue = agent(obs[mb["obs_inds"]])
-            newlogprobs = logits.log_softmax(-1)  # [minibatch, actions]
-            newlogprob = newlogprobs.gather(-1, mb["actions"][:, None]).squeeze(-1)
-            logratio = newlogprob - mb["logprobs"]
-            ratio = logratio.exp()
-
-            mb_advantages = mb["advantages"]
-            if args.norm_adv and len(mb_advantages) > 1:
-                centred = mb_advantages - mb_advantages.mean()
-                mb_advantages = centred / (mb_advantages.std() + 1e-8)
-
-            # Policy loss
-            pg_loss = -mb_advantages * ratio
-            if args.clip_coef > 0:
-                clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-                pg_loss = torch.max(pg_loss, -mb_advantages * clipped_ratio)
-            pg_loss = pg_loss.mean()
-
-            # Value loss
-            v_loss = (newvalue - mb["returns"]) ** 2
-            if args.clip_vloss and args.clip_coef > 0:
-                v_change = (newvalue - mb["values"]).clamp(-args.clip_coef, args.clip_coef)
-                v_clipped = mb["values"] + v_change
-                v_loss = torch.max(v_loss, (v_clipped - mb["returns"]) ** 2)
-            v_loss = 0.5 * v_loss.mean()
-
-            # Entropy bonus
-            entropy = -(newlogprobs.exp() * newlogprobs).sum(-1).mean()
-
-            # Distance to the reference policy, exact over the action set: the peers' influence
-            kl_reference = communicators.kl_to_reference(
-                newlogprobs, mb["reference"], args.kl_direction
-            ).mean()
-
-            loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
-            loss = loss + kl_coef * kl_reference
-
-            # Distance to the average of parameters (proximal)
-            proximal_loss = torch.zeros_like(pg_loss)
-            if anchor is not None:
-                theta = nn.utils.parameters_to_vector(parameters)
-                proximal_loss = 0.5 * (theta - anchor).square().sum()
-                loss = loss + args.prox_coef * proximal_loss
-
-            approx_kl = (ratio - 1 - logratio).mean()  # http://joschu.net/blog/kl-approx.html
-            clipfrac = torch.zeros_like(approx_kl)
-            if args.clip_coef > 0:
-                clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
-
-            finite = bool(loss.isfinite())
-            if finite:
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                finite = bool(grad_norm.isfinite())
-                if finite:
-                    optimizer.step()
-            if not finite:  # no step, which would ruin the optimizer; by this NaN the log names it
-                pg_loss = torch.full_like(pg_loss, torch.nan)
-            losses = {
-                "value_loss": v_loss.detach(),
-                "policy_loss": pg_loss.detach(),
-                "entropy": entropy.detach(),
-                "old_approx_kl": -logratio.mean().detach(),
-                "approx_kl": approx_kl.detach(),
-                "clipfrac": clipfrac,
-                "kl_reference": kl_reference.detach(),
-            }
-            if args.aggregation == "proximal":
-                losses["proximal_loss"] = proximal_loss.detach()
-            yield losses
-            if not finite:  # this agent has diverged and its update ends; those of its peers go on
-                return
-        if args.target_kl is not None and approx_kl > args.target_kl:
-            return
-
-
 def diagnose_update(
     i: int,
     agent: Agent,
-    obs: Tensor,
-    behaviour: Tensor,
     batch: dict[str, Tensor],
     snapshots: dict[int, Agent],
-    communicator: Tensor,
-    args: Args,
+    C: Tensor,
+    kl_direction: str,
     number: int = 128,
 ) -> dict[str, float]:
     """What an update did to agent i's policy, on about `number` states of its rollout."""
     every = max(1, len(batch["obs_inds"]) // number)
-    rows = batch["obs_inds"][::every]
-    others = [j for j in communicator[i].nonzero().flatten().tolist() if j != i]
+    states = batch["obs_inds"][::every]
+    peers = [j for j in C[i].nonzero().flatten().tolist() if j != i]
     log_probs = []
-    for network in (agent, snapshots[i], *(snapshots[j] for j in others)):
-        logits, _ = network.predict(obs[rows])
+    for network in (agent, snapshots[i], *(snapshots[j] for j in peers)):
+        logits, _ = network.predict(batch["obs"][states])
         log_probs.append(logits.log_softmax(-1))
-    after, snapshot, *of_others = log_probs
-    reference = batch["reference"][::every]
-    return communicators.diagnose(
-        behaviour[rows], after, snapshot, of_others, reference, args.kl_direction
-    )
+    after, snapshot, *of_peers = log_probs
+    before = batch["policy"][states]
+    reference = batch["reference"][states]
+    return communicators.diagnose(before, after, snapshot, of_peers, reference, kl_direction)
 
 
 def main(args: Args) -> dict:
@@ -572,7 +554,6 @@ def main(args: Args) -> dict:
     tasks = name_tasks(args)
     exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
-    device = exchange.device
     run = Run(
         args,
         exchange,
@@ -584,10 +565,9 @@ def main(args: Args) -> dict:
         steps_per_iteration=batch_size,
         about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds",
     )
-    workers, threads = share_cores(args, held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
-    first = [agent.to(device) for agent in make_agents(args)]
+    first = [agent.to(exchange.device) for agent in make_agents(args)]
     exchange.broadcast_networks(first)
     agents = [copy.deepcopy(first[i]) for i in held]
     optimizers = [
@@ -598,13 +578,12 @@ def main(args: Args) -> dict:
     if args.compile:
         for agent in agents:
             agent.compile()
+    last_returns = [deque(maxlen=100) for _ in held]
 
     # Communication: C, what agents received in the last round, how far policies are from each other
-    public_states = collect_public_states(args).to(device) if num_rounds else None
-    neighbours = communicators.find_neighbours(args)
-    peers = Peers(exchange, first, public_states, neighbours)
-    communicator = peers.communicator  # [agents, agents], changed in place
-    last_returns = [deque(maxlen=100) for _ in held]
+    public_states = collect_public_states(args).to(exchange.device) if num_rounds else None
+    peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
+    C = peers.communicator  # [agents, agents], changed in place
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
@@ -618,90 +597,65 @@ def main(args: Args) -> dict:
     if run.iteration or args.resume:  # a run without a checkpoint may have sent rounds too
         peers.restore()
     envs = Envs(args, held, run.iteration)
-    actors = make_actors(args, agents)
+    actors = Actors(args, agents)
 
     for iteration in run.iterations():
         remaining = 1.0 - (iteration - 1) / num_iterations
-        if args.anneal_lr:
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
         kl_coef = args.kl_coef
         if args.kl_schedule == "linear":
             kl_coef = remaining * args.kl_coef
 
         # Rollout
-        storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)
+        rollouts = rollout(args, actors, envs, generators)
+        run.tick("rollout")
 
-        # Advantages [agents, steps, envs]
-        advantages = compute_advantages(
-            storage["rewards"],
-            storage["terminations"],
-            storage["dones"],
-            storage["values"],
-            storage["next_values"],
-            args.gamma,
-            args.gae_lambda,
-        )
-        storage["advantages"] = advantages
-        storage["returns"] = advantages + storage["values"]
-
-        # Batches [samples, ...] of each agent, without the steps that only reset an environment
-        names = "obs_inds", "actions", "logprobs", "values", "advantages", "returns"
         batches = []
-        for k in range(len(held)):
-            valid = storage["valid"][k]
-            batches.append({name: storage[name][k][valid] for name in names})
-        run.tick("advantages")
-
-        # Reference policies, frozen for this update: row i of C applied to the policies
-        if args.aggregation in ("weights", "proximal"):
-            references = behaviour  # the agent's own policy: PPO with a KL penalty (eq. 3)
-        else:
-            calls = []
-            for k, i in enumerate(held):
-                call = functools.partial(
-                    compute_reference, i, obs[k], behaviour[k], peers.views[k], communicator, args
-                )
-                calls.append(call)
-            references = communicators.in_parallel(calls, workers, threads)
-        for batch, reference in zip(batches, references, strict=True):
-            batch["reference"] = reference[batch["obs_inds"]]
-        anchors = [None] * len(held)
-        if args.aggregation == "proximal":
-            # Row i of C applied to the parameters, frozen too; an agent without peers is free
-            for k, i in enumerate(held):
-                if communicator[i, i] < 1:
-                    (anchors[k],) = compute_average(i, peers.views[k], communicator, args)
-        run.tick("reference")
-
-        # Update: every agent takes its minibatches in order, and the agents take turns on the cores
-        learners = []
-        for k in range(len(held)):
-            learner = learn(
-                agents[k],
-                optimizers[k],
-                generators[k],
-                obs[k],
-                batches[k],
-                kl_coef,
-                args,
-                anchors[k],
-            )
-            learners.append(learner)
-        losses = communicators.take_turns(learners, workers, threads)
-        diagnostics = []
+        rows = []  # metrics
         for k, i in enumerate(held):
-            diagnosis = diagnose_update(
-                i, agents[k], obs[k], behaviour[k], batches[k], peers.views[k], communicator, args
-            )
-            diagnostics.append(diagnosis)
-        run.tick("update")
+            if args.anneal_lr:
+                optimizers[k].param_groups[0]["lr"] = remaining * args.learning_rate
 
-        # Communication round: exchange snapshots, refresh the communicator
-        for k in range(len(held)):
-            returns = [episode_return for episode_return, _ in episodes[k]]
+            # Advantages
+            data, episodes = rollouts[k]
+            data["advantages"] = compute_advantages(data, args.gamma, args.gae_lambda)
+            data["returns"] = data["advantages"] + data["values"]
+            batch = make_batch(data)
+            run.tick("advantages")
+
+            # Reference policy, frozen for this update: row i of C applied to the policies
+            batch["reference"] = batch["policy"]  # FedAvg: its own, PPO with a KL penalty (eq. 3)
+            if args.aggregation == "policy":
+                batch["reference"] = compute_reference(i, batch, peers.views[k], C, args)
+            anchor = None
+            if args.aggregation == "proximal" and C[i, i] < 1:  # without peers an agent is free
+                (anchor,) = compute_average(i, peers.views[k], C)
+            run.tick("reference")
+
+            # Update
+            losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args, anchor)
+            diagnosis = diagnose_update(i, agents[k], batch, peers.views[k], C, args.kl_direction)
+            run.tick("update")
+
+            # Metrics: declared scalars
+            returns = [episode_return for episode_return, _ in episodes]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
+            y_pred = batch["values"]
+            y_true = batch["returns"]
+            row = {
+                "charts/episodic_return": mean(returns),
+                "charts/episodic_length": mean([length for _, length in episodes]),
+                "charts/episodes": len(episodes),
+                "charts/return_last_100": mean(last_returns[k]),
+                "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
+                **losses,
+            }
+            for name, value in diagnosis.items():
+                row[f"policy/{name}"] = value
+            rows.append(row)
+            batches.append(batch)
+
+        # Communication round: exchange snapshots, refresh the communicator
         if iteration % args.local_updates == 0:
             peers.remember_returns()
             participating = torch.ones(n, dtype=torch.bool)
@@ -724,7 +678,7 @@ def main(args: Args) -> dict:
             if args.communicator == "surrogate":
                 gains = torch.full((n, n), torch.nan)
                 for k, i in enumerate(held):
-                    gains[i] = estimate_gains(i, obs[k], batches[k], peers.find_candidates(i), n)
+                    gains[i] = estimate_gains(i, batches[k], peers.find_candidates(i), n)
             new_communicator = make_communicator(
                 args, reported_returns, peers.log_probs, gains, peers.usable
             )
@@ -733,37 +687,19 @@ def main(args: Args) -> dict:
             # FedAvg: agents that take part go on from the average of what they received
             if args.aggregation == "weights":
                 for k, i in enumerate(held):
-                    if participating[i] and communicator[i, i] < 1:
-                        average = compute_average(i, peers.views[k], communicator, args)
+                    if participating[i] and C[i, i] < 1:
+                        average = compute_average(i, peers.views[k], C)
                         before = communicators.flatten(agents[k : k + 1])
-                        shared = mark_shared(agents[k], args)
-                        average = torch.where(shared, average, before)
+                        average = torch.where(mark_shared(agents[k], args), average, before)
                         communicators.unflatten(average, agents[k : k + 1])
         run.tick("exchange")
 
-        # Metrics: declared scalars, one row per agent
-        rows = []
-        for k in range(len(held)):
-            y_pred = batches[k]["values"]
-            y_true = batches[k]["returns"]
-            row = {
-                "charts/episodic_return": mean([total for total, _ in episodes[k]]),
-                "charts/episodic_length": mean([length for _, length in episodes[k]]),
-                "charts/episodes": len(episodes[k]),
-                "charts/return_last_100": mean(last_returns[k]),
-                "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
-            }
-            for name in losses[k][0]:
-                row[f"losses/{name}"] = mean([loss[name].item() for loss in losses[k]])
-            for name, value in diagnostics[k].items():
-                row[f"policy/{name}"] = value
-            rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
             "charts/kl_coefficient": kl_coef,
             "communication/rounds": iteration // args.local_updates,
         }
-        run.log(rows, communicator, peers.distances, scalars)
+        run.log(rows, C, peers.distances, scalars)
 
         # Evaluation
         if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
@@ -882,7 +818,7 @@ def choose_backend(args: Args) -> str:
     return "gymnasium" if any(map(is_custom, list_env_ids(args))) else "ale-py"
 
 
-def make_games(args: Args, env_id: str, number: int, groups: int = 1, **screen) -> "AtariVectorEnv":
+def make_games(args: Args, env_id: str, number: int, **screen) -> "AtariVectorEnv":
     """Whole games of one title with plain scores: 0-29 random no-ops first, 4 frames per step."""
     # The cores that this process may use: torchrun sets OMP_NUM_THREADS to 1
     cores = os.cpu_count()
@@ -892,7 +828,7 @@ def make_games(args: Args, env_id: str, number: int, groups: int = 1, **screen) 
     return AtariVectorEnv(
         gym.spec(env_id).kwargs["game"],
         number,
-        num_threads=max(1, cores // processes // groups),
+        num_threads=max(1, cores // processes),
         reward_clipping=False,
         use_fire_reset=False,
         full_action_space=args.full_action_space,
@@ -979,14 +915,11 @@ class Games:
     the wrappers of stable-baselines3 do; these steps and those that only start a new game do not
     follow the action: they are not valid.
 
-    env_ids: the title of each row; seeds: [agents][games]; groups: in how many groups the games are
-    stepped, as slices.
+    env_ids: the title of each row; seeds: [agents][games].
     """
 
-    def __init__(self, args: Args, env_ids: list[str], seeds: list[list[int]], groups: int = 1):
+    def __init__(self, args: Args, env_ids: list[str], seeds: list[list[int]]):
         shape = np.shape(seeds)
-        bounds = np.linspace(0, shape[1], groups + 1, dtype=int).tolist()
-        self.groups = [slice(*pair) for pair in itertools.pairwise(bounds)]
         self.obs = np.zeros((*shape, 21, 21, 64), dtype=np.uint8)  # the latest observations
         self.pressed = np.zeros(shape, dtype=int)  # the buttons of the last step
         self.lives = np.zeros(shape, dtype=int)
@@ -994,67 +927,63 @@ class Games:
         self.over = np.zeros(shape, dtype=bool)
         self.returns = np.zeros(shape)
         self.lengths = np.zeros(shape)
-        self.pools = []  # (group, pool, its games as index, whether FIRE starts play)
-        titles = itertools.groupby(range(shape[0]), key=env_ids.__getitem__)
-        titles = [list(rows) for _, rows in titles]
+        self.pools = []  # (pool, its rows, whether FIRE starts play)
         # One large pool is faster than many small ones
-        for group, rows in itertools.product(self.groups, titles):
-            index = slice(rows[0], rows[-1] + 1), group
-            env_id = env_ids[rows[0]]
-            number = self.lives[index].size
+        for _, members in itertools.groupby(range(shape[0]), key=env_ids.__getitem__):
+            members = list(members)
+            rows = slice(members[0], members[-1] + 1)
+            env_id = env_ids[rows.start]
+            number = self.lives[rows].size
             fire = False
             if is_custom(env_id):
                 pool = CustomGames(env_id, number)
             else:
-                pool = make_games(args, env_id, number, groups)
+                pool = make_games(args, env_id, number)
                 fire = ale_py.Action.FIRE in list(pool.ale.get_action_set())[1:2]
-            obs, info = pool.reset(seed=np.array(seeds)[index].ravel())
-            self.obs[index] = self.arrange_blocks(obs, index)
-            self.lives[index] = info["lives"].reshape(self.lives[index].shape)
-            self.countdown[index] = 2 * fire
-            self.pools.append((group, pool, index, fire))
+            obs, info = pool.reset(seed=np.array(seeds)[rows].ravel())
+            self.obs[rows] = self.arrange_blocks(obs, rows)
+            self.lives[rows] = info["lives"].reshape(self.lives[rows].shape)
+            self.countdown[rows] = 2 * fire
+            self.pools.append((pool, rows, fire))
 
-    def arrange_blocks(self, obs: np.ndarray, index: tuple[slice, slice]) -> np.ndarray:
+    def arrange_blocks(self, obs: np.ndarray, rows: slice) -> np.ndarray:
         """[games, 4, 84, 84] -> [agents, games, 21, 21, 64]: 4x4 pixels of 4 frames each.
 
         See `BlockConv2d`.
         """
-        rows = obs.view(np.uint32).reshape(-1, 4, 21, 4, 21)  # four pixels of a row are one number
-        blocks = np.ascontiguousarray(rows.transpose(0, 2, 4, 1, 3))
-        return blocks.view(np.uint8).reshape(self.obs[index].shape)
+        fours = obs.view(np.uint32).reshape(-1, 4, 21, 4, 21)  # four pixels of a row are one number
+        blocks = np.ascontiguousarray(fours.transpose(0, 2, 4, 1, 3))
+        return blocks.view(np.uint8).reshape(self.obs[rows].shape)
 
-    def step(self, group: slice, actions: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Step the games of this group, actions [agents, games of the group].
+    def step(self, actions: np.ndarray) -> tuple:
+        """Step all games, actions [agents, games].
 
         Returns rewards, terminations, truncations, valid, and the games that ended:
         [(k, game, return, length)].
         """
         signals = []
-        for members, pool, index, fire in self.pools:
-            if members != group:
-                continue
-            valid = ~self.over[index] & (self.countdown[index] == 0)
+        for pool, rows, fire in self.pools:
+            valid = ~self.over[rows] & (self.countdown[rows] == 0)
             # While a countdown runs: nothing (after a lost life only), FIRE, the third action
-            buttons = np.array([0, 2, 1, 0])[self.countdown[index]] * fire
-            self.pressed[index] = np.where(valid, actions[index[0]], buttons)
-            obs, *results, info = pool.step(self.pressed[index].ravel())
-            self.obs[index] = self.arrange_blocks(obs, index)
+            buttons = np.array([0, 2, 1, 0])[self.countdown[rows]] * fire
+            self.pressed[rows] = np.where(valid, actions[rows], buttons)
+            obs, *results, info = pool.step(self.pressed[rows].ravel())
+            self.obs[rows] = self.arrange_blocks(obs, rows)
             scores, terminations, truncations = (x.reshape(valid.shape) for x in results)
             lives = info["lives"].reshape(valid.shape)
             # Some games linger at 0 lives before they end; a new game has lost no life, though
             # bonus lives are gone
-            lost = (lives < self.lives[index]) & (lives > 0) & ~self.over[index]
-            running = np.maximum(self.countdown[index] - 1, 0)
+            lost = (lives < self.lives[rows]) & (lives > 0) & ~self.over[rows]
+            running = np.maximum(self.countdown[rows] - 1, 0)
             running = np.where(lost, 2 * fire + 1, running)
-            self.countdown[index] = np.where(self.over[index], 2 * fire, running)
-            self.lives[index] = lives
-            self.over[index] = terminations | truncations
-            self.returns[index] += scores
-            self.lengths[index] += valid
+            self.countdown[rows] = np.where(self.over[rows], 2 * fire, running)
+            self.lives[rows] = lives
+            self.over[rows] = terminations | truncations
+            self.returns[rows] += scores
+            self.lengths[rows] += valid
             signals.append((np.sign(scores), terminations | lost, truncations, valid))
         ended = []
-        for k, column in np.argwhere(self.over[:, group]):
-            game = column + group.start
+        for k, game in np.argwhere(self.over):
             ended.append((k, game, self.returns[k, game], self.lengths[k, game]))
             self.returns[k, game] = 0.0
             self.lengths[k, game] = 0.0
@@ -1063,7 +992,7 @@ class Games:
 
     def close(self) -> None:
         """Free the games."""
-        for _, pool, _, _ in self.pools:
+        for pool, _, _ in self.pools:
             pool.close()
 
 
@@ -1072,8 +1001,7 @@ class Envs(Games):
 
     Each environment starts anew in the step *after* its game's end; that step ignores the action
     and is not valid. Seeds are keyed by (seed, agent, environment, checkpoint), so that nothing
-    depends on which process holds which agent. While one of the `groups` (slices of the games) is
-    stepped, the policies of the other are computed, which keeps two cores busy.
+    depends on which process holds which agent.
     """
 
     def __init__(self, args: Args, agents: range, checkpoint: int):
@@ -1082,8 +1010,7 @@ class Envs(Games):
             keys = [(args.seed, agent, number, checkpoint) for number in range(args.num_envs)]
             seeds.append([derive_seed(*key, ENVIRONMENTS) for key in keys])
         env_ids = [list_env_ids(args)[i] for i in agents]
-        groups = 1 if uses_gpu(args) else min(2, args.num_envs, torch.get_num_threads())
-        super().__init__(args, env_ids, seeds, groups)
+        super().__init__(args, env_ids, seeds)
 
 
 def collect_public_states(args: Args, num_steps: int = 256, num_envs: int = 8) -> Tensor:
@@ -1098,19 +1025,11 @@ def collect_public_states(args: Args, num_steps: int = 256, num_envs: int = 8) -
     for env_id in sorted(set(list_env_ids(args))):
         games = Games(args, [env_id], [list(range(num_envs))])
         for step in range(num_steps):
-            games.step(games.groups[0], generator.integers(num_actions, size=(1, num_envs)))
+            games.step(generator.integers(num_actions, size=(1, num_envs)))
             if step % 8 == 7:
                 states.append(games.obs[0].copy())
         games.close()
     return torch.as_tensor(np.concatenate(states))
-
-
-def share_cores(args: Args, held: range, device: torch.device) -> tuple[int, int]:
-    """How many agents learn side by side, and the cores of each."""
-    workers = min(len(held), torch.get_num_threads())
-    if args.compile or device.type != "cpu":  # torch.compile is not thread-safe
-        workers = 1
-    return workers, torch.get_num_threads() // workers
 
 
 # --- evaluation ---
@@ -1148,7 +1067,7 @@ def evaluate(
         else:
             probs = logits.softmax(-1).cpu()
             actions = torch.multinomial(probs, 1, generator=generator)[:, 0]
-        *_, ended = games.step(games.groups[0], actions.numpy()[None])
+        *_, ended = games.step(actions.numpy()[None])
         if film and running[0]:
             video.take(camera.step, games.pressed[0, :1])
         for _, level, total, _ in ended:

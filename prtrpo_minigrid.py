@@ -13,10 +13,9 @@ what differs.
 """
 
 import copy
-import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,20 +29,18 @@ import communicators
 import prpo_minigrid
 from communicators import (
     Count,
-    Fraction,
-    Natural,
-    Patches,
     Peers,
     Positive,
     PositiveFraction,
     Probability,
     Run,
-    RunArgs,
     derive_seed,
     mean,
 )
 from prpo_minigrid import (
     Envs,
+    PolicyTable,
+    TaskArgs,
     choose_backend,
     collect_public_states,
     compute_advantages,
@@ -52,12 +49,11 @@ from prpo_minigrid import (
     estimate_gains,
     evaluate_agents,
     film_agent,
-    make_actors,
     make_agents,
+    make_batch,
     make_communicator,
     name_tasks,
     rollout,
-    share_cores,
 )
 
 # Kinds of steps, as the logs have them
@@ -67,76 +63,39 @@ RECOVERY = -1
 
 
 @dataclass
-class Args(RunArgs):
-    device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: the CPU, because each distinct observation is evaluated once"""
+class Args(TaskArgs):
+    # Reference policy
 
-    # The environments
-    env_id: str = "MiniGrid-DoorKey-6x6-v0"
-    """the task of all agents; of your own as module:id, as Gymnasium has it"""
-    env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
-    # one word per agent, whose levels all have it in their mission, which the agent does not see;
-    # gymnasium only
-    missions: tuple[str, ...] = ()
-    # width of each agent's hidden layer, a multiple of 8, with its convolutions in
-    # proportion (default: 128 for all)
-    hidden_sizes: tuple[int, ...] = ()
-    levels_per_agent: Natural = 0
-    """agent i trains on K private levels only (0: unlimited); needs the gymnasium backend"""
-    env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
-    """envpool is several times faster; auto takes it where it is installed and knows the task"""
-    num_envs: Count = 4  # parallel environments per agent
-    eval_episodes: Natural = 100
-    """episodes per agent and task of an evaluation, in the official environment (0: none)"""
-    capture_video: bool = False
-    """record one episode per agent in the official environment at the end"""
-    # folder of a run: load its agents and play, also on another task, instead of training; prints a
-    # table
-    eval_only: str = ""
-    greedy: bool = False
-    """with --eval-only: play and film the most probable actions instead of sampled ones"""
-
-    # Communication
-    local_updates: Count = 1
-    """iterations between communication rounds; Observation 1 is about one"""
-    mixture: Literal["arithmetic", "geometric"] = "arithmetic"
-    """how the reference mixes the agents' distributions"""
     # an agent's own component of its reference: its policy before this update, or its snapshot of
     # the last round
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
+    mixture: Literal["arithmetic", "geometric"] = "arithmetic"
+    """how the reference mixes the agents' distributions"""
 
-    # The trust region: KL divergences are in nats, total variations lie in [0, 1]
+    # Update: the trust region; KL divergences are in nats, total variations lie in [0, 1]
     epsilon: Positive = 0.01
     """the largest KL(reference || policy), as a mean over the rollout's states"""
     # instead: the largest total variation of an update, from which Observation 1 makes each
     # update's epsilon
     delta: PositiveFraction | None = None
     epsilon_min: Positive = 1e-4  # with --delta: the smallest epsilon, a KL as --epsilon is
+    norm_adv: bool = True  # normalise advantages over the rollout
     cg_iters: Count = 10  # iterations of conjugate gradients for each of the two systems
     damping_coef: Positive = 0.1  # what is added to the diagonal of the Fisher matrix
     backtrack_iters: Count = 10  # candidates of the line search
     backtrack_coef: Probability = 0.8
     """length of each candidate step, relative to the one before it"""
 
-    # Rollouts, and the value function, a network of its own
-    total_timesteps: Count = 250_000  # environment steps of each agent
-    learning_rate: Positive = 1e-3  # learning rate of Adam, for the value function
-    num_steps: Count = 512  # steps per environment and rollout
+    # Update: the value function, a network of its own
+    learning_rate: Positive = 1e-3  # learning rate of Adam
     anneal_lr: bool = True  # anneal the learning rate linearly to 0
-    gamma: Fraction = 0.99  # discount factor
-    gae_lambda: Fraction = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: Count = 4  # minibatches per epoch of the value function
-    update_epochs: Count = 5  # epochs of the value function per rollout
-    norm_adv: bool = True  # normalise advantages over the rollout
+    update_epochs: Count = 5  # epochs per rollout
+    num_minibatches: Count = 4  # minibatches per epoch
     max_grad_norm: Positive = 0.5  # maximum norm of each value function's gradient
 
-    # What prpo_minigrid.py's functions read, and is no flag here
-    kl_direction = "forward"  # of eq. 9
-    kl_coef = None  # a constraint has no coefficient
-    kl_schedule = "constant"
-    aggregation = "policy"
-    private_heads = ()
-    prox_coef = 0.0
+    # Communication round
+    local_updates: Count = 1
+    """iterations between communication rounds; Observation 1 is about one"""
 
 
 # --- the networks ---
@@ -154,25 +113,20 @@ class Agent(nn.Module):
         self.baseline = copy.deepcopy(policy)
 
     @property
-    def network(self) -> nn.Sequential:
-        """The policy's trunk."""
-        return self.policy.network
-
-    @property
     def actor(self) -> nn.Linear:
         """The policy's last layer."""
         return self.policy.actor
 
-    def forward(self, obs: Tensor | Patches) -> tuple[Tensor, Tensor]:
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs: [batch, 7, 7, 3] uint8. Returns (logits [batch, actions], value [batch])."""
         logits, _ = self.policy(obs)
         _, value = self.baseline(obs)
         return logits, value
 
     @torch.no_grad()
-    def predict(self, obs: Tensor | Patches) -> tuple[Tensor, Tensor]:
+    def predict(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """`forward` for many states, without gradient."""
-        return self(communicators.as_patches(obs, self.network))
+        return self(obs)
 
 
 # --- PR-TRPO ---
@@ -284,23 +238,17 @@ def solve(
 
 
 def improve(
-    policy: nn.Module,
-    obs: Tensor | Patches,
-    reference: Tensor,
-    batch: dict[str, Tensor],
-    epsilon: float,
-    args: Args,
+    policy: nn.Module, batch: dict[str, Tensor], epsilon: float, args: Args
 ) -> dict[str, float]:
     """One step of eq. 9: closed form, then a line search on the exact KL and surrogate.
 
-    obs, reference: distinct observations and the reference's log-probabilities there
-    [states, actions]; batch: [samples], its `obs_inds` are rows of obs. A policy is a function of
-    the observation: all means are over distinct ones, weighted by their counts, which is exact.
-    Returns the step's metrics.
+    batch: of `make_batch`, and the reference policy's log-probabilities, `reference`
+    [states, actions]. A policy is a function of the observation: all means are over distinct ones,
+    weighted by their counts, which is exact. Returns the step's metrics.
     """
     distinct, inverse, counts = batch["obs_inds"].unique(return_inverse=True, return_counts=True)
-    obs = obs[distinct]
-    reference = reference[distinct]
+    obs = batch["obs"][distinct]
+    reference = batch["reference"][distinct]
     weights = counts.to(reference) / len(inverse)
     advantages = batch["advantages"]
     if args.norm_adv and len(advantages) > 1:
@@ -373,31 +321,30 @@ def improve(
     }
 
 
-def learn(
+def update(
     agent: Agent,
-    optimizer,
-    generator,
-    obs: Tensor | Patches,
-    reference: Tensor,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
     batch: dict[str, Tensor],
     epsilon: float,
     args: Args,
-) -> Iterator[dict]:
+) -> tuple[dict[str, float], float]:
     """One agent's step of eq. 9, then its value function's epochs.
 
-    obs: the distinct observations; reference: the log-probabilities there [states, actions]; batch:
-    [samples, ...], its `obs_inds` are rows of obs. Yields the metrics of the step, then a loss of
-    each minibatch.
+    batch: as of `improve`. Returns the metrics of the step, and the mean value loss.
     """
-    yield improve(agent.policy, obs, reference, batch, epsilon, args)
+    step = improve(agent.policy, batch, epsilon, args)
     parameters = list(agent.baseline.parameters())
+    losses = []
     for _ in range(args.update_epochs):
         b_inds = torch.randperm(len(batch["obs_inds"]), generator=generator)
-        b_inds = b_inds.to(batch["obs_inds"].device)
-        for mb_inds in filter(len, b_inds.tensor_split(args.num_minibatches)):
+        b_inds = b_inds.to(batch["obs"].device)
+        for mb_inds in b_inds.tensor_split(args.num_minibatches):
+            if len(mb_inds) == 0:
+                continue
             # Each distinct observation is evaluated once; loss and gradient stay the same
-            distinct, inverse = batch["obs_inds"][mb_inds].unique(return_inverse=True)
-            _, value = agent.baseline(obs[distinct])
+            states, inverse = batch["obs_inds"][mb_inds].unique(return_inverse=True)
+            _, value = agent.baseline(batch["obs"][states])
             newvalue = value.index_select(0, inverse)
 
             # Value loss
@@ -410,13 +357,14 @@ def learn(
                 v_loss.backward()
                 grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 finite = bool(grad_norm.isfinite())
-                if finite:
-                    optimizer.step()
-            if not finite:  # no step, which would ruin the optimizer; by this NaN the log names it
+            if finite:
+                optimizer.step()
+            else:  # no step, which would ruin the optimizer; by this NaN the log names the agent
                 v_loss = torch.full_like(v_loss, torch.nan)
-            yield {"value_loss": v_loss.detach()}
+            losses.append(v_loss.item())
             if not finite:  # this agent has diverged and its update ends; those of its peers go on
-                return
+                return step, mean(losses)
+    return step, mean(losses)
 
 
 def main(args: Args) -> dict:
@@ -428,7 +376,6 @@ def main(args: Args) -> dict:
     tasks = name_tasks(args)
     exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
-    device = exchange.device
     run = Run(
         args,
         exchange,
@@ -440,10 +387,9 @@ def main(args: Args) -> dict:
         steps_per_iteration=batch_size,
         about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds",
     )
-    workers, threads = share_cores(args, held, device)
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
-    first = [agent.to(device) for agent in make_agents(args)]
+    first = [agent.to(exchange.device) for agent in make_agents(args)]
     exchange.broadcast_networks(first)
     agents = [Agent(copy.deepcopy(first[i])) for i in held]
     optimizers = [  # of the value functions; policies take steps of their own
@@ -451,13 +397,12 @@ def main(args: Args) -> dict:
         for agent in agents
     ]
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
+    last_returns = [deque(maxlen=100) for _ in held]
 
     # Communication: C, what agents received in the last round, how far policies are from each other
-    public_states = collect_public_states(args).to(device) if num_rounds else None
-    neighbours = communicators.find_neighbours(args)
-    peers = Peers(exchange, first, public_states, neighbours)
-    communicator = peers.communicator  # [agents, agents], changed in place
-    last_returns = [deque(maxlen=100) for _ in held]
+    public_states = collect_public_states(args).to(exchange.device) if num_rounds else None
+    peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
+    C = peers.communicator  # [agents, agents], changed in place
     # Of each agent's last update: how far it moved the policy, how far from the reference it ended
     # (see `compute_radius`); and the number of updates within their bound
     variations = torch.zeros(n, 3, dtype=torch.float64)
@@ -475,92 +420,72 @@ def main(args: Args) -> dict:
     if run.iteration or args.resume:  # a run without a checkpoint may have sent rounds too
         peers.restore()
         variations[:] = exchange.all_gather(variations[list(held)])
-    envs = Envs(args, held, run.iteration)
-    actors = make_actors(args, agents)
+    envs = [Envs(args, i, run.iteration) for i in held]
+    tables = [PolicyTable(agent) for agent in agents]
 
     for iteration in run.iterations():
         remaining = 1.0 - (iteration - 1) / num_iterations
-        if args.anneal_lr:
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
-
-        # Rollout
-        storage, obs, behaviour, episodes = rollout(args, envs, actors, generators, run)
-
-        # Advantages [agents, steps, envs]
-        advantages = compute_advantages(
-            storage["rewards"],
-            storage["terminations"],
-            storage["dones"],
-            storage["values"],
-            storage["next_values"],
-            args.gamma,
-            args.gae_lambda,
-        )
-        storage["advantages"] = advantages
-        storage["returns"] = advantages + storage["values"]
-
-        # Batches [samples, ...] of each agent, without the steps that only reset an environment
-        names = "obs_inds", "actions", "logprobs", "values", "advantages", "returns"
         batches = []
-        for k in range(len(held)):
-            valid = storage["valid"][k]
-            batches.append({name: storage[name][k][valid] for name in names})
-        run.tick("advantages")
+        rows = []  # metrics
+        new_variations = []
+        for k, i in enumerate(held):
+            if args.anneal_lr:
+                optimizers[k].param_groups[0]["lr"] = remaining * args.learning_rate
 
-        # Reference policies, frozen for this update: row i of C applied to the policies
-        calls = []
-        for k, i in enumerate(held):
-            call = functools.partial(
-                compute_reference, i, obs[k], behaviour[k], peers.views[k], communicator, args
-            )
-            calls.append(call)
-        references = communicators.in_parallel(calls, workers, threads)
-        for batch, reference in zip(batches, references, strict=True):
-            batch["reference"] = reference[batch["obs_inds"]]
-        run.tick("reference")
+            # Rollout
+            data, episodes = rollout(args, tables[k], envs[k], generators[k])
+            run.tick("rollout")
 
-        # Update: the policy's step, then the value function's minibatches; the agents take turns
-        learners = []
-        bounds = []
-        isolated = args.communicator == "identity"
-        for k, i in enumerate(held):
-            group = [i] if isolated else list(exchange.members)
-            epsilon, bound = compute_radius(communicator[group], variations[group, :2], args)
-            bounds.append(bound)
-            learner = learn(
-                agents[k],
-                optimizers[k],
-                generators[k],
-                obs[k],
-                references[k],
-                batches[k],
-                epsilon,
-                args,
-            )
-            learners.append(learner)
-        steps = communicators.take_turns(learners, workers, threads)
-        diagnostics = []
-        for k, i in enumerate(held):
-            diagnosis = diagnose_update(
-                i, agents[k], obs[k], behaviour[k], batches[k], peers.views[k], communicator, args
-            )
-            diagnostics.append(diagnosis)
-        # What the next radii need: two scalars of each agent, and a third for the log
-        reported_variations = []
-        for k, i in enumerate(held):
-            step, *_ = steps[k]
-            within = variations[i, 2].item() + (step["tv_update"] <= bounds[k])
-            reported_variations.append([step["tv_update"], step["tv_reference"], within])
-        reported_variations = torch.tensor(reported_variations, dtype=torch.float64)
-        variations[:] = exchange.all_gather(reported_variations)
-        run.tick("update")
+            # Advantages
+            data["advantages"] = compute_advantages(data, args.gamma, args.gae_lambda)
+            data["returns"] = data["advantages"] + data["values"]
+            batch = make_batch(data)
+            run.tick("advantages")
 
-        # Communication round: exchange snapshots, refresh the communicator
-        for k in range(len(held)):
-            returns = [episode_return for episode_return, _ in episodes[k]]
+            # Reference policy, frozen for this update: row i of C applied to the policies
+            batch["reference"] = compute_reference(i, batch, peers.views[k], C, args)
+            run.tick("reference")
+
+            # Update
+            group = list(exchange.members)
+            if args.communicator == "identity":
+                group = [i]
+            epsilon, bound = compute_radius(C[group], variations[group, :2], args)
+            step, value_loss = update(agents[k], optimizers[k], generators[k], batch, epsilon, args)
+            diagnosis = diagnose_update(i, agents[k], batch, peers.views[k], C, "forward")
+            # What the next radii need: two scalars of each agent, and a third for the log
+            within = variations[i, 2].item() + (step["tv_update"] <= bound)
+            new_variations.append([step["tv_update"], step["tv_reference"], within])
+            run.tick("update")
+
+            # Metrics: declared scalars
+            returns = [episode_return for episode_return, _ in episodes]
             last_returns[k].extend(returns)
             peers.round_returns[k].extend(returns)
+            y_pred = batch["values"]
+            y_true = batch["returns"]
+            row = {
+                "charts/episodic_return": mean(returns),
+                "charts/episodic_length": mean([length for _, length in episodes]),
+                "charts/episodes": len(episodes),
+                "charts/return_last_100": mean(last_returns[k]),
+                "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
+                "losses/value_loss": value_loss,
+                "losses/policy_loss": step["policy_loss"],
+                "losses/entropy": step["entropy"],
+            }
+            for name, value in diagnosis.items():
+                row[f"policy/{name}"] = step.get(name, value)  # exact where the step knows it
+            for name in ("epsilon", "slack", "step"):
+                row[f"trust_region/{name}"] = step[name]
+            row["trust_region/bound"] = bound
+            row["trust_region/share_within_bound"] = within / iteration
+            rows.append(row)
+            batches.append(batch)
+        new_variations = torch.tensor(new_variations, dtype=torch.float64)
+        variations[:] = exchange.all_gather(new_variations)
+
+        # Communication round: exchange snapshots, refresh the communicator
         if iteration % args.local_updates == 0:
             peers.remember_returns()
             policies = [agent.policy for agent in agents]
@@ -584,41 +509,18 @@ def main(args: Args) -> dict:
             if args.communicator == "surrogate":
                 gains = torch.full((n, n), torch.nan)
                 for k, i in enumerate(held):
-                    gains[i] = estimate_gains(i, obs[k], batches[k], peers.find_candidates(i), n)
+                    gains[i] = estimate_gains(i, batches[k], peers.find_candidates(i), n)
             new_communicator = make_communicator(
                 args, reported_returns, peers.log_probs, gains, peers.usable
             )
             peers.update(new_communicator)
         run.tick("exchange")
 
-        # Metrics: declared scalars, one row per agent
-        rows = []
-        for k, i in enumerate(held):
-            step, *fits = steps[k]  # of the policy, of the value function
-            y_pred = batches[k]["values"]
-            y_true = batches[k]["returns"]
-            row = {
-                "charts/episodic_return": mean([total for total, _ in episodes[k]]),
-                "charts/episodic_length": mean([length for _, length in episodes[k]]),
-                "charts/episodes": len(episodes[k]),
-                "charts/return_last_100": mean(last_returns[k]),
-                "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
-                "losses/value_loss": mean([loss["value_loss"].item() for loss in fits]),
-                "losses/policy_loss": step["policy_loss"],
-                "losses/entropy": step["entropy"],
-            }
-            for name, value in diagnostics[k].items():
-                row[f"policy/{name}"] = step.get(name, value)  # exact where the step knows it
-            for name in ("epsilon", "slack", "step"):
-                row[f"trust_region/{name}"] = step[name]
-            row["trust_region/bound"] = bounds[k]
-            row["trust_region/share_within_bound"] = variations[i, 2].item() / iteration
-            rows.append(row)
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
             "communication/rounds": iteration // args.local_updates,
         }
-        run.log(rows, communicator, peers.distances, scalars)
+        run.log(rows, C, peers.distances, scalars)
 
         # Evaluation
         if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
@@ -627,12 +529,14 @@ def main(args: Args) -> dict:
         # Checkpoint; every run, interrupted or not, starts its environments anew here
         if run.saves():
             run.save(state)
-            envs.close()
-            envs = Envs(args, held, iteration)
-            actors = make_actors(args, agents)
+            for agent_envs in envs:
+                agent_envs.close()
+            envs = [Envs(args, i, iteration) for i in held]
+            tables = [PolicyTable(agent) for agent in agents]
 
     # Weights, the evaluation of every agent on every task in the official environments, videos
-    envs.close()
+    for agent_envs in envs:
+        agent_envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
     if args.eval_episodes and not run.interrupted:
@@ -660,7 +564,9 @@ def check_args(args: Args) -> None:
     if args.delta is not None and args.exchange:
         valid = "needs the movement of all agents at every update, not --exchange; set --epsilon"
         communicators.refuse(args, "delta", valid)
-    prpo_minigrid.check_args(args)
+    if not args.eval_only:  # which plays all agents alone
+        communicators.announce_what_is_not_read(args)
+    prpo_minigrid.check_task(args)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,13 @@ Everything else is `prpo_minigrid.py`, whose flags all apply. The honest agents 
 """
 
 import copy
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -88,6 +90,21 @@ class LyingPeers(communicators.Peers):
         super().exchange_snapshots(networks, participating, receives, iteration)
 
 
+class Envs(prpo_minigrid.Envs):
+    """As there, but with --lie opposite the last agent learns from rewards with turned signs."""
+
+    def __init__(self, args: Args, agent: int, checkpoint: int):
+        super().__init__(args, agent, checkpoint)
+        self.opposite = args.lie == "opposite" and agent == args.num_agents - 1
+
+    def step(self, actions: np.ndarray) -> tuple:
+        """The returns of episodes stay as they are."""
+        rewards, *others = super().step(actions)
+        if self.opposite:
+            rewards = -rewards
+        return rewards, *others
+
+
 def holds_liar(args: Args, held: range) -> bool:
     """Whether this process holds the last agent, which then is the last of those held."""
     return args.num_agents - 1 in held
@@ -95,27 +112,14 @@ def holds_liar(args: Args, held: range) -> bool:
 
 def main(args: Args) -> dict:
     """Train as `prpo_minigrid.py`."""
-    honest_rollout = prpo_minigrid.rollout
-    peers = None
-
-    def make_peers(*inputs) -> LyingPeers:
-        nonlocal peers
-        peers = LyingPeers(args, *inputs)
-        return peers
-
-    def rollout(*inputs):
-        storage, *others = honest_rollout(*inputs)
-        if args.lie == "opposite" and holds_liar(args, peers.held):
-            storage["rewards"][-1] *= -1
-        return storage, *others
-
-    prpo_minigrid.Peers = make_peers
-    prpo_minigrid.rollout = rollout
+    honest_envs = prpo_minigrid.Envs
+    prpo_minigrid.Peers = functools.partial(LyingPeers, args)
+    prpo_minigrid.Envs = Envs
     try:
         return prpo_minigrid.main(args)
     finally:
         prpo_minigrid.Peers = communicators.Peers
-        prpo_minigrid.rollout = honest_rollout
+        prpo_minigrid.Envs = honest_envs
 
 
 def check_args(args: Args) -> None:

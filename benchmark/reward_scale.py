@@ -36,18 +36,17 @@ class Args(prpo_minigrid.Args):
 
 
 class Envs(prpo_minigrid.Envs):
-    """Environments in which agent i's rewards and returns are multiplied with its scale."""
+    """Environments in which an agent's rewards and returns are multiplied with its scale."""
 
-    def __init__(self, args: Args, agents: range, checkpoint: int):
-        super().__init__(args, agents, checkpoint)
-        self.scales = np.array(args.scales or args.num_agents * [1.0])[agents]
+    def __init__(self, args: Args, agent: int, checkpoint: int):
+        super().__init__(args, agent, checkpoint)
+        self.scale = args.scales[agent] if args.scales else 1.0
 
-    def receive(self, number: int) -> tuple:
-        """As there, in the agents' units."""
-        rewards, *signals, episodes = super().receive(number)
-        scaled_rewards = rewards * self.scales[self.groups[number], None]
-        scaled_episodes = [(k, total * self.scales[k], length) for k, total, length in episodes]
-        return scaled_rewards, *signals, scaled_episodes
+    def step(self, actions: np.ndarray) -> tuple:
+        """As there, in the agent's units."""
+        rewards, *signals, episodes = super().step(actions)
+        scaled_episodes = [(total * self.scale, length) for total, length in episodes]
+        return rewards * self.scale, *signals, scaled_episodes
 
 
 def print_commands() -> None:

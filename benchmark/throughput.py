@@ -12,8 +12,7 @@
 Every run is a process of its own; the contenders take turns, so that a slow minute of the machine
 affects all of them. Agent-steps/s are all agents' environment steps over the training time,
 start-up and evaluation excluded, completions/s all agents' completions. The rollout of
-stable-baselines3 is what the others call environments, rollout_forward and advantages. Peak memory
-is that of the largest process.
+stable-baselines3 contains its advantages. Peak memory is that of the largest process.
 """
 
 import csv
@@ -244,10 +243,10 @@ def contenders(args: Args) -> dict[str, list[str]]:
         }
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3"]
     return baselines | {
-        "1 agent, float32": [*alone, "--local-updates", "32"],
-        "3 agents dense, float32, gymnasium": [*dense, "--env-backend", "gymnasium"],
-        "3 agents dense, float32": dense,
-        "3 agents dense, float32, 3 processes": [*torchrun, *dense],
+        "1 agent": [*alone, "--local-updates", "32"],
+        "3 agents dense, gymnasium": [*dense, "--env-backend", "gymnasium"],
+        "3 agents dense": dense,
+        "3 agents dense, 3 processes": [*torchrun, *dense],
     }
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from crash import crash
 from helpers import only_run, tiny
+from smooth import smooth_adam
 from tensorboard.summary.writer import event_file_writer
 
 import communicators
@@ -79,6 +80,12 @@ def whole_run(once):
         return only_run(folder)
 
     return run
+
+
+@pytest.fixture(name="smooth_adam")
+def use_smooth_adam(monkeypatch):
+    """The optimizers of `smooth_adam`."""
+    smooth_adam(monkeypatch.setattr)
 
 
 class Crash(BaseException):

@@ -1233,6 +1233,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
+@pytest.mark.usefixtures("smooth_adam")
 def test_processes_train_as_one_does_and_send_adapters_only(tiny, tmp_path, aggregation):
     """Two of four clients in one process or in two: the same training, and nothing but adapters
     and a few scalars on the wire."""

@@ -57,6 +57,8 @@ BENCHMARKS = (
 # Of torchrun, transformers, TensorBoard, pip, trl, pytest, sbatch and bash scripts
 OTHERS = {
     "--nproc-per-node",
+    "--signal",
+    "--signals-to-handle",
     "--port",
     "--max-restarts",
     "--logdir",

@@ -1,6 +1,9 @@
 """Advantages, which never cross the end of an episode in any autoreset mode, and environments."""
 
 import copy
+import importlib
+import re
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -13,14 +16,17 @@ from helpers import (
     HAS_ENVPOOL,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    REPOSITORY,
     every_family,
     only_run,
+    refusal,
     rows_of,
     tiny,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import communicators
 import prpo_minigrid
 
 GAMMA = 0.97
@@ -60,13 +66,10 @@ def random_episodes(seed, kinds):
 
 
 def advantages_of(script, rewards, values, next_values, kinds):
-    """What `gae` gives for [steps, envs], beside another agent that lives all this backwards."""
-    rewards, values, next_values, kinds = (
-        torch.stack((x, x.flip(0))) for x in (rewards, values, next_values, kinds)
-    )
-    return script.compute_advantages(
-        rewards, kinds == TERMINATED, kinds != RUNNING, values, next_values, GAMMA, LAMBDA
-    )[0]
+    """What `compute_advantages` gives for [steps, envs]."""
+    data = {"rewards": rewards, "values": values, "next_values": next_values}
+    data |= {"terminations": kinds == TERMINATED, "dones": kinds != RUNNING}
+    return script.compute_advantages(data, GAMMA, LAMBDA)
 
 
 some_kinds = st.integers(1, 3).flatmap(
@@ -234,22 +237,22 @@ def test_training_advantages_equal_those_of_separate_episodes(backend, tmp_path,
     acted = []
     batches = {}
     policies = {}
-    send = script.Envs.send
-    learn = script.learn
+    step_envs = script.Envs.step
+    update = script.update
 
-    def record_actions(envs, group, actions):
-        acted.append(actions.copy())  # each of the two agents is a part
-        return send(envs, group, actions)
+    def record_actions(envs, actions):
+        acted.append(actions.copy())
+        return step_envs(envs, actions)
 
-    def record_batch(agent, optimizer, generator, obs, batch, *rest):
+    def record_batch(agent, optimizer, generator, batch, *rest):
         samples = {name: tensor.clone() for name, tensor in batch.items()}
-        samples["obs"] = obs[batch["obs_inds"]]
+        samples["obs"] = batch["obs"][batch["obs_inds"]]
         batches.setdefault(id(agent), []).append(samples)
         policies.setdefault(id(agent), []).append(copy.deepcopy(agent))
-        return learn(agent, optimizer, generator, obs, batch, *rest)
+        return update(agent, optimizer, generator, batch, *rest)
 
-    monkeypatch.setattr(script.Envs, "send", record_actions)
-    script.patch(monkeypatch, "learn", record_batch)
+    monkeypatch.setattr(script.Envs, "step", record_actions)
+    script.patch(monkeypatch, "update", record_batch)
     monkeypatch.setattr(torch, "randperm", lambda number, generator=None: torch.arange(number))
     shape = {
         "num_agents": 2,
@@ -268,7 +271,7 @@ def test_training_advantages_equal_those_of_separate_episodes(backend, tmp_path,
         script, tmp_path, env_backend=backend, gamma=GAMMA, gae_lambda=LAMBDA, **shape | changes
     )
     script.main(args)
-    actions = np.array(acted).reshape(5, args.num_steps, args.num_agents, args.num_envs)
+    actions = np.array(acted).reshape(5, args.num_agents, args.num_steps, args.num_envs)
     assert [len(samples) for samples in batches.values()] == [5, 5]  # of each agent
 
     ends = Counter()
@@ -290,7 +293,7 @@ def test_training_advantages_equal_those_of_separate_episodes(backend, tmp_path,
                         overs[k] = False
                         episodes.append([])
                         continue
-                    action = actions[iteration, step, i, k]
+                    action = actions[iteration, i, step, k]
                     after, reward, terminated, truncated, _ = env.step(action)
                     episodes[-1].append((step, states[k], action, reward, after, terminated))
                     states[k] = after
@@ -343,7 +346,7 @@ def first_episodes(env_id, backend, number):
     args = PRPO_MINIGRID.Args(
         env_id=env_id, num_agents=1, num_envs=number, env_backend=backend, seed=7
     )
-    envs = PRPO_MINIGRID.Envs(args, range(1), 0)
+    envs = PRPO_MINIGRID.Envs(args, 0, 0)
     generator = np.random.default_rng(7)
     lengths = np.zeros(number)
     returns = np.zeros(number)
@@ -352,16 +355,14 @@ def first_episodes(env_id, backend, number):
     codes = [set(), set(), set()]
     while running.any():
         for channel, seen in enumerate(codes):
-            seen.update(np.unique(envs.obs[0, running][..., channel]).tolist())
-        rewards, terminations, truncations, *_ = PRPO_MINIGRID.step(
-            envs, generator.integers(7, size=(1, number))
-        )
+            seen.update(np.unique(envs.obs[running][..., channel]).tolist())
+        rewards, terminations, truncations, *_ = envs.step(generator.integers(7, size=number))
         lengths += running
-        returns += rewards[0] * running
-        truncated |= truncations[0] & running
-        running &= ~(terminations | truncations)[0]
+        returns += rewards * running
+        truncated |= truncations & running
+        running &= ~(terminations | truncations)
     assert envs.obs.dtype == np.uint8
-    assert envs.obs.shape == (1, number, 7, 7, 3)
+    assert envs.obs.shape == (number, 7, 7, 3)
     envs.close()
     return lengths, returns, truncated, codes
 
@@ -386,23 +387,23 @@ def doors_into_walls(env_id, backend):
     Returns their number, and how many of them have a wall on both axes.
     """
     args = PRPO_MINIGRID.Args(env_id=env_id, num_agents=1, num_envs=64, env_backend=backend, seed=7)
-    envs = PRPO_MINIGRID.Envs(args, range(1), 0)
+    envs = PRPO_MINIGRID.Envs(args, 0, 0)
     generator = np.random.default_rng(7)
     counts = np.zeros(2, dtype=int)
     for _ in range(120):
-        seen = envs.obs[0, ..., 0] > 0
-        wall = envs.obs[0, ..., 0] == 2
+        seen = envs.obs[..., 0] > 0
+        wall = envs.obs[..., 0] == 2
         inner = np.s_[:, 1:-1, 1:-1]
         pairs = (
             (np.s_[:, :-2, 1:-1], np.s_[:, 2:, 1:-1]),
             (np.s_[:, 1:-1, :-2], np.s_[:, 1:-1, 2:]),
         )
-        doors = (envs.obs[0, ..., 0] == 4)[inner] & np.all(
+        doors = (envs.obs[..., 0] == 4)[inner] & np.all(
             [seen[side] for pair in pairs for side in pair], axis=0
         )
         blocked = np.all([wall[one] | wall[other] for one, other in pairs], axis=0)
         counts += doors.sum(), (doors & blocked).sum()
-        PRPO_MINIGRID.step(envs, generator.choice([0, 1, 2, 2, 5, 5], size=(1, 64)))
+        envs.step(generator.choice([0, 1, 2, 2, 5, 5], size=64))
     envs.close()
     return counts
 
@@ -435,26 +436,21 @@ def test_a_goal_on_the_last_allowed_step_is_a_termination(backend):
     args = PRPO_MINIGRID.Args(
         env_id="MiniGrid-Empty-5x5-v0", num_agents=1, num_envs=2, env_backend=backend
     )
-    envs = PRPO_MINIGRID.Envs(args, range(1), 0)
+    envs = PRPO_MINIGRID.Envs(args, 0, 0)
     ends = []
     turn = 1
     forward = 2
     wait = 6
     for action in [wait] * 95 + [forward, forward, turn, forward, forward]:
-        rewards, terminations, truncations, _, episodes = PRPO_MINIGRID.step(
-            envs, np.array([[action, wait]])
-        )
+        rewards, terminations, truncations, _, episodes = envs.step(np.array([action, wait]))
         ends.append((terminations | truncations).tolist())
     envs.close()
-    assert ends == [[[False, False]]] * 99 + [[[True, True]]]
-    assert rewards[0, 0] == pytest.approx(0.1)
-    assert rewards[0, 1] == 0
-    assert terminations.tolist() == [[True, False]]
-    assert truncations[0, 1]
-    assert [tuple(map(float, episode)) for episode in episodes] == [
-        (0, pytest.approx(0.1), 100),
-        (0, 0, 100),
-    ]
+    assert ends == [[False, False]] * 99 + [[True, True]]
+    assert rewards[0] == pytest.approx(0.1)
+    assert rewards[1] == 0
+    assert terminations.tolist() == [True, False]
+    assert truncations[1]
+    assert episodes == [(pytest.approx(0.1), 100), (0, 100)]
 
 
 class StepCost(gym.Wrapper):
@@ -476,9 +472,9 @@ def test_a_time_limit_with_a_cost_per_step_keeps_its_bootstrap(tmp_path, monkeyp
     script.patch(monkeypatch, "make_env", lambda *key, **more: StepCost(make(*key, **more)))
     gae = script.compute_advantages
 
-    def record(rewards, terminations, dones, values, next_values, *factors):
-        advantages = gae(rewards, terminations, dones, values, next_values, *factors)
-        steps.append((rewards, terminations, dones, values, next_values, advantages))
+    def record(data, *factors):
+        advantages = gae(data, *factors)
+        steps.append(data | {"advantages": advantages})
         return advantages
 
     script.patch(monkeypatch, "compute_advantages", record)
@@ -489,8 +485,9 @@ def test_a_time_limit_with_a_cost_per_step_keeps_its_bootstrap(tmp_path, monkeyp
         "iterations": 4,
     }
     script.main(tiny(script, tmp_path, **changes, eval_episodes=0, local_updates=9, gamma=GAMMA))
+    names = "rewards", "terminations", "dones", "values", "next_values", "advantages"
     rewards, terminations, dones, values, next_values, advantages = (
-        torch.cat(x, 1) for x in zip(*steps, strict=True)
+        torch.cat([data[name] for data in steps]) for name in names
     )
     truncated = dones & ~terminations
     assert truncated.sum() >= 4
@@ -509,19 +506,19 @@ def test_envpool_and_official_environments_agree_step_by_step():
     script = PRPO_MINIGRID
     for backend in BACKENDS:
         args = script.Args(
-            env_id="MiniGrid-DistShift2-v0", num_agents=2, num_envs=4, env_backend=backend
+            env_id="MiniGrid-DistShift2-v0", num_agents=2, num_envs=8, env_backend=backend
         )
-        both.append(script.Envs(args, range(2), 0))
+        both.append(script.Envs(args, 1, 0))
     official, pooled = both
     assert np.array_equal(official.obs, pooled.obs)
-    assert official.obs.shape == (2, 4, 7, 7, 3)
+    assert official.obs.shape == (8, 7, 7, 3)
     generator = np.random.default_rng(3)
     totals = np.zeros(3)
     for _ in range(600):
-        actions = generator.choice(7, p=[0.2, 0.2, 0.5, 0.02, 0.02, 0.03, 0.03], size=(2, 4))
-        actions[0, :2] %= 2  # these only turn, up to the time limit
-        *expected, episodes = script.step(official, actions)
-        *results, episodes_of_pool = script.step(pooled, actions)
+        actions = generator.choice(7, p=[0.2, 0.2, 0.5, 0.02, 0.02, 0.03, 0.03], size=8)
+        actions[:2] %= 2  # these only turn, up to the time limit
+        *expected, episodes = official.step(actions)
+        *results, episodes_of_pool = pooled.step(actions)
         for ours, theirs in zip([pooled.obs, *results], [official.obs, *expected], strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
         episodes_of_pool = np.array(episodes_of_pool)
@@ -532,14 +529,24 @@ def test_envpool_and_official_environments_agree_step_by_step():
 
 def walk(script, args, agents, checkpoint=0):
     """The observations of a fixed sequence of actions as bytes [agents][environments]."""
-    envs = script.Envs(args, agents, checkpoint)
-    steps = {"MiniGrid": 250, "Atari": 170}[script.family]
-    frames = [envs.obs.copy()]
-    for action in np.random.default_rng(0).choice(4, p=[0.25, 0.2, 0.45, 0.1], size=steps):
-        script.step(envs, np.full((len(agents), args.num_envs), action))
-        frames.append(envs.obs.copy())
-    envs.close()
-    return [[of_agent.tobytes() for of_agent in envs] for envs in np.stack(frames, axis=2)]
+    if script.family == "MiniGrid":
+        pools = [script.Envs(args, agent, checkpoint) for agent in agents]
+        shape = (args.num_envs,)
+        steps = 250
+    else:  # one object has the games of all agents
+        pools = [script.Envs(args, agents, checkpoint)]
+        shape = len(agents), args.num_envs
+        steps = 170
+    shown = []
+    for envs in pools:
+        frames = [envs.obs.copy()]
+        for action in np.random.default_rng(0).choice(4, p=[0.25, 0.2, 0.45, 0.1], size=steps):
+            envs.step(np.full(shape, action))
+            frames.append(envs.obs.copy())
+        envs.close()
+        shown.append(np.stack(frames, axis=len(shape)))
+    shown = np.stack(shown) if script.family == "MiniGrid" else shown[0]
+    return [[frames.tobytes() for frames in of_agent] for of_agent in shown]
 
 
 TASKS = {
@@ -707,3 +714,73 @@ def test_layouts_of_one_mission_may_be_too_few(monkeypatch):
         PRPO_MINIGRID.check_envs(args)
     assert "GoToDoor-5x5-v0 red has only " in str(end.value)
     assert " layouts for 1 x 400 " in str(end.value)
+
+
+# --- other observations ---
+
+OBSERVATIONS_BEGIN = (
+    "# --- observations and network: what another kind of observation changes ---\n"
+)
+
+
+@pytest.fixture
+def cartpole(tmp_path, monkeypatch):
+    """The copy of prpo_minigrid.py that its page describes, as a module."""
+    page = (REPOSITORY / "docs" / "prpo_minigrid.md").read_text()
+    (block,) = re.findall(r"### Other observations\n.*?```python\n(.*?)```", page, re.S)
+    assert OBSERVATIONS_BEGIN.strip() in " ".join(page.split())
+    head, rest = (REPOSITORY / "prpo_minigrid.py").read_text().split(OBSERVATIONS_BEGIN)
+    _, tail = rest.split("def make_agents")
+    copied = f"{head}{OBSERVATIONS_BEGIN}\n{block}\n\ndef make_agents{tail}"
+    name = "prpo_cartpole"
+    (tmp_path / f"{name}.py").write_text(copied)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+
+
+def test_the_page_s_copy_learns_from_other_observations(cartpole, tmp_path, monkeypatch):
+    """CartPole-v1, whose return is its length; the page's command, shortened."""
+    page = (REPOSITORY / "docs" / "prpo_minigrid.md").read_text()
+    (command,) = re.findall(r"python prpo_cartpole.py (.*)", page)
+    shorter = "--total-timesteps 10240 --num-agents 2 --eval-episodes 4 --local-updates 2 --run-dir"
+    argv = [*command.split(), *shorter.split(), str(tmp_path / "runs")]
+    args = communicators.parse_args(cartpole.Args, cartpole.check_args, argv)
+    batches = []
+    update = cartpole.update
+
+    def record(agent, optimizer, generator, batch, *rest):
+        batches.append(batch)
+        return update(agent, optimizer, generator, batch, *rest)
+
+    monkeypatch.setattr(cartpole, "update", record)
+    summary = cartpole.main(args)
+    rows = rows_of(only_run(tmp_path / "runs"))
+    assert summary["env_backend"] == "gymnasium"
+    assert summary["diverged"] == []
+    assert len(rows) == len(batches) == 2 * 20
+    for row, batch in zip(rows, batches, strict=True):
+        assert float(row["episodic_return"]) == float(row["episodic_length"]) > 9
+        # Beyond these an episode is over, whose last observation is not learned from
+        samples = batch["obs"][batch["obs_inds"]]
+        assert samples.dtype == torch.float32
+        assert samples[:, 0].abs().max() <= 2.4
+        assert samples[:, 2].abs().max() <= 0.2095
+        # A step that only resets an environment follows, maybe in the next rollout
+        assert abs(len(samples) + float(row["episodes"]) - 512) <= args.num_envs
+    for agent in range(2):
+        first, *_, last = (float(row["return_last_100"]) for row in rows[agent::2])
+        assert last > 1.3 * first
+    assert float(rows[-1]["tv_peers"]) > 0  # agents have exchanged networks, and compare them
+    states = cartpole.collect_public_states(args)
+    assert states.shape == (512, 4)
+    assert states.dtype == torch.float32
+    for result in summary["evaluation"]["agents"]:
+        assert 9 < result["CartPole-v1"]["mean"] <= 500
+
+
+def test_the_page_s_copy_refuses_the_observations_of_minigrid(cartpole):
+    argv = ["--env-id", "MiniGrid-Empty-5x5-v0"]
+    message = refusal(communicators.parse_args, cartpole.Args, cartpole.check_args, argv)
+    assert "--env-id MiniGrid-Empty-5x5-v0" in message
+    assert "shows no 4 array (float32), but dict" in message

@@ -19,7 +19,6 @@ from helpers import (
     SCRIPTS,
     assert_same_rows,
     evaluations_of,
-    find_largest_move,
     flags,
     on,
     only_run,
@@ -63,6 +62,12 @@ def processor_run(once):
         return only_run(common)
 
     return run
+
+
+def find_largest_move(args):
+    """The most that a run can move a parameter: the learning rate times the number of steps."""
+    iterations = args.total_timesteps // (args.num_envs * args.num_steps)
+    return args.learning_rate * iterations * args.update_epochs * args.num_minibatches
 
 
 def assert_nearly_same_run(ours, theirs):

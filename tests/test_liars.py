@@ -91,23 +91,25 @@ def test_without_a_lie_it_is_prpo_minigrid(tmp_path):
         exp_name="same",
     )
     prpo_minigrid.main(honest)
-    assert_same_run(only_run(tmp_path / "liars"), only_run(tmp_path / "honest"), exactly=True)
+    assert_same_run(only_run(tmp_path / "liars"), only_run(tmp_path / "honest"))
 
 
 def test_an_opposite_agent_learns_from_turned_rewards(tmp_path, monkeypatch):
     rewards = []
+    honest = prpo_minigrid.Envs
     compute = prpo_minigrid.compute_advantages
 
-    def spy(of_rollout, *inputs):
-        rewards.append(of_rollout.clone())
-        return compute(of_rollout, *inputs)
+    def spy(data, *inputs):
+        rewards.append(data["rewards"].sum())
+        return compute(data, *inputs)
 
     monkeypatch.setattr(prpo_minigrid, "compute_advantages", spy)
     liars.main(tiny_liar(tmp_path, env_id=EMPTY, iterations=3, lie="opposite"))
-    of_agents = torch.stack(rewards).sum((0, 2, 3))
+    of_agents = torch.stack(rewards).view(3, 4).sum(0)
     assert (of_agents[:3] > 0).all()
     assert of_agents[3] < 0
     assert prpo_minigrid.Peers is communicators.Peers  # nothing is left behind
+    assert prpo_minigrid.Envs is honest
 
 
 def test_the_sweep_has_every_lie_and_boasts_only_where_returns_are_reported():

@@ -3,7 +3,6 @@ resume.
 """
 
 import csv
-import functools
 import itertools
 import json
 import math
@@ -23,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file
+from smooth import smooth_adam
 from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -585,11 +585,9 @@ def test_the_first_minibatch_has_ratio_one(files, tmp_path, algorithm):
 
 
 @every_algorithm
-def test_accumulation_changes_nothing(files, tmp_path, monkeypatch, algorithm):
+@pytest.mark.usefixtures("smooth_adam")
+def test_accumulation_changes_nothing(files, tmp_path, algorithm):
     """One forward of the whole minibatch and one per prompt give the same weights."""
-    # Not to make whole steps of gradients that are rounding, where an agent has no reward yet
-    optimizer = functools.partial(torch.optim.AdamW, eps=1e-3)
-    monkeypatch.setattr(torch.optim, "AdamW", optimizer)
     changes = ALGORITHMS[algorithm] | {"batch_size": 4, "learning_rate": 1e-3}
     ones, _ = train(files, tmp_path / "ones", micro_batch_size=1, **changes)
     whole, _ = train(files, tmp_path / "whole", micro_batch_size=4, **changes)
@@ -654,18 +652,22 @@ def spread(files, once, running_server):
             if "preferences" in name:
                 changes = changes | {"reward_weights": (str(files / "weights.csv"),)}
             runs[name] = ["prpo_llm", *flags(tiny(files, folder / name, **changes))]
-        whole, _ = train(files, folder / "whole", save_every=1, learning_rate=1e-3)
+        with pytest.MonkeyPatch.context() as patch:
+            smooth_adam(patch.setattr)
+            whole, _ = train(files, folder / "whole", save_every=1, learning_rate=1e-3)
         resumed = shutil.copytree(whole, folder / "resumed" / whole.name)
         (resumed / "checkpoints" / "agent_1" / "4.pt").unlink()
         runs["resumed"] = ["prpo_llm", *to_resume(resumed)]
         wire = REPOSITORY / "tests" / "tools" / "wire.py"
-        return run_ranks(2, wire, folder / "{rank}.json", json.dumps(runs), cwd=folder)
+        words = folder / "{rank}.json", json.dumps(runs)
+        return run_ranks(2, wire, *words, cwd=folder, SMOOTH_ADAM="1")
 
     return once("spread_llm", launch)
 
 
 @every_algorithm
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
+@pytest.mark.usefixtures("smooth_adam")
 def test_two_ranks_train_like_one_process(files, spread, tmp_path, algorithm, aggregation):
     """One agent per rank: the same weights, metrics and completions, in one file."""
     folder, _ = spread

@@ -617,11 +617,14 @@ import os, sys
 os.chdir(os.environ["RANK"])
 sys.path.insert(0, sys.argv.pop(1))
 from command import parse_args
+from smooth import smooth_adam
 import prpo_llm
+smooth_adam()
 prpo_llm.main(parse_args(prpo_llm))
 """
 
 
+@pytest.mark.usefixtures("smooth_adam")
 def test_ranks_share_nothing_but_the_wire(many, files, tmp_path, monkeypatch):
     """Each in a folder of its own with its agent's prompts: the training of one process that has
     them all."""

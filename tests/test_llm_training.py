@@ -623,6 +623,7 @@ def smaller(place):
 
 
 @pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.usefixtures("smooth_adam")
 def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch, case):  # noqa: F811
     """Adapters, metrics and evaluations after several steps, rounds and epochs, with a C that is
     not symmetric."""
@@ -649,14 +650,7 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
     # Nobody trains on what is held out
     assert len(set(dealt)) == len(dealt) == 3 * args.prompts_per_agent + 8
     agents, expected = plain_training(files, args, examples)
-    # Adapters: how far a run can move a parameter is the learning rate times the number of
-    # optimizer steps
-    steps = (
-        args.total_steps
-        * args.update_epochs
-        * args.batch_size
-        // (args.minibatch_size or args.batch_size)
-    )
+    # Adapters
     for i, agent in enumerate(agents):
         weights = load_file(run / f"agent_{i}" / "adapter_model.safetensors")
         for name, layer in agent.policy.named_modules():
@@ -667,8 +661,8 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
                 if args.aggregation == "weights" and args.lora_average == "exact":
                     pairs = [(B @ A, layer.B @ layer.A)]
                 for ours, expected_side in pairs:
-                    difference = (ours - expected_side.detach()).abs().max()
-                    assert difference < 1e-2 * args.learning_rate * steps, (i, name)
+                    expected_side = expected_side.detach()
+                    torch.testing.assert_close(ours, expected_side, rtol=0, atol=3e-5)
     # Metrics
     with open(run / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -1532,6 +1526,7 @@ def test_an_isolated_agent_without_signal_stays_where_it_is(files, tmp_path, min
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+@pytest.mark.usefixtures("smooth_adam")
 def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, kl_coef):  # noqa: F811
     """Agent 1 gets equal rewards from the second step on: its momentum does not move it.
 

@@ -253,8 +253,8 @@ def contents(folder):
         ),
         (["--env-id", "my_broken_tasks:Task-v0"], ["no_such_package"]),
         (["--env-id", "my_tasks:NoSuchTask-v0"], ["NoSuchTask"]),
-        (["--env-id", "my_other_tasks:Pixels-v0"], ["shows no 7x7x3 codes", "56x56x3"]),
-        (["--env-id", "CartPole-v1"], ["shows no 7x7x3 codes", "4 (float32)"]),
+        (["--env-id", "my_other_tasks:Pixels-v0"], ["shows no 7x7x3 array (uint8)", "56x56x3"]),
+        (["--env-id", "CartPole-v1"], ["shows no 7x7x3 array (uint8)", "4 (float32)"]),
         (["--env-id", "my_other_tasks:Bare-v0", "--levels-per-agent", "2"], ["has no grid"]),
         (["--env-id", "my_other_tasks:Bare-v0", "--capture-video"], ["my_other_tasks:Bare-v0"]),
         (["--env-id", FRUGAL, "--env-backend", "envpool"], ["--env-backend envpool"]),
@@ -372,9 +372,8 @@ def test_lives_of_a_users_game_end_episodes(my_tasks):
     games = script.Games(script.Args(), ["my_other_tasks:Frames-v0"], [[1, 2]])
     ends = []
     for _ in range(20):
-        rewards, terminations, truncations, valid, ended = games.step(
-            slice(0, 2), np.zeros((1, 2), dtype=int)
-        )
+        actions = np.zeros((1, 2), dtype=int)
+        rewards, terminations, truncations, valid, ended = games.step(actions)
         assert set(np.unique(rewards)) <= {0.0, 1.0}
         assert not truncations.any()
         ends.append((bool(terminations[0, 0]), bool(valid[0, 0]), [length for *_, length in ended]))
@@ -611,9 +610,9 @@ def test_greedy_games_draw_nothing_at_random(monkeypatch):
         predictions.append(predict(agent, obs))
         return predictions[-1]
 
-    def follow(games, group, actions):
+    def follow(games, actions):
         taken.append(actions[0].copy())
-        return step(games, group, actions)
+        return step(games, actions)
 
     monkeypatch.setattr(script.Agent, "predict", record)
     monkeypatch.setattr(script.Games, "step", follow)

@@ -61,12 +61,18 @@ def crash_command(moment, agent, iteration, script):
 
 
 @on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_ATARI])
-def test_three_ranks_train_like_one_process(script, whole_run, tmp_path):
+@pytest.mark.usefixtures("smooth_adam")
+def test_three_ranks_train_like_one_process(script, tmp_path):
     """One agent per rank gives the metrics, weights, evaluation and bytes of one process; what
     moves is what may.
     """
-    reports = watch(3, {"run": [script.__name__, *flags(script, tmp_path / "runs")]}, tmp_path)
-    assert_same_placement(only_run(tmp_path / "runs"), whole_run(script), ranks=3)
+    script.main(tiny(script, tmp_path / "whole"))
+    runs = {"run": [script.__name__, *flags(script, tmp_path / "runs")]}
+    reports = watch(3, runs, tmp_path, SMOOTH_ADAM="1")
+    # On Atari the agents of a process are one product, which rounds otherwise than one agent's
+    exactly = script.family == "MiniGrid"
+    whole = only_run(tmp_path / "whole")
+    assert_same_placement(only_run(tmp_path / "runs"), whole, ranks=3, exactly=exactly)
     for report in reports:
         assert_declared(report["run"], script, num_agents=3, held=1)
 
@@ -93,8 +99,8 @@ def test_two_ranks_with_two_agents_each_train_like_one_process(script, watched_r
     assert_same_placement(only_run(folder / str(script) / "uniform"), only_run(tmp_path), ranks=2)
 
 
-def assert_same_placement(folder, expected, ranks):
-    assert_same_run(folder, expected)
+def assert_same_placement(folder, expected, ranks, exactly=True):
+    assert_same_run(folder, expected, exactly)
     spread = summary_of(folder)
     together = summary_of(expected)
     assert (spread["world_size"], together["world_size"]) == (ranks, 1)
@@ -146,7 +152,7 @@ def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tm
     for path in folder.glob("checkpoints/*"):
         (path / "6.pt.tmp").write_bytes(b"litter")
     resume(script, folder)
-    assert_same_run(folder, whole_run(script), exactly=True)
+    assert_same_run(folder, whole_run(script))
     assert_same_charts(folder, whole_run(script))
     assert iterations_on_disk(folder) == {f"agent_{i}": [4, 6] for i in range(3)}
     ours = summary_of(folder)
@@ -173,7 +179,7 @@ def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
     assert outcomes([Child(*words, cwd=tmp_path)]) == [(mock.ANY, -signal.SIGKILL)]
     time.sleep(1)  # TensorBoard orders its files by the second
     resume(script, folder)
-    assert_same_run(folder, whole_run(script), exactly=True)
+    assert_same_run(folder, whole_run(script))
     assert_same_charts(folder, whole_run(script))
     logged, expected = (
         (path / "communicator.csv").read_text() for path in (folder, whole_run(script))
@@ -187,7 +193,7 @@ def test_a_finished_run_can_be_resumed_for_its_evaluation(script, whole_run, tmp
     folder = Path(shutil.copytree(whole_run(script), tmp_path / "copy"))
     before = summary_of(folder)
     summary = resume(script, folder, "--eval-episodes", "3")
-    assert_same_run(folder, whole_run(script), exactly=True)
+    assert_same_run(folder, whole_run(script))
     assert [
         (row["iteration"], row["agent"], row["episodes"]) for row in evaluations_of(folder)
     ] == [("6", str(i), "3") for i in range(3)]
@@ -322,7 +328,7 @@ FOUR = {"num_agents": 4, "num_envs": 1, "num_minibatches": 1}
 WATCHED = [(script, name) for script in MINIGRID for name in ("uniform", "similarity", "identity")]
 
 
-def watch(ranks, runs, folder):
+def watch(ranks, runs, folder, **env):
     """Run name -> [script, flags...] on ranks while torch.distributed is watched: every rank's
     report.
 
@@ -330,7 +336,7 @@ def watch(ranks, runs, folder):
     in their arguments.
     """
     wire = REPOSITORY / "tests" / "tools" / "wire.py"
-    run_ranks(ranks, wire, folder / "{rank}.json", json.dumps(runs), cwd=folder)
+    run_ranks(ranks, wire, folder / "{rank}.json", json.dumps(runs), cwd=folder, **env)
     reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     assert all(report.keys() == runs.keys() for report in reports)
     return reports

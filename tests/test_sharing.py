@@ -63,21 +63,18 @@ def test_an_agent_trains_only_on_levels_of_its_missions(levels):
     K.
     """
     args = PRPO_MINIGRID.Args(**GO_TO, levels_per_agent=levels, num_envs=2)
-    envs = PRPO_MINIGRID.Envs(args, range(3), 0)
     generator = np.random.default_rng(0)
     assert PRPO_MINIGRID.choose_backend(args) == "gymnasium"
-    missions_of = [set() for _ in range(3)]
-    screens = [set() for _ in range(3)]
-    for _ in range(300):
-        before = envs.ended.copy()
-        PRPO_MINIGRID.step(envs, generator.integers(3, size=(3, 2)))
-        games = list(itertools.chain(*(pool.envs for pool in envs.pools)))
-        for k, e in itertools.product(range(3), range(2)):
-            missions_of[k].add(games[2 * k + e].unwrapped.mission)
-            if before[k, e]:  # this is the first observation of an episode
-                screens[k].add(envs.obs[k, e].tobytes())
-    envs.close()
-    for word, missions, first in zip(args.missions, missions_of, screens, strict=True):
+    for agent, word in enumerate(args.missions):
+        envs = PRPO_MINIGRID.Envs(args, agent, 0)
+        missions = set()
+        first = set()  # observations of episodes
+        for _ in range(300):
+            before = envs.ended.copy()
+            envs.step(generator.integers(3, size=2))
+            missions |= {game.unwrapped.mission for game in envs.envs.envs}
+            first |= {obs.tobytes() for obs in envs.obs[before]}
+        envs.close()
         assert all(word in mission for mission in missions)
         assert len(missions) > 1 or levels
         assert len(first) <= levels or levels == 0 and len(first) > 6
@@ -188,7 +185,7 @@ def test_mixed_agents_resume_exactly(mixed, mixed_run, crashing, tmp_path):
     crashing("complete", 0, 4, lambda: script.main(args))
     folder = only_run(tmp_path)
     script.main(script.parse_args(["--resume", str(folder)]))
-    assert_same_run(folder, mixed_run, exactly=True)
+    assert_same_run(folder, mixed_run)
     assert (folder / "communicator.csv").read_text() == (mixed_run / "communicator.csv").read_text()
 
 
@@ -202,11 +199,7 @@ def test_mixed_agents_train_alike_on_three_ranks(mixed, mixed_run, tmp_path):
     folder = only_run(tmp_path / "runs")
     assert_same_run(folder, mixed_run)
     assert summary_of(folder)["communication_bytes"] == summary_of(mixed_run)["communication_bytes"]
-    ours, theirs = (
-        np.genfromtxt(path / "communicator.csv", delimiter=",", skip_header=1)
-        for path in (folder, mixed_run)
-    )
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+    assert (folder / "communicator.csv").read_text() == (mixed_run / "communicator.csv").read_text()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +222,7 @@ def test_what_pulls_survives_crashes(settings, crashing, tmp_path):
     args = script.parse_args(["--resume", str(folder)])
     crashing("complete", 0, 5, lambda: script.main(args))
     script.main(script.parse_args(["--resume", str(folder)]))
-    assert_same_run(folder, whole, exactly=True)
+    assert_same_run(folder, whole)
     assert (folder / "communicator.csv").read_text() == (whole / "communicator.csv").read_text()
 
 
@@ -282,21 +275,17 @@ def test_an_agent_reports_its_last_known_mean_return_and_nothing_else(
         1: [[], [4.0], [2.5], [3.0, 3.5], [3.0]],  # begins late
         2: [[-1.0], [-1.5], [], [], [-3.0]],  # keeps its last mean
     }
-    receive = script.Envs.receive
+    rollout = script.rollout
     gather = Exchange.all_gather
     make = script.make_communicator
-    clock = [0]
+    rollouts = itertools.count()  # agents play in turn
     reported = []
     exchanged = []
 
-    def receive_given_episodes(envs, group):
-        *signals, _ = receive(envs, group)
-        clock[0] += group == 0
-        given = []
-        if clock[0] % 64 == 5:
-            for k in range(3)[envs.groups[group]]:
-                given += [(k, value, 9.0) for value in returns[k][(clock[0] - 1) // 64]]
-        return *signals, given
+    def give_episodes(*inputs):
+        data, _ = rollout(*inputs)
+        iteration, k = divmod(next(rollouts), 3)
+        return data, [(value, 9.0) for value in returns[k][iteration]]
 
     def record_returns(args, returns=None, *rest, **more):
         reported.append(returns.tolist())
@@ -307,7 +296,7 @@ def test_an_agent_reports_its_last_known_mean_return_and_nothing_else(
             exchanged.append(local[:, 0].tolist())
         return gather(exchange, local)
 
-    monkeypatch.setattr(script.of_family.Envs, "receive", receive_given_episodes)
+    script.patch(monkeypatch, "rollout", give_episodes)
     monkeypatch.setattr(Exchange, "all_gather", record_numbers)
     script.patch(monkeypatch, "make_communicator", record_returns)
     settings = {
@@ -333,7 +322,7 @@ def test_an_agent_reports_its_last_known_mean_return_and_nothing_else(
 
 
 def acting(script, number, seed=0):
-    """Agents that differ and a batch of the first one: (agents, obs, behaviour, batch)."""
+    """Agents that differ and a batch of the first one: (agents, batch)."""
     torch.manual_seed(seed)
     agents = [script.new_agent() for _ in range(number)]
     for agent in agents:
@@ -344,29 +333,31 @@ def acting(script, number, seed=0):
     actions = Categorical(logits=behaviour[states]).sample()
     logprobs = behaviour[states].gather(1, actions[:, None])[:, 0]
     batch = {
+        "obs": obs,
+        "policy": behaviour,
         "obs_inds": states,
         "actions": actions,
         "logprobs": logprobs,
         "advantages": torch.randn(60),
     }
-    return agents, obs, behaviour, batch
+    return agents, batch
 
 
 @on([PRPO_MINIGRID, PRPO_ATARI])
 def test_gains_of_peers_are_estimated_on_the_agents_own_rollout(script):
-    agents, obs, _, batch = acting(script, 3)
+    agents, batch = acting(script, 3)
     expected = []
     centred = batch["advantages"] - batch["advantages"].mean()
     advantages = centred / batch["advantages"].std(correction=0)
     for agent in agents:
-        policy = Categorical(logits=agent.predict(obs)[0][batch["obs_inds"]])
+        policy = Categorical(logits=agent.predict(batch["obs"])[0][batch["obs_inds"]])
         taken = policy.log_prob(batch["actions"])
         expected.append(((taken - batch["logprobs"]).exp().clamp(max=10) * advantages).mean())
-    gains = script.estimate_gains(0, obs, batch, dict(enumerate(agents)), 3)
+    gains = script.estimate_gains(0, batch, dict(enumerate(agents)), 3)
     torch.testing.assert_close(gains, torch.stack(expected), rtol=1e-4, atol=1e-5)
     assert gains[0] == 0
     assert gains[1:].abs().min() > 1e-4
-    of_last = script.estimate_gains(2, obs, batch, {0: agents[0]}, 3)
+    of_last = script.estimate_gains(2, batch, {0: agents[0]}, 3)
     assert of_last[2] == 0
     assert of_last[1].isnan()
     assert of_last[0] == pytest.approx(expected[0].item(), abs=1e-5)
@@ -378,23 +369,15 @@ def test_gains_of_peers_are_estimated_on_the_agents_own_rollout(script):
 @on([PRPO_MINIGRID, PRPO_ATARI])
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_diagnostics_equal_their_definitions(script, direction):
-    (agent, snapshot_of_agent, first, second), obs, behaviour, batch = acting(script, 4)
+    (agent, snapshot_of_agent, first, second), batch = acting(script, 4)
+    obs = batch["obs"]
+    behaviour = batch["policy"]
     reference = first.predict(obs)[0].log_softmax(-1)
-    batch["reference"] = reference[batch["obs_inds"]]
+    batch["reference"] = reference
     agent = second  # what the update has made of agents[0], the policy that acted
-    args = script.Args(kl_direction=direction, num_agents=4)
-    row = torch.tensor([0.2, 0.0, 0.3, 0.5])
-    diagnostics = script.diagnose_update(
-        1,
-        agent,
-        obs,
-        behaviour,
-        batch,
-        [first, snapshot_of_agent, first, snapshot_of_agent],
-        row.repeat(4, 1),
-        args,
-        number=60,
-    )
+    snapshots = dict(enumerate([first, snapshot_of_agent, first, snapshot_of_agent]))
+    C = torch.tensor([0.2, 0.0, 0.3, 0.5]).repeat(4, 1)
+    diagnostics = script.diagnose_update(1, agent, batch, snapshots, C, direction, number=60)
 
     def on_rollout(policy):
         return Categorical(logits=policy[batch["obs_inds"]])
@@ -444,6 +427,7 @@ def test_isolated_agents_log_distances_but_send_nothing(tmp_path):
 
 
 @on([PRPO_MINIGRID, SLOW_ATARI])
+@pytest.mark.usefixtures("smooth_adam")
 def test_clones_with_a_round_after_every_iteration_learn_like_isolated_agents(
     script, tmp_path, monkeypatch
 ):
@@ -464,6 +448,6 @@ def test_clones_with_a_round_after_every_iteration_learn_like_isolated_agents(
         first, second = weights_of(only_run(tmp_path / name)).values()
         assert torch.equal(first, second)
         weights[name] = first
-    assert_weights(weights["uniform1"], weights["identity1"], args)
+    assert_weights(weights["uniform1"], weights["identity1"])
     with pytest.raises(AssertionError):
-        assert_weights(weights["uniform3"], weights["identity1"], args)
+        assert_weights(weights["uniform3"], weights["identity1"])

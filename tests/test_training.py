@@ -15,7 +15,6 @@ from helpers import (
     PRPO_ATARI,
     PRPO_MINIGRID,
     SLOW_ATARI,
-    assert_same_rows,
     assert_same_run,
     assert_weights,
     evaluations_of,
@@ -45,7 +44,7 @@ def train(script, run_dir, **changes):
 
 # --- an independent plain version ---
 #
-# One agent after the other, no stacking, no threads; only the network is the script's.
+# No table, no stacking; only the network is the script's.
 
 
 def plain_rollout(script, args, agent, envs, generator):
@@ -58,13 +57,12 @@ def plain_rollout(script, args, agent, envs, generator):
     )
     episodes = [[new_episode()] for _ in range(args.num_envs)]
     for step in range(args.num_steps):
-        obs = torch.from_numpy(envs.obs[0].copy())
+        obs = torch.from_numpy(envs.obs.copy())
         with torch.no_grad():
             logits, values = agent(obs)
         policy = Categorical(logits=logits)
         actions = (policy.probs / noise[step]).argmax(-1)
-        results = script.step(envs, actions.numpy()[None])
-        rewards, terminations, truncations, valid = (signal[0] for signal in results[:4])
+        rewards, terminations, truncations, valid, _ = envs.step(actions.numpy())
         for k in np.flatnonzero(valid):
             episode = episodes[k][-1]
             for name, value in (
@@ -79,7 +77,7 @@ def plain_rollout(script, args, agent, envs, generator):
             episode["reward"].append(float(rewards[k]))
             if terminations[k] or truncations[k] or step == args.num_steps - 1:
                 with torch.no_grad():
-                    final = agent(torch.from_numpy(envs.obs[0, k : k + 1].copy()))[1].item()
+                    final = agent(torch.from_numpy(envs.obs[k : k + 1].copy()))[1].item()
                 episode["bootstrap"] = 0.0 if terminations[k] else final
             if terminations[k] or truncations[k]:
                 episodes[k].append(new_episode())
@@ -197,11 +195,9 @@ def plain_training(script, args, communicator):
         left = (iterations - iteration) / iterations
         kl_coef = args.kl_coef * (left if args.kl_schedule == "linear" else 1)
         if iteration % args.save_every == 0:
-            envs = [script.Envs(args, range(i, i + 1), iteration) for i in range(n)]
-        batches = []
+            envs = [script.make_envs(args, i, iteration) for i in range(n)]
         for i, agent in enumerate(agents):
             batch = plain_batch(args, plain_rollout(script, args, agent, envs[i], generators[i]))
-            batches.append(batch)
             anchor = None
             if args.aggregation == "proximal" and matrix[i, i] < 1:
                 anchor = copy.deepcopy(agent)
@@ -259,11 +255,6 @@ PLAIN = {
         {"num_agents": 1, "communicator": "uniform"},
         torch.ones(1, 1),
     ),
-    "one agent on Atari": (
-        [PRPO_ATARI],
-        {"num_agents": 1, "communicator": "uniform", "num_steps": 64},
-        torch.ones(1, 1),
-    ),
     "one agent, other options": (
         [PRPO_MINIGRID],
         {
@@ -319,11 +310,6 @@ PLAIN = {
         THREE | APART | {"aggregation": "proximal", "prox_coef": 2.0, "local_updates": 2},
         OF_THREE,
     ),
-    "mixtures with own snapshots": (
-        [PRPO_MINIGRID],
-        THREE | APART | SNAPSHOTS | {"iterations": 6},
-        OF_THREE,
-    ),
     "any matrix, two agents, private actors": (
         [FEDAVG_ATARI],
         TWO_ON_ATARI | {"private_heads": ("actor",)},
@@ -346,6 +332,7 @@ PLAIN = {
         for script in scripts
     ],
 )
+@pytest.mark.usefixtures("smooth_adam")
 def test_training_equals_the_plain_version(script, changes, communicator, tmp_path, monkeypatch):
     """Parameters equal those of an independent plain loop after several iterations and a restart.
 
@@ -371,8 +358,7 @@ def fixed(communicator):
 def assert_trains_like_the_plain_version(script, matrix, run_dir, **changes):
     """A short run ends with the parameters of the plain version, up to rounding.
 
-    Adam turns the sign of a vanishing gradient into a step: a few parameters differ by a small part
-    of all steps. With the usual entropy coefficient, 0.01, the bonus would hardly count.
+    With the usual entropy coefficient, 0.01, the bonus would hardly count.
     """
     changes = {"iterations": 3, "kl_coef": 5.0, "ent_coef": 0.1, "eval_episodes": 0} | changes
     folder, _ = train(script, run_dir, **changes)
@@ -383,7 +369,7 @@ def assert_trains_like_the_plain_version(script, matrix, run_dir, **changes):
         expected = torch.cat([tensor.flatten() for _, tensor in sorted(agent.state_dict().items())])
         weights = load_file(folder / f"agent_{i}.safetensors")
         weights = torch.cat([tensor.flatten() for _, tensor in sorted(weights.items())])
-        assert_weights(weights, expected, args)
+        assert_weights(weights, expected)
 
 
 # --- equivalences ---
@@ -400,67 +386,34 @@ def lively_agents(script, number, **options):
     return agents
 
 
-@pytest.mark.parametrize(("number", "envs"), [(4, 5), (1, 1), (3, 1), (1, 16)])
-def test_what_acts_for_agents_is_every_agents_own_forward(number, envs):
-    """Outputs of tables, new or stored, are each agent's forward on its own observations."""
-    torch.manual_seed(number)
-    script = PRPO_MINIGRID
-    agents = lively_agents(script, number)
-    obs = script.random_obs(number, envs)
-    before = script.random_obs(number, 3)
-    outputs = []
-    for table, own_obs, earlier in zip(script.make_actors(None, agents), obs, before, strict=True):
-        table.refresh()
-        table.look_up(earlier.numpy())
-        outputs.append(
-            [
-                table.look_up(torch.cat((chunk, earlier)).numpy())[1][: len(chunk)]
-                for chunk in own_obs.split(2)
-            ]
-        )
-    outputs = torch.stack([torch.from_numpy(np.concatenate(parts)) for parts in outputs])
-    with torch.no_grad():
-        expected = torch.stack(
-            [agent(own_obs)[0] for agent, own_obs in zip(agents, obs, strict=True)]
-        )
-    assert outputs.dtype == torch.float32
-    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-5)
-    assert len({row.numpy().tobytes() for row in outputs.flatten(0, 1)}) == number * envs
-    assert outputs.std() > 1e-4  # what is compared is not small
-
-
 def test_no_output_of_an_old_policy_is_looked_up():
     """Neither for screens of the last eight rollouts nor for one that was last seen before."""
     torch.manual_seed(0)
     (agent,) = lively_agents(PRPO_MINIGRID, 1)
-    (table,) = PRPO_MINIGRID.make_actors(None, [agent])
+    table = PRPO_MINIGRID.PolicyTable(agent)
     screens = PRPO_MINIGRID.random_obs(10, 2).numpy()
     for rollout in range(10):
-        table.refresh()
+        table.renew()
         recent = {key for keys in table.met for key in keys}
-        assert table.keys() == recent
+        assert table.logits.keys() == recent
         assert len(recent) == 2 * min(rollout, 8)
         first_seen_again = 0 if rollout == 9 else rollout
         for screen in (screens[rollout], screens[max(rollout - 1, 0)], screens[first_seen_again]):
             expected, _ = agent.predict(torch.from_numpy(screen))
-            torch.testing.assert_close(
-                torch.from_numpy(table.look_up(screen)[1]), expected, rtol=0, atol=1e-5
-            )
-        table.met.append([screen.tobytes() for screen in screens[rollout]])
+            logits = table.look_up([obs.tobytes() for obs in screen])
+            torch.testing.assert_close(torch.from_numpy(logits), expected, rtol=0, atol=1e-5)
+        table.met.append([obs.tobytes() for obs in screens[rollout]])
         with torch.no_grad():
             agent.actor.weight.mul_(-1.0)  # what an update does
 
 
-@pytest.mark.parametrize(
-    ("script", "options", "tolerance"),
-    [(PRPO_MINIGRID, {}, 1e-5), (PRPO_ATARI, {}, 1e-5), (PRPO_ATARI, {"bfloat16": True}, 0.05)],
-    ids=str,
-)
-def test_chunks_of_states_stay_in_order(script, options, tolerance):
+@pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_chunks_of_states_stay_in_order(precision, tolerance):
     """`predict` for many states is the network's output for each state, in their order."""
+    script = PRPO_ATARI
     torch.manual_seed(0)
-    (agent,) = lively_agents(script, 1, **options)
-    obs = script.random_obs({"MiniGrid": 2500, "Atari": 600}[script.family])
+    (agent,) = lively_agents(script, 1, bfloat16=precision == "bfloat16")
+    obs = script.random_obs(600)
     exact = script.new_agent()
     exact.load_state_dict(agent.state_dict())
     with torch.no_grad():
@@ -473,7 +426,7 @@ def test_chunks_of_states_stay_in_order(script, options, tolerance):
         assert not predicted.requires_grad
         torch.testing.assert_close(predicted, expected_output, rtol=0, atol=tolerance)
         assert expected_output.std() > 2 * tolerance  # chunks in another order would differ
-        if options:  # every chunk is computed in bfloat16
+        if precision == "bfloat16":  # every chunk is computed in it
             errors = (predicted - expected_output).abs()
             sizes = (other - expected_output).abs()
             assert all(
@@ -491,7 +444,7 @@ def test_references_are_rows_of_the_communicator_applied_to_policies(
     """On agent i's own states, by the definition; policies of weight 0 are not evaluated."""
     torch.manual_seed(0)
     args = script.Args(mixture=mixture, self_reference=self_reference)
-    snapshots = lively_agents(script, 3)
+    snapshots = dict(enumerate(lively_agents(script, 3)))
     (agent,) = lively_agents(script, 1)
     snapshots[0].critic.register_forward_pre_hook(lambda *_: evaluations.append(0))
     obs = script.random_obs(20)
@@ -499,9 +452,10 @@ def test_references_are_rows_of_the_communicator_applied_to_policies(
         evaluations = []
         with torch.no_grad():
             behaviour = agent(obs)[0].log_softmax(-1)
-            reference = script.compute_reference(i, obs, behaviour, snapshots, OF_THREE, args)
+            batch = {"obs": obs, "policy": behaviour}
+            reference = script.compute_reference(i, batch, snapshots, OF_THREE, args)
             assert len(evaluations) == (row[0] > 0 and (i > 0 or self_reference == "snapshot"))
-            policies = torch.stack([peer(obs)[0].softmax(-1) for peer in snapshots])
+            policies = torch.stack([peer(obs)[0].softmax(-1) for peer in snapshots.values()])
         if self_reference == "behaviour":
             policies[i] = behaviour.exp()
         weights = row[:, None, None]
@@ -514,150 +468,16 @@ def test_references_are_rows_of_the_communicator_applied_to_policies(
 
 
 class Screens:
-    """Environments whose observations are given: of each agent [steps + 1, envs, 7, 7, 3]."""
+    """Environments whose observations are given, [steps + 1, envs, 7, 7, 3]."""
 
-    def __init__(self, *rollouts):
-        self.rows = zip(*rollouts, strict=True)
-        self.obs = np.stack(next(self.rows))
-        self.groups = [slice(0, len(rollouts))]
+    def __init__(self, rollout):
+        self.rows = iter(rollout)
+        self.obs = next(self.rows)
 
-    def send(self, group, actions):
-        self.obs = None  # the next observation is not known before it is received
-
-    def receive(self, group):
-        self.obs = np.stack(next(self.rows))
-        nothing = np.zeros(self.obs.shape[:2])
+    def step(self, actions):
+        self.obs = next(self.rows)
+        nothing = np.zeros(len(self.obs))
         return nothing, nothing > 0, nothing > 0, nothing == 0, []
-
-
-class NoRun:
-    cores = 1
-
-    def tick(self, phase):
-        pass
-
-
-CONVOLUTIONS = {
-    "default": None,
-    "strides and other kernels": [
-        torch.nn.Conv2d(3, 8, (3, 2)),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(8, 16, 2, stride=(1, 2)),
-        torch.nn.ELU(),
-    ],
-    "one, without a bias": [torch.nn.Conv2d(3, 8, 3, stride=2, bias=False), torch.nn.Tanh()],
-    "none": [],
-    "another module": None,
-    "padding": [torch.nn.Conv2d(3, 8, 2, padding=1), torch.nn.Tanh(), torch.nn.Conv2d(8, 8, 3)],
-    "groups": [torch.nn.Conv2d(3, 6, 2), torch.nn.Conv2d(6, 6, 2, groups=3)],
-    "pooling": [torch.nn.Conv2d(3, 8, 2), torch.nn.MaxPool2d(2)],
-    "statistics": [torch.nn.Conv2d(3, 8, 2), torch.nn.GroupNorm(2, 8), torch.nn.Conv2d(8, 8, 2)],
-}
-
-
-class NoSequence(torch.nn.Module):
-    """A network that is no sequence of layers."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-WITHOUT_PATCHES = "padding", "groups", "pooling", "statistics", "another module"
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_patches_are_the_same_network(name):
-    """Outputs and gradients are those of the plain convolutions.
-
-    A network that is no function of patches is evaluated plainly.
-    """
-    torch.manual_seed(0)
-    (agent,) = lively_agents(PRPO_MINIGRID, 1)
-    if layers := CONVOLUTIONS[name]:
-        layers = copy.deepcopy(layers)
-        size = torch.nn.Sequential(*layers, torch.nn.Flatten())(torch.zeros(1, 3, 7, 7)).shape[1]
-        agent.network = communicators.ImageNetwork(
-            *layers, torch.nn.Flatten(), torch.nn.Linear(size, 128), torch.nn.Tanh()
-        )
-    elif layers == []:
-        agent.network = communicators.ImageNetwork(
-            torch.nn.Flatten(), torch.nn.Linear(147, 128), torch.nn.Tanh()
-        )
-    if name == "another module":
-        agent.network = NoSequence(agent.network)
-    agent.double()
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, 4, (60, 7, 7, 3), dtype=torch.uint8, generator=generator)
-    rows[30:, 2:] = rows[:30, 2:]  # some patches are known, others differ in a single code
-    chosen = torch.randint(0, 60, (45,), generator=generator)
-    seen = communicators.as_patches(rows, agent.network)
-    assert isinstance(seen, torch.Tensor) == (name in WITHOUT_PATCHES)
-    few = communicators.as_patches(rows[:8], agent.network)
-    assert len(seen) == 60
-    assert isinstance(few, torch.Tensor)
-    if not isinstance(seen, torch.Tensor):
-        wasted = [len(table) - len(table.unique(dim=0)) for table in seen.tables]
-        assert all(0 <= number < 16 for number in wasted)
-        seen.cells = seen.cells.double()
-    layers = getattr(agent.network, "layers", agent.network)
-    plain = torch.nn.Sequential(*layers)(rows[chosen].permute(0, 3, 1, 2).double())
-    computed = seen[chosen].compute(agent.network) if not isinstance(seen, torch.Tensor) else plain
-    torch.testing.assert_close(computed, plain, rtol=1e-9, atol=1e-9)
-    weights = torch.randn(plain.shape, generator=generator, dtype=torch.double)
-    parameters = list(agent.network.parameters())
-    gradients = [
-        torch.autograd.grad((output * weights).sum(), parameters, retain_graph=True)
-        for output in (computed, plain)
-    ]
-    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
-    agent.float()
-    with torch.no_grad():
-        for output, expected in zip(agent.predict(rows), agent(rows), strict=True):
-            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_network_with_a_forward_of_its_own_is_not_read_as_patches():
-    """Patches would leave out what it adds to the layers."""
-
-    class Halved(communicators.ImageNetwork):
-        def forward(self, obs):
-            return super().forward(obs) / 2
-
-    (agent,) = lively_agents(PRPO_MINIGRID, 1)
-    obs = PRPO_MINIGRID.random_obs(40)
-    assert isinstance(communicators.as_patches(obs, agent.network), communicators.Patches)
-    plain = agent.network(obs)
-    agent.network = Halved(*agent.network)
-    assert communicators.as_patches(obs, agent.network) is obs
-    torch.testing.assert_close(agent.network(obs), plain / 2)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    seed=st.integers(0, 2**32),
-    rows=st.integers(1, 40),
-    columns=st.integers(1, 9),
-    most=st.sampled_from([1, 3, 2**20]),
-)
-def test_distinct_rows(seed, rows, columns, most):
-    """Exactly, also where a row does not fit into one number."""
-    generator = np.random.default_rng(seed)
-    table = torch.from_numpy(generator.integers(0, most, size=(rows, columns)))
-    table = torch.cat((table, table[generator.integers(rows, size=rows)]))
-    distinct, names = communicators.find_distinct_rows(table)
-    assert torch.equal(distinct[names], table)
-    assert len(distinct) == len(table.unique(dim=0))
-    wide = torch.zeros(40, 9, dtype=torch.long).index_copy(
-        1, torch.tensor([0]), torch.arange(40)[:, None]
-    )
-    # In numbers of 64 bits that grow by 20 with every column, the first column would be lost
-    wide[0, 8] = 2**20 - 1
-    distinct, names = communicators.find_distinct_rows(wide)
-    assert torch.equal(distinct[names], wide)
 
 
 @settings(deadline=None, max_examples=15)
@@ -665,7 +485,7 @@ def test_distinct_rows(seed, rows, columns, most):
 def test_each_observation_is_computed_once_and_kept_for_eight_rollouts(seed, number, envs):
     """Observations that differ in a single code are different.
 
-    A rollout's own observations and log-probabilities are found again under `states`.
+    A rollout's own observations and log-probabilities are found again under `obs_inds`.
     """
     script = PRPO_MINIGRID
     computed = []
@@ -676,67 +496,36 @@ def test_each_observation_is_computed_once_and_kept_for_eight_rollouts(seed, num
         generator.integers(0, 11, size=(1, 7, 7, 3), dtype=np.uint8), number, axis=0
     )
     screens.reshape(number, 147)[np.arange(number), np.arange(number) * 5] += 1
-    actors = script.make_actors(args, [agent])
+    table = script.PolicyTable(agent)
     history = []
 
-    def record_keys(keys, compute=actors[0].compute):
+    def record_keys(keys, add=table.add):
         computed[-1] += keys
-        return compute(keys)
+        return add(keys)
 
-    actors[0].compute = record_keys
+    table.add = record_keys
     for _ in range(11):
         rollout = screens[generator.integers(number, size=(args.num_steps + 1, envs))]
         computed.append([])
-        generators = [torch.Generator().manual_seed(seed % 2**31)]
-        storage, obs, behaviour, _ = script.rollout(
-            args, Screens(rollout), actors, generators, NoRun()
-        )
+        seeded = torch.Generator().manual_seed(seed % 2**31)
+        data, _ = script.rollout(args, table, Screens(rollout), seeded)
         shown = [row.tobytes() for row in rollout.reshape(-1, 147)]
         remembered = set().union(*history[-8:])
         assert len(computed[-1]) == len(set(computed[-1]))  # nothing twice
-        assert set(computed[-1]) == remembered | set(shown)
+        # After the last step no action is looked up
+        assert set(computed[-1]) == remembered | set(shown[:-envs])
         assert set(computed[-1][: len(remembered)]) == remembered
         history.append(set(shown))
-        assert np.array_equal(obs[0][storage["obs_inds"][0]].numpy(), rollout[:-1])
-        assert len(obs[0]) == len(set(shown))
+        assert np.array_equal(data["obs"][data["obs_inds"]].numpy(), rollout[:-1])
+        assert len(data["obs"]) == len(set(shown))
         with torch.no_grad():
             logits, values = agent(torch.from_numpy(rollout).flatten(0, 1))
-        log_probs = behaviour[0][storage["obs_inds"][0]].flatten(0, 1)
+        log_probs = data["policy"][data["obs_inds"]].flatten(0, 1)
         torch.testing.assert_close(log_probs, logits.log_softmax(-1)[:-envs], rtol=0, atol=1e-5)
         for name, expected in (("values", values[:-envs]), ("next_values", values[envs:])):
-            torch.testing.assert_close(storage[name].flatten(), expected, rtol=0, atol=1e-5)
-        chosen = log_probs.gather(1, storage["actions"].flatten()[:, None])[:, 0]
-        torch.testing.assert_close(storage["logprobs"].flatten(), chosen, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("cores", [1, 2])
-def test_agents_side_by_side_evaluate_their_own_rollouts(cores, monkeypatch):
-    """Each with its own network, and on a small or large number of distinct observations."""
-    script = PRPO_MINIGRID
-    torch.manual_seed(0)
-    monkeypatch.setattr(NoRun, "cores", cores)
-    agents = lively_agents(script, 3)
-    args = script.Args(num_agents=3, num_envs=2, num_steps=30)
-    pools = [script.random_obs(number).numpy() for number in (5, 40, 12)]
-    draw = np.random.default_rng(0).integers
-    rollouts = [pool[draw(len(pool), size=(31, 2))] for pool in pools]
-    generators = [torch.Generator().manual_seed(k) for k in range(3)]
-    actors = script.make_actors(args, agents)
-    storage, obs, behaviour, _ = script.rollout(
-        args, Screens(*rollouts), actors, generators, NoRun()
-    )
-    for k, agent in enumerate(agents):
-        states = storage["obs_inds"][k]
-        assert np.array_equal(obs[k][states].numpy(), rollouts[k][:-1])
-        with torch.no_grad():
-            logits, values = agent(torch.from_numpy(rollouts[k]).flatten(0, 1))
-        log_probs = behaviour[k][states].flatten(0, 1)
-        torch.testing.assert_close(log_probs, logits.log_softmax(-1)[:-2], rtol=0, atol=1e-5)
-        values = values.view(31, 2)
-        torch.testing.assert_close(storage["values"][k], values[:-1], rtol=0, atol=1e-5)
-        torch.testing.assert_close(storage["next_values"][k], values[1:], rtol=0, atol=1e-5)
-        chosen = log_probs.gather(1, storage["actions"][k].flatten()[:, None])[:, 0]
-        torch.testing.assert_close(storage["logprobs"][k].flatten(), chosen, rtol=0, atol=1e-5)
+            torch.testing.assert_close(data[name].flatten(), expected, rtol=0, atol=1e-5)
+        chosen = log_probs.gather(1, data["actions"].flatten()[:, None])[:, 0]
+        torch.testing.assert_close(data["logprobs"].flatten(), chosen, rtol=0, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=15)
@@ -752,6 +541,7 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
     sizes = []
     states = torch.randint(distinct, (samples,))
     batch = {
+        "obs": obs,
         "actions": torch.randint(7, (samples,)),
         "logprobs": -torch.rand(samples) - 1,
         "obs_inds": states,
@@ -759,14 +549,14 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
     batch |= {"advantages": torch.randn(samples), "values": torch.randn(samples)}
     batch |= {
         "returns": batch["advantages"] + batch["values"],
-        "reference": torch.randn(samples, 7).log_softmax(-1),
+        "reference": torch.randn(distinct, 7).log_softmax(-1),
     }
     agent.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
     optimizer = torch.optim.SGD(agent.parameters(), 0.0)
     generator = torch.Generator().manual_seed(seed)
-    (_,) = script.learn(agent, optimizer, generator, obs, batch, 3.0, args)
+    script.update(agent, optimizer, generator, batch, 3.0, args)
     assert sizes == [len(states.unique())]
-    plain = {"obs": obs[states], "reference": batch["reference"].exp()}
+    plain = {"obs": obs[states], "reference": batch["reference"][states].exp()}
     plain |= {name: batch[f"{name}s"] for name in ("action", "logprob", "advantage", "value")}
     plain_loss(script, args, other, plain, 3.0).backward()
     gradients, expected = (
@@ -785,36 +575,45 @@ def test_a_loss_or_gradient_that_is_not_finite_makes_no_step(script):
     torch.manual_seed(0)
     args = script.Args(update_epochs=2, num_minibatches=2)
     (agent,) = lively_agents(script, 1)
-    obs = script.random_obs(6)
-    batch = {"actions": torch.randint(script.num_actions, (6,)), "logprobs": -torch.rand(6) - 1}
-    batch |= {"obs_inds": torch.arange(6), "advantages": torch.randn(6), "values": torch.randn(6)}
+    batch = {"obs": script.random_obs(6), "obs_inds": torch.arange(6)}
+    batch |= {"actions": torch.randint(script.num_actions, (6,)), "logprobs": -torch.rand(6) - 1}
+    batch |= {"advantages": torch.randn(6), "values": torch.randn(6)}
     batch |= {
         "returns": batch["advantages"],
         "reference": torch.randn(6, script.num_actions).log_softmax(-1),
     }
     optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(0)
-    learn = [*script.learn(agent, optimizer, generator, obs, batch, 1.0, args)]
-    assert len(learn) == 4
-    assert all(math.isfinite(losses["policy_loss"]) for losses in learn)
+    minibatches = []
+    agent.register_forward_pre_hook(lambda *_: minibatches.append(0))
+
+    def update(args):
+        minibatches.clear()
+        losses = script.update(agent, optimizer, generator, batch, 1.0, args)
+        return len(minibatches), losses["losses/policy_loss"], losses["losses/value_loss"]
+
+    number, policy_loss, _ = update(args)
+    assert number == 4
+    assert math.isfinite(policy_loss)
     weights = parameters_to_vector(agent.parameters()).detach().clone()
     moments = copy.deepcopy(optimizer.state_dict()["state"])
     hook = next(agent.parameters()).register_hook(lambda gradient: gradient * torch.inf)
-    infinite_gradient = [*script.learn(agent, optimizer, generator, obs, batch, 1.0, args)]
+    infinite_gradient = update(args)
     hook.remove()
-    infinite = dataclasses.replace(args, vf_coef=math.inf)
-    infinite_loss = [*script.learn(agent, optimizer, generator, obs, batch, 1.0, infinite)]
-    for (losses,) in (infinite_gradient, infinite_loss):
-        assert math.isnan(losses["policy_loss"])
-        assert math.isfinite(losses["value_loss"])
+    infinite_loss = update(dataclasses.replace(args, vf_coef=math.inf))
+    for number, policy_loss, value_loss in (infinite_gradient, infinite_loss):
+        assert number == 1
+        assert math.isnan(policy_loss)
+        assert math.isfinite(value_loss)
     assert torch.equal(parameters_to_vector(agent.parameters()), weights)
     torch.testing.assert_close(optimizer.state_dict()["state"], moments, rtol=0, atol=0)
-    assert len([*script.learn(agent, optimizer, generator, obs, batch, 1.0, args)]) == 4
+    assert update(args)[0] == 4
     changed = parameters_to_vector(agent.parameters())
     assert changed.isfinite().all()
     assert not torch.equal(changed, weights)
 
 
+@pytest.mark.usefixtures("smooth_adam")
 def test_a_layer_that_is_added_acts_and_learns(tmp_path, monkeypatch):
     """The network is defined once, so one with another layer also equals the plain loop."""
     script = PRPO_MINIGRID
@@ -828,8 +627,6 @@ def test_a_layer_that_is_added_acts_and_learns(tmp_path, monkeypatch):
 
     script.patch(monkeypatch, "Agent", Deeper)
     script.patch(monkeypatch, "make_communicator", fixed(OF_THREE))
-    # Every output comes from patches, as in longer rollouts
-    monkeypatch.setattr(communicators.Patches, "least", 1)
     assert_trains_like_the_plain_version(script, OF_THREE, tmp_path / "plain", **THREE)
     ratios, logged, _ = first_log_ratios(script, tmp_path / "ratios", monkeypatch, iterations=3)
     assert max(ratios) < 1e-4
@@ -846,11 +643,10 @@ def test_isolated_agents_do_not_depend_on_how_many_others_exist(tmp_path):
     three, _ = train(script, tmp_path / "three", **changes)
     one, _ = train(script, tmp_path / "one", num_agents=1, **changes)
     weights = weights_of(three)
-    assert_weights(weights[0], weights_of(one)[0], tiny(script, tmp_path, **changes))
+    assert torch.equal(weights[0], weights_of(one)[0])
     assert not torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
-    assert_same_rows(rows_of(three)[::3], rows_of(one), 1e-4, apart={"explained_variance"})
-    assert {row["agent"] for row in rows_of(one)} == {"0"}
+    assert rows_of(three)[::3] == rows_of(one)
 
 
 def test_self_preference_one_is_isolated(tmp_path):
@@ -860,7 +656,7 @@ def test_self_preference_one_is_isolated(tmp_path):
     preferred, summary = train(
         script, tmp_path / "self", communicator="self-preferred", self_preference=1.0
     )
-    assert_same_run(preferred, isolated, exactly=True)
+    assert_same_run(preferred, isolated)
     assert summary["communication_bytes"] == 0
 
 
@@ -1055,42 +851,24 @@ def communicator_of(folder):
     )
 
 
-@pytest.mark.parametrize(("target_kl", "epochs"), [(1e-12, 1), (1e9, 3)])
-def test_target_kl_skips_an_agents_further_epochs(target_kl, epochs, tmp_path, monkeypatch):
-    """Epochs are never cut in the middle, and agents stop separately."""
-    script = PRPO_MINIGRID
-    calls = []
-    learn = script.learn
-
-    def count(*batch):
-        calls.append(0)
-        k = len(calls) - 1
-        for losses in learn(*batch):
-            calls[k] += 1
-            yield losses
-
-    script.patch(monkeypatch, "learn", count)
-    train(script, tmp_path, target_kl=target_kl, update_epochs=3, num_minibatches=4)
-    assert calls == [epochs * 4] * 3 * 6
-
-
 # --- agents that fail ---
 
 
 def poison(script, monkeypatch, agents, calls):
     """After their update number `calls` a parameter of these agents is NaN."""
-    learn = script.learn
+    update = script.update
     seen = []
 
     def spoil(agent, *rest):
         seen.append(agent)
         position = list(dict.fromkeys(map(id, seen))).index(id(agent))  # they come in order
-        yield from learn(agent, *rest)
+        losses = update(agent, *rest)
         if position in agents and sum(other is agent for other in seen) == calls:
             with torch.no_grad():
                 agent.critic.bias.fill_(torch.nan)
+        return losses
 
-    script.patch(monkeypatch, "learn", spoil)
+    script.patch(monkeypatch, "update", spoil)
 
 
 @on_minigrid
@@ -1219,7 +997,6 @@ def test_before_the_first_round_agents_are_isolated(tmp_path, capsys):
 def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypatch):
     """Also over a restart; an agent without any episode counts with the mean of the others."""
     script = PRPO_MINIGRID
-    receive = PRPO_MINIGRID.Envs.receive
     reported = []
     make = script.make_communicator
     # mean return of each agent, if there is one
@@ -1231,25 +1008,27 @@ def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypa
     expected_returns = torch.tensor(
         [[0.5, torch.nan, 0.3], [0.5, torch.nan, 0.9], [0.5, 0.2, 0.9]], dtype=torch.float64
     )
-    clock = [0]
 
-    def receive_given_episodes(envs, group):
-        *signals, _ = receive(envs, group)
-        clock[0] += group == 0
-        of_round = rounds[(clock[0] - 1) // 64 % 3]
-        games = [
-            (k, value, 9.0)
-            for k, value in enumerate(of_round)
-            if value is not None and clock[0] % 64 == 5
-        ]
-        return *signals, [game for game in games if game[0] in range(3)[envs.groups[group]]]
+    class GivenEpisodes(script.Envs):
+        """There are new ones after every round."""
+
+        def __init__(self, args, agent, checkpoint):
+            super().__init__(args, agent, checkpoint)
+            self.given = rounds[checkpoint % 3][agent]
+            self.time = 0
+
+        def step(self, actions):
+            *signals, _ = super().step(actions)
+            self.time += 1
+            ends = self.time == 5 and self.given is not None
+            return *signals, [(self.given, 9.0)] if ends else []
 
     def record_returns(args, returns=None, *rest, **more):
         if returns is not None:
             reported.append((returns.clone(), make(args, returns, *rest, **more)))
         return make(args, returns, *rest, **more)
 
-    monkeypatch.setattr(script.Envs, "receive", receive_given_episodes)
+    script.patch(monkeypatch, "Envs", GivenEpisodes)
     script.patch(monkeypatch, "make_communicator", record_returns)
     changes = {"communicator": name, "iterations": 3, "local_updates": 1, "save_every": 1}
     train(script, tmp_path, **changes)
@@ -1271,48 +1050,26 @@ def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypa
 # --- numerics ---
 
 
-@on([PRPO_MINIGRID, SLOW_ATARI])
-def test_threads_change_nothing(script, tmp_path):
-    """Equal seeds give equal runs however many threads there are: agents share no generators.
-
-    On Atari environments form one group on one core and two on two.
-    """
-    folders = []
-    threads = torch.get_num_threads()
-    if script.family == "MiniGrid":
-        most = 3
-        changes = {}
-    else:
-        most = 2
-        changes = {"num_agents": 2, "iterations": 2, "num_steps": 64}
-    for number in (1, most, most):
-        torch.set_num_threads(number)
-        folders.append(train(script, tmp_path / str(len(folders)), **changes)[0])
-        torch.set_num_threads(threads)
-    assert_same_run(folders[2], folders[1], exactly=True)
-    assert_same_run(folders[1], folders[0])
-
-
 def first_log_ratios(script, run_dir, monkeypatch, **changes):
-    """max |log ratio| before the first step of every agent and iteration, and old_approx_kl as it
+    """max |log ratio| before the only step of every agent and iteration, and old_approx_kl as it
     is logged there.
     """
     ratios = []
     logged = []
-    learn = script.learn
+    update = script.update
 
-    def record(agent, optimizer, generator, obs, batch, *rest):
+    def record(agent, optimizer, generator, batch, *rest):
         with torch.no_grad():
-            logprobs = agent(obs)[0].log_softmax(-1)[batch["obs_inds"]]
+            logprobs = agent(batch["obs"])[0].log_softmax(-1)[batch["obs_inds"]]
         now = logprobs.gather(1, batch["actions"][:, None])[:, 0]
         ratios.append((now - batch["logprobs"]).abs().max().item())
-        for number, losses in enumerate(learn(agent, optimizer, generator, obs, batch, *rest)):
-            if number == 0:
-                logged.append(abs(losses["old_approx_kl"].item()))
-            yield losses
+        losses = update(agent, optimizer, generator, batch, *rest)
+        logged.append(abs(losses["losses/old_approx_kl"]))
+        return losses
 
+    changes = changes | {"update_epochs": 1, "num_minibatches": 1}
     with monkeypatch.context() as patch:
-        script.patch(patch, "learn", record)
+        script.patch(patch, "update", record)
         folder, _ = train(script, run_dir, **changes)
     assert len(ratios) == len(logged) == changes["iterations"] * 3
     return ratios, logged, folder
@@ -1330,27 +1087,27 @@ def test_the_shortest_rollouts_have_a_step_to_learn_from(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "options"),
+    ("script", "changes"),
     [(PRPO_MINIGRID, {}), (PRPO_ATARI, {"precision": "bfloat16"})],
     ids=str,
 )
-def test_the_first_minibatch_has_ratio_one(script, options, tmp_path, monkeypatch):
+def test_the_first_minibatch_has_ratio_one(script, changes, tmp_path, monkeypatch):
     """Before the first gradient step the policy is the behaviour policy, rounding included.
 
     Weights stay float32.
     """
-    changes = options | {"iterations": 2, "num_steps": 32}
-    ratios, logged, folder = first_log_ratios(script, tmp_path, monkeypatch, **changes)
+    shape = {"iterations": 2, "num_steps": 32}
+    ratios, logged, folder = first_log_ratios(script, tmp_path, monkeypatch, **shape, **changes)
     assert max(ratios) < 1e-4
     assert max(logged) < 1e-5
     for tensor in load_file(folder / "agent_0.safetensors").values():
         assert tensor.dtype == torch.float32
 
 
-def test_bfloat16_is_of_the_layers_before_the_heads():
-    """Outputs are float32, and differ from those of a network in float32 by rounding."""
-    rough = PRPO_ATARI.new_agent(bfloat16=True)
-    exact = PRPO_ATARI.new_agent()
+def test_bfloat16_is_in_effect_up_to_the_heads():
+    script = PRPO_ATARI
+    rough = script.new_agent(bfloat16=True)
+    exact = script.new_agent()
     exact.load_state_dict(rough.state_dict())
     obs = PRPO_ATARI.random_obs(16)
     difference = (rough(obs)[1] - exact(obs)[1]).abs().max()

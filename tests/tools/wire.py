@@ -1,7 +1,8 @@
 """Run scripts while every function of torch.distributed is watched: python wire.py REPORT RUNS
 
 RUNS is JSON, name -> [script, flags...]; REPORT becomes JSON, name -> [[function, [[dtype, numel]
-of every tensor]]]. A report is written per rank, with the rank in the place of {rank}.
+of every tensor]]]. A report is written per rank, with the rank in the place of {rank}. With
+SMOOTH_ADAM in the environment they use the optimizers of smooth.py.
 """
 
 import inspect
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from command import load_script, parse_args
 from ports import free_port
+from smooth import smooth_adam
 from torch.distributed import distributed_c10d
 
 calls = []
@@ -68,6 +70,8 @@ for name in distributed_c10d.__all__:
         setattr(distributed_c10d, name, watch(name, function))
         setattr(torch.distributed, name, getattr(distributed_c10d, name))
 
+if "SMOOTH_ADAM" in os.environ:
+    smooth_adam()
 report = Path(sys.argv[1].format(rank=os.environ["RANK"]))
 runs = json.loads(sys.argv[2])
 calls_of = {}
