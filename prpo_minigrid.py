@@ -446,13 +446,13 @@ def update(
             if args.aggregation == "proximal":
                 losses[-1]["losses/proximal_loss"] = proximal_loss.item()
             if not finite:  # this agent has diverged and its update ends; those of its peers go on
-                return average(losses)
-    return average(losses)
+                return average_losses(losses)
+    return average_losses(losses)
 
 
-def average(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of every entry."""
-    return {name: mean([row[name] for row in rows]) for name in rows[0]}
+def average_losses(losses: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each term over minibatches."""
+    return {name: mean([loss[name] for loss in losses]) for name in losses[0]}
 
 
 def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usable=None) -> Tensor:
