@@ -1623,8 +1623,11 @@ class Peers:
             **self.exchange.state(),
         }
 
-    def restore(self) -> None:
-        """After `Run.restore`: get the rows of all agents, and the snapshots that senders store."""
+    def restore(self) -> Tensor:
+        """After `Run.restore`: get the rows of all agents, and the snapshots that senders store.
+
+        Returns C.
+        """
         held = list(self.held)
         self.exchange.skip_rounds()
         self.communicator[:] = self.exchange.all_gather(self.communicator[held].double())
@@ -1636,7 +1639,7 @@ class Peers:
             for j, network in view.items():
                 networks.setdefault((j, view.round), network)
         if torch.equal(self.communicator, identity(len(self.sizes))):
-            return  # isolated agents send nothing
+            return self.communicator  # isolated agents send nothing
         snapshots = [view[view.agent] for view in self.views]
         latest = self.exchange.all_gather(flatten(snapshots, max(self.sizes)))
         for view in self.views:
@@ -1644,6 +1647,7 @@ class Peers:
                 if (j, view.round) not in networks:
                     networks[j, view.round] = self._make_network(j, latest[j])
                 view[j] = networks[j, view.round]
+        return self.communicator
 
     # A round: reports, snapshots, the new C
 
@@ -1749,8 +1753,8 @@ class Peers:
             j: network for j, network in self.received.items() if self.neighbours[i, j] and j != i
         }
 
-    def update(self, new_communicator: Tensor) -> None:
-        """Update the rows of C of participating agents, and what follows from C.
+    def update(self, new_communicator: Tensor) -> Tensor:
+        """Update the rows of C of participating agents, and what follows from C. Returns C.
 
         These are the distances, the views, and the bytes of snapshots chosen only now.
 
@@ -1773,6 +1777,7 @@ class Peers:
             if self.participating[view.agent]:
                 self._renew(view)
         self.last_rounds[self.participating] = self.iteration
+        return self.communicator
 
     def _measure_distances(self, new_communicator: Tensor) -> Tensor:
         """The distances after this round [agents, agents]; in a round, only rows of agents held."""

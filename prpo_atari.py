@@ -1,7 +1,13 @@
 """PR-PPO on Atari: agents that share no data learn together through their KL penalty.
 
-Eq. 4 of the PRPO paper. Each agent trains on its own games; agents exchange parameters and a few
-scalars, never an observation, an action or a reward.
+Eq. 4 of the PRPO paper:
+
+    maximise  E[clipped surrogate] - kl_coef E[KL],  KL of agent i's policy and its reference
+    reference = C_i pi = sum_j C[i, j] pi_j          frozen for an update; C is new in every round
+
+Each agent trains on its own games. What leaves it: its parameters and mean return in a round, its
+log-probabilities on public states, its row of C, and metrics; never an observation, an action or a
+reward of a step.
 
     python prpo_atari.py --communicator reward                   # three agents in one process
     python prpo_atari.py --communicator identity                 # the same agents, isolated
@@ -102,7 +108,7 @@ class Args(RunArgs):
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
-    """coefficient of the KL penalty towards the reference policy (FedAvg: its own old policy)"""
+    """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
     kl_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 over the run, as the learning rate does"""
 
@@ -126,8 +132,8 @@ class Args(RunArgs):
     # with --aggregation proximal: coefficient of half the squared distance of an agent's
     # parameters from the average, a term of its loss
     prox_coef: NonNegative = 0.01
-    # with averages of parameters: heads that are not averaged (actor and critic: FedPer); the trunk
-    # always is
+    # with --aggregation weights: heads that stay out of the average (actor and critic: FedPer), but
+    # are sent
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
 
 
@@ -246,7 +252,7 @@ def rollout(
 
     Returns of each agent data and the games that ended, [(return, length)]. data: its observations,
     `obs` [states, ...], and the policy's log-probabilities there, `policy` [states, actions]; the
-    rest is [steps, envs], of which `obs_inds` are rows of obs.
+    rest is [steps, envs]. `obs_inds` are rows of obs: obs[obs_inds] is what each step showed.
     """
     shape = len(generators), args.num_steps, args.num_envs
     obs = actors.obs
@@ -551,17 +557,17 @@ def main(args: Args) -> dict:
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     num_rounds = num_iterations // args.local_updates
-    tasks = name_tasks(args)
+    task_names = name_tasks(args)
     exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     run = Run(
         args,
         exchange,
-        "+".join(dict.fromkeys(tasks)),
+        "+".join(dict.fromkeys(task_names)),
         total=num_iterations,
         units_per_iteration=batch_size * len(exchange.members),
         main_metric="charts/return_last_100",
-        env_ids=tasks,
+        env_ids=task_names,
         steps_per_iteration=batch_size,
         about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds",
     )
@@ -583,7 +589,7 @@ def main(args: Args) -> dict:
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(exchange.device) if num_rounds else None
     peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
-    C = peers.communicator  # [agents, agents], changed in place
+    C = peers.communicator  # [agents, agents]; until the first round the identity
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
@@ -594,8 +600,8 @@ def main(args: Args) -> dict:
         **peers.state(),
     }
     run.restore(state)
-    if run.iteration or args.resume:  # a run without a checkpoint may have sent rounds too
-        peers.restore()
+    if run.iteration or args.resume:  # also before the first checkpoint: rounds may have been sent
+        C = peers.restore()
     envs = Envs(args, held, run.iteration)
     actors = Actors(args, agents)
 
@@ -609,7 +615,7 @@ def main(args: Args) -> dict:
         rollouts = rollout(args, actors, envs, generators)
         run.tick("rollout")
 
-        batches = []
+        batches = []  # kept for the round: `surrogate` reads them
         rows = []  # metrics
         for k, i in enumerate(held):
             if args.anneal_lr:
@@ -623,17 +629,19 @@ def main(args: Args) -> dict:
             run.tick("advantages")
 
             # Reference policy, frozen for this update: row i of C applied to the policies
-            batch["reference"] = batch["policy"]  # FedAvg: its own, PPO with a KL penalty (eq. 3)
+            snapshots = peers.views[k]  # agent -> network, as received in the last round
             if args.aggregation == "policy":
-                batch["reference"] = compute_reference(i, batch, peers.views[k], C, args)
+                batch["reference"] = compute_reference(i, batch, snapshots, C, args)
+            else:
+                batch["reference"] = batch["policy"]  # its own: PPO with a KL penalty (eq. 3)
             anchor = None
             if args.aggregation == "proximal" and C[i, i] < 1:  # without peers an agent is free
-                (anchor,) = compute_average(i, peers.views[k], C)
+                (anchor,) = compute_average(i, snapshots, C)
             run.tick("reference")
 
             # Update
             losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args, anchor)
-            diagnosis = diagnose_update(i, agents[k], batch, peers.views[k], C, args.kl_direction)
+            diagnosis = diagnose_update(i, agents[k], batch, snapshots, C, args.kl_direction)
             run.tick("update")
 
             # Metrics: declared scalars
@@ -679,10 +687,8 @@ def main(args: Args) -> dict:
                 gains = torch.full((n, n), torch.nan)
                 for k, i in enumerate(held):
                     gains[i] = estimate_gains(i, batches[k], peers.find_candidates(i), n)
-            new_communicator = make_communicator(
-                args, reported_returns, peers.log_probs, gains, peers.usable
-            )
-            peers.update(new_communicator)
+            C = make_communicator(args, reported_returns, peers.log_probs, gains, peers.usable)
+            C = peers.update(C)  # without what is not usable; rows of all agents
 
             # FedAvg: agents that take part go on from the average of what they received
             if args.aggregation == "weights":
@@ -690,8 +696,8 @@ def main(args: Args) -> dict:
                     if participating[i] and C[i, i] < 1:
                         average = compute_average(i, peers.views[k], C)
                         before = communicators.flatten(agents[k : k + 1])
-                        average = torch.where(mark_shared(agents[k], args), average, before)
-                        communicators.unflatten(average, agents[k : k + 1])
+                        theta = torch.where(mark_shared(agents[k], args), average, before)
+                        communicators.unflatten(theta, agents[k : k + 1])
         run.tick("exchange")
 
         scalars = {
@@ -705,7 +711,7 @@ def main(args: Args) -> dict:
         if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
             run.log_evaluation(evaluate_agents(args, agents, held))
 
-        # Checkpoint; every run, interrupted or not, starts its environments anew here
+        # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
         if run.saves():
             run.save(state)
             envs.close()

@@ -1,8 +1,13 @@
 """PR-PPO on MiniGrid: agents that share no data learn together through their KL penalty.
 
-Eq. 4 of the PRPO paper, by default with the KL in the other direction (the paper's:
---kl-direction forward). Each agent trains on its own environments; agents exchange parameters and a
-few scalars, never an observation, an action or a reward.
+Eq. 4 of the PRPO paper, by default with the reverse KL (--kl-direction forward: the paper's):
+
+    maximise  E[clipped surrogate] - kl_coef E[KL],  KL of agent i's policy and its reference
+    reference = C_i pi = sum_j C[i, j] pi_j          frozen for an update; C is new in every round
+
+Each agent trains on its own environments. What leaves it: its parameters and mean return in a
+round, its log-probabilities on public states, its row of C, and metrics; never an observation, an
+action or a reward of a step.
 
     python prpo_minigrid.py                                      # three agents in one process
     python prpo_minigrid.py --communicator identity              # the same agents, isolated
@@ -105,7 +110,7 @@ class Args(TaskArgs):
     kl_direction: Literal["forward", "reverse"] = "reverse"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.5
-    """coefficient of the KL penalty towards the reference policy (FedAvg: its own old policy)"""
+    """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
     kl_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 over the run, as the learning rate does"""
 
@@ -129,8 +134,8 @@ class Args(TaskArgs):
     # with --aggregation proximal: coefficient of half the squared distance of an agent's
     # parameters from the average, a term of its loss
     prox_coef: NonNegative = 0.01
-    # with averages of parameters: heads that are not averaged (actor and critic: FedPer); the trunk
-    # always is
+    # with --aggregation weights: heads that stay out of the average (actor and critic: FedPer), but
+    # are sent
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
 
 
@@ -212,7 +217,7 @@ class PolicyTable:
     def __init__(self, agent: Agent):
         self.agent = agent
         self.logits = {}  # an observation, as bytes -> [actions]
-        self.met = deque(maxlen=8)  # the distinct observations of the last rollouts
+        self.met = deque(maxlen=8)  # the distinct observations of as many rollouts
 
     def renew(self) -> None:
         """After an update: compute what the last rollouts met, all at once, and forget the rest."""
@@ -247,7 +252,7 @@ def rollout(
 
     Returns data and the episodes that ended, [(return, length)]. data: the distinct observations,
     `obs` [states, ...], and the policy's log-probabilities there, `policy` [states, actions]; the
-    rest is [steps, envs], of which `obs_inds` are rows of obs.
+    rest is [steps, envs]. `obs_inds` are rows of obs: obs[obs_inds] is what each step showed.
     """
     shape = args.num_steps, args.num_envs
     keys = []  # of the observations before each step, and after the last one
@@ -550,17 +555,17 @@ def main(args: Args) -> dict:
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     num_rounds = num_iterations // args.local_updates
-    tasks = name_tasks(args)
+    task_names = name_tasks(args)
     exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     run = Run(
         args,
         exchange,
-        "+".join(dict.fromkeys(tasks)),
+        "+".join(dict.fromkeys(task_names)),
         total=num_iterations,
         units_per_iteration=batch_size * len(exchange.members),
         main_metric="charts/return_last_100",
-        env_ids=tasks,
+        env_ids=task_names,
         steps_per_iteration=batch_size,
         about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds",
     )
@@ -579,7 +584,7 @@ def main(args: Args) -> dict:
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(exchange.device) if num_rounds else None
     peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
-    C = peers.communicator  # [agents, agents], changed in place
+    C = peers.communicator  # [agents, agents]; until the first round the identity
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings
     state = {
@@ -590,8 +595,8 @@ def main(args: Args) -> dict:
         **peers.state(),
     }
     run.restore(state)
-    if run.iteration or args.resume:  # a run without a checkpoint may have sent rounds too
-        peers.restore()
+    if run.iteration or args.resume:  # also before the first checkpoint: rounds may have been sent
+        C = peers.restore()
     envs = [Envs(args, i, run.iteration) for i in held]
     tables = [PolicyTable(agent) for agent in agents]
 
@@ -601,7 +606,7 @@ def main(args: Args) -> dict:
         if args.kl_schedule == "linear":
             kl_coef = remaining * args.kl_coef
 
-        batches = []
+        batches = []  # kept for the round: `surrogate` reads them
         rows = []  # metrics
         for k, i in enumerate(held):
             if args.anneal_lr:
@@ -618,17 +623,19 @@ def main(args: Args) -> dict:
             run.tick("advantages")
 
             # Reference policy, frozen for this update: row i of C applied to the policies
-            batch["reference"] = batch["policy"]  # FedAvg: its own, PPO with a KL penalty (eq. 3)
+            snapshots = peers.views[k]  # agent -> network, as received in the last round
             if args.aggregation == "policy":
-                batch["reference"] = compute_reference(i, batch, peers.views[k], C, args)
+                batch["reference"] = compute_reference(i, batch, snapshots, C, args)
+            else:
+                batch["reference"] = batch["policy"]  # its own: PPO with a KL penalty (eq. 3)
             anchor = None
             if args.aggregation == "proximal" and C[i, i] < 1:  # without peers an agent is free
-                (anchor,) = compute_average(i, peers.views[k], C)
+                (anchor,) = compute_average(i, snapshots, C)
             run.tick("reference")
 
             # Update
             losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args, anchor)
-            diagnosis = diagnose_update(i, agents[k], batch, peers.views[k], C, args.kl_direction)
+            diagnosis = diagnose_update(i, agents[k], batch, snapshots, C, args.kl_direction)
             run.tick("update")
 
             # Metrics: declared scalars
@@ -674,10 +681,8 @@ def main(args: Args) -> dict:
                 gains = torch.full((n, n), torch.nan)
                 for k, i in enumerate(held):
                     gains[i] = estimate_gains(i, batches[k], peers.find_candidates(i), n)
-            new_communicator = make_communicator(
-                args, reported_returns, peers.log_probs, gains, peers.usable
-            )
-            peers.update(new_communicator)
+            C = make_communicator(args, reported_returns, peers.log_probs, gains, peers.usable)
+            C = peers.update(C)  # without what is not usable; rows of all agents
 
             # FedAvg: agents that take part go on from the average of what they received
             if args.aggregation == "weights":
@@ -685,8 +690,8 @@ def main(args: Args) -> dict:
                     if participating[i] and C[i, i] < 1:
                         average = compute_average(i, peers.views[k], C)
                         before = communicators.flatten(agents[k : k + 1])
-                        average = torch.where(mark_shared(agents[k], args), average, before)
-                        communicators.unflatten(average, agents[k : k + 1])
+                        theta = torch.where(mark_shared(agents[k], args), average, before)
+                        communicators.unflatten(theta, agents[k : k + 1])
         run.tick("exchange")
 
         scalars = {
@@ -700,7 +705,7 @@ def main(args: Args) -> dict:
         if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
             run.log_evaluation(evaluate_agents(args, agents, held))
 
-        # Checkpoint; every run, interrupted or not, starts its environments anew here
+        # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
         if run.saves():
             run.save(state)
             for agent_envs in envs:

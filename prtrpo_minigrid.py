@@ -373,17 +373,17 @@ def main(args: Args) -> dict:
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     num_rounds = num_iterations // args.local_updates
-    tasks = name_tasks(args)
+    task_names = name_tasks(args)
     exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     run = Run(
         args,
         exchange,
-        "+".join(dict.fromkeys(tasks)),
+        "+".join(dict.fromkeys(task_names)),
         total=num_iterations,
         units_per_iteration=batch_size * len(exchange.members),
         main_metric="charts/return_last_100",
-        env_ids=tasks,
+        env_ids=task_names,
         steps_per_iteration=batch_size,
         about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds",
     )
@@ -402,7 +402,7 @@ def main(args: Args) -> dict:
     # Communication: C, what agents received in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(exchange.device) if num_rounds else None
     peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
-    C = peers.communicator  # [agents, agents], changed in place
+    C = peers.communicator  # [agents, agents]; until the first round the identity
     # Of each agent's last update: how far it moved the policy, how far from the reference it ended
     # (see `compute_radius`); and the number of updates within their bound
     variations = torch.zeros(n, 3, dtype=torch.float64)
@@ -417,15 +417,15 @@ def main(args: Args) -> dict:
         **peers.state(),
     }
     run.restore(state)
-    if run.iteration or args.resume:  # a run without a checkpoint may have sent rounds too
-        peers.restore()
+    if run.iteration or args.resume:  # also before the first checkpoint: rounds may have been sent
+        C = peers.restore()
         variations[:] = exchange.all_gather(variations[list(held)])
     envs = [Envs(args, i, run.iteration) for i in held]
     tables = [PolicyTable(agent) for agent in agents]
 
     for iteration in run.iterations():
         remaining = 1.0 - (iteration - 1) / num_iterations
-        batches = []
+        batches = []  # kept for the round: `surrogate` reads them
         rows = []  # metrics
         new_variations = []
         for k, i in enumerate(held):
@@ -443,7 +443,8 @@ def main(args: Args) -> dict:
             run.tick("advantages")
 
             # Reference policy, frozen for this update: row i of C applied to the policies
-            batch["reference"] = compute_reference(i, batch, peers.views[k], C, args)
+            snapshots = peers.views[k]  # agent -> network, as received in the last round
+            batch["reference"] = compute_reference(i, batch, snapshots, C, args)
             run.tick("reference")
 
             # Update
@@ -452,7 +453,7 @@ def main(args: Args) -> dict:
                 group = [i]
             epsilon, bound = compute_radius(C[group], variations[group, :2], args)
             step, value_loss = update(agents[k], optimizers[k], generators[k], batch, epsilon, args)
-            diagnosis = diagnose_update(i, agents[k], batch, peers.views[k], C, "forward")
+            diagnosis = diagnose_update(i, agents[k], batch, snapshots, C, "forward")
             # What the next radii need: two scalars of each agent, and a third for the log
             within = variations[i, 2].item() + (step["tv_update"] <= bound)
             new_variations.append([step["tv_update"], step["tv_reference"], within])
@@ -510,10 +511,8 @@ def main(args: Args) -> dict:
                 gains = torch.full((n, n), torch.nan)
                 for k, i in enumerate(held):
                     gains[i] = estimate_gains(i, batches[k], peers.find_candidates(i), n)
-            new_communicator = make_communicator(
-                args, reported_returns, peers.log_probs, gains, peers.usable
-            )
-            peers.update(new_communicator)
+            C = make_communicator(args, reported_returns, peers.log_probs, gains, peers.usable)
+            C = peers.update(C)  # without what is not usable; rows of all agents
         run.tick("exchange")
 
         scalars = {
@@ -526,7 +525,7 @@ def main(args: Args) -> dict:
         if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
             run.log_evaluation(evaluate_agents(args, agents, held))
 
-        # Checkpoint; every run, interrupted or not, starts its environments anew here
+        # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
         if run.saves():
             run.save(state)
             for agent_envs in envs:
