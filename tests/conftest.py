@@ -37,6 +37,13 @@ def one_thread():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def heard_hangups():
+    """SIGHUP as a terminal has it, also where the tests run under nohup, which ignores it."""
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def ordered_event_files():
     """TensorBoard reads files in the order of their names, which end in a number: of two that one
     process begins within a second, 10 would come before 9.

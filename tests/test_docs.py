@@ -92,6 +92,7 @@ PAST = {
     "--dp-delta",
     "--dp-key",
     "--robust",
+    "--target-kl",
 }
 
 

@@ -110,6 +110,7 @@ def test_an_extended_schedule_runs_over_the_new_total(files, tmp_path, schedule)
     assert coefs == pytest.approx((0.5 * (1 - done)).tolist(), rel=1e-4)
 
 
+@pytest.mark.usefixtures("smooth_adam")
 def test_two_ranks_save_and_log_like_one_process(files, server, spread, tmp_path):  # noqa: F811
     """Adapters, sampled evaluations, logged completions and those of a server do not depend on the
     placement."""

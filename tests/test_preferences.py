@@ -386,6 +386,7 @@ def spread_settings(files, name):  # noqa: F811
     return SPREAD[name] | {"reward_weights": (str(files / "weights.csv"),)}
 
 
+@pytest.mark.usefixtures("smooth_adam")
 def test_two_ranks_with_preferences_train_like_one_process(files, spread, tmp_path):  # noqa: F811
     """Private layers and a row of weights each, with PPO: equal weights, metrics, completions; no
     rank sends its private layers."""
