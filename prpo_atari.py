@@ -132,8 +132,7 @@ class Args(RunArgs):
     # with --aggregation proximal: coefficient of half the squared distance of an agent's
     # parameters from the average, a term of its loss
     prox_coef: NonNegative = 0.01
-    # with --aggregation weights: heads that stay out of the average (actor and critic: FedPer), but
-    # are sent
+    # with --aggregation weights: heads that are not averaged, but sent (actor and critic: FedPer)
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
 
 
