@@ -1998,8 +1998,10 @@ def refuse(args: RunArgs, flag: str, valid: str, any_rank: bool = False) -> NoRe
 
 
 def _show(value: object) -> str:
-    """A flag's value as on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """A flag's value as on the command line, with escapes for what cannot be printed."""
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    characters = [c if c.isprintable() else c.encode("unicode_escape").decode() for c in text]
+    return "".join(characters)
 
 
 # The command line
@@ -2067,6 +2069,7 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
         args = read_played_settings(args, argv)
     elif args.resume:
         args = _read_resumed_settings(args, argv, may_change, again)
+    _check_texts(args)
     world_size = get_world_size()
     if args.agents_at_once % world_size:
         flag = "num_agents"
@@ -2087,6 +2090,18 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     if not plays_only:
         _check_exchange(args)
     return args
+
+
+def _check_texts(args: RunArgs) -> None:
+    """Refuse texts that logs cannot hold: what is not UTF-8, and line breaks in the run's name."""
+    for name, value in vars(args).items():
+        texts = value if isinstance(value, tuple | list) else [value]
+        for text in texts:
+            # Bytes that the locale does not know are read as surrogates
+            if isinstance(text, str) and re.search(r"[\ud800-\udfff]", text):
+                refuse(args, name, "must be UTF-8, in a locale that has it")
+    if re.search(r"[\x00-\x1f\x7f-\x9f]", args.exp_name):
+        refuse(args, "exp_name", "must not have control characters")
 
 
 def _check_communicator(args: RunArgs) -> None:

@@ -32,6 +32,7 @@ import toy
 from helpers import (
     REPOSITORY,
     Child,
+    call,
     copy_config,
     environment,
     only_run,
@@ -509,6 +510,28 @@ def test_no_name_leaves_the_folder_of_runs(name, tmp_path):
     folder = only_run(tmp_path / "runs")
     assert len(folder.name.encode()) <= 255 and (folder / "summary.json").exists()
     assert set(pandas.read_csv(folder / "metrics.csv")["exp_name"]) == {name}
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--exp-name", "--wandb-project-name"])
+def test_bytes_that_are_not_utf_8_are_refused_before_anything_is_written(flag, tmp_path):
+    """Python reads them as surrogates, which logs cannot hold."""
+    run = call(TOY, "--run-dir", "runs", flag, os.fsdecode(b"caf\xe9"), cwd=tmp_path)
+    assert run.returncode == 2
+    message = f"{flag} caf\\udce9: must be UTF-8, in a locale that has it\n"
+    assert run.stderr == message
+    assert list(tmp_path.iterdir()) == []
+    # As in a locale of ASCII, where Python reads each byte so
+    words = os.fsencode("日本").decode("ascii", "surrogateescape")
+    assert refusal(args_of, tmp_path, flag, words).startswith(rf"{flag} \udce6\udc97")
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", "a\tb", "a\x85b"])
+def test_names_with_control_characters_are_refused(name, tmp_path):
+    """A resumed run reads the rows of its logs at line breaks."""
+    escaped = name.encode("unicode_escape").decode()
+    message = f"--exp-name {escaped}: must not have control characters"
+    assert refusal(args_of, tmp_path, "--exp-name", name) == message
+    assert args_of(tmp_path, "--exp-name", "日本\u3000é").exp_name == "日本\u3000é"
 
 
 def test_tables_that_a_person_analyses(whole):
