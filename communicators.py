@@ -774,8 +774,8 @@ class Exchange:
 
     def __init__(self, num_agents: int, device: str | torch.device = "cpu", timeout: float = 600.0):
         self.distributed = "RANK" in os.environ  # torchrun sets it
-        self.rank = int(os.environ["RANK"]) if self.distributed else 0
         self.world_size = get_world_size()
+        self.rank = int(os.environ["RANK"]) if self.distributed else 0
         if num_agents % self.world_size:
             message = f"{num_agents} agents cannot be shared by {self.world_size} ranks"
             raise ValueError(f"{message}; use a divisor")
@@ -805,13 +805,16 @@ class Exchange:
 
     def _connect(self) -> None:
         """Join the process group."""
-        address = os.environ["MASTER_ADDR"]
-        port = int(os.environ["MASTER_PORT"])
+        address = os.environ.get("MASTER_ADDR", "")
+        port = os.environ.get("MASTER_PORT", "")
+        if not address or not port.isdecimal():
+            message = f"RANK is set, but MASTER_ADDR={address} and MASTER_PORT={port} are no place"
+            stop(f"{message}: start with torchrun, or unset RANK", WRONG_VALUE, any_rank=True)
         # Rank 0 holds the store, unless torchrun does
         has_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = dist.TCPStore(
             address,
-            port,
+            int(port),
             self.world_size,
             is_master=has_store,
             timeout=self.timeout,
@@ -1941,7 +1944,13 @@ def get_world_size() -> int:
     if "WORLD_SIZE" not in os.environ:
         message = "RANK is set without WORLD_SIZE: start with torchrun, or unset RANK"
         stop(message, WRONG_VALUE, any_rank=True)
-    return int(os.environ["WORLD_SIZE"])
+    rank = os.environ["RANK"]
+    world_size = os.environ["WORLD_SIZE"]
+    are_numbers = rank.isdecimal() and world_size.isdecimal()
+    if not are_numbers or int(rank) >= int(world_size):
+        message = f"RANK={rank} is no rank below WORLD_SIZE={world_size}"
+        stop(f"{message}: start with torchrun, or unset RANK", WRONG_VALUE, any_rank=True)
+    return int(world_size)
 
 
 def find_script(args: RunArgs) -> Path:
@@ -2357,7 +2366,7 @@ def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
     """
     if given.resume:
         refuse(given, "resume", "does not go with --eval-only")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if get_world_size() > 1:
         refuse(given, "eval_only", "plays in one process, without torchrun")
     stored = read_run(given, "eval_only")
     words = sys.argv[1:] if argv is None else argv

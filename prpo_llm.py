@@ -3662,7 +3662,7 @@ def check_data(args: Args) -> None:
     held = args.agents
     if not args.exchange:
         rank = int(os.environ.get("RANK", 0))
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        world_size = communicators.get_world_size()
         first = rank * n // world_size
         held = range(first, first + n // world_size)
     read_here = args.dataset

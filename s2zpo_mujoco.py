@@ -922,7 +922,7 @@ def check_args(args: Args) -> None:
     if args.exchange:
         valid = "has no effect: agents share one vector of parameters at every step; leave it out"
         communicators.refuse(args, "exchange", valid)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = communicators.get_world_size()
     if args.algorithm == "central":  # one agent that has the pairs of all
         if world_size > 1:
             communicators.refuse(args, "algorithm", "is one agent, in one process")

@@ -610,6 +610,11 @@ def test_a_rank_reads_the_data_sets_of_all_its_agents(many, tmp_path, monkeypatc
     assert refusal(parse_args, prpo_llm, argv) == "--dataset agent_3.jsonl: there is no such file"
     write(Path("agent_3.jsonl"), [])
     assert parse_args(prpo_llm, argv).num_agents == 4
+    monkeypatch.delenv("RANK")  # not torchrun's: one process has all agents
+    for i in (0, 1):
+        write(Path(f"agent_{i}.jsonl"), [])
+    Path("agent_3.jsonl").unlink()
+    assert refusal(parse_args, prpo_llm, argv) == "--dataset agent_3.jsonl: there is no such file"
 
 
 ALONE = """

@@ -563,6 +563,8 @@ def test_what_cannot_be_played_is_refused_in_one_line(script, whole_run, tmp_pat
         assert "agent_0.safetensors" in REFUSED[-1]
         assert "\n" not in REFUSED[-1]
     monkeypatch.setenv("WORLD_SIZE", "3")
+    assert script.parse_args(play).eval_only  # without a rank it is not torchrun's
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
         script.parse_args(play)
     assert "without torchrun" in REFUSED[-1]

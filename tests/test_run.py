@@ -1104,6 +1104,35 @@ def test_a_rank_without_a_world_is_refused_in_one_line(tmp_path, monkeypatch):
         assert refusal(start).startswith("RANK is set without WORLD_SIZE")
 
 
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "x"}, "RANK=0 is no rank below WORLD_SIZE=x"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 is no rank below WORLD_SIZE=1"),
+        ({"RANK": "x", "WORLD_SIZE": "1"}, "RANK=x is no rank below WORLD_SIZE=1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 is no rank below WORLD_SIZE=0"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR= and MASTER_PORT= are no place"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "x"},
+            "MASTER_ADDR=::1 and MASTER_PORT=x are no place",
+        ),
+    ],
+    ids=str,
+)
+def test_half_of_torchruns_variables_is_refused_in_one_line(
+    variables, words, tmp_path, monkeypatch
+):
+    """Before a folder is made."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    message = refusal(lambda: toy.main(args_of(tmp_path)))
+    assert words in message
+    assert message.endswith(": start with torchrun, or unset RANK")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("other", [["--seed", "2"], ["--eval-every", "3"], ["--exp-name", "x"]])
 def test_ranks_with_other_settings_are_refused(other, tmp_path):
     """Before there is a folder: rank 0's config.json would not be true."""

@@ -1109,9 +1109,10 @@ def test_a_machine_that_cannot_draw(monkeypatch):
 
 
 def test_central_and_people_need_one_process(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
     flags = ["--env-id", "CartPole-v1"]
+    monkeypatch.setenv("WORLD_SIZE", "2")  # without a rank it is not torchrun's
+    assert parse_args(s2zpo_mujoco, [*flags, "--algorithm", "central"]).num_agents == 1
+    monkeypatch.setenv("RANK", "0")
     message = refusal(parse_args, s2zpo_mujoco, [*flags, "--algorithm", "central"])
     assert "--algorithm central" in message
     assert "--human True" in refusal(parse_args, s2zpo_mujoco, [*flags, "--human"])
