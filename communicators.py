@@ -2362,7 +2362,8 @@ def _read_resumed_settings(
 def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
     """The arguments of --eval-only: the run's settings, of which the evaluation's may change.
 
-    A task given anew replaces the run's tasks, and with them missions and private levels.
+    A task given anew replaces the run's tasks, and with them missions and private levels. Films are
+    made only if they are asked for anew.
     """
     if given.resume:
         refuse(given, "resume", "does not go with --eval-only")
@@ -2384,6 +2385,7 @@ def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
             args.levels_per_agent = given.levels_per_agent
             args.env_backend = "auto"
     args.env_id = args.env_id or stored.env_id
+    args.capture_video = given.capture_video
     _refuse_changes(args, stored, free, args.eval_only)
     if getattr(args, "levels_per_agent", 0) and args.seed != stored.seed and not new_task:
         folder = args.eval_only
@@ -2740,7 +2742,10 @@ def check_encoder(args: RunArgs, flag: str) -> None:
     try:
         importlib.import_module("imageio_ffmpeg").get_ffmpeg_version()
     except Exception as error:
-        refuse(args, flag, f"films need ffmpeg; {first_line(error)}")
+        valid = f"films need ffmpeg; {first_line(error)}"
+        if args.resume:
+            valid = f"{valid}; --no-{flag.replace('_', '-')} goes on without them"
+        refuse(args, flag, valid)
 
 
 class Film:

@@ -1151,7 +1151,7 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
             returns[name] = evaluate(args, agent, env_id, levels, seed, film, args.greedy)
         results.append(returns)
     communicators.print_returns(args, results)
-    if args.capture_video:
+    if args.capture_video and any(folder.glob("eval_*.mp4")):
         print(f"videos in {folder}")
     return results
 

@@ -11,6 +11,7 @@ from helpers import (
     PRPO_ATARI,
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
+    copy_config,
     evaluations_of,
     on,
     only_run,
@@ -148,7 +149,26 @@ def test_playing_without_films_has_its_table(whole_run, broken_encoder, tmp_path
     args.capture_video = True
     capsys.readouterr()
     assert str(script.evaluate_run(args)) == str(expected)
-    assert capsys.readouterr().out.count(".mp4: no film, gave up\n") == 3
+    output = capsys.readouterr().out
+    assert output.count(".mp4: no film, gave up\n") == 3
+    assert "videos in" not in output  # where there are none
+
+
+@on(FILMED)
+def test_a_filmed_run_is_played_without_films_unless_they_are_asked_for(
+    script, whole_run, tmp_path, monkeypatch
+):
+    """And goes on without an encoder, if it is told to."""
+    copy_config(whole_run(script), tmp_path, "--capture-video")
+    play = ["--eval-only", str(tmp_path)]
+    assert script.parse_args([*play, "--capture-video"]).capture_video
+    resume = ["--resume", str(tmp_path)]
+    assert script.parse_args(resume).capture_video
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path / "nowhere"))
+    assert not script.parse_args(play).capture_video
+    message = refusal(script.parse_args, resume)
+    assert message.endswith("; --no-capture-video goes on without them")
+    assert not script.parse_args([*resume, "--no-capture-video"]).capture_video
 
 
 @on([*FILMED, s2zpo_mujoco])
