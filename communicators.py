@@ -2468,10 +2468,11 @@ def mean_and_half_interval(values) -> tuple[float, float]:
     samples = np.asarray(values, dtype=float)
     samples = samples[~np.isnan(samples)]
     half = math.nan
-    if len(samples) > 1:
-        quantile = stdtrit(len(samples) - 1, 0.975)
-        half = float(quantile * samples.std(ddof=1) / math.sqrt(len(samples)))
-    return mean(samples), half
+    with np.errstate(invalid="ignore"):  # of infinite samples
+        if len(samples) > 1:
+            quantile = stdtrit(len(samples) - 1, 0.975)
+            half = float(quantile * samples.std(ddof=1) / math.sqrt(len(samples)))
+        return mean(samples), half
 
 
 def format_interval(mean: float, half: float) -> str:

@@ -1198,7 +1198,8 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
     if len({other for other in list_env_ids(args) if strip_module(other) == name}) > 1:
         # The second module replaced what the first had registered
         return "has the name of another task here"
-    env.step(0)  # an error is a problem, too
+    _, reward, *_ = env.step(0)
+    float(reward)  # an error is a problem, too
     return ""
 
 

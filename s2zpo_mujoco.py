@@ -977,7 +977,7 @@ def find_env_problem(env: gym.Env, env_id: str) -> str:
         return f"{env_id} is {env.spec.id}"
     env.reset(seed=0)
     _, reward, *_ = env.step(env.action_space.sample())  # an error is a problem, too
-    if np.size(reward) != 1:
+    if np.size(reward) != 1 or reward is None:
         return f"its rewards are {reward}"
     return ""
 

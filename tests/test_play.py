@@ -142,6 +142,18 @@ class PairOfFrames(Frames):
         return obs, np.array([reward, reward]), *more
 
 
+class Unpaid(Bare):
+    def step(self, action):
+        obs, _, *more = super().step(action)
+        return obs, None, *more
+
+
+class UnpaidFrames(Frames):
+    def step(self, action):
+        obs, _, *more = super().step(action)
+        return obs, None, *more
+
+
 # As environments stepped long ago
 class Old(Bare):
     def step(self, action):
@@ -153,6 +165,8 @@ gym.register("Odd-v0", Odd)
 gym.register("OddFrames-v0", OddFrames)
 gym.register("Pair-v0", Pair)
 gym.register("PairOfFrames-v0", PairOfFrames)
+gym.register("Unpaid-v0", Unpaid)
+gym.register("UnpaidFrames-v0", UnpaidFrames)
 gym.register("Old-v0", Old)
 gym.register("Endless-v0", Endless)
 gym.register("EndlessFrames-v0", EndlessFrames)
@@ -263,6 +277,7 @@ def contents(folder):
             ["has the name of another task"],
         ),
         (["--env-id", "my_other_tasks:Pair-v0"], ["Pair-v0", "array of size 1"]),
+        (["--env-id", "my_other_tasks:Unpaid-v0"], ["Unpaid-v0", "NoneType"]),
         (["--env-id", "my_other_tasks:Old-v0"], ["Old-v0", "expected 5, got 4"]),
         (["--greedy"], ["--greedy", "--eval-only"]),
     ],
@@ -389,6 +404,7 @@ def test_lives_of_a_users_game_end_episodes(my_tasks):
         ("no_such_module:Game-v0", "no_such_module"),
         ("my_other_tasks:Bare-v0", "shows no 4x84x84 frames (uint8), but 7x7x3"),
         ("my_other_tasks:PairOfFrames-v0", "array of size 1"),
+        ("my_other_tasks:UnpaidFrames-v0", "NoneType"),
         ("MiniGrid-Empty-5x5-v0", "module:id"),
     ],
 )

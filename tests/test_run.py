@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -908,6 +909,16 @@ def test_intervals_have_the_quantiles_of_students_t(samples, quantile):
     expected = quantile * values.std(ddof=1) / math.sqrt(samples)
     _, half = communicators.mean_and_half_interval(values)
     assert half == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("infinity", [math.inf, -math.inf])
+def test_infinite_returns_have_no_interval_and_no_warning(infinity):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mean, half = communicators.mean_and_half_interval([1.0, infinity])
+        assert (mean, math.isnan(half)) == (infinity, True)
+        results = communicators.mean_and_half_interval([math.inf, -math.inf])
+        assert np.isnan(results).all()
 
 
 @pytest.mark.parametrize(

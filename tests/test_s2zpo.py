@@ -1038,6 +1038,8 @@ def test_rewards_of_a_task_may_have_the_shape_of_one(tmp_path, monkeypatch):
     assert "--env-id Odd-v0" in message
     assert "its rewards are [" in message
     assert not (tmp_path / "two").exists()
+    monkeypatch.setattr(Odd, "step", lambda self, action: (np.zeros(3), None, False, False, {}))
+    assert refusal(parse_args, s2zpo_mujoco, flags).endswith("; its rewards are None")
 
 
 # --- bad input ---
