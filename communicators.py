@@ -2171,6 +2171,10 @@ def _check_run_dir(args: RunArgs) -> None:
         is_writable = False
     if not is_writable:
         refuse(args, flag, "must be a folder that can be written to")
+    if args.resume:
+        for checkpoints in sorted(run_dir.glob("checkpoints/agent_*")):
+            if not os.access(checkpoints, os.W_OK):
+                refuse(args, flag, f"{checkpoints} cannot be written to")
     megabytes = 64 + 64 * args.agents_at_once
     if shutil.disk_usage(folder).free < megabytes * 2**20:
         refuse(args, flag, f"needs {megabytes} MB of free disk space")

@@ -840,6 +840,22 @@ def resume_longer(folder, iterations):
     toy.main(communicators.parse_args(toy.Args, toy.check_args, argv, may_change=("iterations",)))
 
 
+def test_checkpoints_that_cannot_be_written_leave_a_finished_run_as_it_was(
+    whole, tmp_path, monkeypatch
+):
+    """Their folders may have other permissions than the run's."""
+    folder = Path(shutil.copytree(whole, tmp_path / whole.name))
+    before = contents_of(folder)
+    checkpoints = folder / "checkpoints" / "agent_1"
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, *mode: path != checkpoints and access(path, *mode)
+    )
+    message = refusal(resume_longer, folder, 9)
+    assert message == f"--resume {folder}: {checkpoints} cannot be written to"
+    assert contents_of(folder) == before
+
+
 @pytest.mark.parametrize("failure", ["login", "TensorBoard", "a log"])
 def test_a_start_that_fails_leaves_a_finished_run_as_it_was(failure, whole, tmp_path, monkeypatch):
     """Completed, with its settings: without --track the folder can be resumed as before."""
