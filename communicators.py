@@ -2323,6 +2323,8 @@ def read_run(given: RunArgs, flag: str, words: Iterable[str] = ()) -> RunArgs:
     of_this_version = f"must be a run of this version of {script.name}"
     command = config.get("command")
     is_list_of_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
+    if config.get("script") == script.stem and "command" not in config:
+        refuse(given, flag, f"{of_this_version}; those of version 0.1 need commit 9627f85")
     if config.get("script") != script.stem or not is_list_of_words:
         refuse(given, flag, of_this_version)
     Args = type(given)
@@ -3019,9 +3021,10 @@ class Run:
             work = f"this {self.counter}, then a checkpoint"
             if self._trained:
                 work = "the evaluation"
+            times = "again" if number == signal.SIGINT else "twice"
             # Not by print, which may be what the signal has interrupted
             with contextlib.suppress(OSError):
-                os.write(2, f"\nfinishing {work}; Ctrl-C again to end at once\n".encode())
+                os.write(2, f"\nfinishing {work}; Ctrl-C {times} to end at once\n".encode())
         now = time.monotonic()
         first = self._signals.setdefault(number, now)
         # The next one ends the run; but Slurm sends its own to all, and torchrun passes them on

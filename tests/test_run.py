@@ -242,6 +242,18 @@ def test_a_damaged_config_is_refused_in_one_line(text, whole, tmp_path):
     assert str(folder) in refusal(resume, folder)
 
 
+@pytest.mark.parametrize(
+    ("command", "names_commit"), [({}, True), ({"command": ["--no-such-flag"]}, False)]
+)
+def test_only_runs_of_the_first_version_are_told_of_its_commit(command, names_commit, tmp_path):
+    """Which kept no words of their command."""
+    config = {"script": TOY.stem, "seed": 1} | command
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal(resume, tmp_path)
+    assert f"must be a run of this version of {TOY.name}" in message
+    assert message.endswith("; those of version 0.1 need commit 9627f85") == names_commit
+
+
 def test_a_full_disk_ends_with_one_line_and_keeps_what_was_saved(whole, tmp_path, monkeypatch):
     """When a checkpoint, a log or the summary cannot be written; then there is room again."""
     fsync = os.fsync
@@ -1055,6 +1067,21 @@ def test_a_signal_that_comes_twice_at_once_is_one_request(number, tmp_path, capf
     assert files_of(only_run(tmp_path)) == [[2, 3]] * 3
     assert capfd.readouterr().err.count("finishing this iteration") == 1
     assert killed == [(os.getpid(), number)]
+
+
+@pytest.mark.parametrize("number", OF_SLURM)
+def test_after_another_signal_ctrl_c_ends_a_run_when_it_comes_twice(number, tmp_path, capfd):
+    """As the line says: the first may be torchrun's."""
+
+    def interrupt(iteration):
+        if iteration == 3:
+            os.kill(os.getpid(), number)
+            assert "; Ctrl-C twice to end at once\n" in capfd.readouterr().err
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+
+    with pytest.raises(SystemExit):
+        toy.main(args_of(tmp_path), at=interrupt)
 
 
 def test_nohup_is_respected(tmp_path, monkeypatch):
