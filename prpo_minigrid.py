@@ -245,62 +245,71 @@ class PolicyTable:
 
 
 def rollout(
-    args: Args, table: PolicyTable, envs: "Envs", generator: torch.Generator
-) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
-    """An agent plays num_steps in its environments, from where they stand.
+    args: Args, tables: list[PolicyTable], envs: "Envs", generators: list[torch.Generator]
+) -> list[tuple[dict[str, Tensor], list[tuple[float, float]]]]:
+    """All agents play num_steps in their environments, from where they stand.
 
-    Returns data and the episodes that ended, [(return, length)]. data: the distinct observations,
-    `obs` [states, ...], and the policy's log-probabilities there, `policy` [states, actions]; the
-    rest is [steps, envs]. `obs_inds` are rows of obs: obs[obs_inds] is what each step showed.
+    Returns of each agent data and the episodes that ended, [(return, length)]. data: its distinct
+    observations, `obs` [states, ...], and the policy's log-probabilities there, `policy`
+    [states, actions]; the rest is [steps, envs]. `obs_inds` are rows of obs: obs[obs_inds] is what
+    each step showed.
     """
-    shape = args.num_steps, args.num_envs
-    keys = []  # of the observations before each step, and after the last one
+    shape = len(tables), args.num_steps, args.num_envs
+    keys = [[] for _ in tables]  # of the observations before each step, and after the last one
     actions = np.zeros(shape, dtype=int)
     rewards = np.zeros(shape, dtype=np.float32)
     terminations = np.zeros(shape, dtype=bool)
     truncations = np.zeros(shape, dtype=bool)
     valid = np.zeros(shape, dtype=bool)
-    episodes = []
+    episodes = [[] for _ in tables]
 
     # The largest of logits plus Gumbel noise is a sample of their softmax
-    noise = torch.empty(*shape, table.agent.actor.out_features)
-    gumbel = -noise.exponential_(generator=generator).log().numpy()
+    gumbel = []
+    for table, generator in zip(tables, generators, strict=True):
+        noise = torch.empty(*shape[1:], table.agent.actor.out_features)
+        gumbel.append(-noise.exponential_(generator=generator).log().numpy())
+        table.renew()
 
-    table.renew()
     for step in range(args.num_steps):
-        next_keys = [obs.tobytes() for obs in envs.obs]
-        keys += next_keys
-        actions[step] = (table.look_up(next_keys) + gumbel[step]).argmax(-1)
-        *signals, ended = envs.step(actions[step])
-        rewards[step], terminations[step], truncations[step], valid[step] = signals
-        episodes += ended
-    keys += [obs.tobytes() for obs in envs.obs]
+        now = slice(None), step
+        for k, table in enumerate(tables):
+            next_keys = [obs.tobytes() for obs in envs.obs[k]]
+            keys[k] += next_keys
+            actions[k, step] = (table.look_up(next_keys) + gumbel[k][step]).argmax(-1)
+        *signals, ended = envs.step(actions[now])
+        rewards[now], terminations[now], truncations[now], valid[now] = signals
+        for k, episode_return, length in ended:
+            episodes[k].append((float(episode_return), float(length)))
 
     # Values and log-probabilities, once for each distinct observation
-    rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
-    table.met.append(list(rows))
-    obs = table.decode(list(rows))
-    logits, value = table.agent.predict(obs)
-    policy = logits.log_softmax(-1)
-    device = obs.device
-    obs_inds = torch.tensor([rows[key] for key in keys], device=device)
-    obs_inds = obs_inds.view(-1, args.num_envs)  # [steps + 1, envs]
-    actions = torch.from_numpy(actions).to(device)
-    data = {
-        "obs": obs,
-        "policy": policy,
-        "obs_inds": obs_inds[:-1],
-        "actions": actions,
-        "logprobs": policy[obs_inds[:-1], actions],
-        "values": value[obs_inds[:-1]],
-        # After an episode's end the next observation is its final one: its value bootstraps
-        "next_values": value[obs_inds[1:]],
-        "rewards": torch.from_numpy(rewards).to(device),
-        "terminations": torch.from_numpy(terminations).to(device),
-        "dones": torch.from_numpy(terminations | truncations).to(device),
-        "valid": torch.from_numpy(valid).to(device),
-    }
-    return data, episodes
+    rollouts = []
+    for k, table in enumerate(tables):
+        keys[k] += [obs.tobytes() for obs in envs.obs[k]]
+        rows = {key: row for row, key in enumerate(dict.fromkeys(keys[k]))}
+        table.met.append(list(rows))
+        obs = table.decode(list(rows))
+        logits, value = table.agent.predict(obs)
+        policy = logits.log_softmax(-1)
+        device = obs.device
+        obs_inds = torch.tensor([rows[key] for key in keys[k]], device=device)
+        obs_inds = obs_inds.view(-1, args.num_envs)  # [steps + 1, envs]
+        agent_actions = torch.from_numpy(actions[k]).to(device)
+        data = {
+            "obs": obs,
+            "policy": policy,
+            "obs_inds": obs_inds[:-1],
+            "actions": agent_actions,
+            "logprobs": policy[obs_inds[:-1], agent_actions],
+            "values": value[obs_inds[:-1]],
+            # After an episode's end the next observation is its final one: its value bootstraps
+            "next_values": value[obs_inds[1:]],
+            "rewards": torch.from_numpy(rewards[k]).to(device),
+            "terminations": torch.from_numpy(terminations[k]).to(device),
+            "dones": torch.from_numpy(terminations[k] | truncations[k]).to(device),
+            "valid": torch.from_numpy(valid[k]).to(device),
+        }
+        rollouts.append((data, episodes[k]))
+    return rollouts
 
 
 def compute_advantages(data: dict[str, Tensor], gamma: float, gae_lambda: float) -> Tensor:
@@ -596,7 +605,7 @@ def main(args: Args) -> dict:
     run.restore(state)
     if run.iteration or args.resume:  # also before the first checkpoint: rounds may have been sent
         C = peers.restore()
-    envs = [Envs(args, i, run.iteration) for i in held]
+    envs = Envs(args, held, run.iteration)
     tables = [PolicyTable(agent) for agent in agents]
 
     for iteration in run.iterations():
@@ -605,17 +614,18 @@ def main(args: Args) -> dict:
         if args.kl_schedule == "linear":
             kl_coef = remaining * args.kl_coef
 
+        # Rollout
+        rollouts = rollout(args, tables, envs, generators)
+        run.tick("rollout")
+
         batches = []  # kept for the round: `surrogate` reads them
         rows = []  # metrics
         for k, i in enumerate(held):
             if args.anneal_lr:
                 optimizers[k].param_groups[0]["lr"] = remaining * args.learning_rate
 
-            # Rollout
-            data, episodes = rollout(args, tables[k], envs[k], generators[k])
-            run.tick("rollout")
-
             # Advantages
+            data, episodes = rollouts[k]
             data["advantages"] = compute_advantages(data, args.gamma, args.gae_lambda)
             data["returns"] = data["advantages"] + data["values"]
             batch = make_batch(data)
@@ -707,14 +717,12 @@ def main(args: Args) -> dict:
         # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
         if run.saves():
             run.save(state)
-            for agent_envs in envs:
-                agent_envs.close()
-            envs = [Envs(args, i, iteration) for i in held]
+            envs.close()
+            envs = Envs(args, held, iteration)
             tables = [PolicyTable(agent) for agent in agents]
 
     # Weights, the evaluation of every agent on every task in the official environments, videos
-    for agent_envs in envs:
-        agent_envs.close()
+    envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
     if args.eval_episodes and not run.interrupted:
@@ -921,57 +929,75 @@ def choose_backend(args: Args) -> str:
 
 
 class Envs:
-    """The environments of an agent: arrays are [envs, ...].
+    """The environments of some agents: arrays are [agents, envs, ...].
 
     Each environment starts anew in the step *after* its episode's end; that step ignores the action
     and is not valid. Seeds are keyed by (seed, agent, environment, checkpoint), so that nothing
     depends on which process holds which agent.
     """
 
-    def __init__(self, args: Args, agent: int, checkpoint: int):
-        env_id, word = list_tasks(args)[agent]
-        seeds = []
-        for number in range(args.num_envs):
-            seeds.append(derive_seed(args.seed, agent, number, checkpoint, ENVIRONMENTS))
+    def __init__(self, args: Args, agents: range, checkpoint: int):
+        shape = len(agents), args.num_envs
         self.envpool = choose_backend(args) == "envpool"
-        if self.envpool:
-            make = importlib.import_module("envpool").make
-            self.envs = make(env_id, env_type="gymnasium", num_envs=args.num_envs, seed=seeds)
-            self.obs = self.envs.reset()[0]["image"]  # the latest observations
-        else:
-            levels = list_private_levels(args, agent)
-            thunk = functools.partial(make_env, env_id, levels, word)
-            thunks = [thunk] * args.num_envs
-            self.envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
-            self.obs = self.envs.reset(seed=seeds)[0]
-        self.ended = np.zeros(args.num_envs, dtype=bool)
-        self.returns = np.zeros(args.num_envs)
-        self.lengths = np.zeros(args.num_envs)
+        self.obs = np.zeros((*shape, *OBSERVATIONS.shape), OBSERVATIONS.dtype)  # the latest
+        self.ended = np.zeros(shape, dtype=bool)
+        self.returns = np.zeros(shape)
+        self.lengths = np.zeros(shape)
+        self.pools = []  # (pool, its rows)
+        # One large pool is faster than many small ones: one for all agents of a task
+        for env_id, members in itertools.groupby(agents, key=list_env_ids(args).__getitem__):
+            members = list(members)
+            rows = slice(members[0] - agents.start, members[-1] + 1 - agents.start)
+            owners = list(itertools.product(members, range(args.num_envs)))
+            seeds = [derive_seed(args.seed, *owner, checkpoint, ENVIRONMENTS) for owner in owners]
+            if self.envpool:
+                make = importlib.import_module("envpool").make
+                pool = make(env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds)
+                obs = pool.reset()[0]["image"]
+            else:
+                thunks = []
+                for i, _ in owners:
+                    _, word = list_tasks(args)[i]
+                    levels = list_private_levels(args, i)
+                    thunks.append(functools.partial(make_env, env_id, levels, word))
+                pool = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
+                obs = pool.reset(seed=seeds)[0]
+            self.obs[rows] = obs.reshape(self.obs[rows].shape)
+            self.pools.append((pool, rows))
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Returns rewards, terminations, truncations, valid, [envs] each, and what has ended.
+        """Step all environments, actions [agents, envs].
 
-        The latter are episodes, [(return, length)].
+        Returns rewards, terminations, truncations, valid, [agents, envs] each, and the episodes
+        that ended: [(k, return, length)].
         """
-        obs, rewards, terminations, truncations, _ = self.envs.step(actions)
-        if self.envpool:
-            obs = obs["image"]
-            # A goal on the last allowed step, which it reports as a truncation
+        rewards = np.zeros(actions.shape)
+        terminations = np.zeros(actions.shape, dtype=bool)
+        truncations = np.zeros(actions.shape, dtype=bool)
+        for pool, rows in self.pools:
+            obs, *signals, _ = pool.step(actions[rows].ravel())
+            if self.envpool:
+                obs = obs["image"]
+            self.obs[rows] = obs.reshape(self.obs[rows].shape)
+            signals = [signal.reshape(actions[rows].shape) for signal in signals]
+            rewards[rows], terminations[rows], truncations[rows] = signals
+        if self.envpool:  # a goal on the last allowed step, which it reports as a truncation
             terminations = terminations | (truncations & (rewards != 0))
-        self.obs = obs
         valid = ~self.ended
         self.ended = terminations | truncations
         self.returns += rewards
         self.lengths += valid
-        returns = self.returns[self.ended].tolist()
-        lengths = self.lengths[self.ended].tolist()
+        ended = []
+        for k, e in np.argwhere(self.ended):
+            ended.append((k, self.returns[k, e], self.lengths[k, e]))
         self.returns[self.ended] = 0.0
         self.lengths[self.ended] = 0.0
-        return rewards, terminations, truncations, valid, list(zip(returns, lengths, strict=True))
+        return rewards, terminations, truncations, valid, ended
 
     def close(self) -> None:
         """Free the environments."""
-        self.envs.close()
+        for pool, _ in self.pools:
+            pool.close()
 
 
 def collect_public_states(args: Args, num_steps: int = 64, num_envs: int = 8) -> Tensor:

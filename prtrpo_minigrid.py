@@ -420,11 +420,15 @@ def main(args: Args) -> dict:
     if run.iteration or args.resume:  # also before the first checkpoint: rounds may have been sent
         C = peers.restore()
         variations[:] = exchange.all_gather(variations[list(held)])
-    envs = [Envs(args, i, run.iteration) for i in held]
+    envs = Envs(args, held, run.iteration)
     tables = [PolicyTable(agent) for agent in agents]
 
     for iteration in run.iterations():
         remaining = 1.0 - (iteration - 1) / num_iterations
+        # Rollout
+        rollouts = rollout(args, tables, envs, generators)
+        run.tick("rollout")
+
         batches = []  # kept for the round: `surrogate` reads them
         rows = []  # metrics
         new_variations = []
@@ -432,11 +436,8 @@ def main(args: Args) -> dict:
             if args.anneal_lr:
                 optimizers[k].param_groups[0]["lr"] = remaining * args.learning_rate
 
-            # Rollout
-            data, episodes = rollout(args, tables[k], envs[k], generators[k])
-            run.tick("rollout")
-
             # Advantages
+            data, episodes = rollouts[k]
             data["advantages"] = compute_advantages(data, args.gamma, args.gae_lambda)
             data["returns"] = data["advantages"] + data["values"]
             batch = make_batch(data)
@@ -528,14 +529,12 @@ def main(args: Args) -> dict:
         # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
         if run.saves():
             run.save(state)
-            for agent_envs in envs:
-                agent_envs.close()
-            envs = [Envs(args, i, iteration) for i in held]
+            envs.close()
+            envs = Envs(args, held, iteration)
             tables = [PolicyTable(agent) for agent in agents]
 
     # Weights, the evaluation of every agent on every task in the official environments, videos
-    for agent_envs in envs:
-        agent_envs.close()
+    envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
     if args.eval_episodes and not run.interrupted:

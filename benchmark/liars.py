@@ -93,15 +93,15 @@ class LyingPeers(communicators.Peers):
 class Envs(prpo_minigrid.Envs):
     """As there, but with --lie opposite the last agent learns from rewards with turned signs."""
 
-    def __init__(self, args: Args, agent: int, checkpoint: int):
-        super().__init__(args, agent, checkpoint)
-        self.opposite = args.lie == "opposite" and agent == args.num_agents - 1
+    def __init__(self, args: Args, agents: range, checkpoint: int):
+        super().__init__(args, agents, checkpoint)
+        self.opposite = args.lie == "opposite" and holds_liar(args, agents)
 
     def step(self, actions: np.ndarray) -> tuple:
         """The returns of episodes stay as they are."""
         rewards, *others = super().step(actions)
         if self.opposite:
-            rewards = -rewards
+            rewards[-1] = -rewards[-1]
         return rewards, *others
 
 

@@ -38,15 +38,16 @@ class Args(prpo_minigrid.Args):
 class Envs(prpo_minigrid.Envs):
     """Environments in which an agent's rewards and returns are multiplied with its scale."""
 
-    def __init__(self, args: Args, agent: int, checkpoint: int):
-        super().__init__(args, agent, checkpoint)
-        self.scale = args.scales[agent] if args.scales else 1.0
+    def __init__(self, args: Args, agents: range, checkpoint: int):
+        super().__init__(args, agents, checkpoint)
+        scales = args.scales or [1.0] * args.num_agents
+        self.scales = np.array([scales[i] for i in agents])[:, None]  # [agents, 1]
 
     def step(self, actions: np.ndarray) -> tuple:
-        """As there, in the agent's units."""
+        """As there, in each agent's units."""
         rewards, *signals, episodes = super().step(actions)
-        scaled_episodes = [(total * self.scale, length) for total, length in episodes]
-        return rewards * self.scale, *signals, scaled_episodes
+        scaled_episodes = [(k, total * self.scales[k, 0], length) for k, total, length in episodes]
+        return rewards * self.scales, *signals, scaled_episodes
 
 
 def print_commands() -> None:

@@ -64,8 +64,8 @@ TINY_OF = {
 prpo_atari.collect_public_states.__defaults__ = (96, 3)
 
 
-class OneAgentsGames:
-    """Atari's environments of a single agent, without the first dimension, as MiniGrid has them."""
+class OneAgentsEnvs:
+    """The environments of a single agent, without the first dimension."""
 
     def __init__(self, envs):
         self.envs = envs
@@ -77,7 +77,7 @@ class OneAgentsGames:
 
     def step(self, actions):
         *signals, ended = self.envs.step(actions[None])
-        episodes = [(total, length) for _, _, total, length in ended]
+        episodes = [(total, length) for *_, total, length in ended]
         return *(signal[0] for signal in signals), episodes
 
 
@@ -124,9 +124,7 @@ class Variant:
 
     def make_envs(self, args, agent, checkpoint=0):
         """The environments of one agent; what they show, take and return is [envs, ...]."""
-        if self.family == "MiniGrid":
-            return self.Envs(args, agent, checkpoint)
-        return OneAgentsGames(self.Envs(args, range(agent, agent + 1), checkpoint))
+        return OneAgentsEnvs(self.Envs(args, range(agent, agent + 1), checkpoint))
 
     def new_agent(self, **options):
         """A network for the tiny runs."""

@@ -1431,23 +1431,23 @@ def test_rewards_are_in_units_of_the_agents_own(monkeypatch):
     tool = importlib.import_module("reward_scale")
     script = importlib.import_module("prpo_minigrid")
     args = tool.Args(env_id="MiniGrid-Empty-5x5-v0", num_envs=2, scales=(1, 10, 0.5))
-    largest = []
-    for agent, scale in enumerate(args.scales):
-        plain = script.Envs(args, agent, 0)
-        scaled = tool.Envs(args, agent, 0)
-        generator = np.random.default_rng(0)
-        returns = []
-        for _ in range(300):
-            actions = generator.integers(3, size=2)
-            rewards, *signals, episodes = plain.step(actions)
-            scaled_rewards, *same_signals, scaled_episodes = scaled.step(actions)
-            assert np.array_equal(scaled_rewards, rewards * scale)
-            assert np.array_equal(signals, same_signals)
-            assert scaled_episodes == [(total * scale, length) for total, length in episodes]
-            returns += [total for total, _ in scaled_episodes]
-        largest.append(max(returns))
-    assert largest[1] > 5 > 1 >= largest[0] > 0.5 >= largest[2] > 0
-    assert tool.Envs(tool.Args(), 2, 0).scale == 1  # without the flag nothing changes
+    scales = np.array(args.scales)[1:, None]
+    plain = script.Envs(args, range(1, 3), 0)  # of a process that does not hold agent 0
+    scaled = tool.Envs(args, range(1, 3), 0)
+    generator = np.random.default_rng(0)
+    returns = [[], []]
+    for _ in range(300):
+        actions = generator.integers(3, size=(2, 2))
+        rewards, *signals, episodes = plain.step(actions)
+        scaled_rewards, *same_signals, scaled_episodes = scaled.step(actions)
+        assert np.array_equal(scaled_rewards, rewards * scales)
+        assert np.array_equal(signals, same_signals)
+        assert scaled_episodes == [(k, total * scales[k, 0], n) for k, total, n in episodes]
+        for k, total, _ in scaled_episodes:
+            returns[k].append(total)
+    assert max(returns[0]) > 5 > 0.5 >= max(returns[1]) > 0
+    without = tool.Envs(tool.Args(), range(3), 0)  # without the flag nothing changes
+    assert without.scales.tolist() == [[1], [1], [1]]
 
 
 def test_rewards_are_scaled_in_the_runs_of_the_printed_commands(tmp_path, monkeypatch, capsys):

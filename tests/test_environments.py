@@ -271,7 +271,7 @@ def test_training_advantages_equal_those_of_separate_episodes(backend, tmp_path,
         script, tmp_path, env_backend=backend, gamma=GAMMA, gae_lambda=LAMBDA, **shape | changes
     )
     script.main(args)
-    actions = np.array(acted).reshape(5, args.num_agents, args.num_steps, args.num_envs)
+    actions = np.array(acted).reshape(5, args.num_steps, args.num_agents, args.num_envs)
     assert [len(samples) for samples in batches.values()] == [5, 5]  # of each agent
 
     ends = Counter()
@@ -293,7 +293,7 @@ def test_training_advantages_equal_those_of_separate_episodes(backend, tmp_path,
                         overs[k] = False
                         episodes.append([])
                         continue
-                    action = actions[iteration, i, step, k]
+                    action = actions[iteration, step, i, k]
                     after, reward, terminated, truncated, _ = env.step(action)
                     episodes[-1].append((step, states[k], action, reward, after, terminated))
                     states[k] = after
@@ -346,7 +346,7 @@ def first_episodes(env_id, backend, number):
     args = PRPO_MINIGRID.Args(
         env_id=env_id, num_agents=1, num_envs=number, env_backend=backend, seed=7
     )
-    envs = PRPO_MINIGRID.Envs(args, 0, 0)
+    envs = PRPO_MINIGRID.make_envs(args, 0)
     generator = np.random.default_rng(7)
     lengths = np.zeros(number)
     returns = np.zeros(number)
@@ -387,7 +387,7 @@ def doors_into_walls(env_id, backend):
     Returns their number, and how many of them have a wall on both axes.
     """
     args = PRPO_MINIGRID.Args(env_id=env_id, num_agents=1, num_envs=64, env_backend=backend, seed=7)
-    envs = PRPO_MINIGRID.Envs(args, 0, 0)
+    envs = PRPO_MINIGRID.make_envs(args, 0)
     generator = np.random.default_rng(7)
     counts = np.zeros(2, dtype=int)
     for _ in range(120):
@@ -436,7 +436,7 @@ def test_a_goal_on_the_last_allowed_step_is_a_termination(backend):
     args = PRPO_MINIGRID.Args(
         env_id="MiniGrid-Empty-5x5-v0", num_agents=1, num_envs=2, env_backend=backend
     )
-    envs = PRPO_MINIGRID.Envs(args, 0, 0)
+    envs = PRPO_MINIGRID.make_envs(args, 0)
     ends = []
     turn = 1
     forward = 2
@@ -508,7 +508,7 @@ def test_envpool_and_official_environments_agree_step_by_step():
         args = script.Args(
             env_id="MiniGrid-DistShift2-v0", num_agents=2, num_envs=8, env_backend=backend
         )
-        both.append(script.Envs(args, 1, 0))
+        both.append(script.make_envs(args, 1))
     official, pooled = both
     assert np.array_equal(official.obs, pooled.obs)
     assert official.obs.shape == (8, 7, 7, 3)
@@ -529,23 +529,14 @@ def test_envpool_and_official_environments_agree_step_by_step():
 
 def walk(script, args, agents, checkpoint=0):
     """The observations of a fixed sequence of actions as bytes [agents][environments]."""
-    if script.family == "MiniGrid":
-        pools = [script.Envs(args, agent, checkpoint) for agent in agents]
-        shape = (args.num_envs,)
-        steps = 250
-    else:  # one object has the games of all agents
-        pools = [script.Envs(args, agents, checkpoint)]
-        shape = len(agents), args.num_envs
-        steps = 170
-    shown = []
-    for envs in pools:
-        frames = [envs.obs.copy()]
-        for action in np.random.default_rng(0).choice(4, p=[0.25, 0.2, 0.45, 0.1], size=steps):
-            envs.step(np.full(shape, action))
-            frames.append(envs.obs.copy())
-        envs.close()
-        shown.append(np.stack(frames, axis=len(shape)))
-    shown = np.stack(shown) if script.family == "MiniGrid" else shown[0]
+    steps = {"MiniGrid": 250, "Atari": 170}[script.family]
+    envs = script.Envs(args, agents, checkpoint)
+    frames = [envs.obs.copy()]
+    for action in np.random.default_rng(0).choice(4, p=[0.25, 0.2, 0.45, 0.1], size=steps):
+        envs.step(np.full((len(agents), args.num_envs), action))
+        frames.append(envs.obs.copy())
+    envs.close()
+    shown = np.stack(frames, axis=2)
     return [[frames.tobytes() for frames in of_agent] for of_agent in shown]
 
 

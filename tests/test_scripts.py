@@ -1046,7 +1046,7 @@ FAMILIES = {
     # MiniGrid's observations repeat
     "update": ("agent(batch[", "distinct", "unique(", "index_select", "newlogprobs = logits"),
     # Atari plays all agents together
-    "main": ("compile", "for agent in agents:", "envs", "tables", "actors", "ollout", "episodes ="),
+    "main": ("compile", "for agent in agents:", "tables", "actors"),
 }
 # Lines of PR-PPO's that are its own, and those of PR-TRPO
 TRUST_REGION = {
@@ -1209,7 +1209,7 @@ def test_what_has_the_same_name_is_the_same():
     assert names[0] == names[1]
     assert len(names[0]) == 11
     assert minigrid.keys() & atari.keys() >= OF_FAMILY
-    for name in OF_FAMILY - {"Agent", "rollout", "Envs"}:  # both are called alike
+    for name in OF_FAMILY - {"Agent", "rollout"}:  # both are called alike
         signatures = []
         for script in (PRPO_MINIGRID, PRPO_ATARI):
             parameters = inspect.signature(getattr(script.module, name)).parameters

@@ -66,13 +66,14 @@ def test_an_agent_trains_only_on_levels_of_its_missions(levels):
     generator = np.random.default_rng(0)
     assert PRPO_MINIGRID.choose_backend(args) == "gymnasium"
     for agent, word in enumerate(args.missions):
-        envs = PRPO_MINIGRID.Envs(args, agent, 0)
+        envs = PRPO_MINIGRID.Envs(args, range(agent, agent + 1), 0)
         missions = set()
         first = set()  # observations of episodes
         for _ in range(300):
             before = envs.ended.copy()
-            envs.step(generator.integers(3, size=2))
-            missions |= {game.unwrapped.mission for game in envs.envs.envs}
+            envs.step(generator.integers(3, size=(1, 2)))
+            ((pool, _),) = envs.pools
+            missions |= {game.unwrapped.mission for game in pool.envs}
             first |= {obs.tobytes() for obs in envs.obs[before]}
         envs.close()
         assert all(word in mission for mission in missions)
@@ -278,14 +279,14 @@ def test_an_agent_reports_its_last_known_mean_return_and_nothing_else(
     rollout = script.rollout
     gather = Exchange.all_gather
     make = script.make_communicator
-    rollouts = itertools.count()  # agents play in turn
+    iterations = itertools.count()
     reported = []
     exchanged = []
 
     def give_episodes(*inputs):
-        data, _ = rollout(*inputs)
-        iteration, k = divmod(next(rollouts), 3)
-        return data, [(value, 9.0) for value in returns[k][iteration]]
+        iteration = next(iterations)
+        given = [[(value, 9.0) for value in returns[k][iteration]] for k in returns]
+        return [(data, given[k]) for k, (data, _) in enumerate(rollout(*inputs))]
 
     def record_returns(args, returns=None, *rest, **more):
         reported.append(returns.tolist())

@@ -468,15 +468,15 @@ def test_references_are_rows_of_the_communicator_applied_to_policies(
 
 
 class Screens:
-    """Environments whose observations are given, [steps + 1, envs, 7, 7, 3]."""
+    """Environments of agents whose observations are given, of each [steps + 1, envs, 7, 7, 3]."""
 
-    def __init__(self, rollout):
-        self.rows = iter(rollout)
-        self.obs = next(self.rows)
+    def __init__(self, *rollouts):
+        self.rows = zip(*rollouts, strict=True)
+        self.obs = np.stack(next(self.rows))
 
     def step(self, actions):
-        self.obs = next(self.rows)
-        nothing = np.zeros(len(self.obs))
+        self.obs = np.stack(next(self.rows))
+        nothing = np.zeros(self.obs.shape[:2])
         return nothing, nothing > 0, nothing > 0, nothing == 0, []
 
 
@@ -508,7 +508,13 @@ def test_each_observation_is_computed_once_and_kept_for_eight_rollouts(seed, num
         rollout = screens[generator.integers(number, size=(args.num_steps + 1, envs))]
         computed.append([])
         seeded = torch.Generator().manual_seed(seed % 2**31)
-        data, _ = script.rollout(args, table, Screens(rollout), seeded)
+        # Another agent's observations are its own
+        other = screens[generator.integers(number, size=(args.num_steps + 1, envs))]
+        tables = [table, script.PolicyTable(agent)]
+        seeds = [seeded, torch.Generator().manual_seed(1)]
+        rollouts = script.rollout(args, tables, Screens(rollout, other), seeds)
+        (data, _), (of_other, _) = rollouts
+        assert np.array_equal(of_other["obs"][of_other["obs_inds"]].numpy(), other[:-1])
         shown = [row.tobytes() for row in rollout.reshape(-1, 147)]
         remembered = set().union(*history[-8:])
         assert len(computed[-1]) == len(set(computed[-1]))  # nothing twice
@@ -1012,16 +1018,18 @@ def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypa
     class GivenEpisodes(script.Envs):
         """There are new ones after every round."""
 
-        def __init__(self, args, agent, checkpoint):
-            super().__init__(args, agent, checkpoint)
-            self.given = rounds[checkpoint % 3][agent]
+        def __init__(self, args, agents, checkpoint):
+            super().__init__(args, agents, checkpoint)
+            self.given = rounds[checkpoint % 3]
             self.time = 0
 
         def step(self, actions):
             *signals, _ = super().step(actions)
             self.time += 1
-            ends = self.time == 5 and self.given is not None
-            return *signals, [(self.given, 9.0)] if ends else []
+            ended = []
+            if self.time == 5:
+                ended = [(k, given, 9.0) for k, given in enumerate(self.given) if given is not None]
+            return *signals, ended
 
     def record_returns(args, returns=None, *rest, **more):
         if returns is not None:
