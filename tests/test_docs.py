@@ -309,7 +309,8 @@ def test_packages_are_pinned_and_used():
     # Their docstrings are the data
     topics = set(runpy.run_path(str(REPOSITORY / "benchmark" / "docstrings.py"))["TOPICS"])
     tools = {"pytest-xdist", "ruff", "gguf", "accelerate"}  # transformers and TRL need the last two
-    tools |= {"mujoco-core", "mujoco-studio"}  # which mujoco needs in its version
+    # What mujoco needs in its version, and what gymnasium's tasks of MuJoCo import
+    tools |= {"mujoco-core", "mujoco-studio", "imageio"}
     assert named == imported | (topics - {"stdlib"}) | tools
 
 
