@@ -980,6 +980,8 @@ class Exchange:
         """Leave the process group."""
         if self.distributed:
             atexit.unregister(self.close)
+            # A group that outlives this call may abort the process at its end
+            del self._control, self._patient
             dist.destroy_process_group()
 
 
