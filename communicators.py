@@ -9,39 +9,36 @@ Contents
     1 mathematics
         communicators: identity, uniform, self_preferred, similarity, reward, softmax_reward,
             rank_reward, relative_gain, samples, surrogate, from_csv
-        what they are computed from: bound_returns, remember, surrogate_gains
+        what they are computed from: bound_returns, remember, update_means, surrogate_gains
         who may listen to whom: find_neighbours, ring, top_k, sparsify, drop_invalid, restrict
-        what is logged of C: non_expansion, summarize_communicator
-        policies: mix_log_probs, categorical_kl, kl_to_reference, total_variation, diagnose
-        parameters: count_parameters, flatten, unflatten, average_parameters, average_products
+        what is logged of C: non_expansion, find_compared, measure_distances, summarize_communicator
+        policies: mix_log_probs, categorical_kl, kl_to_reference
+        parameters: flatten, unflatten, load_networks, average_parameters, average_products
     2 exchange
-        Exchange: which process holds which agents, and all communication between processes
-        FolderExchange: agents of independent processes that share a folder (--exchange), with
-            encode_snapshot, decode_snapshot and Store; make_exchange chooses
-        Peers: what surrounds the communication rounds of the control scripts, with View, what one
-            agent received last
+        Exchange: which process holds which agents, and all communication between them
     3 arguments
-        types with bounds (Count, Natural, ...), RunArgs, refuse, parse_args, --eval-only,
-            derive_seed, and the statistics of returns (mean, mean_and_half_interval)
-    4 speed
+        types with bounds (Count, Natural, ...), RunArgs, refuse, parse_args, find_inputs,
+            --eval-only, derive_seed, and the statistics of returns (mean, mean_and_half_interval)
+    4 the run
+        Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically; Film
+    5 speed
         Stacked: networks of the same layers as one product for each layer
-    5 the run
-        Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically and
-            get_cached_folder; Film
 
 There is no algorithm, no environment and no network here, and nothing here calls back into a
-script.
+script, but for its `make_communicator` and its checks of arguments.
 """
 
 import atexit
 import contextlib
 import copy
 import csv
+import dataclasses
 import datetime
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -56,24 +53,21 @@ import tempfile
 import threading
 import time
 import typing
-import urllib.parse
 import warnings
 import zipfile
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, NoReturn
 
-import fsspec
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load_file
 from scipy.special import stdtrit
 from torch import Tensor
 
@@ -86,8 +80,6 @@ MIXTURES = ("arithmetic", "geometric")
 KL_DIRECTIONS = ("forward", "reverse")
 # Up to this number, logs hold all pairs of agents; beyond it, only what is linear in the number
 FEW_AGENTS = 16
-# The communicators, of any script, for which agents report a number
-REPORTING = ("reward", "softmax-reward", "rank-reward", "relative-gain", "samples")
 # The packages whose versions a summary records, where they are imported
 PACKAGES = ("torch", "numpy", "gymnasium", "minigrid", "ale-py", "envpool", "transformers", "peft")
 
@@ -255,15 +247,20 @@ def write_matrix(matrix: Tensor) -> str:
 
 
 def load_matrix(args: "RunArgs") -> Tensor:
-    """The matrix of --communicator FILE, as the file was at the start of the run.
+    """The matrix of --communicator FILE.csv, as the file was at the start of the run.
 
-    Returns [agents, agents]. Raises ValueError and OSError as `from_csv`, if the file could not be
-    read then, or is not that of such a matrix.
+    Returns [agents, agents]. Ends with one line if there is no such file or matrix.
     """
-    if not args.communicator_matrix:
-        return from_csv(args.communicator, args.num_agents)
-    communicator = read_matrix(args.communicator_matrix)
-    _check_matrix(communicator, args.num_agents)
+    if not args.communicator.endswith(".csv"):
+        valid = "is neither a communicator of this script, see --help, nor the CSV file of C"
+        refuse(args, "communicator", valid)
+    try:
+        if not args.communicator_matrix:
+            return from_csv(args.communicator, args.num_agents)
+        communicator = read_matrix(args.communicator_matrix)
+        _check_matrix(communicator, args.num_agents)
+    except (OSError, ValueError) as error:
+        refuse(args, "communicator", getattr(error, "strerror", None) or str(error))
     return communicator.float()
 
 
@@ -371,6 +368,19 @@ def remember(record: Tensor, returns: list[float], rate: float = 0.2) -> Tensor:
     return record.new_tensor([mean_return, gain, baseline + rate * difference])
 
 
+def update_means(means: Tensor, returns: list[list[float]]) -> None:
+    """Close an interval: each agent's mean return in it, in place; an agent without one keeps its
+    last.
+
+    means: [agents held], NaN at first; returns: of each agent held, since the last round; cleared.
+    """
+    for k, of_agent in enumerate(returns):
+        finite = [value for value in of_agent if math.isfinite(value)]
+        if finite:
+            means[k] = np.mean(finite)
+        of_agent.clear()
+
+
 def surrogate_gains(
     log_probs: Tensor, behaviour: Tensor, advantages: Tensor, max_ratio: float = 10.0
 ) -> Tensor:
@@ -405,7 +415,7 @@ def find_neighbours(args: "RunArgs") -> Tensor:
     mask = torch.ones(n, n, dtype=torch.bool)
     if args.topology == "ring":
         mask = ring(n)
-    if args.communicator not in list_communicators(type(args)):
+    if args.communicator_matrix:
         # A weight of 0 in the file excludes that peer for good
         mask = mask & (load_matrix(args) > 0)
     return mask | oneself
@@ -436,6 +446,12 @@ def top_k(communicator: Tensor, k: int) -> Tensor:
     heaviest = weights.argsort(dim=1, descending=True, stable=True)[:, :k]
     oneself = torch.eye(n, dtype=torch.bool)
     return oneself.scatter(1, peers.gather(1, heaviest), True)
+
+
+def find_senders(communicator: Tensor, listeners: range) -> list[int]:
+    """The agents that any of these listens to."""
+    rows = communicator[listeners.start : listeners.stop]
+    return (rows > 0).any(0).nonzero().flatten().tolist()
 
 
 def sparsify(communicator: Tensor, mask: Tensor, keep_self: bool = False) -> Tensor:
@@ -506,6 +522,32 @@ def non_expansion(communicator: Tensor) -> float:
     Definition 1, Remark 3.
     """
     return communicator.abs().sum(1).max().item()
+
+
+def find_compared(neighbours: Tensor) -> Tensor:
+    """Whose policies each agent compares with its own, a bool mask [agents, agents].
+
+    neighbours: of `find_neighbours`. Up to FEW_AGENTS agents compare all policies, for the log;
+    isolated agents, to whom nothing is sent, have only their own.
+    """
+    n = len(neighbours)
+    if n <= FEW_AGENTS and int(neighbours.sum()) > n:
+        return torch.ones_like(neighbours)
+    return neighbours
+
+
+def measure_distances(log_probs: Tensor, compared: Tensor, listeners: range) -> Tensor:
+    """The total variation of policies on the public states, [agents, agents]; NaN if not measured.
+
+    log_probs: [agents, states, actions], NaN for agents without a usable snapshot; compared: of
+    `find_compared`, of which the listeners' rows count.
+    """
+    distances = torch.full(compared.shape, torch.nan)
+    probs = log_probs.exp()
+    for i in listeners:
+        differences = (probs[compared[i]] - probs[i]).abs().sum(-1)
+        distances[i, compared[i]] = differences.mean(-1) / 2
+    return distances
 
 
 def summarize_communicator(communicator: Tensor, distances: Tensor) -> dict[str, float]:
@@ -608,84 +650,42 @@ def kl_to_reference(
     raise ValueError(f"unknown KL direction {direction!r}; choose from {', '.join(KL_DIRECTIONS)}")
 
 
-def total_variation(log_probs: Tensor) -> Tensor:
-    """Pairwise distance of policies: total variation, averaged over states.
-
-    log_probs: [agents, states, actions]. Returns [agents, agents] in [0, 1].
-    """
-    probs = log_probs.exp()
-    # One policy after the other, because all differences at once may not fit into memory
-    rows = [(probs - policy).abs().sum(-1).mean(-1) for policy in probs]
-    return torch.stack(rows) / 2
-
-
-def diagnose(
-    before: Tensor,
-    after: Tensor,
-    snapshot: Tensor,
-    peers: list[Tensor],
-    reference: Tensor,
-    direction: str,
-) -> dict[str, float]:
-    """What an update did to a policy, on some states of its rollout.
-
-    All [states, actions], log-probabilities: of the policy before and after the update, of the
-    agent's own snapshot, of the snapshots of the peers in its reference, and of this reference.
-    direction: of the KL penalty. tv_update is |pi^k - pi^k+1| of Observation 1, as a mean over
-    states; tv_snapshot and tv_peers (NaN without peers) are the total variations from the agent's
-    own snapshot and, as a mean, from those of its peers, tv_reference that from its reference;
-    entropy and KL are in nats.
-    """
-
-    def distance(other: Tensor) -> float:
-        return total_variation(torch.stack((after, other)))[0, 1].item()
-
-    return {
-        "kl_reference_before": kl_to_reference(before, reference, direction).mean().item(),
-        "kl_reference_after": kl_to_reference(after, reference, direction).mean().item(),
-        "reference_entropy": -(reference.exp() * reference).nansum(-1).mean().item(),
-        "tv_update": distance(before),
-        "tv_reference": distance(reference),
-        "tv_snapshot": distance(snapshot),
-        "tv_peers": mean([distance(peer) for peer in peers]),
-    }
-
-
 # Parameters
 
 
-def count_parameters(network: nn.Module) -> int:
-    """How many numbers the parameters of a network are."""
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
-def flatten(networks: list[nn.Module], numel: int | None = None) -> Tensor:
-    """Every network's parameters, flat and padded with zeros to `numel`.
-
-    numel: by default, the size of the largest of these networks. Returns [networks, numel].
-    """
-    if numel is None:
-        numel = max(count_parameters(network) for network in networks)
-    rows = []
-    for network in networks:
-        parameters = nn.utils.parameters_to_vector(network.parameters()).detach()
-        rows.append(nn.functional.pad(parameters, (0, numel - len(parameters))))
-    return torch.stack(rows)
+def flatten(network: nn.Module) -> Tensor:
+    """A network's parameters and buffers, copied, as one flat tensor [numel]."""
+    return torch.cat([values.detach().flatten() for values in network.state_dict().values()])
 
 
 @torch.no_grad()
-def unflatten(parameters: Tensor, networks: list[nn.Module]) -> None:
-    """The inverse of `flatten`: every network takes a copy of its row of `parameters`.
+def unflatten(flat: Tensor, network: nn.Module) -> None:
+    """The inverse of `flatten`: the network takes a copy of `flat` [numel].
 
-    parameters: [networks, numel]. In place: views of the row would lie at other addresses, and on
-    some processors these change how a sum is rounded.
+    In place: views would lie at other addresses, and on some processors these change how a sum is
+    rounded. Whole numbers, such as counters in buffers, are rounded, since averages have fractions.
     """
-    for network, row in zip(networks, parameters, strict=True):
-        start = 0
-        for parameter in network.parameters():
-            end = start + parameter.numel()
-            parameter.copy_(row[start:end].view_as(parameter))
-            start = end
+    start = 0
+    for values in network.state_dict().values():
+        end = start + values.numel()
+        new_values = flat[start:end].view_as(values)
+        values.copy_(new_values if values.is_floating_point() else new_values.round())
+        start = end
+
+
+def load_networks(
+    snapshots: list[Tensor | None], networks: list[nn.Module], agents: Iterable[int]
+) -> dict[int, nn.Module]:
+    """The networks of these agents' snapshots, as far as they are there: agent -> network.
+
+    snapshots: of all agents, flat; networks: of all agents, of which the shapes count.
+    """
+    loaded = {}
+    for j in agents:
+        if snapshots[j] is not None:
+            loaded[j] = copy.deepcopy(networks[j]).requires_grad_(False)
+            unflatten(snapshots[j], loaded[j])
+    return loaded
 
 
 def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
@@ -761,18 +761,32 @@ class Exchange:
     """Which process holds which agents, and all communication between them.
 
     In one process it holds all agents and nothing moves; under torchrun each rank holds num_agents
-    / world_size of them. What leaves a rank is a flat tensor of parameters, of log-probabilities on
-    public states, or of declared scalars and sums, never an observation, an action or a reward of a
-    step, and nothing that arrives is unpickled. `bytes_sent` counts what agents have to send each
-    other, parameters times listeners, which is the same in both placements and for every topology;
-    between ranks it is gathered as one flat tensor, so that there all parameters reach every rank.
+    / world_size of them. What leaves a rank is a flat tensor of parameters or other declared
+    numbers, never an observation, an action or a reward of a step, and nothing that arrives is
+    unpickled. `bytes_sent` counts what agents have to send each other by C, which is the same in
+    both placements; between ranks it is gathered as one flat tensor, so that there all of it
+    reaches every rank.
 
-    device, timeout: as the flags; the attribute `device` is the device that was chosen. Raises
-    ValueError if num_agents is not divisible by the world size, and RuntimeError if a peer does not
-    arrive at a collective in time (rank 0's names those that are missing).
+    device, timeout: as the flags; the attribute `device` is the device that was chosen. isolated:
+    the agents send nothing. Raises ValueError if num_agents is not divisible by the world size, and
+    RuntimeError if a peer does not arrive at a collective in time (rank 0's names those that are
+    missing).
+
+    A launcher may put another one in its place, see `make_exchange`; these then differ:
+    label, settings: part of the run's folder name, and what the launcher adds to its settings;
+    members: the agents in this run's logs and checkpoints.
     """
 
-    def __init__(self, num_agents: int, device: str | torch.device = "cpu", timeout: float = 600.0):
+    label = ""
+    settings = {}
+
+    def __init__(
+        self,
+        num_agents: int,
+        device: str | torch.device = "cpu",
+        timeout: float = 600.0,
+        isolated: bool = False,
+    ):
         self.distributed = "RANK" in os.environ  # torchrun sets it
         self.world_size = get_world_size()
         self.rank = int(os.environ["RANK"]) if self.distributed else 0
@@ -783,25 +797,74 @@ class Exchange:
         agents_per_rank = num_agents // self.world_size
         first = self.rank * agents_per_rank
         self.agents = range(first, first + agents_per_rank)  # the agents this process holds
+        self.members = range(num_agents)
         self.device = set_device(str(device))
         self.timeout = datetime.timedelta(seconds=timeout)
+        self.isolated = isolated
         self.bytes_sent = 0
+        self._sent_bytes = [0] * num_agents  # of each agent's tensor in the last round
         self.interrupted = lambda: 0  # the signal that is to end the run, see `Run`
         if self.distributed:
             self._connect()
 
-    @property
-    def members(self) -> range:
-        """The agents of all processes of this run: those in its logs and checkpoints."""
-        return range(self.num_agents)
+    # A communication round
+
+    def round(
+        self, sent: list[Tensor], numbers: Tensor | None = None, sizes: list[int] | None = None
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """Send a flat tensor and a number of each agent held; get those of all agents.
+
+        sent: [numel] of each agent held; numbers: [agents held], None if nobody reads them; sizes:
+        how many numbers each agent sends (default: all as many as the first one held).
+        Returns (the tensors of all agents, None for one that is missing or not finite; the reported
+        numbers [agents], double, NaN where there is none). What arrives is shared, not to be
+        written to.
+        """
+        reports = torch.full((self.num_agents,), torch.nan, dtype=torch.double)
+        if numbers is not None and not self.isolated:
+            reports = self.all_gather(numbers[:, None].double()).flatten()
+        gathered = self._gather(sent, sizes)
+        self._sent_bytes = [0 if x is None else x.numel() * x.element_size() for x in gathered]
+        snapshots = _keep_finite(gathered)
+        invalid = [j for j in range(self.num_agents) if snapshots[j] is not gathered[j]]
+        if invalid:
+            announce(f"\ndropped the invalid snapshots of agents {invalid} for this round")
+        return snapshots, reports
+
+    def recall(self, sent: list[Tensor], sizes: list[int] | None = None) -> list[Tensor | None]:
+        """After a resume: what `round` returned last; sent, sizes: as given to it then."""
+        return _keep_finite(self._gather(sent, sizes))
+
+    def _gather(self, sent: list[Tensor], sizes: list[int] | None) -> list[Tensor | None]:
+        """The tensors of all agents; None of the peers of isolated agents."""
+        if self.isolated or not self.distributed:
+            tensors = [None] * self.num_agents
+            for i, tensor in zip(self.agents, sent, strict=True):
+                tensors[i] = tensor.clone()
+            return tensors
+        if sizes is None:
+            sizes = [len(sent[0])] * self.num_agents
+        padded = [nn.functional.pad(tensor, (0, max(sizes) - len(tensor))) for tensor in sent]
+        gathered = self.all_gather(torch.stack(padded))
+        return [gathered[j, :size] for j, size in enumerate(sizes)]
+
+    def count_bytes(self, reads: Tensor) -> None:
+        """Add to `bytes_sent` the tensors of the last round, each times the agents that read it.
+
+        reads: bool [agents, agents], whose tensor each agent reads.
+        """
+        listeners = reads.sum(0) - reads.diagonal().long()
+        self.bytes_sent += int(listeners @ torch.tensor(self._sent_bytes))
 
     def state(self) -> dict[str, list]:
-        """What checkpoints hold of the exchange, see `Run`: nothing."""
+        """What `Run` keeps of the exchange in each agent's checkpoint: nothing."""
         return {}
 
     def describe(self) -> dict[str, float]:
         """Scalars about the communication, for the log."""
         return {"communication/bytes": self.bytes_sent}
+
+    # Between ranks
 
     def _connect(self) -> None:
         """Join the process group."""
@@ -895,9 +958,17 @@ class Exchange:
         dist.broadcast(sent, src=0)
         return sent.to(tensor.device)
 
+    def broadcast_start(self, parameters: Tensor) -> Tensor:
+        """What all agents start from: rank 0's `parameters` [numel]."""
+        return self.broadcast(parameters)
+
     def broadcast_networks(self, networks: list[nn.Module]) -> None:
         """Give `networks`, in place, the parameters that rank 0's have, on every rank."""
-        unflatten(self.broadcast(flatten(networks)), networks)
+        flat = [flatten(network) for network in networks]
+        start = self.broadcast(torch.cat(flat))
+        of_networks = start.split([len(parameters) for parameters in flat])
+        for network, parameters in zip(networks, of_networks, strict=True):
+            unflatten(parameters, network)
 
     def find_different_ranks(self, number: int) -> list[int]:
         """The ranks whose `number` differs from rank 0's; the same list on every rank."""
@@ -920,62 +991,6 @@ class Exchange:
         dist.all_gather(list(gathered.chunk(self.world_size)), local.to(self._wire).flatten())
         return gathered.view(self.num_agents, -1).to(local.device)
 
-    def broadcast_start(self, parameters: Tensor) -> Tensor:
-        """What all agents start from: rank 0's `parameters` [numel]."""
-        return self.broadcast(parameters)
-
-    def recall_snapshots(self, local: Tensor) -> tuple[Tensor, Tensor]:
-        """After a resume: the snapshots of the last round, as `gather_snapshots` returned them.
-
-        local: [agents held, numel], those of the agents held. Returns (parameters, usable).
-        """
-        return self.all_gather(local), torch.ones(self.num_agents, dtype=torch.bool)
-
-    def skip_rounds(self) -> None:
-        """After a resume: do not use the numbers of rounds anew that others may have seen."""
-
-    # A communication round
-
-    def report(self, numbers: Tensor, local: Tensor, sizes: list[int] | None = None) -> Tensor:
-        """Begin a round: send one number of each agent held, [agents held], to all agents.
-
-        local, sizes: what `gather_snapshots` will send; on a folder it goes into the same file.
-        Returns [agents].
-        """
-        return self.all_gather(numbers[:, None]).flatten()
-
-    def find_participants(self) -> Tensor:
-        """Who takes part in this round, bool [agents]: everybody."""
-        return torch.ones(self.num_agents, dtype=torch.bool)
-
-    def gather_snapshots(
-        self, local: Tensor, receives: Tensor, sizes: list[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """One communication round: every agent's flat parameters, and which of them are valid.
-
-        local: [agents held, numel]. For the byte counter, receives: bool [agents, agents], whose
-        parameters each agent receives, and sizes: how many of each agent's numel are no padding
-        (default: all).
-        Returns (parameters [agents, numel], with zeros in place of those that are not finite;
-        valid, bool [agents]).
-        """
-        parameters = self.all_gather(local)
-        # One agent after the other, to save memory
-        valid = torch.stack([row.isfinite().all() for row in parameters]).cpu()
-        parameters[~valid] = 0.0
-        if sizes is None:
-            sizes = [local.shape[1]] * self.num_agents
-        listeners = receives.sum(0) - receives.diagonal().long()  # of each agent
-        self.count_bytes(listeners, sizes, local.element_size())
-        if self.rank == 0 and not valid.all():
-            dropped = (~valid).nonzero().flatten().tolist()
-            print(f"\ndropped the invalid snapshots of agents {dropped} for this round", flush=True)
-        return parameters, valid
-
-    def count_bytes(self, listeners: Tensor, sizes: list[int], size_of_number: int) -> None:
-        """Add to `bytes_sent` what agents with `listeners` [agents] send, `sizes` numbers each."""
-        self.bytes_sent += int(listeners @ torch.tensor(sizes)) * size_of_number
-
     def close(self) -> None:
         """Leave the process group."""
         if self.distributed:
@@ -985,842 +1000,30 @@ class Exchange:
             dist.destroy_process_group()
 
 
-# Snapshots as files. Whatever a peer, or the store, makes of a file, reading it ends in a tensor of
-# the size that was expected or in `Rejected`
-
-SNAPSHOT_FORMAT = "prpo-snapshot-1"
-# The largest header of a file, in bytes
-MAX_HEADER = 4096
-SNAPSHOT_NAME = re.compile(r"round_(\d{8})\.safetensors")
+def _keep_finite(tensors: list[Tensor | None]) -> list[Tensor | None]:
+    """The tensors, None in place of those that are not finite."""
+    return [x if x is None or x.isfinite().all() else None for x in tensors]
 
 
-class Rejected(ValueError):
-    """A snapshot that must not be used, and why."""
+# Set by a launcher, such as federate.py: called as `make_exchange`, it returns the exchange
+exchange_of_launcher = None
 
 
-def encode_snapshot(parameters: Tensor, about: dict[str, str], identity=None) -> bytes:
-    """A snapshot as a safetensors file: flat float32 parameters, and metadata with their digest.
+def make_exchange(
+    args: "RunArgs", isolated: bool | None = None, averages: str = "", together: str = ""
+) -> Exchange:
+    """The exchange of a run: the launcher's, else between the ranks of torchrun or in one process.
 
-    about: what `decode_snapshot` will compare (federation, agent, round), and the reported number;
-    identity: the private key that signs the digest, and with it all of this.
+    isolated: the agents send nothing (default: if none may listen to another). For launchers:
+    averages: what averages of parameters do to an agent, "replace" (FedAvg) or "pull", "" without
+    any; together: why all agents have to be started together, such as "--delta needs the movement
+    of all agents at every update", "" if they need not.
     """
-    parameters = parameters.detach().float().cpu().contiguous()
-    about = {"format": SNAPSHOT_FORMAT, **about}
-    seal = {"digest": compute_digest(about, parameters)}
-    if identity is not None:
-        seal["signature"] = identity.sign(_to_be_signed(seal["digest"])).hex()
-    return save({"parameters": parameters}, about | seal)
-
-
-def decode_snapshot(
-    data: bytes, expected: dict[str, str], numel: int, key=None
-) -> tuple[Tensor, dict[str, str]]:
-    """The inverse of `encode_snapshot`: parameters [numel] and metadata, or `Rejected`.
-
-    expected: entries that the metadata must have; key: the public key whose signature it must have,
-    if any. Nothing is allocated or parsed beyond the sizes that `numel` implies, and nothing is
-    executed.
-    """
-    header_size = int.from_bytes(data[:8], "little")
-    if header_size > MAX_HEADER:
-        raise Rejected(f"has a header of more than {MAX_HEADER} bytes")
-    if len(data) != 8 + header_size + 4 * numel:
-        raise Rejected(f"has {len(data)} bytes, not {numel} float32 numbers and a header")
-    try:
-        header = json.loads(data[8 : 8 + header_size])
-        about = header.pop("__metadata__")
-        layout = {"dtype": "F32", "shape": [numel], "data_offsets": [0, 4 * numel]}
-        if header != {"parameters": layout}:
-            raise Rejected("holds other tensors than flat parameters")
-        if not all(isinstance(value, str) for value in about.values()):
-            raise Rejected("has metadata that are no texts")
-        parameters = load(data)["parameters"]
-    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        if isinstance(e, Rejected):
-            raise
-        raise Rejected("is no safetensors file of a snapshot") from e
-    for name, value in ({"format": SNAPSHOT_FORMAT} | expected).items():
-        if about.get(name) != value:
-            raise Rejected(f"has the {name} {about.get(name, 'nothing')[:40]!r}, not {value!r}")
-    digest = about.pop("digest", "")
-    signature = about.pop("signature", "")
-    if digest != compute_digest(about, parameters):
-        raise Rejected("is damaged: its digest is another")
-    if key is not None:
-        _verify(key, signature, digest)
-    if not parameters.isfinite().all():
-        raise Rejected("has parameters that are not finite")
-    return parameters, about
-
-
-def compute_digest(about: dict[str, str], parameters: Tensor) -> str:
-    """SHA-256 of a snapshot: its metadata, in the order of their names, and its parameters."""
-    text = json.dumps(about, sort_keys=True).encode()
-    return hashlib.sha256(text + parameters.numpy().tobytes()).hexdigest()
-
-
-def _to_be_signed(digest: str) -> bytes:
-    """What a signature of a snapshot is of: its digest, and that it is one of a snapshot."""
-    return f"{SNAPSHOT_FORMAT} {digest}".encode()
-
-
-def _verify(key, signature: str, digest: str) -> None:
-    """Raise `Rejected` unless the owner of this public key has signed the digest."""
-    invalid = importlib.import_module("cryptography.exceptions").InvalidSignature
-    if not signature:
-        raise Rejected("is not signed")
-    try:
-        key.verify(bytes.fromhex(signature), _to_be_signed(digest))
-    except (ValueError, invalid) as error:
-        raise Rejected("has a signature that its agent's key has not made") from error
-
-
-def load_identity(path: str):
-    """The private key of --identity, which `openssl genpkey -algorithm ed25519` makes.
-
-    Raises OSError or ValueError if the file holds no such key.
-    """
-    serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
-    data = Path(path).read_bytes()
-    try:
-        key = serialization.load_pem_private_key(data, password=None)
-    except Exception as error:  # of several libraries, also where the key is encrypted
-        raise ValueError("is no PEM file of a private key without password") from error
-    _check_is_ed25519(key)
-    return key
-
-
-def load_trust(folder: str) -> dict:
-    """The public keys of --trust: agent -> the key in agent_J.pem.
-
-    Raises OSError or ValueError if there is none, or a file holds no such key.
-    """
-    serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
-    keys = {}
-    for path in sorted(Path(folder).iterdir()):
-        match = re.fullmatch(r"agent_(\d+)\.pem", path.name)
-        if match:
-            try:
-                key = serialization.load_pem_public_key(path.read_bytes())
-            except Exception as error:
-                raise ValueError(f"{path.name} is no PEM file of a public key") from error
-            _check_is_ed25519(key)
-            keys[int(match[1])] = key
-    if not keys:
-        raise ValueError("has no public key agent_J.pem of any agent J")
-    return keys
-
-
-def _check_is_ed25519(key) -> None:
-    """Raise ValueError for a key of another algorithm."""
-    if "Ed25519" not in type(key).__name__:
-        raise ValueError(f"holds a key of another algorithm than Ed25519 ({type(key).__name__})")
-
-
-class StoreError(OSError):
-    """A store that did not answer, even when asked again."""
-
-
-class Store:
-    """Files at a URL, through fsspec, in a store that may fail for a while.
-
-    A request that fails is repeated with back-off, then it is a `StoreError`. One line says so when
-    a store begins to fail, and one when it answers again; meanwhile requests are repeated once.
-    """
-
-    delays = 0.1, 0.4, 1.6  # seconds before a request is repeated
-    # One put is atomic there; elsewhere a file is written under another name, then renamed
-    object_stores = "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss"
-
-    def __init__(self, url: str):
-        self.url = url
-        self.fs, self.root = fsspec.core.url_to_fs(url)
-        protocols = [self.fs.protocol] if isinstance(self.fs.protocol, str) else self.fs.protocol
-        self.renames = not set(protocols) & set(self.object_stores)
-        self._failing = set()  # of "read" and "written"
-
-    def _request(self, verb: str, request: Callable, *inputs) -> object:
-        """The result of a request."""
-        delays = self.delays[:1] if verb in self._failing else self.delays
-        for delay in (*delays, None):
-            try:
-                result = request(*inputs)
-            except Exception as error:  # drivers have errors of their own
-                if delay is None:
-                    if verb not in self._failing:
-                        line = f"{self.url} cannot be {verb} ({first_line(error)})"
-                        print(f"\n{line}, going on without", flush=True)
-                    self._failing.add(verb)
-                    raise StoreError(str(error)) from error
-                time.sleep(delay)
-            else:
-                if verb in self._failing:
-                    print(f"\n{self.url} can be {verb} again", flush=True)
-                self._failing.discard(verb)
-                return result
-
-    def list(self, folder: str) -> list[str]:
-        """The names of the files in a folder; none if it is not there."""
-
-        def list_folder() -> list[str]:
-            path = f"{self.root}/{folder}"
-            self.fs.invalidate_cache(path)
-            try:
-                return [name.rpartition("/")[2] for name in self.fs.ls(path, detail=False)]
-            except FileNotFoundError:
-                return []
-
-        return self._request("read", list_folder)
-
-    def read(self, path: str, limit: int) -> bytes | None:
-        """The first `limit` bytes of a file; None if it is not there."""
-
-        def read_file() -> bytes | None:
-            try:
-                return self.fs.cat_file(f"{self.root}/{path}", start=0, end=limit)
-            except FileNotFoundError:
-                return None
-
-        return self._request("read", read_file)
-
-    def write(self, path: str, data: bytes) -> None:
-        """Write a file, which appears as a whole or not at all."""
-
-        def write_file() -> None:
-            whole = f"{self.root}/{path}"
-            if not self.renames:
-                self.fs.pipe_file(whole, data)
-                return
-            folder, _, _ = whole.rpartition("/")
-            self.fs.makedirs(folder, exist_ok=True)
-            self.fs.pipe_file(f"{folder}/writing.tmp", data)
-            self.fs.mv(f"{folder}/writing.tmp", whole)
-
-        self._request("written", write_file)
-
-    def delete(self, path: str) -> None:
-        """Delete a file, if it is there."""
-
-        def delete_file() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self.fs.rm_file(f"{self.root}/{path}")
-
-        self._request("written", delete_file)
-
-
-class FolderExchange(Exchange):
-    """The exchange of a federation: independent processes that share a folder, see --exchange.
-
-    This process holds the agents of --agents, and what it knows of others is in the store: at
-    FEDERATION/agent_J/round_R.safetensors, snapshots by the number of agent J's round, of which the
-    newest few are kept. A round begins with `report`: write the files of the agents held, then read
-    the newest of every peer. It does not wait for peers, or up to --wait; averages of parameters
-    wait up to --timeout for all agents.
-
-    Each agent counts its own rounds, because agents differ in speed and in when they began. The age
-    of a snapshot is the number of rounds that its *reader* has had since it arrived. Everything of
-    agents elsewhere that is not known here is NaN, see `all_gather`.
-
-    rounds: [agents], the round of each agent's snapshot, 0 for none; arrivals: [agents], the round
-    of this process in which it arrived; snapshots: peer -> flat parameters; numbers: [agents], what
-    peers have reported; present: bool [agents], who takes part in this round.
-    """
-
-    def __init__(self, args: "RunArgs"):
-        super().__init__(args.num_agents, args.device, args.timeout)
-        self.agents = range(min(args.agents), max(args.agents) + 1)
-        self.peers = [j for j in range(args.num_agents) if j not in self.agents]
-        self.federation = args.federation
-        self.store = Store(args.exchange)
-        self.max_age = args.max_age
-        aggregation = getattr(args, "aggregation", "policy")  # PR-TRPO has only this one
-        self.averages = aggregation in ("weights", "proximal")
-        self.wait = args.wait
-        self.only_new = aggregation == "weights"
-        if self.only_new:
-            self.wait = args.timeout
-        self.reports = args.communicator in REPORTING
-        # A process that resumes reads the files of the same rounds again, if it waits for them
-        self.kept = 3 + (args.save_every // args.local_updates if self.wait else 0)
-        self.rounds = torch.zeros(args.num_agents, dtype=torch.long)
-        self.arrivals = torch.zeros(args.num_agents, dtype=torch.long)
-        self.snapshots = {}
-        self.numbers = torch.full((args.num_agents,), torch.nan, dtype=torch.float64)
-        self.present = torch.zeros(args.num_agents, dtype=torch.bool)
-        self.counts = torch.zeros(2, dtype=torch.long)  # bytes received, files rejected
-        self._rejected = set()  # paths
-        self.identity = load_identity(args.identity) if args.identity else None
-        self.trust = load_trust(args.trust) if args.trust else None  # agent -> public key
-
-    @property
-    def members(self) -> range:
-        """The agents of this run: those of this process."""
-        return self.agents
-
-    @property
-    def round(self) -> int:
-        """The number of this process's last round."""
-        return int(self.rounds[self.agents.start])
-
-    def state(self) -> dict[str, list]:
-        """What checkpoints hold: which snapshots were read last, and when they arrived."""
-        return {
-            "peer_rounds": [self.rounds for _ in self.agents],
-            "peer_arrivals": [self.arrivals for _ in self.agents],
-            "store_counts": [self.counts for _ in self.agents],
-        }
-
-    def describe(self) -> dict[str, float]:
-        """Scalars about the communication, for the log."""
-        bytes_received, rejected = self.counts.tolist()
-        scalars = {
-            "communication/bytes": self.bytes_sent,
-            "communication/bytes_received": bytes_received,
-            "communication/rejected": rejected,
-        }
-        for j in self.peers:
-            age = self.round - int(self.arrivals[j]) if self.rounds[j] else math.nan
-            scalars[f"communication/age_{j}"] = age
-        return scalars
-
-    def all_gather(self, local: Tensor) -> Tensor:
-        """Rows of the agents held; those of agents elsewhere are NaN, or 0 if they are integers."""
-        unknown = torch.nan if local.is_floating_point() else 0
-        gathered = local.new_full((self.num_agents, *local.shape[1:]), unknown)
-        gathered[list(self.agents)] = local
-        return gathered
-
-    def broadcast_networks(self, networks: list[nn.Module]) -> None:
-        """Averages of parameters start from agent 0's first snapshot, its round 0."""
-        if self.averages:
-            flat = flatten(networks)
-            unflatten(self.broadcast_start(flat[0]).expand_as(flat), networks)
-
-    def broadcast_start(self, parameters: Tensor) -> Tensor:
-        """Agent 0's `parameters` [numel], from its file, for which others wait up to --timeout."""
-        if not self.averages:
-            return parameters
-        path = self._path(0, 0)
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while True:
-            with contextlib.suppress(StoreError):
-                start = self._read(0, 0, len(parameters))
-                if start is not None:
-                    return start[0].to(parameters)
-                if 0 in self.agents:
-                    self.store.write(path, self._encode(0, 0, parameters, math.nan))
-            if self.interrupted():
-                problem = "interrupted while waiting for agent 0, nothing was trained"
-                stop(f"{self.store.url}: {problem}", 128 + self.interrupted())
-            if time.monotonic() > deadline:
-                problem = f"no usable {path} after {self.timeout.total_seconds():g} seconds"
-                stop(f"{self.store.url}: {problem}; averages start from it, start agent 0")
-            time.sleep(0.2)
-
-    # A round
-
-    def report(self, numbers: Tensor, local: Tensor, sizes: list[int] | None = None) -> Tensor:
-        """Begin a round: write the files of the agents held, read the newest of every peer.
-
-        numbers: [agents held]; local: [agents held, numel]; sizes: how many of each agent's numel
-        are no padding (default: all). Returns the reported numbers [agents], NaN if unknown.
-        """
-        if sizes is None:
-            sizes = [local.shape[1]] * self.num_agents
-        held = list(self.agents)
-        self.rounds[held] += 1
-        self.arrivals[held] = self.round
-        self.numbers[held] = numbers.double()
-        for i, parameters in zip(held, local, strict=True):
-            with contextlib.suppress(StoreError):
-                self._write(i, parameters[: sizes[i]])
-        deadline = time.monotonic() + self.wait
-        pause = 0.05
-        while not (self._read_peers(sizes) or self.interrupted() or time.monotonic() > deadline):
-            time.sleep(pause)
-            pause = min(2 * pause, 1.0)
-        self.present = self._find_present()
-        return self.numbers.clone()
-
-    def find_participants(self) -> Tensor:
-        """Who takes part in this round, bool [agents]: whose snapshot is here and not old."""
-        return self.present.clone()
-
-    def gather_snapshots(
-        self, local: Tensor, receives: Tensor, sizes: list[int] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """What `report` has read: (parameters [agents, numel]; usable, bool [agents])."""
-        parameters = self.all_gather(local)
-        for j in self.peers:
-            parameters[j] = 0.0
-            if self.present[j]:
-                parameters[j, : len(self.snapshots[j])] = self.snapshots[j].to(local)
-        valid = self.present & parameters.isfinite().all(1).cpu()
-        parameters[~valid] = 0.0
-        return parameters, valid
-
-    def recall_snapshots(self, local: Tensor) -> tuple[Tensor, Tensor]:
-        """Those that were read last before the checkpoint, or newer ones if they are gone."""
-        for j in self.peers:
-            if self.rounds[j]:
-                with contextlib.suppress(StoreError):
-                    self._read_newest(j, local.shape[1], int(self.rounds[j]))
-        self.present = self._find_present()
-        return self.gather_snapshots(local, torch.empty(0))
-
-    def skip_rounds(self) -> None:
-        """Without --wait the rounds since the checkpoint are not repeated: peers had others then.
-
-        The next round is the one behind the last file. What is here keeps its age.
-        """
-        if self.wait:
-            return
-        number = 0
-        with contextlib.suppress(StoreError):
-            for i in self.agents:
-                rounds = self._list_rounds(i)
-                number = max(number, max(rounds, default=0) - self.round)
-        self.rounds[list(self.agents)] += number
-        self.arrivals += number
-
-    def count_bytes(self, listeners: Tensor, sizes: list[int], size_of_number: int) -> None:
-        """Nothing: `bytes_sent` counts what is written to the store."""
-
-    def _path(self, agent: int, number: int) -> str:
-        """The file of an agent's round in the store."""
-        return f"{self.federation}/agent_{agent}/round_{number:08}.safetensors"
-
-    def _encode(self, agent: int, number: int, parameters: Tensor, report: float) -> bytes:
-        """The file of an agent's round."""
-        about = self._identify(agent, number) | {"report": repr(float(report))}
-        return encode_snapshot(parameters, about, self.identity)
-
-    def _identify(self, agent: int, number: int) -> dict[str, str]:
-        """What the metadata of an agent's round must say."""
-        return {"federation": self.federation, "agent": str(agent), "round": str(number)}
-
-    def _write(self, i: int, parameters: Tensor) -> None:
-        """Write the file of this round of an agent held; delete the one that is too old."""
-        report = self.numbers[i] if self.reports else math.nan
-        data = self._encode(i, self.round, parameters, report)
-        self.store.write(self._path(i, self.round), data)
-        self.bytes_sent += len(data)
-        if self.round > self.kept:
-            self.store.delete(self._path(i, self.round - self.kept))
-
-    def _fresh(self) -> Tensor:
-        """Whose snapshot is as new as this round, or has arrived in it, bool [agents]."""
-        own_round = self.round
-        return (self.rounds >= own_round) | (self.arrivals == own_round)
-
-    def _find_present(self) -> Tensor:
-        """Whose snapshot takes part in this round, bool [agents]."""
-        present = self.round - self.arrivals <= self.max_age
-        if self.only_new:
-            present = self._fresh()
-            if not present.all():
-                absent = " ".join(map(str, (~present).nonzero().flatten().tolist()))
-                print(f"\nround {self.round} averages without agents {absent}", flush=True)
-        here = [j in self.snapshots or j in self.agents for j in range(self.num_agents)]
-        return present & torch.tensor(here)
-
-    def _read_peers(self, sizes: list[int]) -> bool:
-        """Read what is new of every peer. Returns whether all have something new."""
-        for j in self.peers:
-            # A peer that was far ahead, and counts, may have sent more since
-            is_new = self.rounds[j] == self.round or self.arrivals[j] == self.round
-            is_read = j in self.snapshots and is_new
-            if not (self.wait and is_read):
-                with contextlib.suppress(StoreError):
-                    # A peer for which this agent waits may be a round ahead already
-                    self._read_newest(j, sizes[j], self.round if self.wait else 0)
-        return bool(self._fresh().all())
-
-    def _read_newest(self, j: int, numel: int, preferred: int = 0) -> None:
-        """Read a peer's newest snapshot, or the preferred one, if it has not been read."""
-        last = int(self.rounds[j])
-        # After a resume the snapshot that was read last is read again
-        oldest = last + 1 if j in self.snapshots or not last else last
-        numbers = []
-        for number in self._list_rounds(j):
-            if number >= oldest and self._path(j, number) not in self._rejected:
-                numbers.append(number)
-        if preferred in numbers:
-            numbers = [preferred]
-        for number in numbers[: self.kept]:
-            snapshot = self._read(j, number, numel)
-            if snapshot is not None:
-                self.snapshots[j], self.numbers[j] = snapshot
-                if number > last:
-                    self.rounds[j] = number
-                    self.arrivals[j] = self.round
-                return
-
-    def _list_rounds(self, j: int) -> list[int]:
-        """The rounds of which an agent's files are in the store, the newest first."""
-        names = map(SNAPSHOT_NAME.fullmatch, self.store.list(f"{self.federation}/agent_{j}"))
-        return sorted((int(name[1]) for name in names if name), reverse=True)
-
-    def _read(self, j: int, number: int, numel: int) -> tuple[Tensor, float] | None:
-        """A peer's snapshot and the number it reports; None if it is not there, or is rejected."""
-        path = self._path(j, number)
-        limit = 8 + MAX_HEADER + 4 * numel
-        data = self.store.read(path, limit + 1)
-        if data is None:
-            return None
-        self.counts[0] += len(data)
-        try:
-            if len(data) > limit:
-                raise Rejected(f"has more than {limit} bytes")
-            key = self._find_key(j)
-            parameters, about = decode_snapshot(data, self._identify(j, number), numel, key)
-            return parameters, _read_number(about)
-        except Rejected as reason:
-            content = f"{path} {zlib.crc32(data)}"
-            if content not in self._rejected:
-                print(f"\nignored {path}, which {reason}", flush=True)
-                self.counts[1] += 1
-                self._rejected |= {path, content}
-            return None
-
-    def _find_key(self, j: int):
-        """The public key with which an agent has to sign; None without --trust, or `Rejected`."""
-        if self.trust is None:
-            return None
-        if j in self.agents:
-            return self.identity.public_key()
-        if j not in self.trust:
-            raise Rejected(f"is of agent {j}, whose key is not in --trust")
-        return self.trust[j]
-
-
-def _read_number(about: dict[str, str]) -> float:
-    """The number that a snapshot reports."""
-    try:
-        return float(about["report"])
-    except (KeyError, ValueError) as error:
-        raise Rejected("reports no number") from error
-
-
-def make_exchange(args: "RunArgs") -> Exchange:
-    """The exchange of a run: over a folder, between the ranks of torchrun, or in this process."""
-    if args.exchange:
-        return FolderExchange(args)
-    return Exchange(args.num_agents, args.device, args.timeout)
-
-
-class View(dict):
-    """What one agent received last: sender -> network, its own snapshot among them.
-
-    round: the iteration in which it received them. last_rounds: [agents], the iteration of each
-    agent's last round, kept by `Peers`. make_network(sender, parameters): a network of that agent.
-    members: the agents whose checkpoints are in this run's folder.
-
-    A checkpoint holds only the snapshots that no other agent's checkpoint has, `stored`;
-    `Peers.restore` adds the others.
-    """
-
-    def __init__(
-        self,
-        agent: int,
-        network: nn.Module,
-        last_rounds: Tensor,
-        make_network: Callable,
-        members: range,
-    ):
-        super().__init__({agent: network})
-        self.agent = agent
-        self.round = 0
-        self.last_rounds = last_rounds
-        self.make_network = make_network
-        self.members = members
-
-    @property
-    def stored(self) -> list[int]:
-        """The agent itself, senders that have sent a newer snapshot since, and other runs'."""
-        elsewhere = [j for j in self if j not in self.members or self.last_rounds[j] > self.round]
-        return [self.agent, *(j for j in elsewhere if j != self.agent)]
-
-    def state_dict(self) -> dict:
-        """What `load_state_dict` needs."""
-        parameters = {j: flatten([self[j]])[0] for j in self.stored}
-        return {"round": self.round, "received": parameters}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Take what a checkpoint holds."""
-        self.round = state["round"]
-        for j, parameters in state["received"].items():
-            self[j] = self.make_network(j, parameters)
-
-
-class Peers:
-    """What surrounds the communication rounds of control: reports, snapshots, views, distances.
-
-    A script decides what is reported, the new C, and how it is applied. This class holds
-    communicator, distances: [agents, agents], C and the total variation of policies on the public
-        states as of the last round in which both took part, for all pairs of up to FEW_AGENTS
-        agents, else for those that C connects;
-    views: of each agent held, what it received in the last round in which it took part, `View`:
-        from senders of positive weight in its row, and itself. Agents of one process that received
-        the same snapshot share one network;
-    round_returns, mean_returns: of each agent held, the returns since the last round, and their
-        mean as of the last round in whose interval an episode ended, NaN at first;
-    and, of the last round,
-    received: sender -> network;
-    usable: bool [agents], whose snapshot is here and is valid;
-    log_probs: [agents, states, actions], on the public states, NaN for agents to which no agent of
-        this process may listen.
-
-    networks: of all agents, the common start; each has `predict(states)`, (logits, values). states:
-    the public states, None where there will be no round. neighbours: bool [agents, agents], to whom
-    each agent may ever listen.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        networks: list[nn.Module],
-        states: Tensor | None,
-        neighbours: Tensor,
-    ):
-        n = len(networks)
-        self.exchange = exchange
-        self.held = exchange.agents
-        self.states = states
-        self.neighbours = neighbours
-        self.sizes = [count_parameters(network) for network in networks]
-        self._templates = []  # of each agent, the first network of its shape
-        first_of_shape = {}
-        for network in networks:
-            shape = tuple(parameter.shape for parameter in network.parameters())
-            self._templates.append(first_of_shape.setdefault(shape, network))
-        self.communicator = identity(n)  # before the first round no agent has sent anything
-        self.distances = torch.full((n, n), torch.nan)
-        self.last_rounds = torch.zeros(n, dtype=torch.long)  # iteration of each agent's last round
-        self.views = []
-        for i in self.held:
-            first = networks[i].requires_grad_(False)
-            inputs = self.last_rounds, self._make_network, exchange.members
-            self.views.append(View(i, first, *inputs))
-        self.round_returns = [[] for _ in self.held]
-        self.mean_returns = torch.full((len(self.held),), torch.nan, dtype=torch.float64)
-
-    def _senders(self, i: int) -> list[int]:
-        """The agents to which agent i listens."""
-        return self.communicator[i].nonzero().flatten().tolist()
-
-    def _make_network(self, j: int, parameters: Tensor) -> nn.Module:
-        """A network of agent j's shape with these parameters, flat and possibly padded."""
-        network = copy.deepcopy(self._templates[j]).requires_grad_(False)
-        unflatten(parameters[None], [network])
-        return network
-
-    # Resume
-
-    def state(self) -> dict[str, list]:
-        """What checkpoints hold of each agent held; `restore` makes the rest of it."""
-        return {
-            "view": self.views,
-            "row": [self.communicator[i] for i in self.held],
-            "distances": [self.distances[i] for i in self.held],
-            "round_returns": self.round_returns,
-            "mean_return": list(self.mean_returns),
-            **self.exchange.state(),
-        }
-
-    def restore(self) -> Tensor:
-        """After `Run.restore`: get the rows of all agents, and the snapshots that senders store.
-
-        Returns C.
-        """
-        held = list(self.held)
-        self.exchange.skip_rounds()
-        self.communicator[:] = self.exchange.all_gather(self.communicator[held].double())
-        self.distances[:] = self.exchange.all_gather(self.distances[held].double())
-        rounds = torch.tensor([[view.round] for view in self.views])
-        self.last_rounds[:] = self.exchange.all_gather(rounds).flatten()
-        networks = {}  # (sender, iteration) -> network, shared by its listeners
-        for view in self.views:
-            for j, network in view.items():
-                networks.setdefault((j, view.round), network)
-        if torch.equal(self.communicator, identity(len(self.sizes))):
-            return self.communicator  # isolated agents send nothing
-        snapshots = [view[view.agent] for view in self.views]
-        latest = self.exchange.all_gather(flatten(snapshots, max(self.sizes)))
-        for view in self.views:
-            for j in self._senders(view.agent):
-                if (j, view.round) not in networks:
-                    networks[j, view.round] = self._make_network(j, latest[j])
-                view[j] = networks[j, view.round]
-        return self.communicator
-
-    # A round: reports, snapshots, the new C
-
-    def remember_returns(self) -> None:
-        """End the interval of returns that this round closes: take their means.
-
-        An agent without an episode in it keeps its last known mean.
-        """
-        for k, returns in enumerate(self.round_returns):
-            finite_returns = [value for value in returns if math.isfinite(value)]
-            if finite_returns:
-                self.mean_returns[k] = np.mean(finite_returns)
-            returns.clear()
-
-    def report(self, numbers: Tensor, networks: list[nn.Module]) -> Tensor:
-        """Begin a round: send one number of each agent held, [agents held], to all agents.
-
-        networks: of the agents held, as `exchange_snapshots` will send them. Returns [agents].
-        """
-        return self.exchange.report(numbers, flatten(networks, max(self.sizes)), self.sizes)
-
-    def exchange_snapshots(
-        self, networks: list[nn.Module], participating: Tensor, receives: Tensor, iteration: int
-    ) -> None:
-        """Send the parameters of participating agents to their listeners, and check what arrives.
-
-        networks: of the agents held; participating: bool [agents]; receives: bool [agents, agents],
-        whose snapshot each agent receives, as far as that is known before the new C (`update`
-        counts what it adds). Where no agent receives anything, no parameters leave an agent: only
-        its log-probabilities on the public states are gathered, for the log, and of more than
-        FEW_AGENTS agents not even these.
-
-        A snapshot is usable if its parameters are finite, its log-probabilities on the public
-        states too (parameters of 3e38 are finite), and its values there even when squared.
-        """
-        self.iteration = iteration
-        self.participating = participating
-        self.receives = receives & participating & participating[:, None]
-        self.receives.fill_diagonal_(False)
-        self.gathered = bool(self.receives.any())
-        local = flatten(networks, max(self.sizes))
-        local[~participating[list(self.held)]] = 0.0  # an agent that sits out sends nothing
-        parameters, finite = self._gather_parameters(local)
-        self.received = {}
-        self.usable = torch.zeros(len(self.sizes), dtype=torch.bool)
-        log_probs = {}  # of the agents that this process evaluates
-        for j in self._choose_evaluated():
-            network = self._make_network(j, parameters[j])
-            logits, values = network.predict(self.states)
-            log_probs[j] = logits.log_softmax(-1).cpu()
-            if finite[j] and log_probs[j].isfinite().all() and values.square().isfinite().all():
-                self.usable[j] = True
-                self.received[j] = network
-        rejected = [j for j in log_probs if finite[j] and not self.usable[j]]
-        if rejected and self.exchange.rank == 0:
-            problem = "their policies are not finite"
-            print(f"\ndropped agents {rejected} for this round: {problem}", flush=True)
-        self._gather_log_probs(log_probs)
-
-    def _gather_parameters(self, local: Tensor) -> tuple[Tensor | dict[int, Tensor], Tensor]:
-        """The parameters that are here, agent -> flat parameters, and which are finite [agents]."""
-        if self.gathered:
-            return self.exchange.gather_snapshots(local, self.receives, self.sizes)
-        held = list(self.held)
-        finite = torch.zeros(len(self.sizes), dtype=torch.bool)
-        finite[held] = local.isfinite().all(1).cpu()
-        return dict(zip(held, local, strict=True)), finite
-
-    def _choose_evaluated(self) -> list[int]:
-        """The agents whose networks this process evaluates on the public states."""
-        if not self.gathered:
-            return [i for i in self.held if self.participating[i]]
-        evaluated = self.participating
-        if len(self.sizes) > FEW_AGENTS:
-            may_send = self.neighbours & self.participating & self.participating[:, None]
-            evaluated = may_send[list(self.held)].any(0)
-        return evaluated.nonzero().flatten().tolist()
-
-    def _gather_log_probs(self, log_probs: dict[int, Tensor]) -> None:
-        """Set `log_probs`; those of few isolated agents are gathered, for the log."""
-        n = len(self.sizes)
-        if log_probs:
-            shape = next(iter(log_probs.values())).shape
-        else:  # all agents of this process sit out
-            logits, _ = self.views[0][self.held[0]].predict(self.states)
-            shape = logits.shape
-        self.log_probs = torch.full((n, *shape), torch.nan)
-        for j in log_probs:
-            if j in self.received or not self.gathered:
-                self.log_probs[j] = log_probs[j]
-        if not self.gathered and n <= FEW_AGENTS:
-            public = self.log_probs[list(self.held)].flatten(1)
-            self.log_probs[:] = self.exchange.all_gather(public).view(n, *shape)
-
-    def find_candidates(self, i: int) -> dict[int, nn.Module]:
-        """The peers to which agent i may listen from this round on: agent -> network.
-
-        Empty if it sits out.
-        """
-        if not self.participating[i]:
-            return {}
-        return {
-            j: network for j, network in self.received.items() if self.neighbours[i, j] and j != i
-        }
-
-    def update(self, new_communicator: Tensor) -> Tensor:
-        """Update the rows of C of participating agents, and what follows from C. Returns C.
-
-        These are the distances, the views, and the bytes of snapshots chosen only now.
-
-        new_communicator: [agents, agents], of which the rows of the agents held count, each
-        computed in the process of its agent. A weight on a snapshot that is not usable is dropped.
-        """
-        n = len(self.sizes)
-        held = list(self.held)
-        if (new_communicator[held][:, ~self.usable] > 0).any():
-            new_communicator = drop_invalid(new_communicator, self.usable)
-        new_distances = self._measure_distances(new_communicator)
-        if self.gathered:
-            local = torch.cat((new_communicator, new_distances), dim=1)[held]
-            rows = self.exchange.all_gather(local.double()).float()
-            new_communicator, new_distances = rows.split(n, dim=1)
-        self.communicator[self.participating] = new_communicator[self.participating]
-        self.distances[self.participating] = new_distances[self.participating]
-        self._count_late_bytes()
-        for view in self.views:
-            if self.participating[view.agent]:
-                self._renew(view)
-        self.last_rounds[self.participating] = self.iteration
-        return self.communicator
-
-    def _measure_distances(self, new_communicator: Tensor) -> Tensor:
-        """The distances after this round [agents, agents]; in a round, only rows of agents held."""
-        n = len(self.sizes)
-        distances = self.distances.clone()
-        if not self.gathered and n > FEW_AGENTS:
-            return distances
-        probs = self.log_probs.exp()
-        rows = self.held if self.gathered else range(n)
-        for i in rows:
-            if self.participating[i]:
-                compared = self.participating
-                if n > FEW_AGENTS:
-                    compared = new_communicator[i] > 0
-                # Total variation
-                differences = (probs[compared] - probs[i]).abs()
-                distances[i][compared] = differences.sum(-1).mean(-1) / 2
-        return distances
-
-    def _count_late_bytes(self) -> None:
-        """Count the snapshots that are received only because of the new C.
-
-        Where a snapshot was not usable, another sender may have taken its place.
-        """
-        late = (self.communicator > 0) & self.participating[:, None] & ~self.receives
-        late.fill_diagonal_(False)
-        size_of_number = next(self._templates[0].parameters()).element_size()
-        self.exchange.count_bytes(late.sum(0), self.sizes, size_of_number)
-
-    def _renew(self, view: View) -> None:
-        """Replace what an agent received by what it receives in this round."""
-        snapshot = self.received.get(view.agent, view[view.agent])  # the last valid one
-        senders = [j for j in self._senders(view.agent) if j != view.agent]
-        view.clear()
-        view[view.agent] = snapshot
-        for j in senders:
-            view[j] = self.received[j]
-        view.round = self.iteration
+    if isolated is None:
+        isolated = int(find_neighbours(args).sum()) == args.num_agents
+    if exchange_of_launcher is not None:
+        return exchange_of_launcher(args, isolated, averages, together)
+    return Exchange(args.agents_at_once, args.device, args.timeout, isolated)
 
 
 # --- 3. arguments: every flag declares its bounds in its type ---
@@ -1845,17 +1048,6 @@ Fraction = Annotated[float, Bound("lie in [0, 1]", lambda value: 0 <= value <= 1
 PositiveFraction = Annotated[float, Bound("lie in (0, 1]", lambda value: 0 < value <= 1)]
 Probability = Annotated[float, Bound("lie in (0, 1)", lambda value: 0 < value < 1)]
 
-CommunicatorName = Literal[
-    "identity",
-    "uniform",
-    "self-preferred",
-    "similarity",
-    "reward",
-    "softmax-reward",
-    "rank-reward",
-    "surrogate",
-]
-
 
 @dataclass
 class RunArgs:
@@ -1872,33 +1064,15 @@ class RunArgs:
     save_every: Count = 32
     eval_every: Natural = 0  # iterations between evaluations during training (0: only at the end)
     # torchrun: seconds until the run ends and names a rank that does not come (after evaluations a
-    # day); --exchange: seconds that a round of averages waits for the peers
+    # day); federate.py: seconds that averages wait for the peers
     timeout: Seconds = 600.0
-    # URL of a folder (file:///shared, s3://bucket/path, sftp://host/path, ...) over which agents of
-    # independent processes exchange snapshots: each process holds only --agents
-    exchange: str = ""
-    # with --exchange: the agents of this process, consecutive, counted from 0
-    agents: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--agent"])] = ()
-    federation: str = "prpo"  # with --exchange: name of the common experiment, a folder at the URL
-    # with --exchange: seconds that a round waits at most for every peer's new snapshot (averages
-    # that replace parameters wait for --timeout instead)
-    wait: NonNegative = 0.0
-    # with --exchange: rounds after which the last snapshot of a peer that sends nothing new gets no
-    # more weight
-    max_age: Natural = 8
-    # with --exchange: PEM file of the private key (Ed25519) that signs what the agents of this
-    # process send
-    identity: str = ""
-    # with --exchange: folder of public keys, agent_J.pem of agent J; what they have not signed is
-    # ignored
-    trust: str = ""
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "prpo"  # the W&B project
     wandb_entity: str | None = None  # the W&B team or user
     num_agents: Count = 3  # number of agents
-    # who listens to whom, see `make_communicator`; identity is isolated training; or FILE.csv, a
-    # matrix of your own
-    communicator: CommunicatorName | str = "uniform"
+    # who listens to whom: identity (isolated agents), uniform, self-preferred, similarity, reward,
+    # softmax-reward, rank-reward, surrogate, or FILE.csv, a matrix of your own
+    communicator: str = "uniform"
     # no flag: the content of FILE.csv when the run began, which belongs to the run's settings
     communicator_matrix: tyro.conf.Suppress[str] = ""
     self_preference: Fraction = 0.6  # c_ii of the self-preferred communicator
@@ -1911,12 +1085,11 @@ class RunArgs:
     def __post_init__(self):
         self.exp_name = self.exp_name or find_script(self).stem
         # A shell leaves the "~" of --run-dir=~/runs as it is
-        for name in ("run_dir", "resume", "eval_only", "identity", "trust"):
+        for name in ("run_dir", "resume", "eval_only"):
             if hasattr(self, name):
                 setattr(self, name, os.path.expanduser(getattr(self, name)))
-        is_file = self.communicator not in list_communicators(type(self))
-        if is_file and not self.communicator_matrix:
-            # `parse_args` refuses what cannot be read
+        if self.communicator.endswith(".csv") and not self.communicator_matrix:
+            # `load_matrix` refuses what cannot be read
             with contextlib.suppress(OSError, ValueError):
                 matrix = from_csv(self.communicator, self.num_agents)
                 self.communicator_matrix = write_matrix(matrix)
@@ -1925,13 +1098,6 @@ class RunArgs:
     def agents_at_once(self) -> int:
         """How many agents train at the same time: all, unless a script draws some of them."""
         return self.num_agents
-
-
-@functools.cache
-def list_communicators(Args: type) -> tuple[str, ...]:
-    """The values of --communicator that are no file."""
-    names, _ = typing.get_args(typing.get_type_hints(Args)["communicator"])
-    return typing.get_args(names)
 
 
 def get_local_rank() -> int:
@@ -2080,7 +1246,9 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
         args = read_played_settings(args, argv)
     elif args.resume:
         args = _read_resumed_settings(args, argv, may_change, again)
-    _check_texts(args)
+    check_texts(args)
+    if re.search(r"[\x00-\x1f\x7f-\x9f]", args.exp_name):
+        refuse(args, "exp_name", "must not have control characters")
     world_size = get_world_size()
     if args.agents_at_once % world_size:
         flag = "num_agents"
@@ -2090,7 +1258,8 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
             flag = next(name for name in fewer if getattr(args, name) != getattr(type(args), name))
             valid = f"{valid}, but {args.agents_at_once} agents train at once"
         refuse(args, flag, valid)
-    _check_communicator(args)
+    if args.top_k >= args.num_agents:
+        refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
     _check_device(args)
     if args.track and not importlib.util.find_spec("wandb"):
         refuse(args, "track", "wandb is not installed")
@@ -2098,51 +1267,61 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     if not plays_only:
         _check_run_dir(args)
     check(args)
-    if not plays_only:
-        _check_exchange(args)
     return args
 
 
-def _check_texts(args: RunArgs) -> None:
-    """Refuse texts that logs cannot hold: what is not UTF-8, and line breaks in the run's name."""
+def check_texts(args: RunArgs) -> None:
+    """Refuse texts that logs cannot hold: what is not UTF-8."""
     for name, value in vars(args).items():
         texts = value if isinstance(value, tuple | list) else [value]
         for text in texts:
             # Bytes that the locale does not know are read as surrogates
             if isinstance(text, str) and re.search(r"[\ud800-\udfff]", text):
                 refuse(args, name, "must be UTF-8, in a locale that has it")
-    if re.search(r"[\x00-\x1f\x7f-\x9f]", args.exp_name):
-        refuse(args, "exp_name", "must not have control characters")
 
 
-def _check_communicator(args: RunArgs) -> None:
-    """Refuse a communicator that is neither a name nor the file of a matrix, and a large top_k."""
-    names = list_communicators(type(args))
-    if args.communicator not in names:
+def find_inputs(args: RunArgs, make_communicator: Callable) -> set[str]:
+    """What a script's communicator is computed from, of returns, log_probs and gains.
+
+    Found by trying which of them it cannot do without. Ends with one line if --communicator is
+    none.
+    """
+    inputs = _draw_inputs(args, make_communicator)
+    make_communicator(args, **inputs)
+    needed = set()
+    for name in inputs:
         try:
-            load_matrix(args)
-        except (OSError, ValueError) as error:
-            problem = getattr(error, "strerror", None) or str(error)
-            if not args.communicator.endswith(".csv"):
-                problem = f"choose from {', '.join(names)}, or the CSV file of C"
-            refuse(args, "communicator", problem)
-    if args.top_k >= args.num_agents:
-        refuse(args, "top_k", f"must lie in 0..{args.num_agents - 1}")
+            make_communicator(args, **inputs | {name: None})
+        except Exception:  # whatever comes of computing with None
+            needed.add(name)
+    return needed
 
 
-def announce_what_is_not_read(args: RunArgs) -> None:
-    """Say that peers have no influence, or that a parameter is another communicator's."""
-    if getattr(args, "kl_coef", None) == 0:  # PR-TRPO has none
-        mixes = args.aggregation == "policy" and args.communicator != "identity"
-        if mixes and args.agents_at_once > 1:
-            announce("--kl-coef 0: policies are sent, and peers have no influence")
-    readers = {
-        "self_preference": ("self-preferred",),
-        "communicator_temperature": ("softmax-reward", "relative-gain", "surrogate"),
-    }
-    for flag, names in readers.items():
+def _draw_inputs(args: RunArgs, make_communicator: Callable) -> dict[str, Tensor]:
+    """Values of the right shapes for what the communicator may depend on."""
+    n = args.num_agents
+    shapes = {"returns": (n,), "log_probs": (n, 2, 3), "gains": (n, n)}
+    names = inspect.signature(make_communicator).parameters.keys() & shapes.keys()
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.rand(shapes[name], generator=generator) for name in sorted(names)}
+
+
+def check_communicator(args: RunArgs, make_communicator: Callable, has_influence: bool) -> None:
+    """Refuse a --communicator that is none, and say what has no effect.
+
+    make_communicator: the script's; has_influence: whether peers are more than heard.
+    """
+    inputs = _draw_inputs(args, make_communicator)
+    C = make_communicator(args, **inputs)
+    if getattr(args, "eval_only", ""):
+        return  # agents play alone
+    if not has_influence and args.communicator != "identity" and args.agents_at_once > 1:
+        announce("--kl-coef 0: policies are sent, and peers have no influence")
+    for flag in ("self_preference", "communicator_temperature"):
         value = getattr(args, flag)
-        if value != getattr(type(args), flag) and args.communicator not in names:
+        default = getattr(type(args), flag)
+        without = dataclasses.replace(args, **{flag: default})
+        if value != default and torch.equal(make_communicator(without, **inputs), C):
             flag = f"--{flag.replace('_', '-')} {value}"
             announce(f"{flag}: is not read by --communicator {args.communicator}")
 
@@ -2180,104 +1359,6 @@ def _check_run_dir(args: RunArgs) -> None:
     megabytes = 64 + 64 * args.agents_at_once
     if shutil.disk_usage(folder).free < megabytes * 2**20:
         refuse(args, flag, f"needs {megabytes} MB of free disk space")
-
-
-def _check_exchange(args: RunArgs) -> None:
-    """Refuse an --exchange that cannot be used, and its flags without it."""
-    if not args.exchange:
-        for flag in ("agents", "federation", "wait", "max_age", "identity", "trust"):
-            if getattr(args, flag) != getattr(RunArgs, flag):
-                refuse(args, flag, "needs --exchange, the URL of a folder that agents share")
-        return
-    if "RANK" in os.environ:
-        refuse(args, "exchange", "is for processes that are started one by one, without torchrun")
-    held = range(min(args.agents, default=0), max(args.agents, default=-1) + 1)
-    exist = held and held.start >= 0 and held.stop <= args.num_agents
-    if not exist or tuple(args.agents) != tuple(held):
-        valid = "must be the agents of this process, one or consecutive ones of"
-        refuse(args, "agents", f"{valid} 0..{args.num_agents - 1}")
-    if not re.fullmatch(r"\w[\w.-]{0,79}", args.federation, re.ASCII):
-        refuse(args, "federation", "must be a name of letters, digits, _, - and .")
-    averages = getattr(args, "aggregation", "policy") == "weights"
-    if args.communicator == "identity":
-        refuse(args, "exchange", "has no effect on isolated agents; leave it out")
-    if args.wait and averages:
-        refuse(args, "wait", "has no effect on averages, which wait for --timeout; leave it out")
-    if args.max_age != RunArgs.max_age and averages:
-        refuse(args, "max_age", "has no effect on averages, which are of new ones; leave it out")
-    try:
-        urls = map(urllib.parse.urlsplit, args.exchange.split("::"))  # the parts of a chained one
-        passwords = [url.password for url in urls]
-    except ValueError as error:
-        refuse(args, "exchange", f"is no URL: {first_line(error)}")
-    if any(passwords):
-        args.exchange = args.exchange.replace("@", " ").split()[-1]  # not shown
-        valid = "must not have a password, which would be stored with the run's settings"
-        refuse(args, "exchange", f"{valid}; give it as the driver of the store documents")
-    _check_keys(args)
-    _check_store(args)
-
-
-def _check_keys(args: RunArgs) -> None:
-    """Refuse an --identity and a --trust that cannot be used, or do not fit each other."""
-    for flag, read in (("identity", load_identity), ("trust", load_trust)):
-        path = getattr(args, flag)
-        if path and not importlib.util.find_spec("cryptography"):
-            refuse(args, flag, "needs the package cryptography, which is not installed")
-        if path:
-            try:
-                read(path)
-            except (OSError, ValueError) as error:
-                refuse(args, flag, str(error))
-    if not args.trust:
-        return
-    if not args.identity:
-        refuse(args, "trust", "needs --identity: peers that trust keys only believe what is signed")
-    keys = load_trust(args.trust)
-    public_key = load_identity(args.identity).public_key()
-    for i in args.agents:
-        if i in keys and keys[i] != public_key:
-            refuse(args, "trust", f"agent_{i}.pem is not the key of --identity {args.identity}")
-
-
-def _check_store(args: RunArgs) -> None:
-    """Refuse a store that cannot be written to, or where other processes are these agents."""
-    try:
-        store = Store(args.exchange)
-        for i in args.agents:
-            folder = f"{args.federation}/agent_{i}"
-            names = store.list(folder)
-            if not args.resume and any(map(SNAPSHOT_NAME.fullmatch, names)):
-                problem = (
-                    f"has files of agent {i} in {args.federation} already: go on with --resume"
-                )
-                refuse(args, "exchange", f"{problem}, or choose another --agent or --federation")
-            store.write(f"{folder}/probe", b"")
-            store.delete(f"{folder}/probe")
-    except Exception as error:  # drivers have errors of their own; one that is missing, its package
-        problem = f"must be a folder that can be written to ({first_line(error)})"
-        refuse(args, "exchange", problem)
-
-
-def check_aggregation(args: RunArgs) -> None:
-    """The flags of the communication suit --aggregation of control; "none" isolates the agents."""
-    if args.aggregation == "none":
-        if args.communicator not in ("uniform", "identity"):
-            refuse(args, "communicator", "has no effect with --aggregation none; leave it out")
-        args.communicator = "identity"
-    averages = args.aggregation == "weights"
-    swaps = args.communicator == "self-preferred" and args.self_preference == 0
-    if averages and swaps and args.num_agents > 1:
-        refuse(args, "self_preference", "must be positive, or agents would swap networks")
-    if args.private_heads and not averages:
-        refuse(args, "private_heads", "needs parameters that are averaged: --aggregation weights")
-    for flag, without in (("mixture", "arithmetic"), ("self_reference", "behaviour")):
-        if getattr(args, flag) != without and args.aggregation in ("weights", "proximal"):
-            refuse(args, flag, f"has no effect with --aggregation {args.aggregation}; leave it out")
-    if args.prox_coef != type(args).prox_coef and args.aggregation != "proximal":
-        refuse(args, "prox_coef", "needs --aggregation proximal")
-    if not args.eval_only:  # which plays all agents alone
-        announce_what_is_not_read(args)
 
 
 # The settings of an existing run: --resume and --eval-only
@@ -2329,6 +1410,10 @@ def read_run(given: RunArgs, flag: str, words: Iterable[str] = ()) -> RunArgs:
         refuse(given, flag, f"{of_this_version}; those of version 0.1 need commit 9627f85")
     if config.get("script") != script.stem or not is_list_of_words:
         refuse(given, flag, of_this_version)
+    launched = exchange_of_launcher is not None
+    if flag == "resume" and bool(config.get("exchange")) != launched:
+        began = "without" if launched else "under"
+        refuse(given, flag, f"was begun {began} federate.py; go on as it was begun")
     Args = type(given)
     contents = {name: str(config.get(name, "")) for name in _list_contents(Args)}
     # The folder comes first, because the first word could have tyro write a file
@@ -2357,13 +1442,7 @@ def _read_resumed_settings(
     args = read_run(given, "resume", sys.argv[1:] if argv is None else argv)
     free = {"resume", "run_dir", "device", "timeout", "save_every", "eval_every", "track"}
     free |= {"wandb_project_name", "wandb_entity", *may_change}
-    if stored.exchange:
-        free |= {"exchange", "wait", "max_age", "identity", "trust"}
-        # Without waiting a resumed run skips the rounds that peers have read, see `skip_rounds`
-        if (args.wait > 0) != (stored.wait > 0):
-            before = "positive" if stored.wait else "0"
-            refuse(args, "wait", f"must be {before} as in {given.resume}")
-    _refuse_changes(args, stored, free, given.resume)
+    refuse_changes(args, stored, free, given.resume)
     return args
 
 
@@ -2394,7 +1473,7 @@ def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
             args.env_backend = "auto"
     args.env_id = args.env_id or stored.env_id
     args.capture_video = given.capture_video
-    _refuse_changes(args, stored, free, args.eval_only)
+    refuse_changes(args, stored, free, args.eval_only)
     if getattr(args, "levels_per_agent", 0) and args.seed != stored.seed and not new_task:
         folder = args.eval_only
         problem = f"must be {stored.seed} as in {folder}: private levels are derived from it"
@@ -2406,7 +1485,7 @@ def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
     return args
 
 
-def _refuse_changes(args: RunArgs, stored: RunArgs, free: set[str], folder: str) -> None:
+def refuse_changes(args: RunArgs, stored: RunArgs, free: set[str], folder: str) -> None:
     """Refuse flags, other than those in `free`, whose values are not the stored ones of the run."""
     changes = []
     for name, value in vars(args).items():
@@ -2421,9 +1500,14 @@ def _refuse_changes(args: RunArgs, stored: RunArgs, free: set[str], folder: str)
 def load_agents(args: RunArgs, agents: list[nn.Module]) -> dict[int, nn.Module]:
     """Give the agents the weights of the run in --eval-only, or end with one line.
 
-    agents: of all numbers. Returns those of the run: with --exchange those that it held.
+    agents: of all numbers. Returns those of the run: under federate.py those that it held.
     """
-    loaded = {i: agents[i] for i in args.agents or range(len(agents))}
+    config = dict(json.loads(Path(args.eval_only, "config.json").read_text()))
+    everybody = range(len(agents))
+    held = config.get("agents") or list(everybody)
+    if not isinstance(held, list) or any(type(i) is not int or i not in everybody for i in held):
+        refuse(args, "eval_only", "config.json names agents that are none of the run's")
+    loaded = {i: agents[i] for i in held}
     for i, agent in loaded.items():
         path = Path(args.eval_only, f"agent_{i}.safetensors")
         try:
@@ -2438,12 +1522,13 @@ def load_agents(args: RunArgs, agents: list[nn.Module]) -> dict[int, nn.Module]:
     return loaded
 
 
-def print_returns(args: RunArgs, results: list[dict[str, np.ndarray]]) -> None:
-    """The table of --eval-only. results: of each agent, task -> a return for each episode."""
+def print_returns(args: RunArgs, results: dict[int, dict[str, np.ndarray]]) -> None:
+    """The table of --eval-only. results: agent -> task -> a return for each episode."""
     actions = "greedy" if args.greedy else "sampled"
     print(f"{args.eval_only}: mean return of {args.eval_episodes} episodes, {actions} actions")
-    print("agent" + "".join(f"  {task:>17}" for task in results[0]))
-    for i, tasks in zip(args.agents or range(len(results)), results, strict=True):
+    first = next(iter(results.values()))
+    print("agent" + "".join(f"  {task:>17}" for task in first))
+    for i, tasks in results.items():
         cells = []
         for task, returns in tasks.items():
             mean_return, half = mean_and_half_interval(returns)
@@ -2490,104 +1575,7 @@ def format_interval(mean: float, half: float) -> str:
     return f"{mean:.3f} ± {half:.3f}"
 
 
-# --- 4. speed: networks side by side ---
-
-
-# Layers that are functions of one number
-POINTWISE = nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh
-
-
-def is_plain(layer: nn.Conv2d) -> bool:
-    """Whether a convolution has no padding, dilation or groups: a product over patches."""
-    return (layer.padding, layer.dilation, layer.groups) == ((0, 0), (1, 1), 1)
-
-
-class Stacked:
-    """Networks with the same layers as one product per layer, which makes small batches fast.
-
-    It reads the networks' own layers, so these may be changed freely within `supported`; anything
-    else is refused. A convolution of another kind has a `kernel()`, by which its input is
-    multiplied instead of its weight.
-    """
-
-    supported = nn.Conv2d, nn.Linear, nn.Flatten, *POINTWISE
-
-    def __init__(self, networks: list[nn.Module], dtype: torch.dtype = torch.float32):
-        """networks: layers, or sequences of layers, of the same sizes. dtype: of the products."""
-        self.networks = []
-        for network in networks:
-            self.networks.append([*network] if isinstance(network, nn.Sequential) else [network])
-        self.dtype = dtype
-        for layer in self.networks[0]:
-            if not self.supports(layer):
-                raise NotImplementedError(f"{layer} cannot be stacked")
-
-    def supports(self, layer: nn.Module) -> bool:
-        """Whether `read` and `__call__` know this kind of layer."""
-        if isinstance(layer, nn.Conv2d) and not is_plain(layer):
-            return False
-        if hasattr(layer, "bias") and layer.bias is None:
-            return False
-        return type(layer) in self.supported or hasattr(layer, "kernel")
-
-    @torch.no_grad()
-    def read(self) -> None:
-        """Read the weights, after every update: of each layer (itself, size, weight, bias)."""
-        self.layers = []
-        channels = 0  # of the last convolution, until its output is flattened
-        for layers in zip(*self.networks, strict=True):
-            layer = layers[0]
-            if not hasattr(layer, "weight"):
-                self.layers.append((layer, None, None, None))
-                continue
-            kernels = [each.kernel() if hasattr(each, "kernel") else each.weight for each in layers]
-            weight = torch.stack(kernels).to(self.dtype)
-            bias = torch.stack([each.bias for each in layers]).to(self.dtype)
-            size = None
-            if isinstance(layer, nn.Conv2d):  # a product over patches: rows, columns, channels
-                channels = weight.shape[1]
-                size = weight.shape[3:]
-                weight = weight.permute(0, 3, 4, 2, 1).flatten(1, 3).contiguous()
-                bias = bias[:, None]
-            else:
-                if channels:  # what was flattened had its channels last
-                    weight = weight.unflatten(2, (channels, -1)).mT.flatten(2)
-                    channels = 0
-                bias = bias[..., None]
-            self.layers.append((layer, size, weight, bias))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [networks, batch, features] or [networks, batch, rows, columns, channels].
-
-        Returns the networks' outputs in the same form.
-        """
-        x = x.to(self.dtype)
-        for layer, size, weight, bias in self.layers:
-            if isinstance(layer, nn.Conv2d):
-                patches = self.unfold(x, size, layer.stride)
-                rows = patches.reshape(len(x), -1, weight.shape[1])
-                x = torch.baddbmm(bias, rows, weight).view(*patches.shape[:4], -1)
-            elif isinstance(layer, nn.Linear):  # few columns times many rows is fastest this way
-                x = torch.baddbmm(bias, weight, x.mT).mT
-            elif isinstance(layer, nn.Flatten):
-                x = x.flatten(2)
-            else:
-                x = layer(x)
-        return x
-
-    @staticmethod
-    def unfold(x: Tensor, size: torch.Size, stride: tuple[int, int]) -> Tensor:
-        """Patches of x [networks, batch, rows, columns, patch row, patch column * channels]."""
-        n, batch, height, width, _ = x.shape
-        network, sample, row, column, _ = x.stride()
-        down, right = stride
-        rows = (height - size[0]) // down + 1
-        columns = (width - size[1]) // right + 1
-        shape = n, batch, rows, columns, size[0], size[1] * x.shape[-1]
-        return x.as_strided(shape, (network, sample, down * row, right * column, row, 1))
-
-
-# --- 5. a run: folder, logs, checkpoints, signals, timing, summary ---
+# --- 4. the run: folder, logs, checkpoints, signals, timing, summary ---
 
 
 def write_atomically(path: Path, write: Callable) -> None:
@@ -2650,87 +1638,6 @@ def open_streams() -> None:
         options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
         lenient = _Stream(stream.buffer, stream.encoding, "backslashreplace", **options)
         setattr(sys, name, lenient)
-
-
-# The cache
-
-
-def get_cached_folder(name: str, key: object, write: Callable[[Path], None]) -> Path | None:
-    """The cache's folder that `write(folder)` has filled for this key; None if it is not writable.
-
-    key: what the content depends on, as JSON, for example versions of packages. The cache is in
-    $XDG_CACHE_HOME or ~/.cache. Processes that start together wait for the one that writes.
-    A folder whose files have changed since is written anew.
-    """
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "prpo")
-        folder = cache / f"{name}_{digest[:16]}"
-        if _is_intact(folder):
-            return folder
-        cache.mkdir(parents=True, exist_ok=True)
-        with open(cache / f"{folder.name}.lock", "w") as lock:
-            if _wait_for(lock):
-                # Left by a process that was killed
-                for abandoned in cache.glob(f"{folder.name}.*/"):
-                    shutil.rmtree(abandoned, ignore_errors=True)
-            if not _is_intact(folder):  # another process may have written it in the meantime
-                _fill(folder, write)
-    except Exception as error:  # the caller works without the cache, or meets the same error there
-        reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"the cache cannot be written, so starts are slow: {reason}", stacklevel=2)
-        return None
-    return folder
-
-
-def _wait_for(lock: typing.IO) -> bool:
-    """Wait until no other process has the lock.
-
-    False where there are no locks, so that several processes may write.
-    """
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:  # of a file system without locks
-        return False
-    return True
-
-
-def _fill(folder: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder of the cache under another name, and put it in its place as a whole."""
-    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        write(temporary)
-        paths = [path for path in temporary.iterdir() if path.is_file()]
-        checksums = {path.name: _checksum(path) for path in paths}
-        (temporary / "checksums.json").write_text(json.dumps(checksums))
-        try:
-            os.replace(temporary, folder)
-        except OSError:  # it is there: damaged, or a process without a lock was faster
-            if not _is_intact(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-                os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _is_intact(folder: Path) -> bool:
-    """Whether a folder of the cache has all its files, unchanged."""
-    try:
-        checksums = json.loads((folder / "checksums.json").read_text())
-        return all(_checksum(folder / name) == checksum for name, checksum in checksums.items())
-    except (OSError, ValueError, AttributeError):  # a file is missing, or the list is broken
-        return False
-
-
-def _checksum(path: Path) -> int:
-    """CRC-32 of a file: 0.2 s for a model of 540 MB."""
-    checksum = 0
-    with open(path, "rb") as file:
-        while block := file.read(2**22):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
 
 
 def _format_value(value: object) -> object:
@@ -2885,12 +1792,6 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _name_agents(args: RunArgs) -> str:
-    """The agents of this process of a federation, in words."""
-    noun = "agents" if len(args.agents) > 1 else "agent"
-    return " ".join((noun, *map(str, args.agents)))
-
-
 def stop_at_file(folder: Path, error: OSError) -> NoReturn:
     """End with one line where a file of a run cannot be read or written, as on a full disk."""
     message = f"{folder}: {error}"
@@ -2970,6 +1871,7 @@ class Run:
     ):
         self.args = args
         self.exchange = exchange
+        self.settings = exchange.settings | vars(args)
         self.total = total
         self.units_per_iteration = units_per_iteration
         self.main_metric = main_metric
@@ -2992,8 +1894,8 @@ class Run:
             allowed = re.sub(r"[^\w.+-]", "-", text)
             names.append(allowed.encode()[:80].decode(errors="ignore"))
         prefix = f"{'__'.join(names)}__{args.seed}__"
-        if args.exchange:
-            prefix += f"{_name_agents(args).replace(' ', '_')}__"
+        if exchange.label:
+            prefix += f"{exchange.label}__"
         self.folder = self._open(prefix)
         self.iteration = 0
         self.interrupted = False
@@ -3066,7 +1968,7 @@ class Run:
             "command": list_words(self.args),
             "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID"),
         }
-        config = json.dumps(origin | vars(self.args) | {"resume": ""}, indent=2)
+        config = json.dumps(origin | self.settings | {"resume": ""}, indent=2)
         self._config = config
         if self.args.resume:
             if self.chief:
@@ -3161,6 +2063,7 @@ class Run:
         A checkpoint that cannot be read is passed over for the one before it. An agent without any,
         while others are past their first, is an error: it would start anew beside them.
         """
+        state = state | self.exchange.state()
         self.iteration = self._find_common_iteration()
         if self.iteration > self.total:
             done = f"has {self.iteration} {self.counter}s already"
@@ -3239,6 +2142,7 @@ class Run:
     @_end_in_one_line
     def save(self, state: dict[str, list]) -> None:
         """Write each agent's checkpoint; the one before it is kept. Returns when all ranks have."""
+        state = state | self.exchange.state()
         totals = {
             "train": self.train_seconds,
             "wall": self._wall(),
@@ -3295,8 +2199,8 @@ class Run:
         """Open TensorBoard, W&B and the CSV files, without rows after the current iteration."""
         start = self.iteration
         about = f"{self.exchange.num_agents} agents on {self.exchange.device}"
-        if self.args.exchange:
-            about = f"{_name_agents(self.args)} of {about}"
+        if self.exchange.label:
+            about = f"{self.exchange.label.replace('_', ' ')} of {about}"
         if self.about:
             about = f"{about}, {self.about}"
         print(f"{self.folder}: {about}", flush=True)
@@ -3308,7 +2212,7 @@ class Run:
 
         threading.excepthook = _report_error_of_thread
         self.writer = SummaryWriter(self.folder, purge_step=start * self.steps_per_iteration + 1)
-        table = "\n".join(f"|{key}|{value}|" for key, value in vars(self.args).items())
+        table = "\n".join(f"|{key}|{value}|" for key, value in self.settings.items())
         self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
         self._metrics = self._open_csv("metrics.csv", start)
         self._communicators = self._open_csv("communicator.csv", start)
@@ -3328,7 +2232,7 @@ class Run:
             wandb.init(
                 project=self.args.wandb_project_name,
                 entity=self.args.wandb_entity,
-                config=vars(self.args),
+                config=self.settings,
                 name=name,
                 id=name,
                 resume="allow",
@@ -3444,8 +2348,11 @@ class Run:
             for i in members:
                 for j in range(n):
                     scalars[f"communicator/c_{i}_{j}"] = communicator[i, j].item()
-                for j in range(i + 1, n):
-                    scalars[f"distances/agent_{i}_agent_{j}"] = distances[i, j].item()
+                for j in range(n):
+                    # Of two members the first one has the pair, of others the member
+                    if j > i or j not in members:
+                        pair = "_".join(f"agent_{number}" for number in sorted((i, j)))
+                        scalars[f"distances/{pair}"] = distances[i, j].item()
         elif matrix_changed:
             scalars |= summarize_communicator(communicator, distances)
         for key, column in self.latest.items():
@@ -3634,7 +2541,7 @@ class Run:
             "run": self.name,
             "completed": not self.interrupted,
             "diverged": list(self._find_diverged_agents()),
-            "settings": vars(self.args),
+            "settings": self.settings,
             "seed": self.args.seed,
             "versions": versions,
             "device": str(self.exchange.device),
@@ -3677,3 +2584,100 @@ class Run:
         if self.interrupted:
             last = f"{self.iteration} of {self.total}"
             print(f"interrupted after {self.counter} {last}; go on with --resume {self.folder}")
+
+
+# --- 5. speed: networks side by side ---
+
+
+# Layers that are functions of one number
+POINTWISE = nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh
+
+
+def is_plain(layer: nn.Conv2d) -> bool:
+    """Whether a convolution has no padding, dilation or groups: a product over patches."""
+    return (layer.padding, layer.dilation, layer.groups) == ((0, 0), (1, 1), 1)
+
+
+class Stacked:
+    """Networks with the same layers as one product per layer, which makes small batches fast.
+
+    It reads the networks' own layers, so these may be changed freely within `supported`; anything
+    else is refused. A convolution of another kind has a `kernel()`, by which its input is
+    multiplied instead of its weight.
+    """
+
+    supported = nn.Conv2d, nn.Linear, nn.Flatten, *POINTWISE
+
+    def __init__(self, networks: list[nn.Module], dtype: torch.dtype = torch.float32):
+        """networks: layers, or sequences of layers, of the same sizes. dtype: of the products."""
+        self.networks = []
+        for network in networks:
+            self.networks.append([*network] if isinstance(network, nn.Sequential) else [network])
+        self.dtype = dtype
+        for layer in self.networks[0]:
+            if not self.supports(layer):
+                raise NotImplementedError(f"{layer} cannot be stacked")
+
+    def supports(self, layer: nn.Module) -> bool:
+        """Whether `read` and `__call__` know this kind of layer."""
+        if isinstance(layer, nn.Conv2d) and not is_plain(layer):
+            return False
+        if hasattr(layer, "bias") and layer.bias is None:
+            return False
+        return type(layer) in self.supported or hasattr(layer, "kernel")
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Read the weights, after every update: of each layer (itself, size, weight, bias)."""
+        self.layers = []
+        channels = 0  # of the last convolution, until its output is flattened
+        for layers in zip(*self.networks, strict=True):
+            layer = layers[0]
+            if not hasattr(layer, "weight"):
+                self.layers.append((layer, None, None, None))
+                continue
+            kernels = [each.kernel() if hasattr(each, "kernel") else each.weight for each in layers]
+            weight = torch.stack(kernels).to(self.dtype)
+            bias = torch.stack([each.bias for each in layers]).to(self.dtype)
+            size = None
+            if isinstance(layer, nn.Conv2d):  # a product over patches: rows, columns, channels
+                channels = weight.shape[1]
+                size = weight.shape[3:]
+                weight = weight.permute(0, 3, 4, 2, 1).flatten(1, 3).contiguous()
+                bias = bias[:, None]
+            else:
+                if channels:  # what was flattened had its channels last
+                    weight = weight.unflatten(2, (channels, -1)).mT.flatten(2)
+                    channels = 0
+                bias = bias[..., None]
+            self.layers.append((layer, size, weight, bias))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [networks, batch, features] or [networks, batch, rows, columns, channels].
+
+        Returns the networks' outputs in the same form.
+        """
+        x = x.to(self.dtype)
+        for layer, size, weight, bias in self.layers:
+            if isinstance(layer, nn.Conv2d):
+                patches = self.unfold(x, size, layer.stride)
+                rows = patches.reshape(len(x), -1, weight.shape[1])
+                x = torch.baddbmm(bias, rows, weight).view(*patches.shape[:4], -1)
+            elif isinstance(layer, nn.Linear):  # few columns times many rows is fastest this way
+                x = torch.baddbmm(bias, weight, x.mT).mT
+            elif isinstance(layer, nn.Flatten):
+                x = x.flatten(2)
+            else:
+                x = layer(x)
+        return x
+
+    @staticmethod
+    def unfold(x: Tensor, size: torch.Size, stride: tuple[int, int]) -> Tensor:
+        """Patches of x [networks, batch, rows, columns, patch row, patch column * channels]."""
+        n, batch, height, width, _ = x.shape
+        network, sample, row, column, _ = x.stride()
+        down, right = stride
+        rows = (height - size[0]) // down + 1
+        columns = (width - size[1]) // right + 1
+        shape = n, batch, rows, columns, size[0], size[1] * x.shape[-1]
+        return x.as_strided(shape, (network, sample, down * row, right * column, row, 1))

@@ -43,7 +43,6 @@ import communicators
 import prpo_llm
 from communicators import (
     Count,
-    Exchange,
     Natural,
     NonNegative,
     Positive,
@@ -56,7 +55,6 @@ from communicators import (
 )
 from prpo_llm import (
     PUBLIC_STATES,
-    CommunicatorName,
     add_adapters,
     average_adapters,
     compute_group_advantages,
@@ -66,6 +64,7 @@ from prpo_llm import (
     compute_references,
     find_diverged,
     generate,
+    get_cached_folder,
     learn,
     load_base,
     make_communicator,
@@ -134,8 +133,9 @@ class Args(RunArgs):
     participation: PositiveFraction = 1.0
     centralised: bool = False
     """instead of the agents: a single one that has the tasks of all"""
-    communicator: CommunicatorName | str = "uniform"
-    """who listens to whom, see `make_communicator`; or FILE.csv, a matrix of your own"""
+    # who listens to whom: identity (isolated agents), uniform, self-preferred, similarity, reward,
+    # softmax-reward, rank-reward, relative-gain, samples, or FILE.csv, a matrix of your own
+    communicator: str = "uniform"
     communicator_temperature: Positive = 1.0
     """softmax-reward: in spreads of returns; relative-gain: in gains"""
     local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
@@ -234,6 +234,11 @@ class Args(RunArgs):
     adam_beta1 = 0.9
     adam_beta2 = 0.999
 
+    def __post_init__(self):
+        if self.aggregation == "none":
+            self.communicator = "identity"
+        super().__post_init__()
+
     @property
     def agents_at_once(self) -> int:
         """M of the FedAgent paper: how many agents train at the same time."""
@@ -296,17 +301,21 @@ def draw_minibatches(
 def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     n = args.agents_at_once
-    isolated = args.aggregation == "none" or args.communicator == "identity"
     # In float32 the sampler's log-probabilities are the trainer's up to rounding, and are used as
     # the old policy's
     reuse_sampled = args.precision == "float32"
-    exchange = Exchange(n, args.device, args.timeout)
+    # Shared functions read --num-agents as the number of agents in memory: the n clients that train
+    # at a time
+    present = dataclasses.replace(args, num_agents=n)
+    neighbours = communicators.find_neighbours(present)  # who may ever listen to whom
+    exchange = communicators.make_exchange(
+        args,
+        isolated=int(neighbours.sum()) == n,
+        together="the clients that train are drawn in one place",
+    )
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     device = exchange.device
     rows_held = slice(held.start, held.stop)
-    # prpo_llm.py's functions read --num-agents as the number of agents in memory: the n clients
-    # that train at a time
-    present = dataclasses.replace(args, num_agents=n)
 
     # World, model and tasks
     make = load_world(args)
@@ -337,31 +346,41 @@ def main(args: Args) -> dict:
     )
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, client)
-    trained[:] = exchange.broadcast(trained[0])
+    trained[:] = exchange.broadcast_start(trained[0])
     policy = trained[:, : snapshots.shape[1]]
+    first_policy = policy[0].clone()
     optimizer, moments = make_optimizer(args, policy, trained[:, snapshots.shape[1] :])
 
-    # Communication: C, what agents received in the last round, how far policies are from each other
-    communicator = communicators.identity(n)  # before the first round no agent has sent anything
-    distances = torch.full_like(communicator, torch.nan)
+    # Communication: C, what was sent in the last round, how far policies are from each other
+    if exchange.isolated:
+        public_states = []  # nobody has a peer's policy
+    compared = communicators.find_compared(neighbours)  # whose policies they compare
+    inputs = communicators.find_inputs(present, make_communicator)
+    C = communicators.identity(n)  # [agents, agents]; before the first round nobody has sent
+    distances = torch.full((n, n), torch.nan)
     round_returns = [[] for _ in held]  # since the last round
     # Of each agent's rounds: mean, gain, baseline
     records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)
     samples = torch.zeros(len(held), dtype=torch.float64)  # episodes between rounds
 
-    # Resume: what a checkpoint holds of each agent; the rest follows from the settings
+    # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These
+    # objects are changed in place, as in `C[:] = ...`
     state = {
         "trained": list(trained),
         "snapshot": [snapshots[i] for i in held],
         "round_returns": round_returns,
         "record": list(records),
         **moments,
-        "communicator": [communicator for _ in held],
-        "distances": [distances for _ in held],
+        "row": [C[i] for i in held],
+        "distances": [distances[i] for i in held],
     }
     run.restore(state)
-    if run.iteration and not isolated:
-        snapshots[:n] = exchange.all_gather(snapshots[rows_held])
+    C[:] = exchange.all_gather(C[rows_held])
+    distances[:] = exchange.all_gather(distances[rows_held])
+    if args.aggregation == "policy":
+        for j, snapshot in enumerate(exchange.recall(list(snapshots[rows_held]))):
+            if snapshot is not None:
+                snapshots[j] = snapshot
     if run.chief:
         write_clients(run.folder / "clients.csv", pool, tasks)
     if tests and not run.iteration:
@@ -394,7 +413,7 @@ def main(args: Args) -> dict:
         # weights and none the policy from which all started
         if reuse_sampled:
             batch["logprobs"] = batch["sampled"]
-        references, weights = compute_references(present, model, held, communicator, batch)
+        references, weights = compute_references(present, model, held, C, batch)
         batch |= references
         sampling_gaps = measure_sampling_gaps(batch)  # [agents]
         run.tick("reference")
@@ -413,56 +432,56 @@ def main(args: Args) -> dict:
         for k, returns_of_agent in enumerate(returns):
             round_returns[k].extend(returns_of_agent.flatten().tolist())
         lost = torch.full((len(held),), torch.nan)  # by averages of adapters
+        dropped = 0
         if step % args.local_updates == 0:
             for k, returns_of_agent in enumerate(round_returns):
                 records[k] = communicators.remember(records[k], returns_of_agent)
                 samples[k] = np.isfinite(returns_of_agent).sum()
                 returns_of_agent.clear()
-            if args.aggregation == "policy" and isolated:  # nothing leaves an agent
-                snapshots[rows_held] = policy
-            elif not isolated:
-                if args.communicator == "relative-gain":
-                    numbers = records[:, 1]
-                elif args.communicator == "samples":
-                    numbers = samples
-                else:
-                    numbers = records[:, 0]
-                reported_returns = exchange.report(numbers, trained)
-                if args.communicator != "relative-gain":  # which has bounds of its own
-                    reported_returns = communicators.bound_returns(reported_returns)
+            numbers = records[:, 0] if "returns" in inputs else None
+            if args.communicator == "relative-gain":
+                numbers = records[:, 1]
+            elif args.communicator == "samples":
+                numbers = samples
+            received, reported_returns = exchange.round(list(trained), numbers)
+            usable = torch.tensor([snapshot is not None for snapshot in received])
 
-                # Which snapshots each agent receives: all that it will compare, or of positive
-                # weight
-                if args.communicator == "similarity":
-                    receives = communicators.find_neighbours(present)
-                else:
-                    receives = make_communicator(present, reported_returns) > 0
-                parameters, usable = exchange.gather_snapshots(trained, receives)
+            # Policies on the public states: whose snapshot is usable, who is similar to whom
+            for j in usable.nonzero().flatten().tolist():
+                snapshots[j] = received[j]
+            log_probs = compute_public_log_probs(present, model, tokenizer, public_states)
+            if args.aggregation != "policy":  # the reference stays the first policy
+                snapshots[:] = first_policy
+            usable &= log_probs.flatten(1).isfinite().all(1)
+            log_probs[~usable] = torch.nan
+            num_usable = int(exchange.all_gather(usable[rows_held, None].long()).sum())
+            dropped = len(exchange.members) - num_usable
 
-                # The new communicator, of the agents whose policies are finite: parameters of 3e38
-                # are finite, their policy is not
-                if args.aggregation == "weights":
-                    previous_snapshots = snapshots.clone()
-                for j in usable.nonzero().flatten().tolist():
-                    snapshots[j] = parameters[j]
-                log_probs = compute_public_log_probs(present, model, tokenizer, public_states)
-                usable &= log_probs.isfinite().all(-1).all(-1)
-                log_probs[~usable] = torch.nan
-                distances[:] = communicators.total_variation(log_probs)
-                communicator[:] = make_communicator(present, reported_returns, log_probs, usable)
+            # The new communicator
+            reports = reported_returns
+            if args.communicator != "relative-gain":  # which has bounds of its own
+                reports = communicators.bound_returns(reported_returns)
+            new_C = make_communicator(present, reports, log_probs, usable)
+            new_distances = communicators.measure_distances(log_probs, compared, held)
+            # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
+            C[:] = exchange.all_gather(new_C[rows_held])
+            distances[:] = exchange.all_gather(new_distances[rows_held])
+            # Who reads whose snapshot: all neighbours' if C is computed from snapshots
+            reads = C > 0
+            if "log_probs" in inputs:
+                reads = neighbours
+            exchange.count_bytes(reads)
 
-                # FedAgent: agents go on from the average of what they received, with a fresh
-                # optimizer: in the next round they may be others. The reference stays the first
-                # policy
-                if args.aggregation == "weights":
-                    snapshots.copy_(previous_snapshots)
-                    del previous_snapshots
-                    C = communicator[rows_held]
-                    averages, lost = average_adapters(args, model, C, parameters)
-                    averaging = torch.stack([usable[row > 0].all() for row in C])
-                    trained[:] = torch.where(averaging[:, None].to(device), averages, trained)
-                    reset(moments)
-                del parameters  # whole adapters: they need not stay in memory
+            # FedAgent: agents go on from the average of what they received, with a fresh optimizer:
+            # in the next round they may be others
+            if args.aggregation == "weights" and args.communicator != "identity":
+                averaging = [k for k, i in enumerate(held) if C[i, i] < 1]  # who listens to peers
+                if averaging:
+                    rows = C[rows_held][averaging]
+                    averages, lost[averaging] = average_adapters(args, model, rows, received)
+                    trained[averaging] = averages
+                reset(moments)
+            del received  # whole adapters: they need not stay in memory
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -483,8 +502,9 @@ def main(args: Args) -> dict:
             "charts/learning_rate": compute_learning_rate(args, step),
             "charts/kl_coefficient": kl_coef,
             "communication/rounds": count_rounds(args, step),
+            "communication/dropped": dropped,
         }
-        run.log(rows, communicator, distances, scalars)
+        run.log(rows, C, distances, scalars)
 
         # Evaluation
         if tests and run.due(args.eval_every) and step < args.total_steps:
@@ -1126,7 +1146,7 @@ def label_tasks(args: Args, make: Callable, numbers: np.ndarray, model, tokenize
             solved += [episode.success for episode in episodes]
         (folder / "solved.json").write_text(json.dumps(solved))
 
-    folder = communicators.get_cached_folder("solved", key, write)
+    folder = get_cached_folder("solved", key, write)
     if folder is None:
         reason = "needs a cache that can be written to, see docs/runs.md"
         refuse(args, "partition", reason)
@@ -1340,8 +1360,6 @@ def check_args(args: Args) -> None:
 
     `refuse` ends with one line that names the flag, its value and what is valid.
     """
-    if args.exchange:
-        refuse(args, "exchange", "is not for this script; leave it out")
     file, _, name = args.env.rpartition(":")
     if args.env != "babyai" and not (file.endswith(".py") and Path(file).is_file() and name):
         refuse(args, "env", "must be babyai, or an existing FILE.py:make")
@@ -1357,7 +1375,9 @@ def check_args(args: Args) -> None:
     if args.group_size < 2:
         refuse(args, "group_size", "must be at least 2 for GRPO")
     prpo_llm.check_kl(args)
-    communicators.announce_what_is_not_read(args)
+    present = dataclasses.replace(args, num_agents=args.agents_at_once)
+    has_influence = args.kl_coef > 0 or args.aggregation != "policy"
+    communicators.check_communicator(present, make_communicator, has_influence)
 
 
 def check_deal(args: Args) -> None:

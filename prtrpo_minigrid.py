@@ -29,7 +29,6 @@ import communicators
 import prpo_minigrid
 from communicators import (
     Count,
-    Peers,
     Positive,
     PositiveFraction,
     Probability,
@@ -44,8 +43,8 @@ from prpo_minigrid import (
     choose_backend,
     collect_public_states,
     compute_advantages,
+    compute_public_log_probs,
     compute_reference,
-    diagnose_update,
     estimate_gains,
     evaluate_agents,
     film_agent,
@@ -270,7 +269,9 @@ def improve(
     @torch.no_grad()
     def move(step: Tensor | float) -> tuple[float, float, Tensor]:
         """Give the policy its parameters at the start plus this step, and measure it there."""
-        communicators.unflatten((start + step)[None], [policy])
+        moved = (start + step).split([parameter.numel() for parameter in parameters])
+        for parameter, values in zip(parameters, moved, strict=True):
+            parameter.copy_(values.view_as(parameter))
         logits, _ = policy(obs)
         surrogate, kl, log_probs = measure(logits)
         return surrogate.item(), kl.item(), log_probs
@@ -359,7 +360,7 @@ def update(
                 finite = bool(grad_norm.isfinite())
             if finite:
                 optimizer.step()
-            else:  # no step, which would ruin the optimizer; by this NaN the log names the agent
+            else:  # no step, which would ruin Adam's moments; the NaN is logged
                 v_loss = torch.full_like(v_loss, torch.nan)
             losses.append(v_loss.item())
             if not finite:  # this agent has diverged and its update ends; those of its peers go on
@@ -374,8 +375,12 @@ def main(args: Args) -> dict:
     num_iterations = args.total_timesteps // batch_size
     num_rounds = num_iterations // args.local_updates
     task_names = name_tasks(args)
-    exchange = communicators.make_exchange(args)
+    together = ""
+    if args.delta is not None:
+        together = "--delta needs the movement of all agents at every update; set --epsilon"
+    exchange = communicators.make_exchange(args, together=together)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
+    rows_held = slice(held.start, held.stop)
     run = Run(
         args,
         exchange,
@@ -390,6 +395,7 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     first = [agent.to(exchange.device) for agent in make_agents(args)]
+    num_actions = first[0].actor.out_features
     exchange.broadcast_networks(first)
     agents = [Agent(copy.deepcopy(first[i])) for i in held]
     optimizers = [  # of the value functions; policies take steps of their own
@@ -399,32 +405,47 @@ def main(args: Args) -> dict:
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
     last_returns = [deque(maxlen=100) for _ in held]
 
-    # Communication: C, what agents received in the last round, how far policies are from each other
+    # Communication: C, what was sent in the last round, how far policies are from each other
     public_states = collect_public_states(args).to(exchange.device) if num_rounds else None
-    peers = Peers(exchange, first, public_states, communicators.find_neighbours(args))
-    C = peers.communicator  # [agents, agents]; until the first round the identity
+    neighbours = communicators.find_neighbours(args)  # who may ever listen to whom
+    compared = communicators.find_compared(neighbours)  # whose policies they compare
+    inputs = communicators.find_inputs(args, make_communicator)
+    sizes = [len(communicators.flatten(network)) for network in first]
+    sent = [communicators.flatten(agent.policy) for agent in agents]
+    C = communicators.identity(n)  # [agents, agents]; before the first round nobody has sent
+    distances = torch.full((n, n), torch.nan)
+    round_returns = [[] for _ in held]  # since the last round
+    mean_returns = torch.full((len(held),), torch.nan, dtype=torch.double)
     # Of each agent's last update: how far it moved the policy, how far from the reference it ended
     # (see `compute_radius`); and the number of updates within their bound
     variations = torch.zeros(n, 3, dtype=torch.float64)
 
-    # Resume: what a checkpoint holds of each agent; the rest follows from the settings
+    # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These
+    # objects are changed in place, as in `C[:] = ...`
     state = {
         "agent": agents,
         "optimizer": optimizers,
         "generator": generators,
         "last_returns": last_returns,
         "variations": [variations[i] for i in held],
-        **peers.state(),
+        "round_returns": round_returns,
+        "mean_return": [*mean_returns],
+        "sent": sent,
+        "row": [C[i] for i in held],
+        "distances": [distances[i] for i in held],
     }
     run.restore(state)
-    if run.iteration or args.resume:  # also before the first checkpoint: rounds may have been sent
-        C = peers.restore()
-        variations[:] = exchange.all_gather(variations[list(held)])
+    C[:] = exchange.all_gather(C[rows_held])
+    distances[:] = exchange.all_gather(distances[rows_held])
+    senders = communicators.find_senders(C, held)
+    peers = communicators.load_networks(exchange.recall(sent, sizes), first, senders)
+    variations[:] = exchange.all_gather(variations[rows_held])
     envs = Envs(args, held, run.iteration)
     tables = [PolicyTable(agent) for agent in agents]
 
     for iteration in run.iterations():
         remaining = 1.0 - (iteration - 1) / num_iterations
+
         # Rollout
         rollouts = rollout(args, tables, envs, generators)
         run.tick("rollout")
@@ -444,8 +465,7 @@ def main(args: Args) -> dict:
             run.tick("advantages")
 
             # Reference policy, frozen for this update: row i of C applied to the policies
-            snapshots = peers.views[k]  # agent -> network, as received in the last round
-            batch["reference"] = compute_reference(i, batch, snapshots, C, args)
+            batch["reference"] = compute_reference(i, batch, peers, C, args)
             run.tick("reference")
 
             # Update
@@ -454,7 +474,6 @@ def main(args: Args) -> dict:
                 group = [i]
             epsilon, bound = compute_radius(C[group], variations[group, :2], args)
             step, value_loss = update(agents[k], optimizers[k], generators[k], batch, epsilon, args)
-            diagnosis = diagnose_update(i, agents[k], batch, snapshots, C, "forward")
             # What the next radii need: two scalars of each agent, and a third for the log
             within = variations[i, 2].item() + (step["tv_update"] <= bound)
             new_variations.append([step["tv_update"], step["tv_reference"], within])
@@ -463,7 +482,7 @@ def main(args: Args) -> dict:
             # Metrics: declared scalars
             returns = [episode_return for episode_return, _ in episodes]
             last_returns[k].extend(returns)
-            peers.round_returns[k].extend(returns)
+            round_returns[k].extend(returns)
             y_pred = batch["values"]
             y_true = batch["returns"]
             row = {
@@ -476,8 +495,8 @@ def main(args: Args) -> dict:
                 "losses/policy_loss": step["policy_loss"],
                 "losses/entropy": step["entropy"],
             }
-            for name, value in diagnosis.items():
-                row[f"policy/{name}"] = step.get(name, value)  # exact where the step knows it
+            for name in ("kl_reference_before", "kl_reference_after", "tv_update", "tv_reference"):
+                row[f"policy/{name}"] = step[name]
             for name in ("epsilon", "slack", "step"):
                 row[f"trust_region/{name}"] = step[name]
             row["trust_region/bound"] = bound
@@ -488,39 +507,49 @@ def main(args: Args) -> dict:
         variations[:] = exchange.all_gather(new_variations)
 
         # Communication round: exchange snapshots, refresh the communicator
+        dropped = 0
         if iteration % args.local_updates == 0:
-            peers.remember_returns()
-            policies = [agent.policy for agent in agents]
-            participating = torch.ones(n, dtype=torch.bool)
-            reported_returns = None
-            if args.communicator != "identity":  # isolated agents report nothing
-                reported_returns = peers.report(peers.mean_returns, policies)
-                participating = exchange.find_participants()
-                reported_returns[~participating] = torch.nan  # who takes no part reports nothing
-                reported_returns = communicators.bound_returns(reported_returns)
+            communicators.update_means(mean_returns, round_returns)
+            numbers = mean_returns if "returns" in inputs else None
+            sent[:] = [communicators.flatten(agent.policy) for agent in agents]
+            received, reported_returns = exchange.round(sent, numbers, sizes)
 
-            # Which snapshots each agent receives: all that it will compare, or of positive weight
-            if args.communicator in ("similarity", "surrogate"):
-                receives = peers.neighbours
-            else:
-                receives = make_communicator(args, reported_returns, usable=participating) > 0
-            peers.exchange_snapshots(policies, participating, receives, iteration)
+            # Policies on the public states: whose snapshot is usable, who is similar to whom
+            evaluated = communicators.find_senders(compared, held)
+            networks = communicators.load_networks(received, first, evaluated)
+            log_probs = compute_public_log_probs(networks, public_states, n, num_actions)
+            usable = log_probs.flatten(1).isfinite().all(1)
+            num_usable = int(exchange.all_gather(usable[rows_held, None].long()).sum())
+            dropped = len(exchange.members) - num_usable
 
             # The new communicator; each agent estimates its own row of gains
-            gains = None
-            if args.communicator == "surrogate":
-                gains = torch.full((n, n), torch.nan)
+            gains = torch.full((n, n), torch.nan)
+            if "gains" in inputs:
                 for k, i in enumerate(held):
-                    gains[i] = estimate_gains(i, batches[k], peers.find_candidates(i), n)
-            C = make_communicator(args, reported_returns, peers.log_probs, gains, peers.usable)
-            C = peers.update(C)  # without what is not usable; rows of all agents
+                    candidates = (neighbours[i] & usable).nonzero().flatten().tolist()
+                    of_candidates = {j: networks[j] for j in candidates if j != i}
+                    gains[i] = estimate_gains(i, batches[k], of_candidates, n)
+            returns = communicators.bound_returns(reported_returns)
+            new_C = make_communicator(args, returns, log_probs, gains, usable)
+            new_distances = communicators.measure_distances(log_probs, compared, held)
+            # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
+            C[:] = exchange.all_gather(new_C[rows_held])
+            distances[:] = exchange.all_gather(new_distances[rows_held])
+            # Who reads whose snapshot: all neighbours' if C is computed from snapshots
+            reads = C > 0
+            if inputs & {"log_probs", "gains"}:
+                reads = neighbours
+            exchange.count_bytes(reads)
+            senders = communicators.find_senders(C, held)
+            peers = {j: networks[j] for j in senders if j in networks}
         run.tick("exchange")
 
         scalars = {
             "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
             "communication/rounds": iteration // args.local_updates,
+            "communication/dropped": dropped,
         }
-        run.log(rows, C, peers.distances, scalars)
+        run.log(rows, C, distances, scalars)
 
         # Evaluation
         if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
@@ -549,7 +578,7 @@ def main(args: Args) -> dict:
     return summary
 
 
-def evaluate_run(args: Args) -> list[dict]:
+def evaluate_run(args: Args) -> dict[int, dict]:
     """--eval-only: play the agents of a run."""
     return prpo_minigrid.evaluate_run(args, [Agent(policy) for policy in make_agents(args)])
 
@@ -559,12 +588,8 @@ def evaluate_run(args: Args) -> list[dict]:
 
 def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
-    if args.delta is not None and args.exchange:
-        valid = "needs the movement of all agents at every update, not --exchange; set --epsilon"
-        communicators.refuse(args, "delta", valid)
-    if not args.eval_only:  # which plays all agents alone
-        communicators.announce_what_is_not_read(args)
     prpo_minigrid.check_task(args)
+    communicators.check_communicator(args, make_communicator, has_influence=True)
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ def split_parameters(args: Args, policy: Policy) -> list[Tensor]:
     par: a disjoint cover, of sizes that differ by at most one, or with `layer` one for every tensor
     of the policy. Otherwise every agent has all.
     """
-    d = communicators.count_parameters(policy)
+    d = len(communicators.flatten(policy.network))
     n = args.num_agents
     if args.algorithm != "par":
         return [torch.arange(d)] * n
@@ -308,10 +308,10 @@ def unpack(message: Tensor, number: int) -> tuple[Tensor, int]:
     return values[:-1], int(values[-1])
 
 
-def combine(messages: Tensor, blocks: list[Tensor], d: int) -> Tensor:
+def combine(messages: list[Tensor], blocks: list[Tensor], d: int) -> Tensor:
     """sum_k o_k v_k: every agent's perturbation, by the sign of its own vote.
 
-    messages: [agents, bytes], as `pack` makes them; blocks: of each agent. Returns [d].
+    messages: of each agent, as `pack` makes them; blocks: of each agent. Returns [d].
     """
     direction = torch.zeros(d)
     for message, block in zip(messages, blocks, strict=True):
@@ -403,16 +403,18 @@ def sum_observations(obs: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat((number, total, squares), dim=1)
 
 
-def set_normalisation(policy: Policy, sums: Tensor, keep_policy: bool) -> None:
-    """Normalise with the statistics of all agents: sums [agents, 1 + 2 * obs].
+def set_normalisation(policy: Policy, sums: list[Tensor | None], keep_policy: bool) -> None:
+    """Normalise with the statistics of all agents: sums, of each [1 + 2 * obs].
 
-    An agent's that are not finite do not count. keep_policy: the first layer takes up the change,
-    W' (x - m') / s' + b' = W (x - m) / s + b, so that actions remain what they were, but where
-    inputs are clipped.
+    None, of an agent whose sums are not finite, does not count. keep_policy: the first layer takes
+    up the change, W' (x - m') / s' + b' = W (x - m) / s + b, so that actions remain what they were,
+    but where inputs are clipped.
     """
-    sums = sums[sums.isfinite().all(1)]
+    finite = [of_agent for of_agent in sums if of_agent is not None]
+    if not finite:
+        return
     obs_size = len(policy.obs_mean)
-    number, total, squares = sums.sum(0).split([1, obs_size, obs_size])
+    number, total, squares = torch.stack(finite).sum(0).split([1, obs_size, obs_size])
     if number == 0:
         return
     average = total / number
@@ -431,10 +433,11 @@ def set_normalisation(policy: Policy, sums: Tensor, keep_policy: bool) -> None:
 def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     n = args.num_agents
-    exchange = Exchange(n, "cpu", args.timeout)
+    together = "all agents share one vector of parameters at every step"
+    exchange = communicators.make_exchange(args, isolated=False, together=together)
     held = exchange.agents  # the agents of this process: agent i of all is the k-th held
     policy = make_policy(args).requires_grad_(False)
-    d = communicators.count_parameters(policy)
+    d = len(communicators.flatten(policy.network))
     mu, eta = choose_step_sizes(args, d)
     scale = args.link_scale or LINK_SCALES.get(args.env_id, 10.0)
     trajectories = 2 * n * args.num_pairs * args.num_trajectories  # of an iteration
@@ -453,12 +456,12 @@ def main(args: Args) -> dict:
     torch.set_num_threads(1)  # for so small networks
 
     # All agents have the same policy at the start, and remain equal because they take equal steps
-    exchange.broadcast_networks([policy])
+    exchange.broadcast_networks([policy.network])
     blocks = split_parameters(args, policy)
     num_bytes = max(math.ceil((len(block) + 1) / 8) for block in blocks)  # of a message
-    listeners = torch.full((n,), n - 1)
-    networks = [copy.deepcopy(policy) for _ in range(2 * len(held))]
-    stacked = Stacked([network.network for network in networks])
+    everybody = torch.ones(n, n, dtype=torch.bool)  # reads what everybody sends
+    networks = [copy.deepcopy(policy.network) for _ in range(2 * len(held))]
+    stacked = Stacked(networks)
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings, for what is
     # random is keyed by (seed, agent, iteration)
@@ -480,14 +483,13 @@ def main(args: Args) -> dict:
         eta_t = eta / math.sqrt(1 + args.eta_decay * (iteration - 1))
 
         # Perturbation: each agent's signs on its block of the parameters, 0 elsewhere
-        parameters = communicators.flatten([policy])[0]  # [d]
+        parameters = communicators.flatten(policy.network)  # [d]
         signs = [draw_signs(args, i, iteration, len(blocks[i])) for i in held]
-        candidates = []
         for k, i in enumerate(held):
             perturbed = parameters.clone()
             perturbed[blocks[i]] += mu * signs[k]
-            candidates += [parameters, perturbed]
-        communicators.unflatten(torch.stack(candidates), networks)
+            communicators.unflatten(parameters, networks[2 * k])
+            communicators.unflatten(perturbed, networks[2 * k + 1])
         stacked.read()
 
         # Rollout: fresh episodes of both policies for every pair
@@ -512,15 +514,15 @@ def main(args: Args) -> dict:
         messages = []
         for k in range(len(held)):
             messages.append(pack(signs[k], votes[k], num_bytes))
-        messages = exchange.all_gather(torch.stack(messages))  # [agents, bytes]
+        received, _ = exchange.round(messages)  # of all agents
         bits[0] += sum(len(block) + 1 for block in blocks)
-        exchange.count_bytes(listeners, [num_bytes] * n, 1)
+        exchange.count_bytes(everybody)
 
         # Update: along each perturbation, or against it
-        direction = combine(messages, blocks, d)
+        direction = combine(received, blocks, d)
         if args.algorithm == "fedavg":
             direction /= n
-        communicators.unflatten((parameters + eta_t * direction)[None], [policy])
+        communicators.unflatten(parameters + eta_t * direction, policy.network)
 
         # Statistics for normalisation, in iterations 1, 2, 4, 8, ...: few numbers, rarely. The
         # first ones make inputs alike in size; later ones must not change what has been learned
@@ -529,10 +531,10 @@ def main(args: Args) -> dict:
             if args.norm_obs:
                 statistics[k] += sums[k]
         if args.norm_obs and iteration.bit_count() == 1:
-            gathered = exchange.all_gather(torch.stack(statistics))
-            set_normalisation(policy, gathered, keep_policy=iteration > 1)
-            bits[1] += gathered.numel() * 64
-            exchange.count_bytes(listeners, [gathered.shape[1]] * n, 8)
+            received, _ = exchange.round(statistics)
+            set_normalisation(policy, received, keep_policy=iteration > 1)
+            bits[1] += n * len(statistics[0]) * 64
+            exchange.count_bytes(everybody)
         run.tick("exchange")
 
         # A policy that is not finite has no return, which marks the agents as diverged
@@ -919,9 +921,6 @@ def check_args(args: Args) -> None:
         if getattr(args, flag) != getattr(defaults, flag):
             valid = "has no effect: all votes count alike, for all agents; leave it out"
             communicators.refuse(args, flag, valid)
-    if args.exchange:
-        valid = "has no effect: agents share one vector of parameters at every step; leave it out"
-        communicators.refuse(args, "exchange", valid)
     world_size = communicators.get_world_size()
     if args.algorithm == "central":  # one agent that has the pairs of all
         if world_size > 1:
@@ -936,7 +935,7 @@ def check_args(args: Args) -> None:
         args.num_evaluators = 1
         args.save_every = 1
     check_env(args)
-    d = communicators.count_parameters(make_policy(args))
+    d = len(communicators.flatten(make_policy(args).network))
     if args.algorithm == "par" and args.num_agents > d:
         communicators.refuse(args, "num_agents", f"must be at most {d}, a parameter for each")
     if args.capture_video:

@@ -23,7 +23,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,15 +90,17 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     temporary.replace(path)
 
 
-def cached() -> str:
-    """The file of the default libraries, collected once for their versions and this Python."""
+def cached(get_cached_folder: Callable) -> str:
+    """The file of the default libraries, collected once for their versions and this Python.
+
+    get_cached_folder: that of prpo_llm.py, which runs this file.
+    """
     versions = {}
     for topic in TOPICS:
         if topic != "stdlib" and find_source(topic):
             versions[topic] = importlib.metadata.version(topic)
     tool = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     key = {"tool": tool, "python": sys.version.split()[0], "versions": versions}
-    get_cached_folder = importlib.import_module("communicators").get_cached_folder
     folder = get_cached_folder("docstrings", key, write_default) or write_temporary()
     return str(folder / "docstrings.jsonl")
 

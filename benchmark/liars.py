@@ -1,11 +1,11 @@
 """MiniGrid with one agent that lies: what the last agent sends is not what it has learned.
 
     python benchmark/liars.py --lie flipped                            # mixed policies
-    python benchmark/liars.py --lie flipped --aggregation weights      # FedAvg
+    python benchmark/liars.py --lie flipped --averages                 # FedAvg
     python benchmark/liars.py --lie random --boast --communicator reward
 
-Everything else is `prpo_minigrid.py`, whose flags all apply. The honest agents are on DoorKey-5x5,
-6x6 and 8x8.
+Everything else is `prpo_minigrid.py`, or with --averages `fedavg_ppo.py`, whose flags all apply.
+The honest agents are on DoorKey-5x5, 6x6 and 8x8.
 
 | --lie | what the last agent sends |
 | --- | --- |
@@ -15,9 +15,8 @@ Everything else is `prpo_minigrid.py`, whose flags all apply. The honest agents 
 | opposite | its policy, trained with the rewards' signs turned |
 """
 
-import copy
-import functools
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,6 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import communicators
+import fedavg_ppo
 import prpo_minigrid
 from communicators import Count
 
@@ -37,7 +37,9 @@ BOAST = 1000.0
 
 
 @dataclass
-class Args(prpo_minigrid.Args):
+class Args(prpo_minigrid.Args, fedavg_ppo.Args):
+    averages: bool = False
+    """agents average their parameters, as in fedavg_ppo.py, instead of mixing policies"""
     lie: Literal["none", "random", "flipped", "opposite"] = "none"
     """what the last agent sends instead of its policy"""
     boast: bool = False
@@ -52,42 +54,48 @@ class Args(prpo_minigrid.Args):
 
 
 @torch.no_grad()
-def distort(network: nn.Module, lie: str, seed: int) -> nn.Module:
-    """What a liar with this network sends."""
-    sent = copy.deepcopy(network)
+def distort(network: nn.Module, lie: str, seed: int) -> None:
+    """Turn a liar's network into what it sends, in place."""
     if lie == "random":
         generator = torch.Generator().manual_seed(seed)
-        for parameter in sent.parameters():
+        for parameter in network.parameters():
             scale = parameter.square().mean().sqrt()
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter.copy_(scale * noise)
     elif lie == "flipped":
-        for parameter in sent.actor.parameters():
+        for parameter in network.actor.parameters():
             parameter.neg_()
-    return sent
 
 
-class LyingPeers(communicators.Peers):
-    """As `Peers`, but what the last agent sends and reports is a lie."""
+class LyingExchange(communicators.Exchange):
+    """As `Exchange`, but what the last agent sends and reports is a lie. In a launcher's place."""
 
-    def __init__(self, args: Args, *inputs):
-        super().__init__(*inputs)
+    def __init__(self, args: Args, isolated: bool, averages: str, together: str):
+        super().__init__(args.num_agents, args.device, args.timeout, isolated)
         self.args = args
+        self.network = prpo_minigrid.make_agents(args)[-1].to(self.device)
 
-    def report(self, numbers: Tensor, networks: list[nn.Module]) -> Tensor:
-        if self.args.boast and holds_liar(self.args, self.held):
+    def round(
+        self, sent: list[Tensor], numbers: Tensor | None = None, sizes: list[int] | None = None
+    ) -> tuple[list[Tensor | None], Tensor]:
+        if numbers is not None and self.args.boast and holds_liar(self.args, self.agents):
             numbers = numbers.clone()
             numbers[-1] = BOAST
-        return super().report(numbers, networks)
+        return super().round(self.lie(sent), numbers, sizes)
 
-    def exchange_snapshots(
-        self, networks: list[nn.Module], participating: Tensor, receives: Tensor, iteration: int
-    ) -> None:
-        networks = list(networks)
-        if holds_liar(self.args, self.held):
-            seed = communicators.derive_seed(self.args.seed, iteration, RANDOM_WEIGHTS)
-            networks[-1] = distort(networks[-1], self.args.lie, seed)
-        super().exchange_snapshots(networks, participating, receives, iteration)
+    def recall(self, sent: list[Tensor], sizes: list[int] | None = None) -> list[Tensor | None]:
+        return super().recall(self.lie(sent), sizes)
+
+    def lie(self, sent: list[Tensor]) -> list[Tensor]:
+        """What leaves this process instead of `sent`; equal for equal tensors."""
+        if not holds_liar(self.args, self.agents):
+            return sent
+        *others, honest = sent
+        communicators.unflatten(honest, self.network)
+        checksum = zlib.crc32(honest.cpu().numpy().tobytes())  # another one in every round
+        seed = communicators.derive_seed(self.args.seed, checksum, RANDOM_WEIGHTS)
+        distort(self.network, self.args.lie, seed)
+        return [*others, communicators.flatten(self.network)]
 
 
 class Envs(prpo_minigrid.Envs):
@@ -110,23 +118,30 @@ def holds_liar(args: Args, held: range) -> bool:
     return args.num_agents - 1 in held
 
 
+def choose_script(args: Args):
+    """The script whose agents these are."""
+    return fedavg_ppo if args.averages else prpo_minigrid
+
+
 def main(args: Args) -> dict:
-    """Train as `prpo_minigrid.py`."""
-    honest_envs = prpo_minigrid.Envs
-    prpo_minigrid.Peers = functools.partial(LyingPeers, args)
-    prpo_minigrid.Envs = Envs
+    """Train as the script does."""
+    script = choose_script(args)
+    honest_envs = script.Envs
+    script.Envs = Envs
+    communicators.exchange_of_launcher = LyingExchange
     try:
-        return prpo_minigrid.main(args)
+        return script.main(args)
     finally:
-        prpo_minigrid.Peers = communicators.Peers
-        prpo_minigrid.Envs = honest_envs
+        script.Envs = honest_envs
+        communicators.exchange_of_launcher = None
 
 
 def check_args(args: Args) -> None:
-    """Raise one-line errors, as `prpo_minigrid.py`."""
-    prpo_minigrid.check_args(args)
-    if args.exchange:
-        communicators.refuse(args, "exchange", "lies are sent without a folder only; leave it out")
+    """Raise one-line errors, as the script does."""
+    choose_script(args).check_args(args)
+    if communicators.exchange_of_launcher is not None:
+        problem = "liars.py starts all agents itself, or under torchrun; leave out federate.py"
+        communicators.stop(problem, communicators.WRONG_VALUE)
 
 
 if __name__ == "__main__":

@@ -289,6 +289,7 @@ def main(args: Args) -> None:
     if as_in_training:
         settings = dataclasses.replace(settings, partition=args.partition, topics=args.topics)
     prpo_llm.check_args(settings)
+    prpo_llm.check_file(settings, args.dataset)
     try:
         name, where = prpo_llm.find_base(args.base_model)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **where)

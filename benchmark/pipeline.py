@@ -110,7 +110,7 @@ def read_rows(
     prompt of messages.
     """
     if name == "docstrings":
-        name = docstrings.cached()
+        name = docstrings.cached(prpo_llm.get_cached_folder)
     if Path(name).is_file():
         rows = read_json_lines(Path(name))
     else:

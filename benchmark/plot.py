@@ -50,7 +50,7 @@ FORMER = {
 }  # flags that had another name
 # Of metrics.csv, what a curve shows: the first that there is
 TRAINING_RETURNS = ("return_last_100", "reward", "success")
-# Of metrics.csv, into the rows per run: means over the run and its agents
+# Of metrics.csv, into the rows per run: means over the run and its agents. Version 0.1 had them all
 DIAGNOSTICS = (
     "kl_reference_before",
     "kl_reference_after",

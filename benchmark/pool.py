@@ -101,6 +101,8 @@ def read_flags_of(command: str) -> dict[str, list[str]]:
             values = flags[word] = []
         elif flags:
             values.append(word)
+    if flags.get("--aggregation") in (["policy"], ["weights"]):  # of version 0.1
+        flags.pop("--prox-coef", None)  # had no effect
     return flags
 
 

@@ -100,6 +100,20 @@ def find_index(words: list[str], condition) -> int | None:
     return None
 
 
+def find_script(words: list[str]) -> int | None:
+    """The position of the script: the first .py, or behind federate.py the next one that is no
+    flag's value.
+    """
+    script = find_index(words, lambda word: word.endswith(".py"))
+    if script is None or Path(words[script]).name != "federate.py":
+        return script
+    for index in range(script + 1, len(words)):
+        is_value = re.match("--[^=]+$", words[index - 1])
+        if re.match(r"[^-].*\.py$", words[index]) and not is_value:
+            return index
+    return None
+
+
 def words_that_name_code(words: list[str]) -> list[str]:
     """The flags that --resume does not restore, with their values: rewards and text worlds are code
     of the user.
@@ -145,7 +159,7 @@ class Job:
         finished.
         """
         printed = self.read_log()
-        script = find_index(self.words, lambda word: word.endswith(".py"))
+        script = find_script(self.words)
         folder = self.find_folder(printed, script)
         if folder is None:
             succeeded = printed and printed[-1].endswith(f"{ENDED}0")
@@ -156,7 +170,7 @@ class Job:
             if json.loads((folder / "summary.json").read_text())["completed"]:
                 return None
         # A process whose agents have files in the store is refused without --resume
-        federated = any(word.split("=")[0] == "--exchange" for word in self.words)
+        federated = any(Path(word).name == "federate.py" for word in self.words[:script])
         started = federated and (folder / "config.json").is_file()
         if not started and not any(folder.glob("checkpoints/agent_*/*.pt")):
             return self.words

@@ -61,6 +61,7 @@ SCRIPTS = {
     "fedavg_ppo": (MINIGRID, "--total-timesteps", 128),
     "prtrpo_minigrid": (TRPO, "--total-timesteps", 128),
     "prpo_atari": (ATARI, "--total-timesteps", 192),
+    "fedavg_atari": (ATARI, "--total-timesteps", 192),
     "prpo_llm": (LLM, "--total-steps", 1),
     "prpo_babyai": (BABYAI, "--total-steps", 1),
     "s2zpo_mujoco": (S2ZPO, "--total-iterations", 1),

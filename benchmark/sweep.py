@@ -19,7 +19,7 @@ usage: bash benchmark/sweep.sh minigrid|atari|llm [--quick | --results]
        bash benchmark/sweep.sh doorkey|keycorridor|missions|levels|networks|crowd|skills|preferences
            [--tune | --results]
        bash benchmark/sweep.sh goals|unlock-goals [--tune | --results]
-       bash benchmark/sweep.sh anchor|trpo|agreement|liars|strength [--results]
+       bash benchmark/sweep.sh anchor|trpo|agreement|liars [--results]
        bash benchmark/sweep.sh s2zpo [--quick | --results]
        bash benchmark/sweep.sh fedagent [--quick | --tune]
 
@@ -58,10 +58,9 @@ models that share skills and have a style each (first run `python benchmark/skil
 --prompt-shares 0.8 --prompts 1800 --out runs/preferences`); goals and unlock-goals, agents that
 share skills and have goals of their own, on two kinds of tasks; agreement, as goals, where the
 goals agree in a part of the levels.
-liars: one agent of four sends what it has not learned. strength: FedAvg of parts of the network,
-and PR-PPO with other coefficients and schedules. anchor: what slows mixing down, peers or the age
-of the snapshots. trpo: PR-TRPO, isolated TRPO and PR-PPO at equal steps on three tasks, and how far
-PR-TRPO's updates move, with and without the bound of --delta.
+liars: one agent of four sends what it has not learned. anchor: what slows mixing down, peers or the
+age of the snapshots. trpo: PR-TRPO, isolated TRPO and PR-PPO at equal steps on three tasks, and how
+far PR-TRPO's updates move, with and without the bound of --delta.
 --tune     a small grid on a tuning seed, the same for every method; benchmark/choose.py chooses
 --results  the chosen settings on five fresh seeds (also the default)
 
@@ -82,9 +81,10 @@ s2zpo: Par-S2ZPO, FedAvg-S2ZPO and their centralised counterpart, on the same gr
 stderr.
 """
 CONTROL = ("minigrid", "atari")
+FEDAVG_SCRIPTS = {"minigrid": "fedavg_ppo.py", "atari": "fedavg_atari.py"}
 SHARING = ("doorkey", "keycorridor", "missions", "levels", "networks", "crowd")
 OWN_GOALS = ("goals", "unlock-goals")
-OTHERS = ("anchor", "trpo", "agreement", "liars", "strength")
+OTHERS = ("anchor", "trpo", "agreement", "liars")
 LANGUAGE = ("llm", "table1")
 STRINGS = ("skills", "preferences")
 # Family -> its modes; the first one is the default
@@ -320,7 +320,7 @@ def list_method(
         if method == "isolated-no-penalty":
             coefs = ("0",)
     elif kind == "fedavg":
-        script = "fedavg_ppo.py"
+        script = FEDAVG_SCRIPTS[family]
     else:
         communicator = communicator.removesuffix("-forward")
         coefs = grid.peer_coefs
@@ -449,7 +449,6 @@ def choose_method(method: str) -> str:
 FEDAVG = "fedavg_ppo.py --communicator"
 PR_PPO = "prpo_minigrid.py --communicator"
 PAIRS = "benchmark/pairs.csv"  # the agents that want the same, which nobody could know
-PRIVATE_HEADS = "--private-heads actor critic"
 GOAL_METHODS = {
     "isolated": f"{PR_PPO} identity",
     "fedavg-uniform": f"{FEDAVG} uniform",
@@ -461,9 +460,9 @@ GOAL_METHODS = {
     "pr-surrogate": f"{PR_PPO} surrogate",
     "pr-pairs": f"{PR_PPO} {PAIRS}",
     # The relatives of FedAvg that were made for agents with goals of their own
-    "fedper-uniform": f"{FEDAVG} uniform {PRIVATE_HEADS}",
-    "proximal-uniform": f"{PR_PPO} uniform --aggregation proximal",
-    "proximal-reward": f"{PR_PPO} reward --aggregation proximal",
+    "fedper-uniform": f"{FEDAVG} uniform --private-heads actor critic",
+    "proximal-uniform": f"{FEDAVG} uniform",
+    "proximal-reward": f"{FEDAVG} reward",
 }
 GOAL_TASKS = {
     "goals": [
@@ -572,7 +571,7 @@ def list_agreement(family: str, mode: str) -> Iterator[str]:
 # One agent of four that lies
 
 LIES = ("none", "random", "flipped", "opposite")
-AVERAGE = "--aggregation weights --communicator"
+AVERAGE = "--averages --communicator"
 LIAR_METHODS = {
     "fedavg-uniform": f"{AVERAGE} uniform",
     "fedavg-reward": f"{AVERAGE} reward",
@@ -600,44 +599,6 @@ def list_liars(family: str, mode: str) -> Iterator[str]:
                     "--total-timesteps 122880 --learning-rate 1e-3 --kl-coef 0.5",
                     "--kl-direction reverse --local-updates 4 --eval-episodes 0",
                     f"--run-dir {name_folder(family, mode)} --exp-name {method}-{condition}",
-                )
-
-
-# Why averaging wins where all want the same: strength, schedule, critic
-
-STRENGTH_METHODS = {
-    "isolated": f"{PR_PPO} identity --kl-coef 0.5",
-    "fedavg-uniform": f"{FEDAVG} uniform --kl-coef 0.5",
-    "fedavg-uniform-policy": f"{FEDAVG} uniform --kl-coef 0.5 --private-heads critic",
-    "fedavg-uniform-critic": f"{FEDAVG} uniform --kl-coef 0.5 --private-heads actor",
-    "fedavg-uniform-trunk": f"{FEDAVG} uniform --kl-coef 0.5 {PRIVATE_HEADS}",
-    **{
-        f"pr-uniform-{coef}": f"{PR_PPO} uniform --kl-coef {coef}"
-        for coef in ("0.1", "0.5", "2", "10", "50")
-    },
-    **{
-        f"pr-uniform-{coef}-linear": f"{PR_PPO} uniform --kl-coef {coef} --kl-schedule linear"
-        for coef in ("0.5", "2", "10")
-    },
-}
-# Experiment -> its tasks and steps
-STRENGTH = {
-    "doorkey": (THREE_DOORS, 122880),
-    "fourrooms": ("--env-id MiniGrid-FourRooms-v0", 249856),
-    "goals": (f"--num-agents 4 --env-ids {' '.join(GOAL_TASKS['goals'])}", 249856),
-}
-
-
-def list_strength(family: str, mode: str) -> Iterator[str]:
-    """FedAvg of parts of the network, and PR-PPO of other strengths and schedules."""
-    for seed in FIVE_SEEDS:
-        for experiment, (task, steps) in STRENGTH.items():
-            for method, flags in STRENGTH_METHODS.items():
-                yield join(
-                    f"{ONE_THREAD} {flags} {task} --seed {seed} --total-timesteps {steps}",
-                    "--learning-rate 1e-3 --kl-direction reverse --local-updates 4",
-                    "--eval-episodes 0",
-                    f"--run-dir {name_folder(family, mode)}/{experiment} --exp-name {method}",
                 )
 
 
@@ -999,7 +960,7 @@ FEDAGENT_SETTINGS = {
     "coef0.1": "--kl-coef 0.1",
     "coef0.1-linear": "--kl-coef 0.1 --kl-schedule linear",
 }
-# Those of docs/results.md, section 17: the paper's for its methods. They are older than the search,
+# Those of docs/results.md, section 16: the paper's for its methods. They are older than the search,
 # which prefers coef0.1-linear for all, by less than 0.02
 FEDAGENT_COEFS = dict.fromkeys(FEDAGENT_METHODS, "coef0.01")
 FEDAGENT_COEFS |= dict.fromkeys(("pr-uniform-grpo", "pr-self0.6-grpo"), "coef0.1")
@@ -1075,7 +1036,6 @@ def find_family(family: str):
         "trpo": list_trpo,
         "agreement": list_agreement,
         "liars": list_liars,
-        "strength": list_strength,
         "skills": list_skills,
         "preferences": list_preferences,
         "s2zpo": list_s2zpo,

@@ -65,15 +65,17 @@ def list_choices(hint) -> tuple[str, ...]:
     return ()
 
 
-def flags(script: str) -> str:
-    """The flags of a script; those that every script has in the same way stand under `RunArgs`."""
-    RunArgs = importlib.import_module("communicators").RunArgs
-    Args = getattr(importlib.import_module(script), "Args", RunArgs)
-    common = {}  # name -> help text, default and choices in RunArgs, where they are left out
-    if Args is not RunArgs:
-        texts = read_help_texts(RunArgs)
-        hints = typing.get_type_hints(RunArgs)
-        for field in list_fields(RunArgs):
+def flags(script: str, family: str = "communicators") -> str:
+    """The flags of a script, without those that its family's script has in the same way; what every
+    script has stands under `communicators`.
+    """
+    Args = find_args(script)
+    FamilyArgs = find_args(family)
+    common = {}  # name -> help text, default and choices, where they are left out
+    if Args is not FamilyArgs:
+        texts = read_help_texts(FamilyArgs)
+        hints = typing.get_type_hints(FamilyArgs)
+        for field in list_fields(FamilyArgs):
             common[field.name] = (texts[field.name], field.default, list_choices(hints[field.name]))
     texts = read_help_texts(Args)
     hints = typing.get_type_hints(Args)
@@ -87,6 +89,12 @@ def flags(script: str) -> str:
         default = format_default(field.default, choices)
         rows.append([flag, default, text.replace("|", "\\|").replace("<", "&lt;")])
     return format_table(["flag", "default (or)", "meaning"], rows)
+
+
+def find_args(script: str) -> type:
+    """The arguments of a script; of communicators.py those that every script has."""
+    module = importlib.import_module(script)
+    return module.RunArgs if script == "communicators" else module.Args
 
 
 def list_fields(Args: type) -> list[dataclasses.Field]:
@@ -127,21 +135,7 @@ CONTROL = {
     " tables",
     **SHARED,
     "losses/old_approx_kl": "the same distance, estimated without correction (k1)",
-    "losses/proximal_loss": "`--aggregation proximal`: half the squared distance of the parameters"
-    " from the average; 0 without peers",
     "losses/explained_variance": "how much of the returns' variance the value function explains",
-    "policy/kl_reference_before": "KL between policy and reference before the update, on 128"
-    " to 255 states of the rollout",
-    "policy/kl_reference_after": "the same after it",
-    "policy/reference_entropy": "entropy of the reference policy, in nats",
-    "policy/tv_update": "total variation of the policies before and after the update, as a mean"
-    " over these states",
-    "policy/tv_reference": "total variation of the policy after the update and its reference: how"
-    " far it is from what it is pulled to",
-    "policy/tv_snapshot": "total variation of the policy and the agent's own snapshot of the last"
-    " round",
-    "policy/tv_peers": "the same for the snapshots of the peers in its reference, as a mean; nan if"
-    " there are none",
     "charts/learning_rate": "the annealed learning rate",
     "charts/kl_coefficient": "the coefficient of the KL penalty, `--kl-coef` by `--kl-schedule`",
     "charts/SPS": "all agents' steps per second of training so far (`agent_steps_per_second` in the"
@@ -149,7 +143,6 @@ CONTROL = {
 }
 # Written only with the flag that its meaning names
 WITH_FLAGS = (
-    "losses/proximal_loss",
     "communication/bytes_received",
     "communication/rejected",
     "communication/age_j",
@@ -194,8 +187,11 @@ TRPO = {name: meaning for name, meaning in CONTROL.items() if name not in PENALT
     "losses/entropy": "entropy of the new policy, in nats",
     "policy/kl_reference_before": "c, KL between reference and policy before the update: what"
     " epsilon bounds",
+    "policy/kl_reference_after": "the same after it",
     "policy/tv_update": "how far the update moved the policy, in total variation: what the bound"
     " is on",
+    "policy/tv_reference": "total variation of the policy after the update and its reference: how"
+    " far it is from what it is pulled to",
     "trust_region/epsilon": "the largest KL between reference and policy after the update, in nats",
     "trust_region/slack": "epsilon - c + b H⁻¹ b / 2; if it is not positive no step is good enough",
     "trust_region/step": "kind of the step: 1 normal, -1 recovery, towards the reference only, 0"
@@ -267,13 +263,15 @@ AGENTS = {
 }
 COMMUNICATION = {
     "communication/rounds": "communication rounds so far; isolated agents count theirs too",
+    "communication/dropped": "agents of this run whose snapshot was not usable in this iteration's"
+    " round",
     "communication/bytes": "parameters times listeners so far, in bytes (`communication_bytes` in"
     " the CSV file)",
-    "communication/bytes_received": "with `--exchange`: bytes read from the store",
-    "communication/rejected": "with `--exchange`: files of peers that were ignored because they are"
-    " damaged or of another kind",
-    "communication/age_j": "with `--exchange`: this agent's rounds since peer j's snapshot arrived;"
-    " nan if none has",
+    "communication/bytes_received": "under `federate.py`: bytes read from the store",
+    "communication/rejected": "under `federate.py`: files of peers that were ignored because they"
+    " are damaged or of another kind",
+    "communication/age_j": "under `federate.py`: this agent's rounds since peer j's snapshot"
+    " arrived; nan if none has",
     "communication/non_expansion": "the norm of C (Definition 1): 1 for a row-stochastic matrix;"
     " TensorBoard only",
     "communicator/c_i_j": "every entry of C; in communicator.csv: `listener`, `peer`, `weight`",
@@ -291,7 +289,7 @@ def metrics(kind: str) -> str:
     tables_of_kinds["zeroth"] = ZEROTH
     of_kind = tables_of_kinds[kind]
     meanings = of_kind if kind == "zeroth" else of_kind | COMMUNICATION
-    if kind == "agents":  # whose script has no --exchange
+    if kind == "agents":  # whose script does not run under federate.py
         for name in ("bytes_received", "rejected", "age_j"):
             del meanings[f"communication/{name}"]
     rows = [[f"`{name}`", meaning] for name, meaning in meanings.items()]
@@ -511,33 +509,6 @@ def conditions(name: str, measure: str = "final") -> str:
         ]
         rows.append([style.label, *cells])
     return format_table(["", *names], rows)
-
-
-EXPERIMENTS = {"doorkey": "DoorKeys", "goals": "own goals", "fourrooms": "FourRooms"}
-MEASURES = {"final": "at the end", "auc": "over the run", "tv_peers_1": "distance"}
-
-
-def strength(*columns: str) -> str:
-    """Methods of `benchmark/strength.py`; a column is an experiment and a measure: training return,
-    or how far policies are from their peers' last snapshots, one update behind a round.
-    """
-    table = read_result("strength")
-    places = [tuple(column.split()) for column in columns]
-    rows = []
-    for method, style in METHODS.items():
-        of_method = table[table.method == method]
-        if of_method.empty:
-            continue
-        cells = []
-        for experiment, measure in places:
-            values = of_method[of_method.experiment == experiment][measure].dropna()
-            if measure in ("final", "auc"):
-                cells.append(summarise_few(values))
-            else:
-                cells.append("" if values.empty else f"{values.mean():.3f}")
-        rows.append([style.label, *cells])
-    header = [f"{EXPERIMENTS[experiment]}, {MEASURES[measure]}" for experiment, measure in places]
-    return format_table(["", *header], rows)
 
 
 def summarise_few(values: pd.Series) -> str:

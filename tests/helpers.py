@@ -22,6 +22,7 @@ from ports import free_port
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import fedavg_atari
 import fedavg_ppo
 import prpo_atari
 import prpo_minigrid
@@ -91,10 +92,9 @@ class Variant:
         self.module = module
         self.family = family
         self.tiny = TINY | TINY_OF[family]
-        self.averages = module is fedavg_ppo
-        self.Args = getattr(module, f"{family}Args" if self.averages else "Args")
+        self.averages = module in (fedavg_ppo, fedavg_atari)
         self.of_family = {"MiniGrid": prpo_minigrid, "Atari": prpo_atari}[family]
-        self.label = module.__name__ if module is self.of_family else f"{module.__name__}-{family}"
+        self.label = module.__name__
         if family == "MiniGrid":
             self.num_actions = 7
             self.shape = (7, 7, 3)
@@ -144,7 +144,7 @@ PRPO_MINIGRID = Variant(prpo_minigrid, "MiniGrid")
 FEDAVG_MINIGRID = Variant(fedavg_ppo, "MiniGrid")
 PRTRPO_MINIGRID = Variant(prtrpo_minigrid, "MiniGrid")
 PRPO_ATARI = Variant(prpo_atari, "Atari")
-FEDAVG_ATARI = Variant(fedavg_ppo, "Atari")
+FEDAVG_ATARI = Variant(fedavg_atari, "Atari")
 # Where the tested lines are those of prpo_minigrid.py
 SLOW_ATARI = pytest.param(PRPO_ATARI, marks=pytest.mark.slow)
 SLOW_FEDAVG = pytest.param(FEDAVG_MINIGRID, marks=pytest.mark.slow)
@@ -342,6 +342,17 @@ def refusal(function, *arguments, code=2, **options):
 def read_box(text):
     """The words in the frame that tyro draws around its errors."""
     return " ".join(re.sub(r"[^\w\s!-~]", " ", text).split())
+
+
+def total_variation(log_probs):
+    """Pairwise distance of policies: total variation, averaged over states.
+
+    log_probs: [agents, states, actions]. Returns [agents, agents] in [0, 1].
+    """
+    probs = log_probs.exp()
+    # One policy after the other, because all differences at once may not fit into memory
+    rows = [(probs - policy).abs().sum(-1).mean(-1) for policy in probs]
+    return torch.stack(rows) / 2
 
 
 def only_run(run_dir):

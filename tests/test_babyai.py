@@ -809,20 +809,26 @@ def test_who_trains_in_a_round():
 # --- training ---
 
 
+def watch_rounds(monkeypatch):
+    """What the agents held send in each round, [agents held, numel]."""
+    sent_in_rounds = []
+    exchange_all = communicators.Exchange.round
+
+    def watch(self, sent, numbers):
+        sent_in_rounds.append(torch.stack(sent))
+        return exchange_all(self, sent, numbers)
+
+    monkeypatch.setattr(communicators.Exchange, "round", watch)
+    return sent_in_rounds
+
+
 def test_fedagent_averages_and_starts_each_round_afresh(tiny, tmp_path, monkeypatch):
     """Three rounds of two clients of eight: only two adapters are in memory.
 
     At the end of each round both go on from the plain mean of what they had; the optimizer is then
     as new; the reference stays the first policy.
     """
-    received = []
-    gather = communicators.Exchange.gather_snapshots
-
-    def watch_gather(self, local, receives):
-        received.append(local.clone())
-        return gather(self, local, receives)
-
-    monkeypatch.setattr(communicators.Exchange, "gather_snapshots", watch_gather)
+    sent_in_rounds = watch_rounds(monkeypatch)
     states = []
     save = communicators.Run.save
 
@@ -846,15 +852,15 @@ def test_fedagent_averages_and_starts_each_round_afresh(tiny, tmp_path, monkeypa
         categories=(),
     )
     prpo_babyai.main(args)
-    assert len(received) == 2
-    for number, locals_of_round in enumerate(received):
-        assert locals_of_round.shape[0] == 2
-        assert not torch.equal(locals_of_round[0], locals_of_round[1])
+    assert len(sent_in_rounds) == 2
+    for number, sent in enumerate(sent_in_rounds):
+        assert sent.shape[0] == 2
+        assert not torch.equal(sent[0], sent[1])
         middle = states[2 * number]
         assert (middle["step"] > 0).any() and (middle["exp_avg"] != 0).any()
         end = states[2 * number + 1]
         for row in end["trained"]:
-            torch.testing.assert_close(row, locals_of_round.mean(0), rtol=0, atol=1e-6)
+            torch.testing.assert_close(row, sent.mean(0), rtol=0, atol=1e-6)
         for name in ("exp_avg", "exp_avg_sq", "step"):
             assert (end[name] == 0).all()
         assert torch.equal(end["snapshot"], states[0]["snapshot"])
@@ -874,7 +880,7 @@ def saved(monkeypatch):
     save = communicators.Run.save
 
     def watch(self, state):
-        names = ("trained", "snapshot", "communicator")
+        names = ("trained", "snapshot", "row")
         states.append({name: torch.stack([row.clone() for row in state[name]]) for name in names})
         save(self, state)
 
@@ -888,11 +894,11 @@ def test_peers_get_snapshots_in_rounds_only(tiny, saved):
     first, second, third = saved
     assert not torch.equal(first["trained"], first["snapshot"])
     assert torch.equal(first["snapshot"][0], first["snapshot"][2])
-    assert torch.equal(first["communicator"][0], torch.eye(3))
+    assert torch.equal(first["row"], torch.eye(3))
     assert torch.equal(second["trained"], second["snapshot"])
     assert torch.equal(third["snapshot"], second["snapshot"])
     assert not torch.equal(third["trained"], second["trained"])
-    assert torch.allclose(third["communicator"], torch.full((3, 3, 3), 1 / 3))
+    assert torch.allclose(third["row"], torch.full((3, 3), 1 / 3))
 
 
 @pytest.mark.parametrize("aggregation", ["policy", "none"])
@@ -911,9 +917,9 @@ def test_equally_many_episodes_weigh_the_same(tiny, saved):
     """FedAvg's rule: by numbers of samples, not by their returns."""
     options = {"aggregation": "weights", "eval_episodes": 0, "total_steps": 1}
     prpo_babyai.main(tiny(communicator="samples", **options))
-    assert torch.allclose(saved[-1]["communicator"], torch.full((3, 3, 3), 1 / 3))
+    assert torch.allclose(saved[-1]["row"], torch.full((3, 3), 1 / 3))
     prpo_babyai.main(tiny(communicator="reward", **options))
-    assert not torch.allclose(saved[-1]["communicator"], torch.full((3, 3, 3), 1 / 3))
+    assert not torch.allclose(saved[-1]["row"], torch.full((3, 3), 1 / 3))
 
 
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
@@ -928,8 +934,8 @@ def test_a_policy_that_is_not_finite_is_left_out(tiny, saved, tmp_path, monkeypa
 
     monkeypatch.setattr(prpo_babyai, "learn", ruin)
     prpo_babyai.main(tiny(aggregation=aggregation, communicator="uniform", total_steps=1))
-    communicator = saved[-1]["communicator"][1]
-    assert torch.allclose(communicator[1:], torch.tensor([0.0, 0.5, 0.5]))
+    assert torch.allclose(saved[-1]["row"], torch.tensor([0.0, 0.5, 0.5]))
+    assert {row["dropped"] for row in rows_of(only_run(tmp_path / "runs"))} == {"1"}
     assert (saved[-1]["trained"][1:].abs() < 1).all()
     evaluations = rows_of(only_run(tmp_path / "runs"), "evaluations")
     means = {row["agent"]: row["mean_success"] for row in evaluations if row["step"] == "1"}
@@ -942,17 +948,45 @@ def test_averages_follow_the_rows_of_a_matrix(tiny, saved, tmp_path, monkeypatch
     """Agent i goes on from sum_j c_ij of what the agents had: row i of an asymmetric C."""
     C = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [0.0, 0.25, 0.75]])
     (tmp_path / "C.csv").write_text("\n".join(",".join(map(str, row)) for row in C.tolist()))
-    received = []
-    gather = communicators.Exchange.gather_snapshots
-
-    def watch(self, local, receives):
-        received.append(local.clone())
-        return gather(self, local, receives)
-
-    monkeypatch.setattr(communicators.Exchange, "gather_snapshots", watch)
+    sent_in_rounds = watch_rounds(monkeypatch)
     options = {"aggregation": "weights", "lora_average": "frozen-a", "eval_episodes": 0}
     prpo_babyai.main(tiny(total_steps=1, communicator=str(tmp_path / "C.csv"), **options))
-    torch.testing.assert_close(saved[-1]["trained"], C @ received[-1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(saved[-1]["trained"], C @ sent_in_rounds[-1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "messages"),
+    [
+        ({}, 6),
+        ({"topology": "ring", "num_agents": 4}, 8),
+        ({"communicator": "similarity", "top_k": 1}, 6),
+        ({"top_k": 1}, 3),
+        ({"aggregation": "weights", "num_agents": 4, "agents_per_round": 2}, 2),
+        ({"aggregation": "weights", "communicator": "identity"}, 0),
+        ({"aggregation": "none", "communicator": "similarity"}, 0),
+        ({"centralised": True}, 0),
+    ],
+)
+def test_bytes_are_the_adapters_that_others_read(tiny, tmp_path, changes, messages):
+    """In one round, of the agents that train, float32."""
+    summary = prpo_babyai.main(tiny(total_steps=1, eval_episodes=0, **changes))
+    run = only_run(tmp_path / "runs")
+    numel = len(flat(weights_of(run)[0]))
+    assert summary["communication_bytes"] == 4 * numel * messages
+
+
+@pytest.mark.parametrize(("changes", "isolated"), [({}, False), ({"aggregation": "none"}, True)])
+def test_a_launcher_knows_that_clients_must_be_together(tiny, monkeypatch, changes, isolated):
+    """They are drawn in one place, of all that there are."""
+    needs_of_runs = []
+
+    def refuse(args, *needs):
+        needs_of_runs.append(needs)
+        communicators.stop("refused")
+
+    monkeypatch.setattr(communicators, "exchange_of_launcher", refuse)
+    refusal(prpo_babyai.main, tiny(num_agents=4, agents_per_round=2, **changes), code=1)
+    assert needs_of_runs == [(isolated, "", "the clients that train are drawn in one place")]
 
 
 def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
@@ -1331,6 +1365,10 @@ WORLDS = {
         ({"env": "nowhere.py:make"}, "--env nowhere.py:make: must be babyai, or an existing"),
         ({"categories": ("GoToMoon",)}, "--categories GoToMoon: there is no GoToMoon"),
         ({"group_size": 1}, "--group-size 1: must be at least 2 for GRPO"),
+        (
+            {"communicator": "surrogate"},
+            "--communicator surrogate: is neither a communicator of this script",
+        ),
         ({"dual_clip": 0.5}, "--dual-clip 0.5: must be 0 or above 1"),
         ({"base_model": "runs/babyai/model"}, "--base-model runs/babyai/model: is not there yet"),
         (

@@ -23,7 +23,6 @@ bound = importlib.import_module("bound")
 choose = importlib.import_module("choose")
 conditions = importlib.import_module("conditions")
 pool = importlib.import_module("pool")
-strength = importlib.import_module("strength")
 crowd = importlib.import_module("crowd")
 methods = importlib.import_module("methods")
 plot = importlib.import_module("plot")
@@ -914,7 +913,7 @@ def test_runs_that_lack_what_a_figure_shows_end_in_one_line(tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     line = f"--per-task: the agents of {folder} have no tasks of their own"
     assert refusal(plot.main, plot.Args(runs=runs, out=out, per_task=True)) == line
-    for tool in (conditions, crowd, strength):
+    for tool in (conditions, crowd):
         line = f"--runs: {folder} has no return_last_100"
         assert refusal(tool.main, tool.Args(runs=runs, out=out)) == line
 
@@ -974,7 +973,6 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
         "liars": conditions,
         "privacy": conditions,
         "privacy_goals": conditions,
-        "strength": strength,
         "s2zpo": zeroth,
         "text_worlds": text_worlds,
     }
@@ -1124,7 +1122,7 @@ def test_methods_are_compared_under_every_condition(names, agents, bonus, tmp_pa
     assert Path(f"{out}_table.csv").read_text() == before
 
 
-@pytest.mark.parametrize("tool", [conditions, crowd, strength])
+@pytest.mark.parametrize("tool", [conditions, crowd])
 def test_runs_that_a_table_cannot_keep_apart_are_refused(tool, tmp_path):
     """The same method and seed on two tasks; a row of both would be of neither."""
     for stamp, task in enumerate(("Task", "Other")):
@@ -1148,7 +1146,6 @@ def test_names_without_a_condition_are_refused(tool, tmp_path):
     [
         (conditions, "strength", "condition"),
         (crowd, "liars", "agents"),
-        (strength, "crowd", "exp"),
         (plot, "strength", "env"),
         (bound, "strength", "timesteps"),
         (zeroth, "fourrooms", "task"),
@@ -1191,34 +1188,6 @@ def test_conditions_are_drawn_in_order():
     names = ["opposite", "none", "random+boast", "0.5", "random", "10", "2"]
     expected = ["0.5", "2", "10", "none", "opposite", "random", "random+boast"]
     assert conditions.order_conditions(names) == expected
-
-
-def test_distances_are_of_the_updates_behind_a_round():
-    """strength.py: what precedes the first round does not count, and neither does a third update;
-    each agent's second update is 0.1 farther than its first, agent 1 twice as far as agent 0.
-    """
-    tables = []
-    for experiment, seed in (("doors", 1), ("doors", 2), ("rooms", 1)):
-        rows = []
-        for iteration in range(1, 13):
-            update = (iteration - 1) % 4
-            distance = 9.0 if iteration <= 4 or update == 2 else 0.1 * (update + seed)
-            for agent in range(2):
-                row = {"iteration": iteration, "agent": agent, "return_last_100": 0.01 * iteration}
-                row["tv_peers"] = distance * (1 + agent)
-                row["tv_reference"] = row["tv_peers"] / 3
-                rows.append(row)
-        names = {"run": f"runs/{experiment}/run-{seed}", "exp_name": "pr", "seed": seed}
-        tables.append(pd.DataFrame(rows).assign(local_updates=4, **names))
-    rows = strength.make_rows(pd.concat(tables, ignore_index=True))
-    assert rows.auc.tolist() == pytest.approx([0.065] * 3)
-    assert rows.final.tolist() == pytest.approx([0.12] * 3)
-    table = strength.make_table(rows).set_index("experiment")
-    assert table.seeds.to_dict() == {"doors": "1 2", "rooms": "1"}
-    assert table.tv_peers_1.tolist() == pytest.approx([0.15 * 1.5, 0.1 * 1.5])
-    assert table.tv_peers_2.tolist() == pytest.approx([0.25 * 1.5, 0.2 * 1.5])
-    assert table.tv_peers_4.tolist() == pytest.approx([0.45 * 1.5, 0.4 * 1.5])
-    assert (table.tv_reference_4 * 3).tolist() == pytest.approx(table.tv_peers_4.tolist())
 
 
 def test_isolated_agents_are_crowds_of_every_size():
@@ -1545,6 +1514,13 @@ def test_seeds_of_other_settings_are_not_added():
     assert refusal(pool.pool_comments, auto.replace("auto", "cuda"), cpu) == line
     line = "--new: pr has another --device: auto before, cuda now"
     assert refusal(pool.pool_comments, auto, cpu.replace("cpu", "cuda")) == line
+    # Version 0.1 recorded a coefficient that only --aggregation proximal read
+    averages = old.replace("0.9", "0.9 --aggregation weights --prox-coef 0.01")
+    now = new.replace("0.9", "0.9 --prox-coef 0.0")
+    assert "--prox-coef 0.0 --new x  (--seed 1 2 3)" in pool.pool_comments(averages, now)
+    line = "--new: pr has another --prox-coef: 0.01 before, 0.0 now"
+    proximal = averages.replace("weights", "proximal")
+    assert refusal(pool.pool_comments, proximal, now) == line
     # A flag that is on or off
     on = old.replace("0.9", "0.9 --anneal-lr")
     off = new.replace("0.9", "0.9 --no-anneal-lr")

@@ -2,6 +2,7 @@
 agents.
 """
 
+import inspect
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import refusal, total_variation
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributions import Categorical, kl_divergence
@@ -28,9 +30,10 @@ from communicators import Exchange, average_parameters, categorical_kl, mix_log_
 
 INF = math.inf
 NAN = math.nan
-HINTS = typing.get_type_hints(prpo_minigrid.Args)
-COMMUNICATORS = typing.get_args(typing.get_args(HINTS["communicator"])[0])
-TOPOLOGIES = typing.get_args(HINTS["topology"])
+# The names that a script knows, each in a branch of its own
+SOURCE = inspect.getsource(prpo_minigrid.make_communicator)
+COMMUNICATORS = sorted(set(re.findall('name == "([a-z-]+)"', SOURCE)))
+TOPOLOGIES = typing.get_args(typing.get_type_hints(prpo_minigrid.Args)["topology"])
 REWARD_FAMILY = ("reward", "softmax-reward", "rank-reward")
 examples = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 ignore_negative_returns = pytest.mark.filterwarnings(
@@ -53,7 +56,7 @@ def gains_on(log_probs):
     """What peers might gain on each agent's states, [agents, agents]: the less, the further they
     are.
     """
-    return -communicators.total_variation(log_probs.double())
+    return -total_variation(log_probs.double())
 
 
 def make_communicator(name, n, returns=None, log_probs=None, valid=None, **options):
@@ -404,6 +407,9 @@ def test_every_name_makes_its_own_communicator():
         "log_probs": log_probs,
     }
     assert set(expected) == set(COMMUNICATORS)
+    source = inspect.getsource(communicators.RunArgs)
+    help_text = re.search(r"# who listens to whom: (.*?) communicator: str", source, re.S)[1]
+    assert set(expected) <= set(re.findall("[a-z-]+", help_text))
     for name, matrix in expected.items():
         assert torch.equal(make_communicator(name, 3, **options), matrix), name
 
@@ -638,8 +644,8 @@ def test_a_matrix_may_come_from_a_spreadsheet(tmp_path, separator, encoding):
 
 
 def test_a_name_that_nothing_has_is_no_communicator():
-    with pytest.raises(OSError, match="uniforn"):
-        make_communicator("uniforn", 3)
+    message = refusal(make_communicator, "uniforn", 3)
+    assert message.startswith("--communicator uniforn: is neither a communicator of this script")
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0001, 7.0, NAN, INF])
@@ -820,7 +826,7 @@ def test_definition_1_non_expansion_in_total_variation(seed, n, scale):
     pairs = torch.stack([policies(seed + k, n, 3, 4, scale=scale) for k in (1, 2)])
 
     def distance(pair):
-        return communicators.total_variation(pair)[0, 1].item()
+        return total_variation(pair)[0, 1].item()
 
     for both, tight in ((pairs, False), (pairs[:, :1].expand_as(pairs), True)):
         bound = communicators.non_expansion(matrix) * max(distance(both[:, j]) for j in range(n))
@@ -1054,7 +1060,7 @@ def test_gradient_reaches_only_the_learner(mixture, direction):
 @given(seeds, st.integers(1, 5), scales)
 def test_total_variation_is_a_distance(seed, n, scale):
     log_probs = policies(seed, n, 3, 4, scale=scale)
-    distance = communicators.total_variation(log_probs)
+    distance = total_variation(log_probs)
     pi = log_probs.double().exp().tolist()
     byhand = [
         [
@@ -1074,9 +1080,7 @@ def test_total_variation_literal():
     probs = torch.tensor(
         [[[0.5, 0.5], [1.0, 0.0]], [[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [0.0, 1.0]]]
     )
-    assert_rows(
-        communicators.total_variation(probs.log()), [[0, 0.25, 0.75], [0.25, 0, 1], [0.75, 1, 0]]
-    )
+    assert_rows(total_variation(probs.log()), [[0, 0.25, 0.75], [0.25, 0, 1], [0.75, 1, 0]])
 
 
 # --- parameters ---
@@ -1119,15 +1123,16 @@ def test_averaging_with_a_row_that_sums_to_zero_is_refused():
 def test_invalid_snapshot_is_dropped_and_rows_renormalised(alone, snapshot, capsys):
     first = torch.full((4,), 4.0)
     last = torch.full((4,), 8.0)
-    sent = torch.stack([first, torch.tensor(snapshot), last])
-    parameters, valid = alone(3).gather_snapshots(sent, torch.ones(3, 3, dtype=torch.bool))
-    assert valid.tolist() == [True, False, True] and sent[1].tolist() == pytest.approx(
-        list(snapshot), nan_ok=True
-    )
+    sent = [first, torch.tensor(snapshot), last]
+    received, _ = alone(3).round(sent)
+    assert received[1] is None
+    assert sent[1].tolist() == pytest.approx(list(snapshot), nan_ok=True)
     assert "invalid snapshots of agents [1]" in capsys.readouterr().out
-    assert torch.equal(parameters, torch.stack([first, torch.zeros(4), last]))
+    assert torch.equal(received[0], first) and torch.equal(received[2], last)
+    valid = torch.tensor([x is not None for x in received])
     matrix = communicators.drop_invalid(communicators.self_preferred(3, 0.6), valid)
     assert_rows(matrix, [[0.75, 0, 0.25], [0.5, 0, 0.5], [0.25, 0, 0.75]])
+    parameters = torch.stack([first, torch.tensor(snapshot), last])
     assert_rows(average_parameters(matrix, parameters), [[5.0] * 4, [6.0] * 4, [7.0] * 4])
 
 
@@ -1192,7 +1197,7 @@ def test_one_process_holds_all_agents_and_moves_nothing(alone, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    ("receives", "listeners"),
+    ("reads", "listeners"),
     [
         (torch.ones(3, 3, dtype=torch.bool), 6),
         (communicators.ring(8), 16),
@@ -1200,15 +1205,17 @@ def test_one_process_holds_all_agents_and_moves_nothing(alone, n):
         (~torch.eye(2, dtype=torch.bool), 2),
     ],
 )
-def test_snapshots_count_the_bytes_that_agents_send_each_other(alone, receives, listeners, dtype):
-    exchange = alone(len(receives))
-    local = torch.ones(len(receives), 5, dtype=dtype)
+def test_snapshots_count_the_bytes_that_agents_send_each_other(alone, reads, listeners, dtype):
+    """Also one that cannot be used has been sent to those who read it."""
+    exchange = alone(len(reads))
+    local = torch.ones(len(reads), 5, dtype=dtype)
     local[-1, 2] = NAN
     for rounds in (1, 2):
-        parameters, valid = exchange.gather_snapshots(local, receives)
+        *received, last = exchange.round(list(local))[0]
+        exchange.count_bytes(reads)
         assert exchange.bytes_sent == rounds * listeners * 5 * local.element_size()
-        assert valid.tolist() == [True] * (len(receives) - 1) + [False]
-        assert torch.equal(parameters, local.nan_to_num(0.0) * valid[:, None])
+        assert last is None
+        assert torch.equal(torch.stack(received), local[:-1])
 
 
 def test_agents_that_ranks_cannot_share_equally_are_refused(monkeypatch):
@@ -1247,8 +1254,10 @@ gathered = exchange.all_gather(local)
 local += 100.0
 result = {"agents": agents, "gathered": gathered.tolist(), "dtype": str(gathered.dtype)}
 local[exchange.rank, 1] = float("nan")  # agents 0 and 3
-snapshots, valid = exchange.gather_snapshots(local, ring(4))
-result |= {"snapshots": snapshots.tolist(), "valid": valid.tolist(), "bytes": exchange.bytes_sent}
+received, _ = exchange.round(list(local))
+exchange.count_bytes(ring(4))
+result |= {"received": [None if x is None else x.tolist() for x in received]}
+result |= {"bytes": exchange.bytes_sent}
 mine = torch.tensor([[7.0, 8.0], [9.0, 10.0]]).T if exchange.rank == 0 else torch.zeros(2, 2)
 result["broadcast"] = exchange.broadcast(mine).tolist()
 networks = [torch.nn.Linear(2, 1), torch.nn.Linear(3, 2)]
@@ -1256,7 +1265,7 @@ for network in networks:
     for parameter in network.parameters():
         parameter.data.fill_(exchange.rank + 5.0)
 exchange.broadcast_networks(networks)
-result["networks"] = [communicators.flatten([network]).sum().item() for network in networks]
+result["networks"] = [communicators.flatten(network).sum().item() for network in networks]
 exchange.barrier()
 exchange.close()
 
@@ -1330,9 +1339,10 @@ def test_two_ranks_exchange_the_snapshots_of_one_process(ranks, alone):
     exchange = alone(4)
     local = torch.arange(12.0).view(4, 3) + 100.0
     local[[0, 3], 1] = NAN
-    snapshots, valid = exchange.gather_snapshots(local, communicators.ring(4))
+    received, _ = exchange.round(list(local))
+    exchange.count_bytes(communicators.ring(4))
     for result in ranks:
-        assert result["snapshots"] == snapshots.tolist() and result["valid"] == valid.tolist()
+        assert result["received"] == [None, received[1].tolist(), received[2].tolist(), None]
         assert result["bytes"] == exchange.bytes_sent == 4 * 2 * 3 * 4
 
 
@@ -1436,24 +1446,43 @@ def test_float32_is_float32_on_a_gpu(alone, monkeypatch):
 
 
 def test_parameters_stay_where_they_are():
-    """`unflatten` undoes `flatten`, for networks of different sizes too, and in place: rounding may
-    depend on where.
-    """
-    networks = [torch.nn.Linear(3, size) for size in (5, 2)]
-    addresses = [parameter.data_ptr() for network in networks for parameter in network.parameters()]
-    kept = communicators.flatten(networks, 23)
-    communicators.unflatten(torch.arange(46.0).view(2, 23), networks)
-    assert networks[0].weight.flatten().tolist() == [*range(15)] and networks[0].bias.tolist() == [
-        *range(15, 20)
-    ]
-    assert networks[1].weight.flatten().tolist() == [*range(23, 29)] and networks[
-        1
-    ].bias.tolist() == [29, 30]
-    communicators.unflatten(kept, networks)
-    assert torch.equal(communicators.flatten(networks, 23), kept) and kept[0].count_nonzero() == 20
-    assert addresses == [
-        parameter.data_ptr() for network in networks for parameter in network.parameters()
-    ]
-    assert all(
-        parameter.requires_grad for network in networks for parameter in network.parameters()
-    )
+    """`unflatten` undoes `flatten`, and in place: rounding may depend on where."""
+    network = torch.nn.Linear(3, 5)
+    addresses = [parameter.data_ptr() for parameter in network.parameters()]
+    kept = communicators.flatten(network)
+    communicators.unflatten(torch.arange(20.0), network)
+    assert network.weight.flatten().tolist() == [*range(15)]
+    assert network.bias.tolist() == [*range(15, 20)]
+    communicators.unflatten(kept, network)
+    assert torch.equal(communicators.flatten(network), kept) and kept.count_nonzero() == 20
+    assert addresses == [parameter.data_ptr() for parameter in network.parameters()]
+    assert all(parameter.requires_grad for parameter in network.parameters())
+
+
+def test_flat_tensors_have_buffers_and_are_copies():
+    """In the order of the network's state, whatever its layers are called."""
+    network = torch.nn.BatchNorm1d(2, dtype=torch.float64)
+    network.running_mean += torch.tensor([5.0, 6.0])
+    network.num_batches_tracked += 7
+    flat = communicators.flatten(network)
+    assert flat.tolist() == [1, 1, 0, 0, 5, 6, 1, 1, 7]
+    flat += 1.0
+    assert network.weight.tolist() == [1, 1]
+    communicators.unflatten(flat, network)
+    flat += 1.0
+    assert network.running_mean.tolist() == [6, 7] and network.num_batches_tracked == 8
+
+
+def test_networks_of_snapshots_have_their_own_sizes():
+    """Of those agents whose snapshot is there; they are copies that learn nothing."""
+    networks = [torch.nn.Linear(3, size) for size in (5, 2, 4)]
+    snapshots = [torch.arange(20.0), torch.arange(8.0), None]
+    loaded = communicators.load_networks(snapshots, networks, [1, 2])
+    assert list(loaded) == [1]
+    assert loaded[1].weight.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert loaded[1].bias.tolist() == [6, 7]
+    assert not any(parameter.requires_grad for parameter in loaded[1].parameters())
+    assert all(parameter.requires_grad for parameter in networks[1].parameters())
+    snapshots[1] += 1.0
+    assert loaded[1].bias.tolist() == [6, 7]
+    assert not torch.equal(communicators.flatten(networks[1]), communicators.flatten(loaded[1]))

@@ -6,13 +6,27 @@ import html
 import importlib
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from command import parse_args
-from helpers import PRTRPO_MINIGRID, REPOSITORY, SCRIPTS, on, scalars_of
+from helpers import (
+    FEDAVG_ATARI,
+    FEDAVG_MINIGRID,
+    PRPO_MINIGRID,
+    PRTRPO_MINIGRID,
+    REPOSITORY,
+    SCRIPTS,
+    call,
+    flags,
+    on,
+    only_run,
+    scalars_of,
+)
 from tyro._docstrings import get_field_docstring
 
 for folder in ("docs", "benchmark", "benchmark/baselines"):
@@ -20,17 +34,22 @@ for folder in ("docs", "benchmark", "benchmark/baselines"):
 tables = importlib.import_module("tables")
 
 PAGES = [*tables.PAGES, REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"]
-# fedavg_ppo.py has the flags of the first two, see test_scripts.py
 SCRIPT_NAMES = (
     "prpo_minigrid",
     "prpo_atari",
+    "fedavg_ppo",
+    "fedavg_atari",
     "prpo_llm",
     "prtrpo_minigrid",
     "prpo_babyai",
     "s2zpo_mujoco",
 )
+# Whose pages have only the flags that differ from those of another script -> that script
+VARIANTS = {"fedavg_ppo": "prpo_minigrid", "fedavg_atari": "prpo_atari"}
 BENCHMARKS = (
+    "federate",
     "rounds",
+    "liars",
     "reward_scale",
     "plot",
     "run",
@@ -120,10 +139,11 @@ def read_help(monkeypatch, capsys):
     return read
 
 
-def read_rows(page):
-    """The rows of a page's tables of flags: {flag: (default, meaning)}."""
-    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
-    rows = re.findall(r"^\| `(--[a-z0-9-]+)` \|(.*?)\| (.*) \|$", text, re.M)
+def read_rows(script):
+    """The rows of a script's table of flags: {flag: (default, meaning)}."""
+    text = "\n".join(page.read_text() for page in tables.PAGES)
+    (table,) = re.findall(rf"<!-- table flags {script}\b.*?-->(.*?)<!-- end", text, re.S)
+    rows = re.findall(r"^\| `(--[a-z0-9-]+)` \|(.*?)\| (.*) \|$", table, re.M)
     return {
         flag: (default.strip(), html.unescape(meaning).replace("\\|", "|"))
         for flag, default, meaning in rows
@@ -136,7 +156,12 @@ def test_flags_are_those_of_help(script, read_help):
     choices agree.
     """
     shown = read_help(script)
-    rows = read_rows("runs") | read_rows(script)
+    rows = read_rows("communicators")
+    if script in VARIANTS:
+        rows |= read_rows(VARIANTS[script])
+        for flag in ("--mixture", "--self-reference"):  # as the page says
+            del rows[flag]
+    rows |= read_rows(script)
     aliases = {"--help", "--agent", "--communication-coef", "--update-every", "--reward-model"}
     negations = {flag for flag in shown.keys() - rows if flag.replace("--no-", "--", 1) in rows}
     assert shown.keys() - aliases - negations == rows.keys()
@@ -209,7 +234,8 @@ def test_every_script_has_its_page():
     """The README's table leads to a page per script, and every page is reached from the README."""
     readme = (REPOSITORY / "README.md").read_text()
     for script in (*SCRIPT_NAMES, "communicators"):
-        row = rf"^\| \[`{script}\.py`\]\({script}\.py\) .*\(docs/{script}\.md\) \|$"
+        page = "fedavg_ppo" if script == "fedavg_atari" else script
+        row = rf"^\|.* \[`{script}\.py`\]\({script}\.py\)[, ].*\(docs/{page}\.md\) \|$"
         assert re.search(row, readme, re.M), script
     assert all(f"(docs/{page.name})" in readme for page in (REPOSITORY / "docs").glob("*.md"))
     assert len(readme.splitlines()) <= 110
@@ -256,14 +282,15 @@ def test_a_section_of_the_results_fits_on_a_screen():
     assert max(lengths.values()) <= 60, lengths
 
 
-@on([*SCRIPTS, PRTRPO_MINIGRID])
+@on([*SCRIPTS, FEDAVG_ATARI, PRTRPO_MINIGRID])
 def test_metrics_are_those_of_a_run(script, whole_run):
     """Whatever a run of control writes is explained, and nothing else is."""
     folder = whole_run(script)
     kind = tables.TRPO if script is PRTRPO_MINIGRID else tables.CONTROL
     explained = set(kind) | set(tables.COMMUNICATION)
     tags = scalars_of(folder)
-    page = (REPOSITORY / "docs" / f"{script.module.__name__}.md").read_text()
+    name = script.module.__name__
+    page = (REPOSITORY / "docs" / f"{VARIANTS.get(name, name)}.md").read_text()
     assert all(f"| `{key}` |" in page for key in explained)
     explained -= set(tables.WITH_FLAGS)
     assert {name_in_page(tag) for tag in tags} == explained
@@ -337,3 +364,38 @@ def test_the_analysis_in_the_pages_runs(tmp_path, monkeypatch):
     assert len(written) == 1
     assert len(written.columns) == len(expected.columns)
     assert Path("atari_precision.csv").exists()
+
+
+@pytest.fixture(scope="module")
+def changed_scripts(tmp_path_factory):
+    """Copies of the scripts with the communicator that docs/communicators.md adds in two places."""
+    folder = tmp_path_factory.mktemp("changed")
+    page = (REPOSITORY / "docs" / "communicators.md").read_text()
+    function, branch = re.findall(r"```python\n(.*?)```", page, re.S)
+    places = {
+        "communicators.py": ("def similarity(", f"{function}\n\n"),
+        "prpo_minigrid.py": ('    elif name == "similarity":', branch),
+    }
+    for name, (place, text) in places.items():
+        source = (REPOSITORY / name).read_text()
+        assert source.count(place) == 1
+        (folder / name).write_text(source.replace(place, text + place))
+    shutil.copy(REPOSITORY / "fedavg_ppo.py", folder)  # which imports that
+    return folder
+
+
+@on([PRPO_MINIGRID, FEDAVG_MINIGRID])
+def test_a_communicator_takes_the_two_places_of_the_page(script, changed_scripts, tmp_path):
+    """A run with it, in which all agents follow the one with the highest mean return."""
+    words = flags(script, tmp_path / "runs", communicator="leader", iterations=3, eval_episodes=0)
+    process = call(changed_scripts / f"{script}.py", *words, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    folder = only_run(tmp_path / "runs")
+    metrics = pd.read_csv(folder / "metrics.csv").fillna(0)
+    totals = metrics.assign(total=metrics.episodic_return * metrics.episodes).groupby("agent")
+    means = totals.total.sum() / totals.episodes.sum()
+    weights = pd.read_csv(folder / "communicator.csv").query("iteration == 3")
+    matrix = weights.pivot(index="listener", columns="peer", values="weight").to_numpy()
+    expected = np.zeros((3, 3))
+    expected[:, means.argmax()] = 1.0
+    assert matrix.tolist() == expected.tolist()

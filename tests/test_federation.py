@@ -1,9 +1,11 @@
 """Agents of independent processes that share a folder: files, rounds, whole runs, bad stores."""
 
 import contextlib
+import functools
+import io
+import itertools
 import json
 import math
-import os
 import struct
 import time
 from pathlib import Path
@@ -24,6 +26,7 @@ from helpers import (
     REPOSITORY,
     Child,
     assert_same_rows,
+    call,
     copy_config,
     flags,
     on,
@@ -41,7 +44,8 @@ from safetensors.torch import save
 from test_llm import files  # noqa: F401
 
 import communicators
-from communicators import FolderExchange, Rejected, Store, decode_snapshot, encode_snapshot
+import federate
+from federate import FolderExchange, Rejected, Store, decode_snapshot, encode_snapshot
 
 ABOUT = {"federation": "prpo", "agent": "1", "round": "7"}
 PARAMETERS = torch.arange(6.0) / 7
@@ -223,38 +227,44 @@ def test_a_file_appears_as_a_whole(tmp_path, monkeypatch):
 # Rounds
 
 
-def join(tmp_path, agents, **changes):
-    """The exchange of a process of three agents."""
-    options = {
-        "num_agents": 3,
-        "device": "cpu",
-        "timeout": 0.3,
-        "agents": agents,
-        "exchange": str(tmp_path),
-        "federation": "prpo",
-        "wait": 0.0,
-        "max_age": 2,
-        "identity": "",
-        "trust": "",
-        "aggregation": "policy",
-        "communicator": "reward",
-        "save_every": 4,
-        "local_updates": 2,
-    }
-    return FolderExchange(SimpleNamespace(**options | changes))
+def join(place, agents, averages="", resume="", **changes):
+    """The exchange of a process of three agents; `changes` are flags of either side."""
+    script = {"num_agents": 3, "device": "cpu", "timeout": 0.3, "save_every": 4, "local_updates": 2}
+    args = {name: changes.pop(name, value) for name, value in script.items()}
+    flags = federate.Args(str(place), agents, **{"max_age": 2} | changes)
+    keys = federate.load_keys(flags)
+    args = SimpleNamespace(resume=resume, **args)
+    return FolderExchange(args, flags, Store(flags.exchange), averages, *keys)
 
 
-def go(exchange, value, number=0.0, numel=4, agents=3):
-    """A round in which the agents of a process send parameters of this value."""
-    held = len(exchange.agents)
-    local = torch.full((held, numel), float(value))
-    numbers = torch.full((held,), float(number), dtype=torch.float64)
-    reported = exchange.report(numbers, local)
-    present = exchange.find_participants()
-    listeners = torch.ones(agents, agents, dtype=torch.bool)
-    parameters, usable = exchange.gather_snapshots(local, listeners)
-    assert torch.equal(usable, present)
-    return parameters[:, 0].tolist(), usable.tolist(), reported.tolist()
+def go(exchange, value, number=0.0, numel=4):
+    """A round in which the agents of a process send parameters of this value.
+
+    Returns what it has of all agents: these values, None for those that are missing; and reports.
+    """
+    sent = [torch.full((numel,), float(value)) for _ in exchange.agents]
+    numbers = None
+    if number is not None:
+        numbers = torch.full((len(sent),), float(number), dtype=torch.float64)
+    received, reports = exchange.round(sent, numbers)
+    again = exchange.recall(sent)
+    for i, tensor in enumerate(received):
+        assert (tensor is None) == (again[i] is None)
+        assert tensor is None or (torch.equal(tensor, again[i]) and (tensor == tensor[0]).all())
+    return [None if tensor is None else tensor[0].item() for tensor in received], reports.tolist()
+
+
+def restore(exchange, other):
+    """What a checkpoint of the one holds becomes the state of the other."""
+    file = io.BytesIO()
+    for name, objects in exchange.state().items():
+        assert len(objects) == len(exchange.agents)
+        for source, target in zip(objects, other.state()[name], strict=True):
+            torch.save(communicators._to_stored(source), file)
+            file.seek(0)
+            communicators._restore_in_place(target, torch.load(file, weights_only=True))
+            file = io.BytesIO()
+    return other
 
 
 def ages(exchange):
@@ -273,22 +283,23 @@ def test_peers_come_late_slowly_and_go(tmp_path, capsys):
         if step % 3 == 1:
             go(slow, 100 + step, number=step)
         if 5 <= step < 8:
-            parameters, usable, _ = go(late, 200 + step, number=-step)
-            assert usable == [True] * 3
-            assert parameters[:2] == [step - 1, 100 + (step - 1) // 3 * 3 + 1]
-        parameters, usable, reported = go(fast, step, number=step)
-        assert (parameters[0], usable[0], reported[0]) == (step, True, step)
-        seen.append((parameters[1:], usable[1:], ages(fast)))
+            values, _ = go(late, 200 + step, number=-step)
+            assert values == [step - 1, 100 + (step - 1) // 3 * 3 + 1, 200 + step]
+        values, reports = go(fast, step, number=step)
+        assert (values[0], reports[0]) == (step, step)
+        seen.append((values[1:], reports[1:], ages(fast)))
         last = (step - 1) // 3 * 3 + 1
         if step >= 1:
-            assert (parameters[1], reported[1], ages(fast)[0]) == (100 + last, last, step - last)
+            assert (values[1], reports[1], ages(fast)[0]) == (100 + last, last, step - last)
         if step >= 5:
             last = min(step, 7)
             assert ages(fast)[1] == step - last
-            assert usable[2] == (step - last <= 2)  # --max-age
-            assert parameters[2] == (200 + last if usable[2] else 0.0)
-    assert seen[0][:2] == ([0.0, 0.0], [False, False])
-    assert np.isnan(seen[0][2]).all()
+            if step - last <= 2:  # --max-age
+                assert (values[2], reports[2]) == (200 + last, -last)
+            else:
+                assert values[2] is None and math.isnan(reports[2])
+    assert seen[0][0] == [None, None]
+    assert np.isnan(seen[0][1:]).all()
     assert capsys.readouterr().out == ""
     kept = sorted(path.name for path in (tmp_path / "prpo" / "agent_0").iterdir())
     assert kept == [f"round_{number:08}.safetensors" for number in (10, 11, 12)]
@@ -298,15 +309,24 @@ def test_peers_come_late_slowly_and_go(tmp_path, capsys):
 
 
 def test_only_what_the_communicator_needs_is_reported(tmp_path):
-    for communicator, expected in (("reward", 0.5), ("uniform", math.nan)):
-        folder = tmp_path / communicator
-        go(join(folder, (0,), communicator=communicator), 1, number=0.5)
-        _, _, reported = go(join(folder, (1,), communicator=communicator), 1)
-        assert reported[0] == pytest.approx(expected, nan_ok=True)
+    """Without reports a file names none."""
+    for name, number in (("reward", 0.5), ("uniform", None)):
+        go(join(tmp_path / name, (0,)), 1, number)
+        _, reports = go(join(tmp_path / name, (1,)), 1, number)
+        expected = math.nan if number is None else number
+        assert reports == pytest.approx([expected, expected, math.nan], nan_ok=True)
     text = (tmp_path / "uniform/prpo/agent_0/round_00000001.safetensors").read_bytes()
     header = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])
-    assert header["__metadata__"].keys() == {*ABOUT, "format", "report", "digest"}
+    assert header["__metadata__"].keys() == {*ABOUT, "format", "digest"}
     assert len(text) - len(json.dumps(header)) < 40  # numbers, and nothing else
+
+
+def test_own_parameters_that_are_not_finite_are_dropped(tmp_path, capsys):
+    """Here as at their readers."""
+    writer, reader = (join(tmp_path, (i,)) for i in (0, 1))
+    assert go(writer, math.inf)[0] == [None, None, None]
+    assert go(reader, 2)[0] == [None, 2, None]
+    assert "not finite" in capsys.readouterr().out
 
 
 def test_bad_files_are_ignored_and_counted(tmp_path, capsys):
@@ -325,21 +345,21 @@ def test_bad_files_are_ignored_and_counted(tmp_path, capsys):
         encode_snapshot(torch.ones(7), other | {"federation": "prpo", "round": "5"}),
         encode_snapshot(torch.tensor([1, 1, 1, math.nan]), other | {"federation": "prpo"}),
         bytes(10**6),
-        encode_snapshot(torch.ones(4), {"federation": "prpo", "agent": "1", "round": "8"}),
+        encode_snapshot(torch.ones(4), other | {"federation": "prpo", "round": "8", "report": "?"}),
         b"",
     ]
     for number, data in enumerate(bad, 2):
         (folder / f"round_{number:08}.safetensors").write_bytes(data)
         for _ in range(1 + number % 2):
-            parameters, usable, _ = go(reader, 0)
-        assert (parameters[1], usable[1]) == (5, True)
+            values, _ = go(reader, 0)
+        assert values[1] == 5
         assert reader.describe()["communication/rejected"] == number - 1
     lines = capsys.readouterr().out.strip().splitlines()
     assert len([line for line in lines if line.startswith("ignored ")]) == len(bad)
     assert "\n".join(lines).count("Traceback") == 0
     for name in ("round_9.safetensors", "round_000000012.safetensors", "writing.tmp", "x"):
         (folder / name).write_bytes(whole)
-    assert go(reader, 0)[1][1]
+    assert go(reader, 0)[0][1] == 5
     assert reader.describe()["communication/rejected"] == len(bad)
     # Only as much was read as a snapshot may have
     assert reader.describe()["communication/bytes_received"] < 50_000
@@ -368,22 +388,31 @@ def test_bad_files_do_not_hide_good_ones(tmp_path, capsys):
 
 
 def test_a_resume_does_not_need_an_answer_of_the_store(tmp_path, monkeypatch):
-    """Where it has no files, or does not answer, rounds are counted from the checkpoint."""
+    """Where it has no files, or does not answer, rounds are counted from the checkpoint; once it
+    answers, from the last file.
+    """
+    exchange = join(tmp_path, (0,), resume="runs/x")
+    assert go(exchange, 1)[0] == [1, None, None]
+    assert exchange.number == 1
+    go(exchange, 2)
+    resumed = join(tmp_path, (0,), resume="runs/x")
 
     def fail(path):
-        raise communicators.StoreError("no answer")
+        raise federate.StoreError("no answer")
 
-    exchange = join(tmp_path, (0,))
-    exchange.rounds[0] = 2
-    exchange.skip_rounds()
-    monkeypatch.setattr(exchange.store, "list", fail)
-    exchange.skip_rounds()
-    assert exchange.rounds.tolist() == [2, 0, 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(resumed.store, "list", fail)
+        assert go(resumed, 3)[0] == [3, None, None]
+    assert resumed.number == 1
+    go(resumed, 4)
+    assert resumed.number == 3
+    go(resumed, 5)
+    assert resumed.number == 4
 
 
 def test_a_signal_ends_the_wait_for_peers(tmp_path, capsys):
     """Of a round of averages, which else lasts --timeout seconds; the run then saves and ends."""
-    exchange = join(tmp_path, (0,), timeout=60.0, aggregation="weights")
+    exchange = join(tmp_path, (0,), "replace", timeout=60.0)
     polls = iter((False, False, True))
     exchange.interrupted = lambda: next(polls)
     began = time.monotonic()
@@ -407,10 +436,24 @@ def test_agents_of_one_process_are_two_agents(tmp_path):
     pair = join(tmp_path, (0, 1))
     single = join(tmp_path, (2,))
     go(pair, 1, number=0.5)
-    parameters, usable, reported = go(single, 2, number=0.75)
-    assert (parameters, usable, reported) == ([1, 1, 2], [True] * 3, [0.5, 0.5, 0.75])
-    assert go(pair, 3)[:2] == ([3, 3, 2], [True] * 3)
-    assert pair.peers == [2]
+    assert go(single, 2, number=0.75) == ([1, 1, 2], [0.5, 0.5, 0.75])
+    assert go(pair, 3)[0] == [3, 3, 2]
+    assert [*pair.peers] == [2]
+    assert (pair.label, single.label) == ("agents_0_1", "agent_2")
+    # What is known of peers is in one of the two checkpoints, for both
+    resumed = restore(pair, join(tmp_path, (0, 1)))
+    first, second = resumed.state()["peers"]
+    assert first is resumed and second == []
+    assert resumed.recall([torch.ones(4)] * 2)[2].tolist() == [2] * 4
+
+
+def test_agents_of_different_sizes_send_no_padding(tmp_path):
+    pair = join(tmp_path, (0, 1))
+    single = join(tmp_path, (2,))
+    sizes = [3, 7, 5]
+    pair.round([torch.ones(3), torch.ones(7)], None, sizes)
+    received, _ = single.round([torch.ones(5)], None, sizes)
+    assert list(map(len, received)) == sizes
 
 
 def test_a_run_goes_on_while_its_store_is_gone(flaky, capsys):
@@ -420,12 +463,12 @@ def test_a_run_goes_on_while_its_store_is_gone(flaky, capsys):
     Flaky.gone = True
     for number in range(5):
         go(writer, 10 + number)
-        assert go(reader, 0)[1] == [True, number < 3, False]
+        assert go(reader, 0)[0] == [0, 1 if number < 3 else None, None]
     Flaky.gone = False
     for value in range(7, 11):  # every third request still fails
         go(writer, value)
-        parameters, _, _ = go(reader, 0)
-    assert parameters[:2] == [0, 10]
+        values, _ = go(reader, 0)
+    assert values[:2] == [0, 10]
     output = capsys.readouterr().out
     assert output.count("cannot be written") == output.count("can be written again") == 2
     assert output.count("cannot be read") == output.count("can be read again") == 2
@@ -435,26 +478,44 @@ def test_every_third_request_fails_and_no_round_is_lost(flaky, capsys):
     exchanges = [join(flaky, (i,)) for i in range(3)]
     for value in range(12):
         results = [go(exchange, 10 * i + value) for i, exchange in enumerate(exchanges)]
-        assert results[2][:2] == ([value, 10 + value, 20 + value], [True] * 3)
+        assert results[2][0] == [value, 10 + value, 20 + value]
     assert capsys.readouterr().out == ""
 
 
-def test_a_checkpoint_keeps_rounds_and_ages(tmp_path):
-    """After a resume the snapshot that was read last is read again, as old as it was."""
+def test_a_checkpoint_keeps_what_is_known_of_peers(tmp_path):
+    """After a resume no file of a peer is needed; what was read last is as old as it was."""
     reader = join(tmp_path, (0,))
     writer = join(tmp_path, (1,))
-    go(writer, 1)
+    go(writer, 1, number=0.5)
     go(reader, 0)
     go(reader, 0)
     assert ages(reader)[0] == 1
-    stored = {name: tensors[0].clone() for name, tensors in reader.state().items()}
-    resumed = join(tmp_path, (0,))
-    for name, (tensor,) in resumed.state().items():
-        tensor.copy_(stored[name])
-    assert go(resumed, 0)[0][1] == 1
+    described = reader.describe()
+    for path in (tmp_path / "prpo" / "agent_1").iterdir():
+        path.unlink()
+    resumed = restore(reader, join(tmp_path, (0,)))
+    recalled = resumed.recall([torch.zeros(4)])
+    assert recalled[1].tolist() == [1] * 4 and recalled[2] is None
+    assert resumed.describe() | {"communication/bytes": reader.bytes_sent} == pytest.approx(
+        described, nan_ok=True
+    )
+    values, reports = go(resumed, 0)
+    assert (values[1], reports[1]) == (1, 0.5)
     assert ages(resumed)[0] == 2
-    assert resumed.round == 3
+    assert resumed.number == 3
     assert (tmp_path / "prpo" / "agent_0" / "round_00000003.safetensors").exists()
+
+
+def test_a_recall_is_what_the_round_returned(tmp_path):
+    """Also where --max-age has changed since."""
+    reader, writer = (join(tmp_path, (i,)) for i in (0, 1))
+    go(writer, 1)
+    for _ in range(3):
+        go(reader, 0)
+    resumed = restore(reader, join(tmp_path, (0,), max_age=1))
+    assert resumed.recall([torch.zeros(4)])[1].tolist() == [1] * 4
+    assert go(resumed, 0)[0][1] is None
+    assert restore(resumed, join(tmp_path, (0,))).recall([torch.zeros(4)])[1] is None
 
 
 @pytest.mark.parametrize(("wait", "skipped"), [(0.0, 2), (0.3, 0)])
@@ -468,16 +529,13 @@ def test_rounds_since_the_checkpoint_are_not_sent_as_others(tmp_path, wait, skip
     go(writer, 1)
     go(reader, 0)
     go(reader, 0)
-    stored = {name: tensors[0].clone() for name, tensors in reader.state().items()}
+    saved = restore(reader, join(tmp_path, (0,), wait=wait))
     go(reader, 0)
     go(reader, 0)
     for _ in range(2):  # killed twice behind the same checkpoint
-        resumed = join(tmp_path, (0,), wait=wait)
-        for name, (tensor,) in resumed.state().items():
-            tensor.copy_(stored[name])
-        resumed.skip_rounds()
-        assert resumed.round == 2 + skipped
+        resumed = restore(saved, join(tmp_path, (0,), wait=wait, resume="runs/x"))
         assert go(resumed, 0)[0][1] == 1
+        assert resumed.number == 3 + skipped
         assert ages(resumed)[0] == 2
         skipped += more
     newest = max((tmp_path / "prpo" / "agent_0").iterdir())
@@ -486,63 +544,138 @@ def test_rounds_since_the_checkpoint_are_not_sent_as_others(tmp_path, wait, skip
 
 def test_averages_take_new_snapshots_only(tmp_path, capsys):
     """They wait for --timeout, then go on without the peers that sent nothing new."""
-    options = {"aggregation": "weights", "timeout": 0.2}
-    first, second = (join(tmp_path, (i,), **options) for i in (0, 1))
-    assert go(first, 1)[1] == [True, False, False]
-    assert go(second, 2)[1] == [True, True, False]
+    first, second = (join(tmp_path, (i,), "replace", timeout=0.2) for i in (0, 1))
+    assert go(first, 1)[0] == [1, None, None]
+    assert go(second, 2)[0] == [1, 2, None]
     began = time.monotonic()
-    assert go(second, 2)[1] == [False, True, False]
+    values, reports = go(second, 2)
+    assert values == [None, 2, None] and math.isnan(reports[0])
     assert time.monotonic() - began >= 0.2
     assert "averages without agents 0 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("changes", [{"aggregation": "weights"}, {"wait": 0.1}])
-def test_an_agent_that_is_far_behind_uses_what_peers_send_now(tmp_path, changes, capsys):
+def test_how_long_a_round_waits(tmp_path):
+    """By default averages that replace wait for --timeout, and others not at all."""
+    waits = [join(tmp_path, (0,), averages).wait for averages in ("", "pull", "replace")]
+    assert waits == [0, 0, 0.3]
+    for averages in ("", "pull", "replace"):
+        for wait in (0.0, 7.0):
+            assert join(tmp_path, (0,), averages, wait=wait).wait == wait
+
+
+@pytest.mark.parametrize(
+    ("quorum", "agents", "sent", "enough"),
+    [
+        (1.0, (0,), 1, False),
+        (1.0, (0,), 2, True),
+        (0.67, (0,), 1, False),  # ceil(0.67 * 3) = 3
+        (0.66, (0,), 1, True),  # ceil(0.66 * 3) = 2
+        (0.66, (0,), 0, False),
+        (0.66, (0, 1), 0, True),  # those held are among them
+        (0.1, (0,), 0, True),
+    ],
+)
+@pytest.mark.parametrize("averages", ["", "replace"])
+def test_a_round_waits_for_a_quorum(tmp_path, quorum, agents, sent, enough, averages, capsys):
+    """It goes on as soon as so many have sent something new, with those that have."""
+    exchange = join(tmp_path, agents, averages, quorum=quorum, wait=60.0)
+    polls = []
+
+    def give_up():
+        polls.append(None)
+        return len(polls) > 1
+
+    exchange.interrupted = give_up
+    peers = [*exchange.peers][:sent]
+    for j in peers:
+        go(join(tmp_path, (j,)), 10 + j)
+    values, _ = go(exchange, 1)
+    assert (not polls) == enough
+    assert values == [1 if i in agents else 10 + i if i in peers else None for i in range(3)]
+
+
+def test_a_quorum_is_of_what_is_new(tmp_path):
+    """A snapshot that was read before does not count, but is used."""
+    exchange = join(tmp_path, (0,), quorum=0.5, wait=60.0)
+    for i in (1, 2):
+        go(join(tmp_path, (i,)), 10 + i)
+    assert go(exchange, 1)[0] == [1, 11, 12]
+    polls = iter((False, False, True))
+    exchange.interrupted = lambda: next(polls)
+    assert go(exchange, 2)[0] == [2, 11, 12]
+    assert next(polls, None) is None
+
+
+@pytest.mark.parametrize(("averages", "wait"), [("replace", None), ("", 0.1)])
+def test_an_agent_that_is_far_behind_uses_what_peers_send_now(tmp_path, averages, wait, capsys):
     """A peer whose round is far above its own counts; what it sent since is read all the same."""
-    options = {"num_agents": 2, "timeout": 0.1} | changes
-    ahead, behind = (join(tmp_path, (i,), **options) for i in (0, 1))
+    options = {"num_agents": 2, "timeout": 0.1, "wait": wait}
+    ahead, behind = (join(tmp_path, (i,), averages, **options) for i in (0, 1))
     ahead.wait = 0
     for value in range(30):
-        go(ahead, value, agents=2)
+        go(ahead, value)
     for value in range(30, 36):
-        go(ahead, value, agents=2)
-        assert go(behind, 0, agents=2)[0][0] == value
+        go(ahead, value)
+        assert go(behind, 0)[0][0] == value
     # One that has finished still counts, and is not waited for
     behind.wait = 60.0
     began = time.monotonic()
-    assert go(behind, 0, agents=2)[0][0] == 35
+    assert go(behind, 0)[0][0] == 35
     assert time.monotonic() - began < 30
 
 
-def test_averages_start_from_the_first_snapshot_of_agent_0(tmp_path):
+@pytest.mark.parametrize("averages", ["replace", "pull"])
+def test_averages_start_from_the_first_snapshot_of_agent_0(tmp_path, averages):
     networks = [torch.nn.Linear(2, 2) for _ in range(3)]
     others = [torch.nn.Linear(2, 2) for _ in range(3)]
-    options = {"aggregation": "weights", "timeout": 0.3}
     with pytest.raises(SystemExit) as end:
-        join(tmp_path, (1,), **options).broadcast_networks(others)
+        join(tmp_path, (1,), averages).broadcast_networks(others)
     assert "start agent 0" in str(end.value)
-    join(tmp_path, (0,), **options).broadcast_networks(networks)
-    join(tmp_path, (1,), **options).broadcast_networks(others)
-    first = communicators.flatten(networks[:1])
-    assert torch.equal(communicators.flatten(others), first.expand(3, -1))
+    first = communicators.flatten(networks[0])
+    join(tmp_path, (0,), averages).broadcast_networks(networks)
+    join(tmp_path, (1,), averages).broadcast_networks(others)
+    for network in networks + others:
+        assert torch.equal(communicators.flatten(network), first)
     # Mixtures of policies need no common start
     other = torch.nn.Linear(2, 2)
-    before = communicators.flatten([other])
+    before = communicators.flatten(other)
     join(tmp_path, (1,)).broadcast_networks([other])
-    assert torch.equal(communicators.flatten([other]), before)
+    assert torch.equal(communicators.flatten(other), before)
 
 
 # Whole runs
 
-SHARED = {"wait": 100.0}
+PATIENT = ("--wait", 100)
 
 
-def start(script, tmp_path, agents, *more, **changes):
+def words_of(share, agents, *extra):
+    """The words of the launcher for a process of a federation, up to the script."""
+    return [federate.__file__, "--exchange", share, "--agents", *agents, *extra]
+
+
+def start(script, tmp_path, agents, *extra, more=(), **changes):
     """A process of a federation in tmp_path/share; its run is in tmp_path/AGENTS."""
-    name = "".join(map(str, agents))
-    words = flags(script, tmp_path / name, **changes)
-    words += ["--exchange", f"file://{tmp_path / 'share'}", "--agents", *map(str, agents), *more]
-    return Child(script.__file__, *words, cwd=tmp_path)
+    run_dir = tmp_path / "".join(map(str, agents))
+    words = words_of(f"file://{tmp_path / 'share'}", agents, *extra)
+    words += [script.__file__, *flags(script, run_dir, **changes), *more]
+    return Child(*words, cwd=tmp_path)
+
+
+def go_on(script, folder, *extra):
+    """A process that goes on with a run."""
+    words = [federate.__file__, *extra, script.__file__, "--resume", folder]
+    return Child(*words, cwd=folder.parents[1])
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """launched(*words): from now on scripts run in this process as under federate.py WORDS."""
+
+    def launch(*words):
+        make = functools.partial(federate.make_exchange, [*map(str, words)])
+        monkeypatch.setattr(communicators, "exchange_of_launcher", make)
+
+    return launch
 
 
 def folder_of(tmp_path, agents):
@@ -595,9 +728,8 @@ def test_processes_that_wait_train_as_one_process(script, changes, processes, tm
     script.main(tiny(script, tmp_path / "whole", **here))
     more = ("--hidden-sizes", *widths.split()) if widths else ()
     there = {name: value for name, value in changes.items() if name != "hidden_sizes"}
-    if script is not FEDAVG_MINIGRID:
-        there |= SHARED
-    children = [start(script, tmp_path, agents, *more, **there) for agents in processes]
+    extra = () if script.averages else PATIENT  # averages wait anyway
+    children = [start(script, tmp_path, agents, *extra, more=more, **there) for agents in processes]
     results = outcomes(children)
     assert [code for _, code in results] == [0] * len(processes), results
     assert_same_training(tmp_path, processes, only_run(tmp_path / "whole"))
@@ -606,26 +738,27 @@ def test_processes_that_wait_train_as_one_process(script, changes, processes, tm
         tags = scalars_of(folder_of(tmp_path, agents))
         rows = {tag.split("_")[1] for tag in tags if tag.startswith("communicator/c_")}
         assert rows == set(map(str, agents))
+        pairs = {tag for tag in tags if tag.startswith("distances/agent_")}
+        all_pairs = itertools.combinations(range(3), 2)
+        of_members = [pair for pair in all_pairs if {*pair} & {*agents}]
+        expected = {f"distances/agent_{i}_agent_{j}" for i, j in of_members}
+        assert pairs == expected
 
 
 def test_a_killed_agent_goes_on_from_its_checkpoint(tmp_path, whole_run):
     """Killed after the round of iteration 3, before the checkpoint of iteration 4 was complete: it
     goes on from iteration 2, and sends the first round again. The others wait meanwhile.
     """
-    words = flags(PRPO_MINIGRID, tmp_path / "1", **SHARED)
-    words += ["--exchange", f"file://{tmp_path / 'share'}", "--agent", "1"]
     crash = REPOSITORY / "tests" / "tools" / "crash.py"
-    tools = os.pathsep.join((str(REPOSITORY), str(crash.parent)))
-    victim = Child(
-        crash, "prpo_minigrid", "not in its place", 1, 4, *words, cwd=tmp_path, PYTHONPATH=tools
-    )
-    others = [start(PRPO_MINIGRID, tmp_path, (i,), **SHARED) for i in (0, 2)]
+    words = words_of(f"file://{tmp_path / 'share'}", (1,), *PATIENT)
+    words += [crash, "prpo_minigrid", "not in its place", 1, 4]
+    victim = Child(*words, *flags(PRPO_MINIGRID, tmp_path / "1"), cwd=tmp_path)
+    others = [start(PRPO_MINIGRID, tmp_path, (i,), *PATIENT) for i in (0, 2)]
     ((_, code),) = outcomes([victim])
     assert code == -9
     folder = folder_of(tmp_path, (1,))
     assert [path.name for path in (folder / "checkpoints" / "agent_1").glob("*.pt")] == ["2.pt"]
-    again = Child(PRPO_MINIGRID.__file__, "--resume", folder, cwd=tmp_path)
-    results = outcomes([again, *others])
+    results = outcomes([go_on(PRPO_MINIGRID, folder), *others])
     assert [code for _, code in results] == [0, 0, 0], results
     assert "resuming after iteration 2 of 6" in results[0][0][0]
     for i in range(3):
@@ -633,13 +766,39 @@ def test_a_killed_agent_goes_on_from_its_checkpoint(tmp_path, whole_run):
         assert torch.equal(weights[i], weights_of(whole_run(PRPO_MINIGRID))[i])
 
 
-SLOW_AGENT = """
-import sys, time
+@on([PRPO_MINIGRID, FEDAVG_MINIGRID, pytest.param(PRTRPO_MINIGRID, marks=pytest.mark.slow)])
+def test_a_resume_needs_no_file_of_a_peer(script, tmp_path):
+    """In the middle of an interval: the snapshots of the round before are in the checkpoint."""
+    extra = () if script.averages else PATIENT
+    changes = {"iterations": 5, "save_every": 1}
+    children = [start(script, tmp_path, agents, *extra, **changes) for agents in ((0, 1), (2,))]
+    assert [code for _, code in outcomes(children)] == [0, 0]
+    for path in tmp_path.glob("share/prpo/*/round_*"):
+        if path.name != "round_00000000.safetensors":  # the common start of averages
+            path.unlink()
+    for agents in ((0, 1), (2,)):
+        folder = folder_of(tmp_path, agents)
+        weights = weights_of(folder)
+        for path in folder.glob("checkpoints/*/5.pt"):
+            path.unlink()
+        (((output, errors), code),) = outcomes([go_on(script, folder)])
+        assert code == 0, errors
+        assert "resuming after iteration 4 of 5" in output
+        assert all(torch.equal(weights_of(folder)[i], weights[i]) for i in agents)
+
+
+PACED_AGENT = """
+import json, pathlib, sys, time
 import communicators, prpo_minigrid
-seconds = float(sys.argv.pop(1))
+agent, pace = sys.argv.pop(1), json.loads(sys.argv.pop(1))
 honest = prpo_minigrid.rollout
+def newest(agent):
+    files = pathlib.Path("share/prpo").glob(f"agent_{agent}/round_*")
+    return max((int(path.stem.removeprefix("round_")) for path in files), default=0)
 def rollout(*inputs):
-    time.sleep(seconds)
+    peer, number = pace.get(str(newest(agent)), (0, 0))
+    while newest(peer) < number:
+        time.sleep(0.02)
     return honest(*inputs)
 prpo_minigrid.rollout = rollout
 prpo_minigrid.main(communicators.parse_args(prpo_minigrid.Args, prpo_minigrid.check_args))
@@ -648,17 +807,25 @@ prpo_minigrid.main(communicators.parse_args(prpo_minigrid.Args, prpo_minigrid.ch
 
 @pytest.mark.slow
 def test_nobody_waits_for_anybody(tmp_path):
-    """One agent is killed and resumed, one is five times slower, one comes at half time."""
-    (tmp_path / "agent.py").write_text(SLOW_AGENT)
-    share = tmp_path / "share"
-    changes = {"iterations": 60, "local_updates": 1, "save_every": 4, "max_age": 10}
+    """One agent is killed and resumed, one is five times slower, one comes at half time.
 
-    def begin(i, seconds, *words):
-        words = words or (
-            *flags(PRPO_MINIGRID, tmp_path / str(i), **changes),
-            *("--exchange", f"file://{share}", "--agent", i),
-        )
-        return Child(tmp_path / "agent.py", seconds, *words, cwd=tmp_path)
+    Their paces are set by each other's rounds, not by the clock: behind which of its own rounds an
+    agent is idle until a peer has sent which.
+    """
+    (tmp_path / "agent.py").write_text(PACED_AGENT)
+    share = tmp_path / "share"
+    changes = {"iterations": 60, "local_updates": 1, "save_every": 4}
+    paces = [
+        {50: (2, 1)},  # sees the late one before it ends
+        {k: (0, 5 * (k - 2)) for k in range(5, 15)},
+        {40: (0, 60)},  # is there when the first one has ended
+    ]
+
+    def begin(i, *words):
+        launcher = words_of(f"file://{share}", (i,), "--max-age", 10)
+        words = words or flags(PRPO_MINIGRID, tmp_path / str(i), **changes)
+        pace = json.dumps(paces[i])
+        return Child(*launcher, tmp_path / "agent.py", i, pace, *words, cwd=tmp_path)
 
     def wait_for(agent, number):
         deadline = time.monotonic() + 100
@@ -669,15 +836,15 @@ def test_nobody_waits_for_anybody(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
-    first = begin(0, 0.2)
-    slow = begin(1, 1.0)
+    first = begin(0)
+    slow = begin(1)
     wait_for(0, 10)
     first.send_signal(9)
     first.communicate()
     wait_for(1, 5)
-    first = begin(0, 0.2, "--resume", folder_of(tmp_path, (0,)))
+    first = begin(0, "--resume", folder_of(tmp_path, (0,)))
     wait_for(0, 30)
-    late = begin(2, 0.2)
+    late = begin(2)
     results = outcomes([first, slow, late], timeout=300)
     assert [code for _, code in results] == [0, 0, 0], results
     for i in range(3):
@@ -689,7 +856,7 @@ def test_nobody_waits_for_anybody(tmp_path):
         for values in zip(*(tags[f"communicator/c_{i}_{j}"] for j in range(3)), strict=True):
             assert sum(value for _, value in values) == pytest.approx(1)
     rows = rows_of(folder_of(tmp_path, (0,)))
-    ages_of_slow = [int(row["age_1"]) for row in rows[20:30]]
+    ages_of_slow = [int(row["age_1"]) for row in rows[20:40]]
     assert max(ages_of_slow) >= 2 and min(ages_of_slow) == 0  # it sends now and then
     assert rows[15]["age_2"] == "nan" and rows[-1]["age_2"] != "nan"
     rows = rows_of(folder_of(tmp_path, (2,)))
@@ -699,68 +866,25 @@ def test_nobody_waits_for_anybody(tmp_path):
     assert tags["communicator/c_2_0"][-1][1] == 0
 
 
-# Bad input
+@on([PRPO_MINIGRID, PRTRPO_MINIGRID])
+def test_rounds_before_the_first_checkpoint_are_not_used_anew(script, tmp_path, crashing, launched):
+    """Peers may have read them."""
+    launched("--exchange", tmp_path / "store", "--agents", 0)
+    settings = {"num_agents": 2, "local_updates": 1, "save_every": 3, "eval_episodes": 0}
+    args = tiny(script, tmp_path / "runs", **settings, iterations=4)
+    crashing("not in its place", 0, 3, lambda: script.main(args))
+    folder = only_run(tmp_path / "runs")
+    assert not list(folder.glob("checkpoints/*/*.pt"))
+    launched()
+    assert script.main(script.parse_args(["--resume", str(folder)]))["completed"]
+    newest = max((tmp_path / "store" / "prpo" / "agent_0").glob("round_*"))
+    assert newest.name == f"round_{3 + 4:08}.safetensors"
 
 
-def refused(*words, script=PRPO_MINIGRID):
-    """The one line on a command line."""
-    return refusal(script.parse_args, [*map(str, words)])
-
-
-def test_an_exchange_that_cannot_be_used_is_refused(tmp_path, monkeypatch):
-    url = f"file://{tmp_path}"
-    agent = ("--agent", 0)
-    assert "--exchange" in refused(*agent)
-    assert "needs --exchange" in refused("--wait", 3)
-    assert refused("--exchange", url).startswith("--agents : must be the agents of this process")
-    for numbers in ((3,), (0, 2), (1, 0), (-1,), (1, 1)):
-        assert refused("--exchange", url, "--agents", *numbers).startswith("--agents")
-    assert "Protocol not known" in refused("--exchange", "nowhere://x", *agent)
-    assert "gcsfs" in refused("--exchange", "gs://bucket/path", *agent)
-    (tmp_path / "file").write_text("")
-    assert "--exchange" in refused("--exchange", f"{url}/file", *agent)
-    for name in ("a/b", "..", "", "ä"):
-        assert refused("--exchange", url, *agent, "--federation", name).startswith("--federation")
-    assert "isolated" in refused("--exchange", url, *agent, "--communicator", "identity")
-    assert "isolated" in refused("--exchange", url, *agent, "--aggregation", "none")
-    weights = ("--aggregation", "weights")
-    assert "--wait" in refused("--exchange", url, *agent, *weights, "--wait", 1)
-    message = refused("--exchange", url, *agent, *weights, "--max-age", 2)
-    assert message.startswith("--max-age 2: has no effect on averages")
-    for store in ("sftp://me:secret@host/path", "simplecache::sftp://me:secret@host/path"):
-        line = refused("--exchange", store, *agent)
-        assert "password" in line and "secret" not in line
-    assert "is no URL: Invalid IPv6 URL" in refused("--exchange", "s3://[bucket/path", *agent)
-    assert "delta" in refused("--exchange", url, *agent, "--delta", 0.1, script=PRTRPO_MINIGRID)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "torchrun" in refused("--exchange", url, *agent)
-
-
-def test_a_second_agent_of_the_same_number_is_refused(tmp_path):
-    words = ("--exchange", tmp_path, "--agent", 0)
-    PRPO_MINIGRID.parse_args([*map(str, words)])
-    assert not list(tmp_path.rglob("*probe*"))
-    go(join(tmp_path, (0,)), 1)
-    assert "has files of agent 0 in prpo already: go on with --resume" in refused(*words)
-    PRPO_MINIGRID.parse_args([*map(str, words), "--federation", "other"])
-
-
-@pytest.mark.parametrize(("before", "after", "valid"), [(0, 5, "0"), (5, 0, "positive")])
-def test_a_run_that_is_resumed_waits_as_before(whole_run, tmp_path, before, after, valid):
-    """Whether rounds are repeated or skipped depends on it; how long it waits may change."""
-    words = [f"--exchange=file://{tmp_path}", "--agents=0", f"--wait={before}"]
-    copy_config(whole_run(PRPO_MINIGRID), tmp_path, *words)
-    resume = ("--resume", tmp_path, "--wait")
-    assert refused(*resume, after) == f"--wait {after:.1f}: must be {valid} as in {tmp_path}"
-    assert PRPO_MINIGRID.parse_args([*map(str, (*resume, 2 * before))]).wait == 2 * before
-
-
-def test_a_run_of_one_agent_is_played(tmp_path, capsys):
+def test_a_run_of_one_agent_is_played(tmp_path, capsys, launched):
     """--eval-only knows which agents a run has."""
-    words = flags(PRPO_MINIGRID, tmp_path / "runs", iterations=1, local_updates=1)
-    words += ["--exchange", str(tmp_path / "share"), "--agent", "1"]
-    PRPO_MINIGRID.main(PRPO_MINIGRID.parse_args(words))
+    launched("--exchange", tmp_path / "share", "--agent", 1)
+    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path / "runs", iterations=1, local_updates=1))
     folder = only_run(tmp_path / "runs")
     assert "__agent_1__" in folder.name
     capsys.readouterr()
@@ -768,6 +892,182 @@ def test_a_run_of_one_agent_is_played(tmp_path, capsys):
     with contextlib.redirect_stderr(None):
         assert len(PRPO_MINIGRID.evaluate_run(args)) == 1
     assert capsys.readouterr().out.splitlines()[-1].split()[0] == "1"
+
+
+# The launcher, and bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ("--exchange x --agents 0 1 a.py --y b.py", 5),
+        ("a.py --resume b.py", 0),
+        ("--identity key.py --trust t.py --exchange=u.py a.py", 5),
+        ("--agents 0 dir/a.py", 2),
+        ("--help", 1),
+        ("--federation a.py", 2),
+    ],
+)
+def test_the_script_ends_the_launchers_words(words, number):
+    words = words.split()
+    assert federate.split_words(words) == (words[:number], words[number:])
+
+
+def test_a_script_runs_as_by_itself(tmp_path):
+    """Its name, words and folder are its own, and its exit code is the launcher's."""
+    (tmp_path / "at").mkdir()
+    (tmp_path / "at" / "beside.py").write_text("NAME = 'beside'\n")
+    (tmp_path / "at" / "own.py").write_text(
+        "import sys, beside\nprint(__name__, sys.argv, beside.NAME)\nsys.exit(7)\n"
+    )
+    command = federate.__file__, "--exchange", "x", "--agent", 0, "at/own.py", "--agent", "5"
+    process = call(*command, cwd=tmp_path)
+    assert process.returncode == 7, process.stderr
+    assert process.stdout == "__main__ ['at/own.py', '--agent', '5'] beside\n"
+    assert not (tmp_path / "x").exists()
+
+
+def test_launching_ends_in_one_line(tmp_path, monkeypatch):
+    words = ["--exchange", str(tmp_path), "--agent", "0"]
+    script = str(REPOSITORY / "prpo_minigrid.py")
+    assert "prpo_minigrid.py" in refusal(federate.launch, words)
+    assert refusal(federate.launch, [*words, "no.py"]) == "no.py: there is no such script"
+    for extra, problem in (
+        (["--quorum", "0"], "--quorum 0.0: must lie in (0, 1]"),
+        (["--quorum", "1.1"], "--quorum 1.1: must lie in (0, 1]"),
+        (["--wait", "-1"], "--wait -1.0: must not be negative"),
+        (["--wait", "inf"], "--wait inf: must be finite and not be negative"),
+        (["--max-age", "-1"], "--max-age -1: must not be negative"),
+    ):
+        assert refusal(federate.launch, [*words, *extra, script]) == problem
+    assert "--num-agents" in refusal(federate.launch, [*words, "--num-agents", "3", script])
+    monkeypatch.setenv("RANK", "0")
+    assert "torchrun" in refusal(federate.launch, [*words, script])
+
+
+def test_an_exchange_that_cannot_be_used_is_refused(tmp_path, launched):
+    url = f"file://{tmp_path}"
+    agent = ("--agent", 0)
+
+    def refused(*words, script=PRPO_MINIGRID, **changes):
+        launched(*words)
+        return refusal(script.main, tiny(script, tmp_path / "runs", **changes))
+
+    assert refused(*agent).startswith("--exchange : must be the URL")
+    assert refused("--exchange", url).startswith("--agents : must be the agents of this process")
+    for numbers in ((3,), (0, 2), (1, 0), (-1,), (1, 1)):
+        assert refused("--exchange", url, "--agents", *numbers).startswith("--agents")
+    assert "Protocol not known" in refused("--exchange", "nowhere://x", *agent)
+    assert "gcsfs" in refused("--exchange", "gs://bucket/path", *agent)
+    (tmp_path / "file").write_text("")
+    assert "--exchange" in refused("--exchange", f"{url}/file", *agent)
+    for name in ("a/b", "..", "", "ä", "\udcff"):
+        line = refused("--exchange", url, *agent, "--federation", name)
+        assert line.startswith("--federation")
+    assert "isolated" in refused("--exchange", url, *agent, communicator="identity")
+    assert "isolated" in refused("--exchange", url, *agent, num_agents=1)
+    old = ("--max-age", 2)
+    message = refused("--exchange", url, *agent, *old, script=FEDAVG_MINIGRID)
+    assert message.startswith("--max-age 2: has no effect on averages")
+    for store in ("sftp://me:secret@host/path", "simplecache::sftp://me:secret@host/path"):
+        line = refused("--exchange", store, *agent)
+        assert "password" in line and "secret" not in line
+    assert "is no URL: Invalid IPv6 URL" in refused("--exchange", "s3://[bucket/path", *agent)
+    assert "delta" in refused("--exchange", url, *agent, script=PRTRPO_MINIGRID, delta=0.1)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path):
+    """Nothing on stdout promises to go on without it."""
+    (tmp_path / "file").write_text("")
+    words = words_of(tmp_path / "file", (0,))
+    child = Child(*words, PRPO_MINIGRID.__file__, *flags(PRPO_MINIGRID, tmp_path), cwd=tmp_path)
+    (((output, errors), code),) = outcomes([child])
+    assert (output, code) == ("", 2)
+    assert errors.count("\n") == 1 and errors.startswith(f"--exchange {tmp_path}/file: must be")
+
+
+def test_proximal_averages_keep_old_ones(tmp_path, launched):
+    """--max-age has an effect on averages that pull."""
+    launched("--exchange", tmp_path / "store", "--agents", 0, "--max-age", 2)
+    settings = {"prox_coef": 0.1, "iterations": 1, "eval_episodes": 0}
+    assert FEDAVG_MINIGRID.main(tiny(FEDAVG_MINIGRID, tmp_path / "runs", **settings))["completed"]
+
+
+def test_a_second_agent_of_the_same_number_is_refused(tmp_path):
+    args = SimpleNamespace(num_agents=3, device="cpu", timeout=1.0, resume="", save_every=1)
+    args.local_updates = 1
+
+    def make(*words):
+        words = ["--exchange", str(tmp_path), "--agent", "0", *words]
+        return federate.make_exchange(words, args, False, "", "")
+
+    assert isinstance(make(), FolderExchange)
+    assert not list(tmp_path.rglob("*probe*"))
+    go(join(tmp_path, (0,)), 1)
+    assert "has files of agent 0 in prpo already: go on with the script's --resume" in refusal(make)
+    make("--federation", "other")
+
+
+@pytest.fixture
+def begun(whole_run, tmp_path):
+    """begun(**settings): a folder whose config.json is that of a run under federate.py."""
+
+    def begin(**settings):
+        folder = tmp_path / "run"
+        folder.mkdir()
+        copy_config(whole_run(PRPO_MINIGRID), folder)
+        config = json.loads((folder / "config.json").read_text())
+        of_launcher = vars(federate.Args(str(tmp_path / "store"), (1,))) | settings
+        (folder / "config.json").write_text(json.dumps(config | of_launcher))
+        return folder
+
+    return begin
+
+
+def resumed(folder, *words):
+    """The exchange of a run that is resumed with these words of the launcher."""
+    args = PRPO_MINIGRID.Args(resume=str(folder), device="cpu")
+    return federate.make_exchange([*map(str, words)], args, False, "", "")
+
+
+@pytest.mark.parametrize(("before", "after", "valid"), [(0, 5, "0"), (5, 0, "positive")])
+def test_a_run_that_is_resumed_waits_as_before(begun, launched, before, after, valid):
+    """Whether rounds are repeated or skipped depends on it; how long it waits may change."""
+    folder = begun(wait=float(before))
+    line = refusal(resumed, folder, "--wait", after)
+    assert line == f"--wait {after:.1f}: must be {valid} as in {folder}"
+    assert resumed(folder, "--wait", 2 * before).wait == 2 * before
+    assert resumed(folder).wait == before
+
+
+def test_what_a_resumed_run_may_change(begun, tmp_path):
+    """Where it is, how old snapshots may be and who is trusted, not who it is."""
+    folder = begun(max_age=3, quorum=0.5)
+    assert resumed(folder).settings["exchange"] == str(tmp_path / "store")
+    assert (resumed(folder).max_age, resumed(folder).quorum) == (3, 0.5)
+    other = resumed(folder, "--exchange", tmp_path / "moved", "--max-age", 8, "--quorum", 1)
+    assert other.settings["exchange"] == str(tmp_path / "moved")
+    assert (other.max_age, other.quorum) == (8, 1)
+    for agents in (("--agent", 0), ("--agents", 1, 2)):
+        line = refusal(resumed, folder, *agents)
+        numbers = " ".join(map(str, agents[1:]))
+        assert line == f"--agents {numbers} must be 1, as in {folder}, or left out"
+    line = refusal(resumed, folder, "--federation", "other")
+    assert line == f"--federation other must be prpo, as in {folder}, or left out"
+    resumed(folder, "--agent", 1, "--federation", "prpo")
+
+
+def test_a_run_goes_on_as_it_was_begun(begun, whole_run, tmp_path, launched):
+    """Under federate.py, or without it."""
+    folder = begun()
+    line = refusal(PRPO_MINIGRID.parse_args, ["--resume", str(folder)])
+    assert line == f"--resume {folder}: was begun under federate.py; go on as it was begun"
+    launched()
+    assert PRPO_MINIGRID.parse_args(["--resume", str(folder)]).resume == str(folder)
+    copy_config(whole_run(PRPO_MINIGRID), tmp_path)
+    line = refusal(PRPO_MINIGRID.parse_args, ["--resume", str(tmp_path)])
+    assert line == f"--resume {tmp_path}: was begun without federate.py; go on as it was begun"
 
 
 # An object store: optional packages, `pip install s3fs "moto[server]"`
@@ -798,27 +1098,28 @@ def test_rounds_over_s3(bucket):
     second = join(bucket, (1,))
     for value in range(5):
         go(first, value, number=value)
-        parameters, usable, reported = go(second, 10 + value)
-        assert parameters == [value, 10 + value, 0]
-        assert usable == [True, True, False]
-        assert reported[0] == value
+        values, reports = go(second, 10 + value)
+        assert values == [value, 10 + value, None]
+        assert reports[0] == value
     assert not first.store.renames
     assert sorted(first.store.list("prpo/agent_0")) == [
         f"round_{number:08}.safetensors" for number in (3, 4, 5)
     ]
-    words = ("--exchange", bucket, "--agent", 0)
-    assert "has files of agent 0 in prpo already" in refused(*words)
-    PRPO_MINIGRID.parse_args([*map(str, words), "--federation", "other"])
-    assert "can be written to" in refused("--exchange", "s3://nobodys/x", "--agent", 0)
+    flags = federate.Args(bucket, (0,))
+    assert "has files of agent 0 in prpo already" in refusal(federate.open_store, flags, False)
+    federate.open_store(flags, True)
+    federate.open_store(federate.Args(bucket, (0,), "other"), False)
+    flags.exchange = "s3://nobodys/x"
+    assert "can be written to" in refusal(federate.open_store, flags, False)
 
 
 def test_processes_share_a_bucket(bucket, tmp_path, whole_run):
     """Three processes that wait for each other end as one process does."""
     children = []
     for i in range(3):
-        words = flags(PRPO_MINIGRID, tmp_path / str(i), **SHARED)
-        words += ["--exchange", bucket, "--agent", str(i)]
-        children.append(Child(PRPO_MINIGRID.__file__, *words, cwd=tmp_path))
+        words = [*words_of(bucket, (i,), *PATIENT), PRPO_MINIGRID.__file__]
+        words += flags(PRPO_MINIGRID, tmp_path / str(i))
+        children.append(Child(*words, cwd=tmp_path))
     results = outcomes(children)
     assert [code for _, code in results] == [0, 0, 0], results
     assert_same_training(tmp_path, [(0,), (1,), (2,)], whole_run(PRPO_MINIGRID))
@@ -837,17 +1138,17 @@ def test_processes_share_a_bucket(bucket, tmp_path, whole_run):
     ids=["policy", "weights", "weights of value models too"],
 )
 def test_language_models_train_as_in_one_process(changes, files, tmp_path):  # noqa: F811
-    """Also an agent that loses its last checkpoint, and reads its peer's files again."""
+    """Also an agent that loses its last checkpoint, and sends a round again."""
     whole, _ = test_llm.train(files, tmp_path / "whole", **changes)
     expected = test_llm.weights_of(whole)
     script = test_llm.prpo_llm.__file__
     children = []
     for i in range(2):
-        words = test_llm.flags(test_llm.tiny(files, tmp_path / str(i), **changes))
-        words += ["--exchange", str(tmp_path / "share"), "--agent", str(i)]
+        words = words_of(tmp_path / "share", (i,))
         if "aggregation" not in changes:
-            words += ["--wait", "100"]
-        children.append(Child(script, *words, cwd=tmp_path))
+            words += PATIENT
+        words += [script, *test_llm.flags(test_llm.tiny(files, tmp_path / str(i), **changes))]
+        children.append(Child(*words, cwd=tmp_path))
     results = outcomes(children)
     assert [code for _, code in results] == [0, 0], results
     for i in range(2):
@@ -855,36 +1156,32 @@ def test_language_models_train_as_in_one_process(changes, files, tmp_path):  # n
         torch.testing.assert_close(weights, expected[i], rtol=0, atol=1e-4)
     folder = folder_of(tmp_path, (1,))
     (folder / "checkpoints" / "agent_1" / "4.pt").unlink()
-    again = Child(script, *test_llm.to_resume(folder), cwd=tmp_path)
+    again = Child(federate.__file__, script, *test_llm.to_resume(folder), cwd=tmp_path)
     (((output, errors), code),) = outcomes([again])
     assert code == 0, errors
     assert "resuming after step 2 of 4" in output
     assert "ignored" not in output  # a peer's file
-    (resumed,) = test_llm.weights_of(folder)
-    assert torch.equal(resumed, weights)
+    (resumed_weights,) = test_llm.weights_of(folder)
+    assert torch.equal(resumed_weights, weights)
 
 
-@on([PRPO_MINIGRID, PRTRPO_MINIGRID])
-def test_rounds_before_the_first_checkpoint_are_not_used_anew(script, tmp_path, crashing):
-    """Peers may have read them."""
-    place = {"exchange": str(tmp_path / "store"), "agents": (0,), "num_agents": 2}
-    settings = place | {"local_updates": 1, "save_every": 3, "eval_episodes": 0, "iterations": 4}
-    args = tiny(script, tmp_path / "runs", **settings)
+def test_language_models_use_no_round_anew(files, tmp_path, crashing, launched):  # noqa: F811
+    """Of a run that was killed before its first checkpoint."""
+    launched("--exchange", tmp_path / "store", "--agents", 0)
+    script = test_llm.prpo_llm
+    settings = {"local_updates": 1, "save_every": 3, "eval_prompts": 0}
+    args = test_llm.tiny(files, tmp_path / "runs", **settings)
     crashing("not in its place", 0, 3, lambda: script.main(args))
     folder = only_run(tmp_path / "runs")
-    assert not list(folder.glob("checkpoints/*/*.pt"))
-    assert script.main(script.parse_args(["--resume", str(folder)]))["completed"]
-    newest = max((tmp_path / "store" / "prpo" / "agent_0").glob("round_*"))
-    assert newest.name == f"round_{3 + 4:08}.safetensors"
-
-
-def test_language_models_use_no_round_anew(files, tmp_path, crashing):  # noqa: F811
-    """Of a run that was killed before its first checkpoint."""
-    place = {"exchange": str(tmp_path / "store"), "agents": (0,), "eval_prompts": 0}
-    script = test_llm.prpo_llm
-    args = test_llm.tiny(files, tmp_path / "runs", local_updates=1, save_every=3, **place)
-    crashing("not in its place", 0, 3, lambda: script.main(args))
-    (folder,) = (tmp_path / "runs").iterdir()
+    launched()
     assert script.main(parse_args(script, test_llm.to_resume(folder)))["completed"]
     newest = max((tmp_path / "store" / "prpo" / "agent_0").glob("round_*"))
     assert newest.name == f"round_{3 + args.total_steps:08}.safetensors"
+
+
+def test_what_needs_all_language_models_in_one_place_is_refused(files, tmp_path, launched):  # noqa: F811
+    launched("--exchange", tmp_path / "store", "--agents", 0)
+    settings = {"aggregation": "weights", "lora_average": "frozen-a"}
+    args = test_llm.tiny(files, tmp_path / "runs", **settings)
+    assert "--lora-average frozen-a" in refusal(test_llm.prpo_llm.main, args)
+    assert not (tmp_path / "runs").exists()

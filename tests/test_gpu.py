@@ -27,6 +27,7 @@ from helpers import (
     torchrun,
     weights_of,
 )
+from spoil import spoil
 from test_babyai import folder  # noqa: F401
 from test_babyai import tiny as tiny_babyai  # noqa: F401
 from test_llm import files, to_resume  # noqa: F401
@@ -40,6 +41,7 @@ import prpo_llm
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 ALL = [*SCRIPTS, FEDAVG_ATARI, PRTRPO_MINIGRID]
+REFERENCES = [PRPO_MINIGRID, PRPO_ATARI, PRTRPO_MINIGRID]
 OTHER = {"cuda": "cpu", "cpu": "cuda"}
 SHORT = {"iterations": 3, "local_updates": 1}
 
@@ -101,6 +103,26 @@ def test_what_one_has_saved_the_other_resumes(script, device, processor_run, cra
     assert_nearly_same_run(parts, processor_run(script))
 
 
+@on(REFERENCES)
+def test_a_gpu_goes_on_with_the_snapshots_of_the_last_round(script, crashing, tmp_path):
+    """Cut off between two rounds, the third and the sixth iteration's."""
+    changes = {"iterations": 6, "local_updates": 3, "device": "cuda", "communicator": "surrogate"}
+    changes["self_reference"] = "snapshot"
+    whole = train(script, tmp_path / "whole", **changes)
+    crashing("complete", 2, 4, lambda: train(script, tmp_path / "parts", **changes))
+    parts = only_run(tmp_path / "parts")
+    script.main(script.parse_args(["--resume", str(parts)]))
+    assert_nearly_same_run(parts, whole)
+
+
+@on(ALL)
+def test_a_gpu_leaves_out_snapshots_whose_policies_are_not_finite(script, tmp_path):
+    with spoil("policy", [1], [1]):
+        folder = train(script, tmp_path, device="cuda")
+    assert [int(row["dropped"]) for row in rows_of(folder)] == [1] * 3 + [0] * 6
+    assert all(weights.isfinite().all() for weights in weights_of(folder).values())
+
+
 @on([PRPO_MINIGRID, PRPO_ATARI])
 def test_ranks_that_share_a_gpu_train_like_one_process(script, tmp_path):
     """They communicate through the processor."""
@@ -119,6 +141,16 @@ exchange = communicators.Exchange(2, 'cuda')
 assert exchange._wire.type == 'cuda', exchange._wire
 local = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device='cuda')
 assert exchange.all_gather(local).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+sent = [torch.arange(3.0, device='cuda'), torch.full((4,), torch.nan, device='cuda')]
+numbers = torch.tensor([0.5, 1e300], dtype=torch.double)
+received, reports = exchange.round(sent, numbers, [3, 4])
+sent[0] += 1.0
+assert received[1] is None and received[0].is_cuda and received[0].tolist() == [0.0, 1.0, 2.0]
+assert not reports.is_cuda and reports.tolist() == [0.5, 1e300]
+recalled = exchange.recall([received[0], sent[1]], [3, 4])
+assert recalled[1] is None and torch.equal(recalled[0], received[0])
+exchange.count_bytes(torch.ones(2, 2, dtype=torch.bool))
+assert exchange.bytes_sent == 4 * (3 + 4)
 exchange.wait_for_all()
 exchange.close()
 """

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -82,15 +83,53 @@ def test_minigrid_runs_without_what_only_linux_has(system, tmp_path):
     assert {summary["env_backend"] for summary in summaries.values()} == {"gymnasium"}
 
 
-def test_games_without_their_emulator_end_in_one_line(tmp_path):
-    """In prpo_atari.py, here by way of the script that knows both families."""
+@pytest.mark.parametrize("name", ["prpo_atari", "fedavg_atari"])
+def test_games_without_their_emulator_end_in_one_line(name, tmp_path):
     tool = REPOSITORY / "tests" / "tools" / "elsewhere.py"
     task = "BeamRiderNoFrameskip-v4"
-    process = call(tool, "linux", str(REPOSITORY / "fedavg_ppo.py"), "--env-id", task, cwd=tmp_path)
+    process = call(tool, "linux", str(REPOSITORY / f"{name}.py"), "--env-id", task, cwd=tmp_path)
     assert process.returncode == communicators.WRONG_VALUE
     assert process.stderr.startswith(f"--env-id {task}: ")
     assert process.stderr.endswith(f"{task}: ale-py is not installed\n")
     assert process.stderr.count("\n") == 1
+
+
+ALONE = {
+    "prpo_minigrid": (),
+    "prpo_atari": (),
+    "fedavg_ppo": ("prpo_minigrid",),
+    "fedavg_atari": ("prpo_atari",),
+    "prtrpo_minigrid": ("prpo_minigrid",),
+}
+# Run in a folder of copies; the packages of the other family are missing
+PROGRAM = """
+import runpy, sys
+script, *missing = sys.argv[1:]
+sys.modules |= dict.fromkeys(missing)
+sys.argv = [script, "--help"]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_copy_of_a_script_runs_beside_few_others(name, tmp_path):
+    """communicators.py, and for a variant its family's script, without which it names that.
+
+    Games need nothing of MiniGrid's, nor the other way round.
+    """
+    for module in ("communicators", name):
+        shutil.copy(REPOSITORY / f"{module}.py", tmp_path)
+    (tmp_path / "run.py").write_text(PROGRAM)
+    missing = ["minigrid"] if name.endswith("atari") else ["ale_py", "cv2"]
+    command = ["run.py", f"{name}.py", *missing]
+    for needed in ALONE[name]:
+        process = call(*command, cwd=tmp_path, PYTHONPATH="")
+        assert process.returncode == 1
+        assert process.stderr.endswith(f"No module named '{needed}'\n")
+        shutil.copy(REPOSITORY / f"{needed}.py", tmp_path)
+    process = call(*command, cwd=tmp_path, PYTHONPATH="")
+    assert process.returncode == 0, process.stderr
+    assert "--communicator" in process.stdout
 
 
 def test_lists_of_commands_are_not_executed_on_windows(monkeypatch, tmp_path, capsys):

@@ -1,13 +1,23 @@
 """benchmark/liars.py: what a lying agent sends and reports, and that the others are honest."""
 
-import copy
+import dataclasses
 import runpy
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import PRPO_MINIGRID, REPOSITORY, assert_same_run, only_run, tiny
+from helpers import (
+    PRPO_MINIGRID,
+    REPOSITORY,
+    assert_same_run,
+    on_minigrid,
+    only_run,
+    refusal,
+    rows_of,
+    tiny,
+    weights_of,
+)
 
 import communicators
 import prpo_minigrid
@@ -26,90 +36,129 @@ def tiny_liar(run_dir, **changes):
     return liars.Args(total_timesteps=steps, **settings)
 
 
-@pytest.mark.parametrize("lie", ["random", "flipped", "opposite", "none"])
-def test_only_the_last_agent_sends_a_lie(lie):
+def make_networks():
+    """Four agents whose policies are not uniform."""
     torch.manual_seed(0)
     networks = [prpo_minigrid.Agent(7) for _ in range(4)]
     for network in networks:
         torch.nn.init.normal_(network.actor.weight, std=0.3)
         torch.nn.init.normal_(network.actor.bias, std=0.3)
-    before = copy.deepcopy(networks)
+    return networks
+
+
+def make_exchange(**settings):
+    """The exchange of four agents in this process."""
+    args = liars.Args(device="cpu", env_id=EMPTY, env_ids=(), **settings)
+    return liars.LyingExchange(args, isolated=False, averages="", together="")
+
+
+@pytest.mark.parametrize("lie", ["random", "flipped", "opposite", "none"])
+def test_only_the_last_agent_sends_a_lie(lie):
+    networks = make_networks()
+    sent = [communicators.flatten(network) for network in networks]
+    before = [flat.clone() for flat in sent]
+    changed = [*sent[:3], sent[3] * 1.01]
+    exchange = make_exchange(lie=lie)
+    received, reports = exchange.round(sent)
+    other, _ = exchange.round(changed)
+    again, _ = make_exchange(lie=lie).round(sent)
+    recalled = make_exchange(lie=lie).recall(sent)  # as after a resume
+    assert reports.isnan().all()
+    for i in range(4):
+        assert torch.equal(sent[i], before[i])
+        assert torch.equal(received[i], sent[i]) == (i < 3 or lie in ("opposite", "none"))
+        assert torch.equal(received[i], again[i])  # as the seed has it
+        assert torch.equal(received[i], recalled[i])
     states = torch.randint(0, 11, (16, 7, 7, 3), dtype=torch.uint8)
-    args = liars.Args(lie=lie, boast=True)
-    everybody = torch.ones(4, dtype=torch.bool)
-    neighbours = torch.ones(4, 4, dtype=torch.bool)
-    sent = []
-    for iteration in (4, 8, 4):
-        exchange = communicators.Exchange(4, "cpu")
-        inputs = exchange, copy.deepcopy(networks), states, neighbours
-        peers = liars.LyingPeers(args, *inputs)
-        peers.exchange_snapshots(networks, everybody, neighbours, iteration)
-        sent.append(peers.received[3])
-        for i in range(3):
-            assert torch.equal(
-                communicators.flatten([peers.received[i]]), communicators.flatten([networks[i]])
-            )
-    assert torch.equal(communicators.flatten(networks), communicators.flatten(before))
-    flat = communicators.flatten(sent)
-    honest = communicators.flatten([networks[3]])[0]
+    liar = prpo_minigrid.Agent(7)
+    communicators.unflatten(received[3], liar)
     with torch.no_grad():
         logits, value = networks[3](states)
-        lied_logits, lied_value = sent[0](states)
+        lied_logits, lied_value = liar(states)
     if lie == "flipped":
         torch.testing.assert_close(lied_logits, -logits)
         torch.testing.assert_close(lied_value, value)
     elif lie == "random":
-        assert not torch.equal(flat[0], flat[1])  # in every round
-        assert torch.equal(flat[0], flat[2])  # but as the seed has it
-        assert torch.corrcoef(torch.stack((flat[0], honest)))[0, 1].abs() < 0.05
-        assert flat[0].norm() == pytest.approx(honest.norm().item(), rel=0.1)
-    else:
-        assert torch.equal(flat[0], honest)
+        for honest in (received[3], sent[3]):  # other weights in every round
+            assert torch.corrcoef(torch.stack((other[3], honest)))[0, 1].abs() < 0.05
+        assert received[3].norm() == pytest.approx(sent[3].norm().item(), rel=0.1)
 
 
 def test_only_the_last_agent_boasts():
-    states = torch.zeros(1, 7, 7, 3, dtype=torch.uint8)
-    networks = [prpo_minigrid.Agent(7) for _ in range(4)]
-    neighbours = torch.ones(4, 4, dtype=torch.bool)
+    sent = [communicators.flatten(network) for network in make_networks()]
     numbers = torch.tensor([0.5, 0.1, 0.2, 0.3], dtype=torch.float64)
     for boast, expected in ((False, 0.3), (True, 1000.0)):
-        inputs = communicators.Exchange(4, "cpu"), networks, states, neighbours
-        peers = liars.LyingPeers(liars.Args(boast=boast), *inputs)
-        assert peers.report(numbers, networks).tolist() == pytest.approx([0.5, 0.1, 0.2, expected])
+        received, reports = make_exchange(boast=boast).round(sent, numbers)
+        assert reports.tolist() == pytest.approx([0.5, 0.1, 0.2, expected])
         assert numbers[3] == 0.3
+        assert torch.equal(received[3], sent[3])
 
 
-def test_without_a_lie_it_is_prpo_minigrid(tmp_path):
-    args = tiny_liar(tmp_path / "liars", env_id=EMPTY, iterations=3, exp_name="same")
+def test_a_rank_without_the_liar_is_honest():
+    exchange = make_exchange(lie="flipped", boast=True)
+    exchange.agents = range(1, 3)  # as under torchrun
+    sent = [communicators.flatten(network) for network in make_networks()[1:3]]
+    assert exchange.lie(sent) is sent
+    assert exchange.round(sent, torch.arange(2.0))[1].tolist() == [0, 1]
+
+
+@on_minigrid
+def test_without_a_lie_it_is_the_script(script, tmp_path):
+    options = {"iterations": 3, "exp_name": "same"}
+    args = tiny_liar(tmp_path / "liars", env_id=EMPTY, averages=script.averages, **options)
     liars.main(args)
-    honest = tiny(
-        PRPO_MINIGRID,
-        tmp_path / "honest",
-        num_agents=4,
-        eval_episodes=0,
-        iterations=3,
-        exp_name="same",
-    )
-    prpo_minigrid.main(honest)
+    script.main(tiny(script, tmp_path / "honest", num_agents=4, eval_episodes=0, **options))
     assert_same_run(only_run(tmp_path / "liars"), only_run(tmp_path / "honest"))
 
 
-def test_an_opposite_agent_learns_from_turned_rewards(tmp_path, monkeypatch):
+@on_minigrid
+def test_peers_receive_the_lie(script, tmp_path):
+    """The lie changes what the honest agents do, behind the first round."""
+    rows = []
+    for lie in ("none", "flipped"):
+        options = {"averages": script.averages, "lie": lie, "communicator": "uniform"}
+        run_dir = tmp_path / lie
+        liars.main(tiny_liar(run_dir, env_id=EMPTY, iterations=4, local_updates=3, **options))
+        rows.append(rows_of(only_run(run_dir)))
+    honest, lied = rows
+    for before, after in zip(honest, lied, strict=True):
+        if before["agent"] != "3":
+            assert (before == after) == (int(before["iteration"]) < 4)
+    assert communicators.exchange_of_launcher is None  # nothing is left behind
+
+
+@on_minigrid
+def test_an_opposite_agent_learns_from_turned_rewards(script, tmp_path, monkeypatch):
     rewards = []
-    honest = prpo_minigrid.Envs
+    honest = script.module.Envs
     compute = prpo_minigrid.compute_advantages
 
     def spy(data, *inputs):
         rewards.append(data["rewards"].sum())
         return compute(data, *inputs)
 
-    monkeypatch.setattr(prpo_minigrid, "compute_advantages", spy)
-    liars.main(tiny_liar(tmp_path, env_id=EMPTY, iterations=3, lie="opposite"))
+    monkeypatch.setattr(script.module, "compute_advantages", spy)
+    options = {"averages": script.averages, "lie": "opposite"}
+    liars.main(tiny_liar(tmp_path, env_id=EMPTY, iterations=3, **options))
     of_agents = torch.stack(rewards).view(3, 4).sum(0)
     assert (of_agents[:3] > 0).all()
     assert of_agents[3] < 0
-    assert prpo_minigrid.Peers is communicators.Peers  # nothing is left behind
-    assert prpo_minigrid.Envs is honest
+    assert script.module.Envs is honest  # nothing is left behind
+
+
+def test_a_resumed_liar_tells_the_same_lie(tmp_path):
+    """A checkpoint holds what the agent has learned; what peers received follows from it."""
+    options = {"env_id": EMPTY, "lie": "random", "local_updates": 2, "save_every": 3}
+    options |= {"exp_name": "same", "anneal_lr": False}
+    liars.main(tiny_liar(tmp_path / "whole", iterations=6, **options))
+    half = tiny_liar(tmp_path / "resumed", iterations=3, **options)
+    liars.main(half)
+    folder = only_run(tmp_path / "resumed")
+    whole = tiny_liar(tmp_path / "resumed", iterations=6, **options)
+    liars.main(dataclasses.replace(whole, resume=str(folder)))
+    whole_weights = weights_of(only_run(tmp_path / "whole"))
+    for i, weights in weights_of(folder).items():
+        assert torch.equal(weights, whole_weights[i])
 
 
 def test_the_sweep_has_every_lie_and_boasts_only_where_returns_are_reported():
@@ -119,10 +168,10 @@ def test_the_sweep_has_every_lie_and_boasts_only_where_returns_are_reported():
     boasting = set()
     for line in lines:
         argv = line.partition("benchmark/liars.py ")[2].split()
-        args = parse_args(liars.Args, prpo_minigrid.check_args, argv)
+        args = parse_args(liars.Args, liars.check_args, argv)
         method, _, condition = args.exp_name.rpartition("-")
         assert condition == args.lie + "+boast" * args.boast
-        assert (args.aggregation == "weights") == method.startswith("fedavg")
+        assert args.averages == method.startswith("fedavg")
         assert args.communicator in method
         if args.boast:
             boasting.add(args.communicator)
@@ -130,13 +179,10 @@ def test_the_sweep_has_every_lie_and_boasts_only_where_returns_are_reported():
     assert len(lines) == 8 * 4 + 2 * 3
 
 
-def test_files_for_a_folder_are_refused(tmp_path, capsys):
-    """`LyingPeers` turns what is gathered; the files of --exchange would be honest."""
-    argv = ["--exchange", f"file://{tmp_path}", "--agents", "0"]
-    with pytest.raises(SystemExit):
-        parse_args(liars.Args, liars.check_args, argv)
-    assert f"--exchange file://{tmp_path}: lies are sent" in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
+def test_a_launcher_is_refused(monkeypatch):
+    """Its exchange would be honest."""
+    monkeypatch.setattr(communicators, "exchange_of_launcher", communicators.Exchange)
+    assert "federate.py" in refusal(parse_args, liars.Args, liars.check_args, [])
 
 
 def test_a_run_is_played_and_not_trained_again(tmp_path, monkeypatch, capsys):

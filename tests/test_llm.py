@@ -555,16 +555,17 @@ def test_a_policy_that_is_not_finite_on_public_states_is_dropped(files, tmp_path
 
 def test_a_snapshot_that_is_not_there_has_no_distance(files, tmp_path, monkeypatch):
     """What stands in its place is an older one, or the common start."""
-    gather = communicators.Exchange.gather_snapshots
+    exchange_all = communicators.Exchange.round
 
     def lose(*inputs):
-        parameters, usable = gather(*inputs)
-        usable[1] = False
-        return parameters, usable
+        received, reports = exchange_all(*inputs)
+        received[1] = None
+        return received, reports
 
-    for name, patched in (("whole", gather), ("lost", lose)):
-        monkeypatch.setattr(communicators.Exchange, "gather_snapshots", patched)
+    for name, patched in (("whole", exchange_all), ("lost", lose)):
+        monkeypatch.setattr(communicators.Exchange, "round", patched)
         folder, _ = train(files, tmp_path / name, total_steps=1, local_updates=1)
+        assert [row["dropped"] for row in rows_of(folder)] == [str(int(name == "lost"))] * 2
         with open(folder / "communicator.csv", newline="") as file:
             rows = [*csv.DictReader(file)]
         between = [float(row["distance"]) for row in rows if row["listener"] != row["peer"]]
@@ -573,6 +574,87 @@ def test_a_snapshot_that_is_not_there_has_no_distance(files, tmp_path, monkeypat
             assert all(distance > 0 for distance in between[-2:])
         else:
             assert all(math.isnan(distance) for distance in between)
+
+
+@pytest.mark.parametrize("aggregation", ["policy", "weights"])
+def test_a_snapshot_that_is_not_finite_is_dropped(files, tmp_path, monkeypatch, aggregation):
+    """Nobody listens to agent 1, whose adapters are not read and are no bytes; averages replace
+    them.
+    """
+    learn = prpo_llm.learn
+
+    def spoil(args, model, trained, *inputs):
+        losses = learn(args, model, trained, *inputs)
+        with torch.no_grad():
+            trained[1, 0] = torch.nan
+        return losses
+
+    monkeypatch.setattr(prpo_llm, "learn", spoil)
+    changes = {"num_agents": 3, "total_steps": 1, "local_updates": 1}
+    folder, _ = train(files, tmp_path, aggregation=aggregation, **changes)
+    assert {row["dropped"] for row in rows_of(folder)} == {"1"}
+    with open(folder / "communicator.csv", newline="") as file:
+        rows = [(row["peer"], float(row["weight"])) for row in csv.DictReader(file)]
+    assert rows == [("0", 0.5), ("1", 0.0), ("2", 0.5)] * 3
+    assert {row["communication_bytes"] for row in rows_of(folder)} == {str(4 * POLICY * 4)}
+    finite = [bool(weights.isfinite().all()) for weights in weights_of(folder)]
+    assert finite == [True, aggregation == "weights", True]
+
+
+# Numbers that a tiny agent sends: both layers have adapters of rank 4 at layers of these inputs and
+# outputs; with PPO FedAvg also sends the value model's, of rank 2, and its head
+SIZES = [(32, 32), (32, 16), (32, 16), (32, 48), (32, 48), (48, 32)]
+LAYER = sum(map(sum, SIZES))
+POLICY = 2 * 4 * LAYER
+VALUE = 2 * 2 * LAYER + 33
+SENT = {  # settings, and numbers that are read in a round by other agents than their sender
+    "all": ({}, 6 * POLICY),
+    "the heaviest peer": ({"top_k": 1}, 3 * POLICY),
+    "all are compared": ({"communicator": "similarity", "top_k": 1}, 6 * POLICY),
+    "a ring of four": ({"num_agents": 4, "topology": "ring"}, 8 * POLICY),
+    "averages": ({"aggregation": "weights", "algorithm": "ppo"}, 6 * (POLICY + VALUE)),
+    "averages of a layer": (
+        {"aggregation": "weights", "algorithm": "ppo", "private_layers": 1},
+        6 * (4 + 2) * LAYER,
+    ),
+    "a common A": (
+        {"lora_average": "frozen-a"},
+        6 * 2 * 4 * sum(outputs for _, outputs in SIZES),
+    ),
+    "isolated": ({"aggregation": "none"}, 0),
+    "PPO": ({"algorithm": "ppo"}, 6 * POLICY),
+}
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_bytes_are_what_others_read(case, files, tmp_path):
+    """Two rounds in four steps, float32."""
+    changes, numbers = SENT[case]
+    options = {"num_agents": 3, "eval_prompts": 0, "group_size": 2} | changes
+    folder, summary = train(files, tmp_path, **options)
+    expected = [0, 4 * numbers, 4 * numbers, 8 * numbers]
+    assert [int(row["communication_bytes"]) for row in rows_of(folder)][
+        :: options["num_agents"]
+    ] == expected
+    assert summary["communication_bytes"] == expected[-1]
+
+
+def test_no_aggregation_is_the_identity(files, tmp_path):
+    """Whatever --communicator says; under FedAvg it is an average of nobody else's."""
+    runs = {}
+    for name, changes in {
+        "none": {"aggregation": "none", "communicator": "similarity"},
+        "identity": {"communicator": "identity"},
+        "average": {"aggregation": "weights", "communicator": "identity"},
+    }.items():
+        folder, _ = train(files, tmp_path / name, **changes)
+        runs[name] = weights_of(folder)
+        with open(folder / "communicator.csv", newline="") as file:
+            rows = [(float(row["weight"]), row["distance"]) for row in csv.DictReader(file)]
+        assert rows == [(1, "nan"), (0, "nan"), (0, "nan"), (1, "nan")]
+    for name in ("identity", "average"):
+        for a, b in zip(runs["none"], runs[name], strict=True):
+            assert torch.equal(a, b), name
 
 
 @every_algorithm
@@ -691,19 +773,16 @@ def test_two_ranks_train_like_one_process(files, spread, tmp_path, algorithm, ag
 @every_algorithm
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
 def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monkeypatch):
-    """A run that dies after its checkpoint of step 2 and goes on is the uninterrupted run, bit for
-    bit.
+    """A run that dies after a checkpoint between two rounds and goes on is the uninterrupted run,
+    bit for bit.
 
     Its communicator depends on all rounds before, or on the rewards of all steps since the last
     one.
     """
-    changes = ALGORITHMS[algorithm] | {
-        "aggregation": aggregation,
-        "eval_every": 1,
-        "local_updates": 1,
-    }
-    changes["communicator"] = "relative-gain"
-    if aggregation == "weights":
+    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "eval_every": 1}
+    if aggregation == "policy":
+        changes |= {"communicator": "relative-gain", "local_updates": 2, "save_every": 3}
+    else:
         changes |= {"communicator": "reward", "local_updates": 3, "missing_eos_penalty": 0.0}
     whole, _ = train(files, tmp_path / "whole", **changes)
     write = communicators.write_atomically
@@ -820,15 +899,16 @@ def test_nothing_but_adapters_and_declared_scalars_leaves_a_rank(spread, algorit
     for rank in range(2):
         calls = json.loads((folder / f"{rank}.json").read_text())[name]
         assert not [function for function, _ in calls if "object" in function]
-        moved = [tensor for _, tensors in calls for tensor in tensors]
-        # Adapters as float32 (and at the start those of the value model), metrics as float64; as
-        # int64 the run's stamp, a hash of the settings, and of each agent the three checkpoints
-        # that it can go on from
+        moved = [(dtype, math.prod(size)) for _, tensors in calls for dtype, size in tensors]
+        # As float32 adapters (at the start also those of the value model), and rows of C and of
+        # distances; metrics as float64; as int64 the run's stamp, a hash of the settings, and of
+        # each agent the three checkpoints that it can go on from
         assert {dtype for dtype, _ in moved} == {"float32", "float64", "int64"}
-        assert all(numel >= size for dtype, numel in moved if dtype == "float32")
+        float32 = [numel for dtype, numel in moved if dtype == "float32"]
+        assert all(numel >= size or numel == 2 for numel in float32)
         assert all(numel <= 2 * (len(metrics) + 1) for dtype, numel in moved if dtype == "float64")
         assert all(numel <= 2 * 3 for dtype, numel in moved if dtype == "int64")
-        assert sum(dtype == "float32" for dtype, _ in moved) >= 3
+        assert sum(numel >= size for numel in float32) >= 3
 
 
 def test_behaviour_reference_of_a_round_per_step_is_the_snapshot(files, tmp_path):
@@ -931,17 +1011,9 @@ def test_a_reward_of_some_rows_has_a_mean_in_evaluations(files, tmp_path):
 
 
 BAD = {
-    "frozen layers of a federation": (
-        ["--lora-average", "frozen-a", "--exchange", "x", "--agent", "0"],
-        ["--lora-average frozen-a", "--exchange"],
-    ),
-    "a federation of isolated agents": (
-        ["--aggregation", "none", "--exchange", "x", "--agent", "0"],
-        ["--exchange x", "isolated"],
-    ),
     "surrogate": (
         ["--communicator", "surrogate"],
-        ["--communicator surrogate", "choose from identity, uniform"],
+        ["--communicator surrogate", "neither a communicator of this script"],
     ),
     "no moments": (["--adam-beta2", "1"], ["--adam-beta2 1.0", "[0, 1)"]),
     "weights below 1 only": (["--importance-cap", "0.5"], ["--importance-cap 0.5", "at least 1"]),
@@ -959,7 +1031,7 @@ BAD = {
     ),
     "unknown communicator": (
         ["--communicator", "uniforn"],
-        ["--communicator uniforn", "rank-reward"],
+        ["--communicator uniforn", "neither a communicator of this script"],
     ),
     "nothing to compare": (
         ["--communicator", "similarity", "--dataset", "agent_{i}", "--eval-prompts", "0"],
@@ -980,7 +1052,6 @@ BAD = {
     "minibatch not divisible": (["--minibatch-size", "3"], ["--minibatch-size 3", "4"]),
     "temperature zero": (["--temperature", "0"], ["--temperature 0", "positive"]),
     "self-preference above 1": (["--self-preference", "1.5"], ["--self-preference 1.5", "[0, 1]"]),
-    "no such file": (["--dataset", "nowhere.jsonl"], ["--dataset nowhere.jsonl", "no such file"]),
     "no adapter": (["--adapter", "nowhere"], ["--adapter nowhere", "adapter_config.json"]),
     "adapters without effect": (["--lora-alpha", "0"], ["--lora-alpha 0", "at least 1"]),
     "values without effect": (
@@ -1045,6 +1116,38 @@ def test_flags_that_have_an_effect_are_accepted_in_silence(case, capsys):
     """What is just inside a bound, and what is read."""
     parse_args(prpo_llm, GOOD[case])
     assert capsys.readouterr().out == ""
+
+
+LAUNCHED = {
+    "policies": ({}, (False, "", "")),
+    "averages": ({"aggregation": "weights"}, (False, "replace", "")),
+    "isolated agents": ({"aggregation": "none"}, (True, "", "")),
+    "the identity": ({"communicator": "identity"}, (True, "", "")),
+    "one agent": ({"num_agents": 1}, (True, "", "")),
+    "a common A": (
+        {"lora_average": "frozen-a"},
+        (
+            False,
+            "",
+            "--lora-average frozen-a: A follows from --seed, which may differ between owners",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_a_launcher_knows_what_a_run_needs(case, files, tmp_path, monkeypatch):
+    """Whether agents send anything, what averages do to them, and why they must be together."""
+    changes, expected = LAUNCHED[case]
+    needs_of_runs = []
+
+    def refuse(args, *needs):
+        needs_of_runs.append(needs)
+        communicators.stop("refused")
+
+    monkeypatch.setattr(communicators, "exchange_of_launcher", refuse)
+    refusal(prpo_llm.main, tiny(files, tmp_path, **changes), code=1)
+    assert needs_of_runs == [expected]
 
 
 def test_a_run_without_a_communication_round_says_so(files, tmp_path, capsys):

@@ -455,14 +455,14 @@ def test_no_part_is_empty(name, files, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_in_a_federation_only_the_own_data_must_be_here(files, tmp_path, monkeypatch):
+def test_in_a_federation_only_the_own_data_must_be_here(files, tokenizer, tmp_path, monkeypatch):
     """What peers train on is nobody else's business."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "agent_1.jsonl", [{"prompt": "a", "completion": "b"}] * 4)
-    argv = ["--dataset", "agent_{i}.jsonl", "--eval-prompts", "0", "--batch-size", "1"]
-    argv += ["--base-model", str(files / "model"), "--exchange", str(tmp_path / "store")]
-    assert parse_args(prpo_llm, [*argv, "--agent", "1"]).agents == (1,)
-    message = refusal(parse_args, prpo_llm, [*argv, "--agent", "0"])
+    args = tiny(files, "runs", dataset="agent_{i}.jsonl", eval_prompts=0, batch_size=1)
+    parts, _ = dealt(args, tokenizer, range(1, 2))
+    assert {*parts} == {1}
+    message = refusal(dealt, args, tokenizer, range(1))
     assert message == "--dataset agent_0.jsonl: there is no such file"
 
 
@@ -584,37 +584,45 @@ def test_agents_may_have_data_sets_of_their_own(
             for examples_of_task in tests.values()
         )
         line = refusal(dealt, tiny(files, "runs", dataset=names, **options), tokenizer)
-        assert line.startswith("--dataset agent_0.jsonl: cannot be read")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    argv = ["--num-agents", "3", "--eval-dataset", "held_out.jsonl", "--dataset", "agent_{i}.jsonl"]
-    assert parse_args(prpo_llm, argv).dataset == ("agent_{i}.jsonl",)
+        assert line == "--dataset agent_0.jsonl: there is no such file"
     monkeypatch.setenv("RANK", "2")  # the rank that alone needs the file reports it
-    assert refusal(parse_args, prpo_llm, argv) == "--dataset agent_2.jsonl: there is no such file"
+    args = tiny(files, "runs", dataset="agent_{i}.jsonl", **options)
+    message = refusal(dealt, args, tokenizer, range(2, 3))
+    assert message == "--dataset agent_2.jsonl: there is no such file"
     # The first rank of each machine reports a common one: another machine may have it
-    argv = ["--num-agents", "3", "--dataset", "common.jsonl"]
+    args = tiny(files, "runs", dataset="common.jsonl", num_agents=3)
     for local_rank, line in (("0", "--dataset common.jsonl: there is no such file\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(SystemExit):
-            parse_args(prpo_llm, argv)
+            dealt(args, tokenizer, range(2, 3))
         assert capsys.readouterr().err == line
 
 
-def test_a_rank_reads_the_data_sets_of_all_its_agents(many, tmp_path, monkeypatch):
+def test_a_rank_reads_the_data_sets_of_all_its_agents(files, tokenizer, tmp_path, monkeypatch):
     """The second of two ranks has agents 2 and 3 of four, and nothing of the others."""
     monkeypatch.chdir(tmp_path)
-    argv = ["--num-agents", "4", "--eval-prompts", "0", "--dataset", "agent_{i}.jsonl"]
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    write(Path("agent_2.jsonl"), [])
-    assert refusal(parse_args, prpo_llm, argv) == "--dataset agent_3.jsonl: there is no such file"
-    write(Path("agent_3.jsonl"), [])
-    assert parse_args(prpo_llm, argv).num_agents == 4
-    monkeypatch.delenv("RANK")  # not torchrun's: one process has all agents
-    for i in (0, 1):
-        write(Path(f"agent_{i}.jsonl"), [])
-    Path("agent_3.jsonl").unlink()
-    assert refusal(parse_args, prpo_llm, argv) == "--dataset agent_3.jsonl: there is no such file"
+    args = tiny(files, "runs", dataset="agent_{i}.jsonl", num_agents=4, eval_prompts=0)
+    rows = [{"prompt": letter, "completion": "a"} for letter in "bc"]
+    write(Path("agent_2.jsonl"), rows)
+    missing = "--dataset agent_3.jsonl: there is no such file"
+    assert refusal(dealt, args, tokenizer, range(2, 4)) == missing
+    write(Path("agent_3.jsonl"), rows)
+    parts, _ = dealt(args, tokenizer, range(2, 4))
+    assert {i: sorted(prompts) for i, prompts in parts.items()} == {2: ["b", "c"], 3: ["b", "c"]}
+    assert "agent_0.jsonl" in refusal(dealt, args, tokenizer)
+
+
+def test_a_missing_file_ends_with_one_line_before_any_is_read(
+    many, files, tokenizer, tmp_path, monkeypatch
+):
+    """As of the held-out prompts; and what collects the docstrings is a file, too."""
+    monkeypatch.setattr(prpo_llm, "load_examples", None)
+    args = tiny(files, "runs", dataset=many, eval_dataset="nowhere.jsonl")
+    assert refusal(dealt, args, tokenizer) == "--eval-dataset nowhere.jsonl: there is no such file"
+    monkeypatch.setattr(prpo_llm, "DOCSTRINGS", tmp_path / "docstrings.py")
+    args = tiny(files, "runs", dataset="docstrings")
+    needed = "needs benchmark/docstrings.py beside this script"
+    assert refusal(dealt, args, tokenizer).startswith(f"--dataset docstrings: {needed}")
 
 
 ALONE = """
@@ -1233,11 +1241,6 @@ BAD = {
     "a weight that is no number": (
         ["--reward-weights", "nan"],
         ["--reward-weights nan", "each --reward"],
-    ),
-    "no such file": (["--dataset", "nowhere.jsonl"], ["--dataset nowhere.jsonl", "no such file"]),
-    "no such held-out file": (
-        ["--eval-dataset", "nowhere.jsonl"],
-        ["--eval-dataset nowhere.jsonl", "no such file"],
     ),
     "two data sets of three": (["--dataset", "a", "b"], ["--dataset a b", "each of the 3 agents"]),
     "nothing common to evaluate on": (

@@ -1,6 +1,7 @@
 """The commands of the README and of docs/ run as they stand, on a small budget."""
 
 import csv
+import importlib
 import re
 import shlex
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tyro
-from command import load_script, parse_args
+from command import parse_args
 from helpers import REPOSITORY, call, environment, only_run, run_ranks, torchrun
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -40,7 +41,7 @@ MODES = {
     "minigrid": ("", "--quick", "--results", "--tune"),
     "table1": ("", "--quick", "--skills"),
     **{family: ("--tune", "--results") for family in SHARING},
-    **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars", "strength")},
+    **{family: ("",) for family in ("anchor", "trpo", "agreement", "liars")},
     "s2zpo": ("", "--quick", "--results"),
     "fedagent": ("", "--quick", "--tune"),
 }
@@ -64,7 +65,7 @@ def on_commands(*scripts):
     commands = set()
     for command in COMMANDS:
         # Those of benchmark/ and the pipeline have tests of their own
-        if re.search("benchmark|runs/docstrings", command):
+        if re.search("benchmark|runs/docstrings|<name>", command):
             continue
         if any(f"{name}.py" in command for name in scripts):
             commands.add(tuple(split_command(command)))
@@ -82,7 +83,7 @@ def run(words, *budget, cwd):
 
     torchrun starts one of the scripts; the ranks of the others are forked.
     """
-    start = next(k for k, word in enumerate(words) if word.endswith(".py"))
+    *_, start = [k for k, word in enumerate(words) if word.endswith(".py")]
     argv = [*words[start + 1 :], *budget, "--run-dir", str(cwd / "runs")]
     if words[0] == "torchrun":
         assert words[1] == "--nproc-per-node"
@@ -92,8 +93,12 @@ def run(words, *budget, cwd):
             assert process.returncode == 0, process.stderr
         else:
             run_ranks(int(words[2]), *command, cwd=cwd)
+    elif words[1] == "federate.py":
+        launcher = REPOSITORY / "federate.py", *words[2:start], REPOSITORY / words[start]
+        process = call(*launcher, *argv, cwd=cwd)
+        assert process.returncode == 0, process.stderr
     else:
-        script = load_script(Path(words[start]).stem, argv)
+        script = importlib.import_module(Path(words[start]).stem)
         script.main(parse_args(script, argv))
     return only_run(cwd / "runs")
 
@@ -113,7 +118,7 @@ def test_both_set_up_everything_and_ci_runs_the_same_tests():
     assert all(step in ci for step in tests.split(" && "))
 
 
-@on_commands("prpo_minigrid", "prpo_atari", "fedavg_ppo", "prtrpo_minigrid")
+@on_commands("prpo_minigrid", "prpo_atari", "fedavg_ppo", "fedavg_atari", "prtrpo_minigrid")
 def test_training_commands_run(words, tmp_path):
     """Every training command ends with a summary; only its budget is cut."""
     budget = SMALL
@@ -142,9 +147,9 @@ def test_language_model_commands_run(words, tmp_path, request):
 @on_commands("prpo_babyai")
 def test_commands_of_agents_in_text_worlds_are_understood(words):
     """Their flags are parsed; that such runs work is tested with the script."""
-    start = next(k for k, word in enumerate(words) if word.endswith(".py"))
+    *_, start = [k for k, word in enumerate(words) if word.endswith(".py")]
     argv = list(words[start + 1 :])
-    args = tyro.cli(load_script("prpo_babyai", argv).Args, args=argv)
+    args = tyro.cli(importlib.import_module("prpo_babyai").Args, args=argv)
     assert args.agents_at_once in (1, 2, 3)
 
 
@@ -154,7 +159,7 @@ def test_warm_starts_and_trainings_run(command, tmp_path, monkeypatch):
     warm_start, training = command.split("&&")
     assert split_command(warm_start) == ["python", "benchmark/babyai.py"]
     monkeypatch.syspath_prepend(REPOSITORY / "benchmark")
-    babyai = load_script("babyai", [])
+    babyai = importlib.import_module("babyai")
     size = {"hidden_size": 24, "layers": 1, "steps": 3, "batch_size": 2, "episodes": 1, "probe": 0}
     babyai.main(babyai.Args(out=str(tmp_path / "babyai"), **size))
     model = ["--base-model", str(tmp_path / "babyai" / "model")]
@@ -177,7 +182,7 @@ def test_sweeps_print_different_commands_that_are_understood(family, mode):
     for line in first[:: 1 + len(first) // 40]:
         script, *argv = re.search(r"(?:python|torchrun --nproc-per-node \d) (.*)", line)[1].split()
         if not script.startswith("benchmark/"):
-            args = tyro.cli(load_script(Path(script).stem, argv).Args, args=argv)
+            args = tyro.cli(importlib.import_module(Path(script).stem).Args, args=argv)
             assert f"--seed {args.seed} " in line
             assert args.exp_name in line
 

@@ -1,457 +1,894 @@
-"""Communication rounds without a script: who sends what to whom, who judges it, and what a
-checkpoint holds of it.
+"""Communication rounds: what is sent, what arrives and who uses it, which snapshots count, and what
+a new communicator takes.
 """
 
-import copy
+import contextlib
+import csv
+import gc
 import json
 import math
-import threading
+import shutil
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from exchange import DTYPES, SIZES, make_flat, play
 from helpers import (
+    FEDAVG_ATARI,
     FEDAVG_MINIGRID,
+    PRPO_ATARI,
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
+    REPOSITORY,
     assert_same_run,
+    call,
+    flags,
+    on,
     only_run,
+    refusal,
+    rows_of,
+    run_ranks,
     scalars_of,
     tiny,
+    total_variation,
+    weights_of,
 )
+from spoil import SPOILS, spoil
 
 import communicators
-from communicators import Exchange, Peers
+from communicators import Exchange
 
-# Ranks are threads, and initialisation draws from the common generator
-GENERATOR = threading.Lock()
+NAN = math.nan
+ON_MINIGRID = [PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID]
+ALL = [*ON_MINIGRID, PRPO_ATARI, FEDAVG_ATARI]
+TOOLS = REPOSITORY / "tests" / "tools"
 
-
-class Policy(torch.nn.Module):
-    """A small network; its width may differ between agents."""
-
-    evaluated = None  # a list takes note of every network that is evaluated
-
-    def __init__(self, width=3):
-        super().__init__()
-        self.hidden = torch.nn.Linear(4, width)
-        self.head = torch.nn.Linear(width, 3)
-        self.critic = torch.nn.Linear(width, 1)
-
-    def predict(self, states):
-        """Logits and values."""
-        if Policy.evaluated is not None:
-            Policy.evaluated.append(self)
-        with torch.no_grad():
-            hidden = self.hidden(states).tanh()
-            return self.head(hidden), self.critic(hidden).squeeze(-1)
+# A round after every iteration of one short rollout
+SHORT = {
+    "iterations": 1,
+    "local_updates": 1,
+    "save_every": 100,
+    "communicator": "uniform",
+    "num_envs": 1,
+    "num_steps": 8,
+    "num_minibatches": 1,
+    "update_epochs": 1,
+    "eval_episodes": 0,
+}
 
 
-class Place(Exchange):
-    """The exchange of one of several ranks, which are threads of this process."""
+def short_settings(script, changes):
+    """The settings of a short run with small networks."""
+    settings = SHORT | changes
+    if script.family == "MiniGrid":
+        settings = {"hidden_sizes": (8,) * settings.get("num_agents", 3)} | settings
+    return settings
 
-    def __init__(self, num_agents, rank, world):
-        self.num_agents = num_agents
-        self.rank = rank
-        self.world_size = len(world.tables)
-        self.bytes_sent = 0
-        held = num_agents // self.world_size
-        self.agents = range(rank * held, (rank + 1) * held)
-        self.world = world
+
+def train(script, run_dir, **changes):
+    """A short run in this process. Returns its folder."""
+    script.main(tiny(script, run_dir, **short_settings(script, changes)))
+    return only_run(run_dir)
+
+
+def count_parameters(script, hidden=8):
+    """How many parameters an agent of a short run sends."""
+    if script.family == "Atari":
+        return script.parameters
+    return len(communicators.flatten(script.of_family.Agent(script.num_actions, hidden)))
+
+
+def matrices_of(folder):
+    """communicator.csv: iteration -> (C, distances), each as rows of numbers."""
+    with open(folder / "communicator.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    n = 1 + max(int(row["listener"]) for row in rows)
+    matrices = {}
+    for row in rows:
+        pair = matrices.setdefault(int(row["iteration"]), torch.full((2, n, n), NAN))
+        place = int(row["listener"]), int(row["peer"])
+        pair[0][place] = float(row["weight"])
+        pair[1][place] = float(row["distance"] or "nan")
+    return {number: tuple(pair) for number, pair in matrices.items()}
+
+
+def flat_policy(agent):
+    """What an agent sends: in PR-TRPO its policy alone."""
+    return communicators.flatten(getattr(agent, "policy", agent))
+
+
+# --- a round of the exchange ---
+
+
+@pytest.fixture(scope="module")
+def rounds_of_ranks(once):
+    """What each of three processes has received, see tools/exchange.py; and all that they print."""
+
+    def make(folder):
+        return run_ranks(3, TOOLS / "exchange.py", cwd=folder)
+
+    _, output = once("exchange", make)
+    lines = [line for line in output.splitlines() if line]
+    results = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(results) == 3
+    return results, [line for line in lines if not line.startswith("{")]
+
+
+@pytest.fixture(params=["one process", "three ranks"])
+def placement(request, capsys):
+    """What each process has received, and what they print apart from it."""
+    if request.param == "three ranks":
+        return request.getfixturevalue("rounds_of_ranks")
+    results = play(Exchange(len(SIZES)))
+    return [results], capsys.readouterr().out.split("\n")[1:-1]
+
+
+DROPPED = "dropped the invalid snapshots of agents [1, 4] for this round"
+
+
+def test_a_round_gives_all_what_each_has_sent(placement):
+    """Tensors of different sizes and of these types, exactly; one number of each agent; copies,
+    which stay as they are while the agents go on.
+    """
+    results, _ = placement
+    for result in results:
+        for dtype in DTYPES:
+            there = result[str(dtype)]
+            assert there["received"] == [make_flat(i, dtype).tolist() for i in range(6)]
+            assert there["dtypes"] == [str(dtype)] * 6
+            assert there["reports"] == [0, 0.5, 1, 1.5, None, 2.5]
+            assert there["reports' dtype"] == "torch.float64"
+            assert there["later"] == there["recalled"] == there["received"]
+        equal = result["equal sizes"]
+        assert equal["received"] == [[i] * 3 for i in range(6)]
+
+
+def test_what_is_not_finite_is_missing_with_one_line(placement):
+    """Where nobody reads numbers none is sent: all that moves are the tensors."""
+    results, printed = placement
+    assert printed == [DROPPED]
+    held = 6 // len(results)
+    for result in results:
+        there = result["spoiled"]
+        expected = [make_flat(i, torch.float32).tolist() for i in range(6)]
+        expected[1] = expected[4] = None
+        assert there["received"] == there["recalled"] == there["later"] == expected
+        assert there["reports"] == [None] * 6
+        if len(results) > 1:
+            assert there["gathers"] == [[[held, max(SIZES)], "float32"]]
+            with_numbers = [[[held, 1], "float64"], [[held, max(SIZES)], "uint8"]]
+            assert result["torch.uint8"]["gathers"] == with_numbers
+
+
+def test_isolated_agents_gather_nothing(placement):
+    """Each process has what its own agents have sent, also after a resume."""
+    results, _ = placement
+    for rank, result in enumerate(results):
+        there = result["isolated"]
+        held = range(6)[rank * 6 // len(results) : (rank + 1) * 6 // len(results)]
+        expected = [make_flat(i, torch.float32).tolist() if i in held else None for i in range(6)]
+        assert there["received"] == there["later"] == there["recalled"] == expected
+        assert there["reports"] == [None] * 6
+        assert there["gathers"] == []
+
+
+@contextlib.contextmanager
+def watching(monkeypatch, script):
+    """Within this context of a run: what agents are, and what rounds and references are made of."""
+    seen = SimpleNamespace(sent=[], numbers=[], before=[], after=[], references=[])
+    play_round = Exchange.round
+    update = script.update
+
+    def watch_round(exchange, sent, numbers=None, sizes=None):
+        seen.sent.append([flat.clone() for flat in sent])
+        seen.numbers.append(None if numbers is None else numbers.tolist())
+        return play_round(exchange, sent, numbers, sizes)
+
+    def watch_update(agent, *inputs):
+        seen.before.append(flat_policy(agent))
+        result = update(agent, *inputs)
+        seen.after.append(flat_policy(agent))
+        return result
+
+    monkeypatch.setattr(Exchange, "round", watch_round)
+    script.patch(monkeypatch, "update", watch_update)
+    if not script.averages:
+        compute_reference = script.compute_reference
+
+        def watch_reference(i, batch, snapshots, C, args):
+            flat = {j: communicators.flatten(network) for j, network in snapshots.items()}
+            seen.references.append((i, flat))
+            return compute_reference(i, batch, snapshots, C, args)
+
+        script.patch(monkeypatch, "compute_reference", watch_reference)
+    yield seen
+
+
+@on(ALL)
+def test_rounds_send_what_agents_are_then_and_the_interval_uses_it(script, tmp_path, monkeypatch):
+    """Each round the present parameters; references, or averages, are made of those of the last
+    round, however far agents have gone on since.
+    """
+    n = 3
+    with watching(monkeypatch, script) as seen:
+        train(script, tmp_path, iterations=5, local_updates=2)
+    after = [seen.after[k : k + n] for k in range(0, 5 * n, n)]  # of each iteration
+    before = [seen.before[k : k + n] for k in range(0, 5 * n, n)]
+    assert len(seen.sent) == 2
+    assert seen.numbers == [None, None]  # which the uniform communicator does not read
+    for number, iteration in enumerate((2, 4)):
+        for i in range(n):
+            assert torch.equal(seen.sent[number][i], after[iteration - 1][i])
+            assert not torch.equal(seen.sent[number][i], after[iteration - 2][i])
+    if script.averages:
+        for number, iteration in enumerate((2, 4)):
+            average = torch.stack(seen.sent[number]).mean(0)
+            for i in range(n):
+                torch.testing.assert_close(before[iteration][i], average, rtol=0, atol=1e-6)
+                assert not torch.equal(before[iteration][i], after[iteration - 1][i])
+        return
+    assert [i for i, _ in seen.references] == [*range(n)] * 5
+    for number, (i, snapshots) in enumerate(seen.references):
+        last_round = (0, 0, 1, 1, 2)[number // n]
+        if last_round == 0:  # nobody has sent anything: an agent has its own start
+            assert torch.equal(snapshots[i], before[0][i])
+            continue
+        assert sorted(snapshots) == [0, 1, 2]
+        for j, flat in snapshots.items():
+            assert torch.equal(flat, seen.sent[last_round - 1][j])
+
+
+# --- bytes ---
+
+WITHOUT_TRANSPOSE = "0.5,0.5,0\n0,1,0\n0.2,0.3,0.5\n"  # column 1 has two listeners, row 1 none
+
+
+@pytest.mark.parametrize(
+    ("settings", "listeners"),
+    [
+        ({"num_agents": 4}, [3, 3, 3, 3]),
+        ({"num_agents": 5, "topology": "ring"}, [2, 2, 2, 2, 2]),
+        ({"num_agents": 4, "top_k": 1}, [1, 1, 1, 1]),
+        ({"communicator": "matrix.csv", "hidden_sizes": (8, 16, 24)}, [1, 2, 0]),
+        ({"hidden_sizes": (8, 16, 24)}, [2, 2, 2]),
+        # All neighbours are compared before the heaviest is known
+        ({"num_agents": 4, "communicator": "similarity", "top_k": 1}, [3, 3, 3, 3]),
+        ({"num_agents": 5, "communicator": "surrogate", "topology": "ring"}, [2, 2, 2, 2, 2]),
+        ({"communicator": "identity"}, [0, 0, 0]),
+        ({"communicator": "self-preferred", "self_preference": 1.0}, [0, 0, 0]),
+        # No return yet: uniform rows
+        ({"communicator": "reward"}, [2, 2, 2]),
+    ],
+    ids=str,
+)
+def test_bytes_are_the_senders_sizes_times_its_listeners(settings, listeners, tmp_path):
+    """By hand: column j of C says who listens to agent j."""
+    (tmp_path / "matrix.csv").write_text(WITHOUT_TRANSPOSE)
+    if settings.get("communicator") == "matrix.csv":
+        settings = settings | {"communicator": str(tmp_path / "matrix.csv")}
+    folder = train(PRPO_MINIGRID, tmp_path / "runs", **settings, iterations=2)
+    hidden_sizes = settings.get("hidden_sizes", (8,) * len(listeners))
+    sizes = [count_parameters(PRPO_MINIGRID, hidden) for hidden in hidden_sizes]
+    expected = sum(4 * size * number for size, number in zip(sizes, listeners, strict=True))
+    assert json.loads((folder / "summary.json").read_text())["communication_bytes"] == 2 * expected
+    per_iteration = [int(row["communication_bytes"]) for row in rows_of(folder)[:: len(listeners)]]
+    assert per_iteration == [expected, 2 * expected]
+
+
+@on([FEDAVG_MINIGRID, PRTRPO_MINIGRID, PRPO_ATARI, FEDAVG_ATARI])
+def test_every_script_counts_bytes_by_listeners(script, tmp_path):
+    """Agent 1 listens to agent 0 and agent 2 to both; agent 1's snapshot is not usable."""
+    (tmp_path / "matrix.csv").write_text("1,0,0\n0.5,0.5,0\n0.2,0.3,0.5\n")
+    settings = {"communicator": str(tmp_path / "matrix.csv")}
+    if script is PRTRPO_MINIGRID:  # which may have different sizes, as PR-PPO on MiniGrid
+        settings["hidden_sizes"] = (8, 16, 24)
+    with spoil("value", [1], [1]):
+        folder = train(script, tmp_path / "runs", **settings)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["communication_bytes"] == 4 * 2 * count_parameters(script)
+
+
+@on(ON_MINIGRID)
+@pytest.mark.parametrize(("name", "pairs"), [("uniform", 4), ("similarity", 6), ("surrogate", 6)])
+@pytest.mark.parametrize("kind", ["nan", "value"])
+def test_bytes_of_an_unusable_snapshot_count_where_it_is_read(script, name, pairs, kind, tmp_path):
+    """Nobody listens to agent 1; where policies are compared, each peer has looked at it."""
+    with spoil(kind, [1], [1]):
+        folder = train(script, tmp_path, communicator=name)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["communication_bytes"] == 4 * pairs * count_parameters(script)
+
+
+def test_who_takes_an_invalid_agents_place_is_counted(tmp_path):
+    """With top-k the next peer is chosen: its parameters are sent instead."""
+    settings = {"num_agents": 5, "top_k": 1}
+    with spoil("nan", [1], [1]):
+        folder = train(PRPO_MINIGRID, tmp_path, **settings)
+    C, _ = matrices_of(folder)[1]
+    chosen = [(C[i] > 0).nonzero().flatten().tolist() for i in range(5)]
+    assert chosen == [[0, 2], [2], [2, 3], [3, 4], [0, 4]]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["communication_bytes"] == 5 * 4 * count_parameters(PRPO_MINIGRID)
+
+
+# --- snapshots that cannot be used ---
+
+LINES = {
+    "nan": DROPPED.replace("[1, 4]", "[1]"),
+    "infinity": DROPPED.replace("[1, 4]", "[1]"),
+    "policy": "dropped agents [1] for this round: their policies are not finite",
+    "value": "dropped agents [1] for this round: their policies are not finite",
+}
+CASES = [(script, kind) for script in ON_MINIGRID for kind in SPOILS]
+CASES += [(PRPO_ATARI, "policy"), (FEDAVG_ATARI, "value")]
+
+
+@pytest.mark.parametrize(("script", "kind"), CASES, ids=str)
+def test_an_unusable_snapshot_counts_for_nobody_in_its_round(script, kind, tmp_path, capsys):
+    """The listeners' rows are renormalised, its sender listens to the others, one line says so, and
+    the log has it; the next round is an ordinary one.
+    """
+    with spoil(kind, [1], [2]):
+        folder = train(script, tmp_path, iterations=3)
+    assert capsys.readouterr().out.count(LINES[kind]) == 1
+    matrices = matrices_of(folder)
+    for number in (1, 3):
+        C, distances = matrices[number]
+        torch.testing.assert_close(C, torch.full((3, 3), 1 / 3), rtol=0, atol=1e-5)
+        assert distances.isfinite().all()
+    C, distances = matrices[2]
+    torch.testing.assert_close(C, torch.tensor([[0.5, 0.0, 0.5]] * 3))
+    assert distances[1].isnan().all() and distances[:, 1].isnan().all()
+    assert distances[[0, 2]][:, [0, 2]].isfinite().all()
+    rows = rows_of(folder)
+    assert [int(row["dropped"]) for row in rows] == [0] * 3 + [1] * 3 + [0] * 3
+    assert [value for _, value in scalars_of(folder)["communication/dropped"]] == [0, 1, 0]
+    assert all(math.isfinite(float(row["policy_loss"])) for row in rows)
+    assert all(weights.isfinite().all() for weights in weights_of(folder).values())
+
+
+PLACED = [
+    (PRPO_MINIGRID, "nan"),
+    (FEDAVG_MINIGRID, "policy"),
+    pytest.param(PRTRPO_MINIGRID, "value", marks=pytest.mark.slow),
+    pytest.param(PRPO_ATARI, "value", marks=pytest.mark.slow),
+    pytest.param(FEDAVG_ATARI, "policy", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("script", "kind"), PLACED, ids=str)
+def test_ranks_leave_out_what_one_process_leaves_out(script, kind, tmp_path):
+    """The same rows of C, metrics and weights; all processes together print one line."""
+    settings = SHORT | {"iterations": 3, "communicator": "surrogate"}
+    with spoil(kind, [1], [2]):
+        script.main(tiny(script, tmp_path / "whole", **settings))
+    words = script.__name__, kind, 1, 2, *flags(script, tmp_path / "ranks", **settings)
+    output = run_ranks(3, TOOLS / "spoil.py", *words, cwd=tmp_path)
+    assert output.count(LINES[kind]) == 1
+    whole = only_run(tmp_path / "whole")
+    ranks = only_run(tmp_path / "ranks")
+    # On Atari the agents of a process are one product, which rounds otherwise than one agent's
+    exactly = script.family == "MiniGrid"
+    assert_same_run(ranks, whole, exactly)
+    if exactly:
+        logged = [(folder / "communicator.csv").read_text() for folder in (ranks, whole)]
+        assert logged[0] == logged[1]
+    C, _ = matrices_of(ranks)[2]
+    assert not C[:, 1].any() and (C[:, [0, 2]] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        *((script, "nan") for script in [*ON_MINIGRID, PRPO_ATARI]),
+        (PRPO_MINIGRID, "policy"),
+        (FEDAVG_MINIGRID, "value"),
+        pytest.param(FEDAVG_ATARI, "nan", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rounds_in_which_all_snapshots_are_unusable_leave_agents_alone(
+    script, kind, tmp_path, capsys
+):
+    """They go on as isolated agents do, bit for bit; an agent's part of its reference is its
+    present policy, also with --self-reference snapshot if its snapshot is not finite.
+    """
+    iterations = 2 if script.family == "Atari" else 3
+    settings = {"iterations": iterations}
+    alone = train(script, tmp_path / "alone", **settings, communicator="identity")
+    capsys.readouterr()
+    if kind == "nan" and not script.averages:
+        settings["self_reference"] = "snapshot"
+    with spoil(kind, [0, 1, 2], [1, 2, 3]):
+        folder = train(script, tmp_path / "spoiled", **settings)
+    line = LINES[kind].replace("[1]", "[0, 1, 2]")
+    assert capsys.readouterr().out.count(line) == iterations
+    assert [int(row["dropped"]) for row in rows_of(folder)] == [3] * 3 * iterations
+    C, _ = matrices_of(folder)[1]
+    assert torch.equal(C, torch.eye(3))
+    expected = weights_of(alone)
+    for i, weights in weights_of(folder).items():
+        assert torch.equal(weights, expected[i])
+
+
+@on([PRPO_MINIGRID, PRPO_ATARI])
+def test_an_agents_missing_snapshot_is_replaced_by_its_present_policy(script):
+    """In its own reference; else --self-reference says which of the two it is."""
+    torch.manual_seed(0)
+    peer, snapshot, present = (script.new_agent() for _ in range(3))
+    for network in (peer, snapshot, present):
+        torch.nn.init.normal_(network.actor.weight)
+    obs = script.random_obs(5)
+    policies = [network.predict(obs)[0].log_softmax(-1) for network in (peer, snapshot, present)]
+    batch = {"obs": obs, "policy": policies[2]}
+    C = torch.tensor([[0.25, 0.75], [0.0, 1.0]])
+    for self_reference, snapshots, kind in (
+        ("behaviour", {0: snapshot, 1: peer}, 2),
+        ("snapshot", {0: snapshot, 1: peer}, 1),
+        ("snapshot", {1: peer}, 2),
+        ("behaviour", {1: peer}, 2),
+    ):
+        args = script.Args(self_reference=self_reference)
+        reference = script.compute_reference(0, batch, snapshots, C, args)
+        expected = 0.25 * policies[kind].exp() + 0.75 * policies[0].exp()
+        torch.testing.assert_close(reference.exp(), expected)
+
+
+@on([PRPO_MINIGRID, PRPO_ATARI])
+@pytest.mark.parametrize("kind", ["policy", "value"])
+def test_what_is_finite_but_no_policy_is_nan_on_the_public_states(script, kind, capsys):
+    """Parameters of 3e38 are finite; their log-probabilities, or the squares of their values, are
+    not.
+    """
+    torch.manual_seed(0)
+    networks = {j: script.new_agent() for j in (0, 1, 3)}
+    flat = communicators.flatten(networks[1])
+    SPOILS[kind](flat)
+    communicators.unflatten(flat, networks[1])
+    states = script.random_obs(4)
+    log_probs = script.compute_public_log_probs(networks, states, 4, script.num_actions)
+    assert log_probs.shape == (4, 4, script.num_actions)
+    assert log_probs[[1, 2]].isnan().all()
+    for j in (0, 3):
+        expected = networks[j].predict(states)[0].log_softmax(-1)
+        assert torch.equal(log_probs[j], expected)
+    assert capsys.readouterr().out.split("\n")[1:-1] == [LINES[kind]]
+
+
+# --- whose policies are evaluated, and what is kept ---
+
+
+class Half(Exchange):
+    """The first of two ranks; the agents of the other one are copies of those held here."""
+
+    def __init__(self, num_agents):
+        super().__init__(num_agents)
+        self.agents = range(num_agents // 2)
 
     def all_gather(self, local):
         """Row i for every agent i."""
-        self.world.tables[self.rank] = local.clone()
-        self.world.barrier.wait(20)
-        gathered = torch.cat(self.world.tables)
-        self.world.barrier.wait(20)
-        return gathered
+        return torch.cat((local, local))
+
+    def _gather(self, sent, sizes):
+        """The tensors of all agents."""
+        return [tensor.clone() for tensor in [*sent, *sent]]
 
 
-def in_ranks(number, num_agents, train):
-    """`train(exchange)` in so many ranks. Returns what each rank returns."""
-    world = SimpleNamespace(tables=[None] * number, barrier=threading.Barrier(number))
-    results = [None] * number
-
-    def work(rank):
-        try:
-            results[rank] = train(Place(num_agents, rank, world))
-        except BaseException as error:
-            results[rank] = error
-            world.barrier.abort()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
-def policies(number, widths=(3,), seed=0):
-    """Networks of all agents, all different."""
-    with GENERATOR:
-        torch.manual_seed(seed)
-        return [Policy(widths[i % len(widths)]) for i in range(number)]
-
-
-def draw_participants(num_agents, fraction, seed):
-    """Who takes part in a round, bool [agents]: with --exchange, whose snapshot is there."""
-    order = torch.randperm(num_agents, generator=torch.Generator().manual_seed(seed))
-    drawn = order[: round(fraction * num_agents)]
-    return torch.zeros(num_agents, dtype=torch.bool).index_fill(0, drawn, True)
-
-
-def play(
-    exchange,
-    topology="ring",
-    fraction=1.0,
-    rounds=5,
-    widths=(3,),
-    resume_after=None,
-    invalid=(),
-    top_k=0,
-):
-    """Rounds in which every agent's network is a new one each time.
-
-    Returns the last state of it all.
-    """
-    n = exchange.num_agents
-    args = PRPO_MINIGRID.Args(
-        num_agents=n, communicator="similarity", topology=topology, top_k=top_k
-    )
-    held = exchange.agents
-    states = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
-
-    def start():
-        return Peers(exchange, policies(n, widths), states, communicators.find_neighbours(args))
-
-    peers = start()
-    for number in range(1, rounds + 1):
-        networks = policies(n, widths, seed=number)
-        for j in invalid:
-            networks[j].head.bias.data.fill_(math.nan)
-        participating = draw_participants(n, fraction, number)
-        receives = peers.neighbours
-        if args.communicator != "similarity":
-            receives = (
-                PRPO_MINIGRID.make_communicator(args, torch.ones(n), usable=participating) > 0
-            )
-        peers.exchange_snapshots([networks[i] for i in held], participating, receives, number)
-        peers.update(
-            PRPO_MINIGRID.make_communicator(
-                args, torch.ones(n), peers.log_probs, None, peers.usable
-            )
-        )
-        if number == resume_after:
-            stored = stored_of(peers.state())
-            peers = start()
-            load(peers.state(), stored)
-            peers.restore()
-    return peers
-
-
-def stored_of(state):
-    """What `Run.save` writes."""
-    stored = {name: copy.deepcopy(column) for name, column in state.items() if name != "view"}
-    return stored | {"view": [copy.deepcopy(view.state_dict()) for view in state["view"]]}
-
-
-def load(state, stored):
-    """What `Run.restore` does."""
-    for name, targets in state.items():
-        for target, value in zip(targets, stored[name], strict=True):
-            match target:
-                case torch.Tensor():
-                    target.copy_(value)
-                case list():
-                    target[:] = value
-                case _:
-                    target.load_state_dict(value)
-
-
-def snapshots_of(peers):
-    """listener -> sender -> parameters."""
-    views = zip(peers.held, peers.views, strict=True)
-    return {
-        i: {j: communicators.flatten([network], 99)[0] for j, network in sorted(view.items())}
-        for i, view in views
-    }
-
-
-def count_networks(peers):
-    """How many networks the agents of this process hold together."""
-    return len({id(network) for view in peers.views for network in view.values()})
-
-
-def alone(num_agents):
-    """One process that holds all agents."""
-    return Place(num_agents, 0, SimpleNamespace(tables=[None], barrier=threading.Barrier(1)))
-
-
-CASES = [("ring", 1.0, 8), ("ring", 0.5, 8), ("full", 0.5, 6), ("ring", 0.5, 24), ("full", 0.5, 18)]
-
-
-@pytest.mark.parametrize(("topology", "fraction", "n"), CASES)
-def test_a_view_is_what_came_in_the_last_round_of_its_agent(topology, fraction, n):
-    """Of positive weight only, replaced whole; who sits out keeps its row and its view, and agents
-    share networks.
-    """
-    peers = play(alone(n), topology, fraction, widths=(3, 5))
-    snapshots = snapshots_of(peers)
-    last = torch.zeros(n, dtype=torch.long)
-    for number in range(1, 6):
-        last[draw_participants(n, fraction, number)] = number
-    distinct = set()
-    for i, view in enumerate(peers.views):
-        senders = set(peers.communicator[i].nonzero().flatten().tolist())
-        assert set(view) == senders | {i} and view.round == last[i]
-        for j in view:
-            networks = policies(n, (3, 5), seed=int(last[i]))
-            assert torch.equal(snapshots[i][j], communicators.flatten([networks[j]], 99)[0])
-            distinct.add((j, int(last[i])))
-        if last[i]:
-            present = draw_participants(n, fraction, int(last[i]))
-            assert all(present[j] for j in senders)
-    assert count_networks(peers) == len(distinct)
-    assert (peers.communicator.sum(1) - 1).abs().max() < 1e-6 and (
-        fraction == 1 or len(set(last.tolist())) > 1
-    )
-
-
-@pytest.mark.parametrize(("topology", "fraction", "n"), CASES)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_rounds_are_the_same_in_every_placement_and_over_a_restart(topology, fraction, n, ranks):
-    """C, distances, views and bytes; a rank may hold agents that do not start at 0."""
-    options = {"topology": topology, "fraction": fraction, "widths": (3, 5), "invalid": (n - 1,)}
-    expected = play(alone(n), **options)
-    views = snapshots_of(expected)
-    for peers in in_ranks(ranks, n, lambda exchange: play(exchange, **options, resume_after=3)):
-        torch.testing.assert_close(peers.communicator, expected.communicator, rtol=0, atol=1e-6)
-        torch.testing.assert_close(
-            peers.distances, expected.distances, rtol=0, atol=1e-6, equal_nan=True
-        )
-        assert torch.equal(peers.last_rounds, expected.last_rounds)
-        assert peers.exchange.bytes_sent == expected.exchange.bytes_sent > 0
-        for i, view in snapshots_of(peers).items():
-            assert view.keys() == views[i].keys()
-            assert all(torch.equal(view[j], views[i][j]) for j in view)
-
-
-def test_a_checkpoint_holds_what_no_other_has():
-    """With everybody in every round its own snapshot; else also the older ones that it still
-    listens to.
-    """
-    for topology in ("ring", "full"):
-        assert all(view.stored == [i] for i, view in enumerate(play(alone(20), topology).views))
-    peers = play(alone(20), "full", 0.5)
-    for i, view in enumerate(peers.views):
-        assert set(view.stored) == {i} | {
-            j for j in view if peers.last_rounds[j] > peers.last_rounds[i]
-        }
-        assert set(view.state_dict()["received"]) == set(view.stored)
-    assert (
-        20 < sum(len(view.stored) for view in peers.views) < sum(len(view) for view in peers.views)
-    )
-
-
-@pytest.mark.parametrize(("n", "expected"), [(8, 8), (24, 14)])
-def test_a_rank_evaluates_only_those_to_whom_its_agents_may_listen(n, expected, monkeypatch):
+@pytest.mark.parametrize("n", [6, 24])
+def test_a_rank_compares_those_to_whom_its_agents_may_listen(n):
     """On a ring of 24, shared by two, the 12 held and a neighbour at each end; of few agents all,
-    for the log.
+    for the log; isolated ones nobody else.
     """
-    monkeypatch.setattr(Policy, "evaluated", [])
-    first, second = in_ranks(2, n, lambda exchange: play(exchange, rounds=1))
-    assert len(Policy.evaluated) == 2 * expected
-    assert len(first.received) == len(second.received) == expected
-    measured = ~first.distances.isnan()
-    assert measured.sum() == (n * n if n == 8 else 3 * n)
+    held = range(n // 2)
+    near = [*range(n // 2 + 1), n - 1]
+    ring = communicators.ring(n)
+    compared = communicators.find_compared(ring)
+    assert communicators.find_senders(compared, held) == ([*range(n)] if n == 6 else near)
+    assert communicators.find_senders(ring.float() / 3, held) == near
+    alone = torch.eye(n, dtype=torch.bool)
+    assert torch.equal(communicators.find_compared(alone), alone)
+    for agents in (held, range(n // 2, n)):
+        assert communicators.find_senders(alone.float(), agents) == list(agents)
+    one_way = alone.clone()
+    one_way[1, n - 1] = True  # agent 1 listens to the last one, not the other way round
+    assert communicators.find_senders(one_way.float(), range(n // 2, n)) == [*range(n // 2, n)]
+    assert communicators.find_senders(one_way.float(), held) == [*held, n - 1]
 
 
 @pytest.mark.parametrize("n", [6, 18])
 def test_distances_are_total_variations_on_the_public_states(n):
-    """Of few agents all, of many those that C connects."""
-    peers = play(alone(n), rounds=1)
-    expected = communicators.total_variation(peers.log_probs)
+    """Of few agents all, of many those of neighbours; NaN of unusable snapshots, and of all peers
+    of isolated agents.
+    """
+    generator = torch.Generator().manual_seed(0)
+    log_probs = torch.randn(n, 5, 3, generator=generator).log_softmax(-1)
+    log_probs[2] = NAN
+    compared = communicators.find_compared(communicators.ring(n))
+    expected = total_variation(log_probs)
     if n > communicators.FEW_AGENTS:
-        expected = expected.masked_fill(peers.communicator == 0, math.nan)
-    torch.testing.assert_close(peers.distances, expected, equal_nan=True)
+        expected = expected.masked_fill(~communicators.ring(n), NAN)
+    distances = communicators.measure_distances(log_probs, compared, range(n))
+    torch.testing.assert_close(distances, expected, equal_nan=True)
+    assert distances[1, 0] > 0 and distances[1, 2].isnan() and distances[0, 0] == 0
+    rows = communicators.measure_distances(log_probs, compared, range(3, 6))
+    torch.testing.assert_close(rows[3:6], expected[3:6], equal_nan=True)
+    assert rows[[0, 1, 2, *range(6, n)]].isnan().all()
+    compared = communicators.find_compared(torch.eye(n, dtype=torch.bool))
+    alone = communicators.measure_distances(log_probs, compared, range(n))
+    assert alone.isfinite().nonzero().tolist() == [[i, i] for i in range(n) if i != 2]
 
 
-def test_a_resumed_run_shares_networks_as_before():
-    """Also older ones, which every agent that still listens to their sender has stored."""
-    peers = play(alone(20), "full", 0.5)
-    resumed = play(alone(20), "full", 0.5, resume_after=5)
-    stored = sum(len(view.stored) for view in peers.views)
-    assert count_networks(resumed) == count_networks(peers) < stored
-
-
-def test_a_rank_whose_agents_all_sit_out_goes_on():
-    """One of many agents per rank: in its first round such a rank evaluates no network, and
-    receives C.
+def watch_networks(script, monkeypatch):
+    """Note whose networks are loaded, how many of them are there during each rollout, and how many
+    policies each function evaluates.
     """
-    n = 18
-    expected = play(alone(n), fraction=0.5, rounds=1)
-    participating = draw_participants(n, 0.5, 1)
-    assert not participating.all()
-    for peers in in_ranks(n, n, lambda exchange: play(exchange, fraction=0.5, rounds=1)):
-        torch.testing.assert_close(peers.communicator, expected.communicator, rtol=0, atol=1e-6)
-        (i,) = peers.held
-        assert peers.log_probs.isnan().all() == (not participating[i])
-        assert peers.log_probs.shape == expected.log_probs.shape
+    seen = SimpleNamespace(agents=[], networks=[], alive=[], evaluated={})
+    load_networks = communicators.load_networks
+    rollout = script.rollout
+    predict = script.of_family.Agent.predict
+    inside = []
+
+    def watch_load(snapshots, networks, agents):
+        loaded = load_networks(snapshots, networks, agents)
+        seen.agents.append(sorted(loaded))
+        seen.networks += [weakref.ref(network) for network in loaded.values()]
+        return loaded
+
+    def watch_rollout(*inputs):
+        gc.collect()
+        seen.alive.append(sum(network() is not None for network in seen.networks))
+        return rollout(*inputs)
+
+    def watch_predict(agent, obs):
+        if inside:
+            seen.evaluated[inside[-1]] = seen.evaluated.get(inside[-1], 0) + 1
+        return predict(agent, obs)
+
+    def count(name):
+        function = getattr(script, name)
+
+        def counted(*inputs):
+            inside.append(name)
+            try:
+                return function(*inputs)
+            finally:
+                inside.pop()
+
+        script.patch(monkeypatch, name, counted)
+
+    monkeypatch.setattr(communicators, "load_networks", watch_load)
+    monkeypatch.setattr(script.of_family.Agent, "predict", watch_predict)
+    script.patch(monkeypatch, "rollout", watch_rollout)
+    for name in ("compute_public_log_probs", "compute_reference", "estimate_gains"):
+        if hasattr(script.module, name):
+            count(name)
+    return seen
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 6])
-def test_participants_without_a_neighbour_among_them_keep_to_themselves(ranks):
-    """On a ring of six, 0 and 3 alone in a round: nothing is sent, and nobody else gets weight."""
-    n = 6
-    args = PRPO_MINIGRID.Args(num_agents=n, communicator="uniform", topology="ring")
-    pair = torch.tensor([True, False, False, True, False, False])
-    states = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
-
-    def play_two_rounds(exchange):
-        peers = Peers(exchange, policies(n), states, communicators.find_neighbours(args))
-        for number, participating in ((1, torch.ones_like(pair)), (2, pair)):
-            before = exchange.bytes_sent
-            networks = [policies(n, seed=number)[i] for i in exchange.agents]
-            peers.exchange_snapshots(networks, participating, peers.neighbours, number)
-            C = PRPO_MINIGRID.make_communicator(args, None, peers.log_probs, None, peers.usable)
-            peers.update(C)
-        assert exchange.bytes_sent == before > 0
-        return peers
-
-    expected = communicators.ring(n) / 3
-    expected[pair] = torch.eye(n)[pair]
-    for peers in in_ranks(ranks, n, play_two_rounds):
-        torch.testing.assert_close(peers.communicator, expected, rtol=0, atol=1e-6)
-        seen = peers.log_probs.isfinite().flatten(1).all(1)
-        assert torch.equal(seen, pair)
-        for i, senders in snapshots_of(peers).items():
-            assert set(senders) == set(expected[i].nonzero().flatten().tolist())
-            newest = policies(n, seed=2 if pair[i] else 1)[i]
-            assert torch.equal(senders[i], communicators.flatten([newest], 99)[0])
+def test_128_agents_on_a_ring_cost_128_times_what_one_costs(tmp_path, monkeypatch):
+    """One evaluation of each policy on the public states, two of peers for each reference and for
+    each row of gains; listeners share the networks of their senders.
+    """
+    n = 128
+    seen = watch_networks(PRPO_MINIGRID, monkeypatch)
+    settings = {"num_agents": n, "communicator": "surrogate", "topology": "ring"}
+    train(PRPO_MINIGRID, tmp_path, **settings, iterations=2)
+    assert seen.evaluated == {
+        "compute_public_log_probs": 2 * n,
+        "estimate_gains": 2 * 2 * n,
+        "compute_reference": 2 * n,  # in the second iteration; before, agents are alone
+    }
+    assert seen.agents == [[*range(n)]] * 3  # at the start, and in each round
+    assert seen.alive == [n, n]  # in each iteration
 
 
-def test_candidates_are_those_to_whom_an_agent_may_listen():
-    """Its neighbours that took part; an agent that sits out has none."""
-    n = 6
-    exchange = alone(n)
-    peers = Peers(exchange, policies(n), torch.randn(6, 4), communicators.ring(n))
-    participating = torch.tensor([True, True, False, True, True, True])
-    peers.exchange_snapshots(policies(n, seed=1), participating, communicators.ring(n), 1)
-    assert [sorted(peers.find_candidates(i)) for i in range(n)] == [
-        [1, 5],
-        [0],
-        [],
-        [4],
-        [3, 5],
-        [0, 4],
-    ]
-    # 0-1, 3-4, 4-5, 5-0: four pairs, each of which sends both ways
-    assert exchange.bytes_sent == 8 * communicators.flatten([Policy()], 31).numel() * 4
+@on(ON_MINIGRID)
+def test_a_rank_keeps_networks_of_its_neighbours_only(script, tmp_path, monkeypatch):
+    """However many agents there are elsewhere."""
+    seen = watch_networks(script, monkeypatch)
+    halves = []
+
+    def make_half(args, *_):
+        halves.append(Half(args.num_agents))
+        return halves[-1]
+
+    monkeypatch.setattr(communicators, "exchange_of_launcher", make_half)
+    for n in (24, 24 + 16):
+        seen.agents.clear()
+        seen.alive.clear()
+        settings = {"num_agents": n, "topology": "ring", "iterations": 2}
+        train(script, tmp_path / str(n), **settings)
+        held = n // 2
+        near = [*range(held + 1), n - 1]
+        assert seen.agents[-2:] == [near] * 2
+        assert max(seen.alive) <= held + 2
+        assert seen.evaluated.pop("compute_public_log_probs") == 2 * (held + 2)
+        assert seen.evaluated == ({} if script.averages else {"compute_reference": 2 * held})
+        seen.evaluated.clear()
+    assert len(halves) == 2
 
 
-def test_isolated_agents_send_log_probabilities_for_the_log_and_nothing_else(monkeypatch):
-    """And of many agents not even these."""
-    sent = []
-    gather = Place.all_gather
+def test_gains_are_estimated_of_usable_neighbours(tmp_path, monkeypatch):
+    """Of those to whom an agent may listen, without itself."""
+    estimate_gains = PRPO_MINIGRID.estimate_gains
+    candidates = {}
+
+    def watch(i, batch, snapshots, n):
+        candidates[i] = sorted(snapshots)
+        return estimate_gains(i, batch, snapshots, n)
+
+    PRPO_MINIGRID.patch(monkeypatch, "estimate_gains", watch)
+    settings = {"num_agents": 6, "communicator": "surrogate", "topology": "ring"}
+    with spoil("value", [2], [1]):
+        train(PRPO_MINIGRID, tmp_path, **settings)
+    assert candidates == {0: [1, 5], 1: [0], 2: [1, 3], 3: [4], 4: [3, 5], 5: [0, 4]}
+
+
+@on(ALL)
+def test_isolated_agents_gather_no_parameters(script, tmp_path, monkeypatch):
+    """Their distances are not known to anybody."""
+    gathered = []
+    all_gather = Exchange.all_gather
 
     def watch(exchange, local):
-        sent.append(tuple(local.shape))
-        return gather(exchange, local)
+        gathered.append(local.numel())
+        return all_gather(exchange, local)
 
-    monkeypatch.setattr(Place, "all_gather", watch)
-    for n in (4, 20):
-        sent.clear()
-        exchange = alone(n)
-        peers = Peers(exchange, policies(n), torch.randn(6, 4), torch.eye(n, dtype=torch.bool))
-        everybody = torch.ones(n, dtype=torch.bool)
-        networks = policies(n, seed=1)
-        peers.exchange_snapshots(networks, everybody, torch.eye(n, dtype=torch.bool), 1)
-        peers.update(torch.eye(n))
-        assert sent == ([(4, 18)] if n == 4 else []) and exchange.bytes_sent == 0
-        assert (~peers.distances.isnan()).all() == (n == 4)
-        for i, view in enumerate(peers.views):
-            assert list(view) == [i]
-            assert torch.equal(view[i].head.bias, networks[i].head.bias)
+    monkeypatch.setattr(Exchange, "all_gather", watch)
+    with watching(monkeypatch, script) as seen:
+        folder = train(script, tmp_path, communicator="identity")
+    assert seen.numbers == [None]
+    assert 0 < max(gathered) < 100
+    _, distances = matrices_of(folder)[1]
+    assert torch.equal(distances.isnan(), torch.eye(3) == 0)
 
 
-def test_an_agent_that_sits_out_sends_zeros(monkeypatch):
-    sent = []
-    gather = Place.all_gather
-
-    def watch(exchange, local):
-        sent.append(local.clone())
-        return gather(exchange, local)
-
-    monkeypatch.setattr(Place, "all_gather", watch)
-    n = 4
-    peers = Peers(alone(n), policies(n), torch.randn(6, 4), torch.ones(n, n, dtype=torch.bool))
-    participating = torch.tensor([True, False, True, True])
-    peers.exchange_snapshots(policies(n, seed=1), participating, peers.neighbours, 1)
-    (parameters,) = sent
-    assert torch.equal(parameters.any(1), participating)
+class Launched(Exception):
+    """What a launcher is told."""
 
 
-@pytest.mark.parametrize("spoiled", ["nan", "huge weight", "huge value"])
-def test_what_is_finite_but_no_policy_is_dropped(spoiled, capsys):
-    """Parameters of 3e38 are finite; their log-probabilities, or the squares of their values, are
-    not.
-    """
-    n = 4
-    exchange = alone(n)
-    peers = Peers(exchange, policies(n), torch.ones(2, 4), torch.ones(n, n, dtype=torch.bool))
-    networks = policies(n, seed=1)
-    if spoiled == "nan":
-        networks[2].head.bias.data[1] = math.nan
-    elif spoiled == "huge weight":
-        # Its units are all 1, so that their weighted sum overflows
-        networks[2].hidden.bias.data.fill_(10.0)
-        networks[2].head.weight.data.fill_(3e38)
-    else:
-        networks[2].critic.bias.data.fill_(1e25)
-    receives = torch.ones(n, n, dtype=torch.bool)
-    peers.exchange_snapshots(networks, torch.ones(n, dtype=torch.bool), receives, 1)
-    assert peers.usable.tolist() == [True, True, False, True] and set(peers.received) == {0, 1, 3}
-    assert capsys.readouterr().out.count("agents [2]") == 1
-    peers.update(torch.full((n, n), 0.25))  # the script may ignore what is usable
-    third = 1 / 3
-    assert peers.communicator[0].tolist() == pytest.approx([third, third, 0, third])
-    assert 2 not in peers.views[0] and set(peers.views[2]) == {0, 1, 2, 3}
-    # Its last valid snapshot
-    assert torch.equal(peers.views[2][2].head.bias, policies(n)[2].head.bias)
+@pytest.mark.parametrize(
+    ("script", "settings", "needs"),
+    [
+        (PRPO_MINIGRID, {}, (False, "", "")),
+        (PRPO_MINIGRID, {"communicator": "identity"}, (True, "", "")),
+        (PRPO_MINIGRID, {"num_agents": 1}, (True, "", "")),
+        (PRPO_ATARI, {"communicator": "self-preferred"}, (False, "", "")),
+        (FEDAVG_MINIGRID, {}, (False, "replace", "")),
+        (FEDAVG_MINIGRID, {"prox_coef": 0.1}, (False, "pull", "")),
+        (FEDAVG_ATARI, {}, (False, "replace", "")),
+        (PRTRPO_MINIGRID, {}, (False, "", "")),
+    ],
+    ids=str,
+)
+def test_a_launcher_is_told_what_agents_exchange(script, settings, needs, tmp_path, monkeypatch):
+    def launch(args, *inputs):
+        raise Launched(inputs)
+
+    monkeypatch.setattr(communicators, "exchange_of_launcher", launch)
+    with pytest.raises(Launched) as end:
+        train(script, tmp_path, **settings)
+    assert end.value.args == (needs,)
+    if script is PRTRPO_MINIGRID:
+        with pytest.raises(Launched) as end:
+            train(script, tmp_path, delta=0.1)
+        (_, _, together) = end.value.args[0]
+        assert together.startswith("--delta needs")
 
 
-def test_who_takes_an_invalid_agents_place_is_counted():
-    """With top-k the next peer is chosen: its parameters are sent too."""
-    n = 5
-    size = communicators.flatten([Policy()], 31).numel()
-    for invalid in ((), (1,)):
-        peers = play(alone(n), "full", rounds=1, invalid=invalid)
-        peers.exchange.bytes_sent = 0
-        args = PRPO_MINIGRID.Args(num_agents=n, communicator="uniform", top_k=1)
-        everybody = torch.ones(n, dtype=torch.bool)
-        receives = PRPO_MINIGRID.make_communicator(args) > 0
-        networks = policies(n)
-        for j in invalid:
-            networks[j].head.bias.data.fill_(math.nan)
-        peers.exchange_snapshots(networks, everybody, receives, 2)
-        peers.update(PRPO_MINIGRID.make_communicator(args, usable=peers.usable))
-        extra = ((peers.communicator > 0) & ~torch.eye(n, dtype=torch.bool) & ~receives).sum()
-        assert peers.exchange.bytes_sent == (n + extra) * size * 4 and (extra > 0) == bool(invalid)
+# --- what a communicator reads ---
+
+INPUTS = {
+    "identity": set(),
+    "uniform": set(),
+    "self-preferred": set(),
+    "matrix.csv": set(),
+    "similarity": {"log_probs"},
+    "reward": {"returns"},
+    "softmax-reward": {"returns"},
+    "rank-reward": {"returns"},
+    "surrogate": {"gains"},
+}
 
 
-def test_bytes_are_the_senders_sizes_times_its_listeners():
-    """Column j says who listens to agent j: with sizes 7, 5, 3 and an asymmetric matrix rows would
-    give another sum.
-    """
-    exchange = alone(3)
-    receives = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
-    exchange.gather_snapshots(torch.ones(3, 7), receives, [7, 5, 3])
-    assert exchange.bytes_sent == (0 * 7 + 2 * 5 + 1 * 3) * 4
+@on(ALL)
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("sparse", [{}, {"topology": "ring"}, {"top_k": 1}, {"num_agents": 2}])
+def test_the_inputs_of_a_communicator_are_found_by_trying(script, name, sparse, tmp_path):
+    (tmp_path / "matrix.csv").write_text(WITHOUT_TRANSPOSE)
+    if name == "matrix.csv" and "num_agents" in sparse:
+        (tmp_path / "matrix.csv").write_text("0.5,0.5\n0,1\n")
+    communicator = str(tmp_path / name) if name == "matrix.csv" else name
+    args = script.Args(**{"num_agents": 3} | sparse, communicator=communicator)
+    assert communicators.find_inputs(args, script.make_communicator) == INPUTS[name]
+
+
+@pytest.mark.filterwarnings("ignore:the reward communicator counts negative")
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        *((PRPO_MINIGRID, name) for name in INPUTS if name != "matrix.csv"),
+        *((script, "rank-reward") for script in ALL[1:]),
+    ],
+    ids=str,
+)
+def test_returns_are_reported_only_where_they_are_read(script, name, tmp_path, monkeypatch):
+    """One number of each agent: the mean of its returns since the last round."""
+    update_means = communicators.update_means
+
+    def end_episodes(means, returns):
+        returns[0] += [1.0, NAN, 2.0]
+        returns[2] += [-5.0]
+        update_means(means, returns)
+
+    monkeypatch.setattr(communicators, "update_means", end_episodes)
+    with watching(monkeypatch, script) as seen:
+        train(script, tmp_path, communicator=name)
+    expected = None
+    if INPUTS[name] == {"returns"}:
+        expected = pytest.approx([1.5, NAN, -5.0], nan_ok=True)
+    assert seen.numbers == [expected]
+
+
+def test_means_are_those_of_an_interval_and_stay_without_episodes():
+    means = torch.full((3,), NAN, dtype=torch.double)
+    first = means[0]  # a view, as a checkpoint has it
+    returns = [[1.0, 2.0, NAN], [math.inf], []]
+    communicators.update_means(means, returns)
+    assert means.tolist() == pytest.approx([1.5, NAN, NAN], nan_ok=True)
+    assert returns == [[], [], []]
+    returns[2] += [1e-3, 3e-3]
+    communicators.update_means(means, returns)
+    assert means.tolist() == pytest.approx([1.5, NAN, 2e-3], nan_ok=True)
+    assert first.item() == 1.5
+
+
+@on([*ON_MINIGRID, *(pytest.param(s, marks=pytest.mark.slow) for s in (PRPO_ATARI, FEDAVG_ATARI))])
+def test_an_agent_without_an_episode_reports_its_last_mean(script, crashing, tmp_path, monkeypatch):
+    """Also after a resume."""
+    update_means = communicators.update_means
+
+    def end_one_episode(means, returns):
+        for of_agent in returns:
+            of_agent.clear()
+        if not seen.numbers:
+            returns[0].append(0.5)
+        update_means(means, returns)
+
+    monkeypatch.setattr(communicators, "update_means", end_one_episode)
+    settings = {"iterations": 3, "save_every": 1, "communicator": "rank-reward"}
+    with watching(monkeypatch, script) as seen:
+        crashing("complete", 2, 2, lambda: train(script, tmp_path, **settings))
+        folder = only_run(tmp_path)
+        script.main(script.parse_args(["--resume", str(folder)]))
+    assert seen.numbers == [pytest.approx([0.5, NAN, NAN], nan_ok=True)] * 3
+
+
+# --- a new communicator ---
+
+FUNCTION = '''def worst_first(returns: Tensor, log_probs: Tensor) -> Tensor:
+    """All weight on the agent of the lowest return; the further policies are apart, the less."""
+    C = nn.functional.one_hot(returns.argmin(), len(returns)).expand(len(returns), -1)
+    probs = log_probs.exp()
+    distance = (probs[:, None] - probs).abs().sum(-1).mean(-1).max() / 2
+    return (1 - distance) * C + distance * identity(len(returns))
+
+
+'''
+BRANCH = """    elif name == "worst-first":
+        C = communicators.worst_first(returns, log_probs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "of_family"),
+    [
+        (PRPO_MINIGRID, "prpo_minigrid.py"),
+        (FEDAVG_MINIGRID, "prpo_minigrid.py"),
+        pytest.param(PRTRPO_MINIGRID, "prpo_minigrid.py", marks=pytest.mark.slow),
+        pytest.param(PRPO_ATARI, "prpo_atari.py", marks=pytest.mark.slow),
+        pytest.param(FEDAVG_ATARI, "prpo_atari.py", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_new_communicator_takes_two_places(script, of_family, tmp_path):
+    """A function and a branch: inputs, checks, bytes and logs need nothing else."""
+    for path in {"communicators.py", of_family, f"{script.__name__}.py"}:
+        shutil.copy(REPOSITORY / path, tmp_path)
+    for path, before, text in (
+        ("communicators.py", "def from_csv(", FUNCTION),
+        (of_family, "    else:\n        C = communicators.load_matrix(args)\n", BRANCH),
+    ):
+        content = (tmp_path / path).read_text()
+        assert content.count(before) == 1
+        (tmp_path / path).write_text(content.replace(before, text + before))
+    settings = SHORT | {"communicator": "worst-first", "iterations": 2}
+    words = flags(script, tmp_path / "runs", **settings)
+    run = call(tmp_path / f"{script.__name__}.py", *words, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    folder = only_run(tmp_path / "runs")
+    C, distances = matrices_of(folder)[1]
+    assert 0 < distances.max() < 0.5
+    expected = distances.max() * torch.eye(3)
+    expected[:, C[0].argmax()] += 1 - distances.max()
+    torch.testing.assert_close(C, expected, rtol=0, atol=1e-5)
+    # All neighbours' policies are compared
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["communication_bytes"] == 2 * 6 * 4 * count_parameters(script, 128)
+    assert summary["settings"]["communicator"] == "worst-first"
+
+
+@on(ALL)
+@pytest.mark.parametrize("name", ["uniforn", "", "gone.csv", "/", "samples"])
+def test_an_unknown_communicator_is_refused_before_a_folder_exists(script, name, tmp_path):
+    words = "--communicator", name, "--run-dir", str(tmp_path / "runs")
+    message = refusal(script.parse_args, [*words, *other_words(script)])
+    assert message.startswith(f"--communicator {name}: ")
+    if not name.endswith(".csv"):
+        problem = "is neither a communicator of this script, see --help, nor the CSV file of C"
+        assert message.endswith(problem)
+    assert list(tmp_path.iterdir()) == []
+
+
+def other_words(script):
+    """The words that a script needs to be checked on this machine."""
+    return ["--device", "cpu", "--env-id", script.tiny["env_id"]]
+
+
+# --- what has no effect ---
+
+NO_INFLUENCE = "--kl-coef 0: policies are sent, and peers have no influence"
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ("", []),
+        ("--kl-coef 0", [NO_INFLUENCE]),
+        ("--kl-coef 0 --communicator identity", []),
+        ("--kl-coef 0 --num-agents 1", []),
+        (
+            "--self-preference 0.5",
+            ["--self-preference 0.5: is not read by --communicator uniform"],
+        ),
+        ("--self-preference 0.5 --communicator self-preferred", []),
+        (
+            "--communicator-temperature 2 --communicator reward",
+            ["--communicator-temperature 2.0: is not read by --communicator reward"],
+        ),
+        ("--communicator-temperature 2 --communicator softmax-reward", []),
+        ("--communicator-temperature 2 --communicator surrogate", []),
+        (
+            "--communicator-temperature 2 --self-preference 0.1 --communicator similarity",
+            [
+                "--self-preference 0.1: is not read by --communicator similarity",
+                "--communicator-temperature 2.0: is not read by --communicator similarity",
+            ],
+        ),
+    ],
+)
+def test_flags_without_effect_are_announced(words, lines, tmp_path, monkeypatch, capsys):
+    """Once for all processes of torchrun."""
+    argv = [*other_words(PRPO_MINIGRID), "--run-dir", str(tmp_path), *words.split()]
+    PRPO_MINIGRID.parse_args(argv)
+    assert capsys.readouterr().out.splitlines() == lines
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(communicators, "get_world_size", lambda: 1)
+    PRPO_MINIGRID.parse_args(argv)
+    assert capsys.readouterr().out == ""
+
+
+@on(ALL)
+def test_only_a_penalty_of_zero_takes_the_peers_influence(script, tmp_path, capsys):
+    """Averages and PR-TRPO's constraint need no penalty."""
+    argv = [*other_words(script), "--run-dir", str(tmp_path)]
+    if script is not PRTRPO_MINIGRID:
+        argv += ["--kl-coef", "0"]
+    script.parse_args(argv)
+    expected = [NO_INFLUENCE] if script in (PRPO_MINIGRID, PRPO_ATARI) else []
+    assert capsys.readouterr().out.splitlines() == expected
 
 
 # --- reports ---
@@ -501,10 +938,10 @@ def test_an_inflated_report_does_not_own_a_row(script, communicator, tmp_path, m
     """Agent 1 reports 1e30, which counts as ten times the others' usual return."""
     reported, expected = BOUNDED[communicator]
 
-    def report(peers):
-        peers.mean_returns[:] = torch.tensor(reported)
+    def report(means, returns):
+        means[:] = torch.tensor(reported)
 
-    monkeypatch.setattr(Peers, "remember_returns", report)
+    monkeypatch.setattr(communicators, "update_means", report)
     settings = {"iterations": 1, "local_updates": 1, "eval_episodes": 0, "num_steps": 16}
     settings["communicator"] = communicator
     script.main(tiny(script, tmp_path, **settings))

@@ -511,6 +511,56 @@ def test_slow_progress_has_decimals(rate, text, capsys):
     assert capsys.readouterr().out == f"{line}\n\r\033[K{line}"
 
 
+class LaunchedExchange(communicators.Exchange):
+    """What a launcher may put in the place of the exchange: some agents' logs are elsewhere."""
+
+    label = "agents_0_1"
+    settings = {"exchange": "there", "seed": "the script's counts"}
+
+    def __init__(self, *inputs):
+        super().__init__(*inputs)
+        self.members = range(2)
+        self.arrived = [[] for _ in self.agents]
+
+    def state(self):
+        return {"arrived": self.arrived}
+
+    def describe(self):
+        return super().describe() | {"communication/age": 3.0}
+
+
+def test_an_exchange_of_a_launcher_has_a_say_in_the_run(tmp_path, monkeypatch, crashing, capsys):
+    """In the folder's name, settings, logs and checkpoints."""
+    exchanges = []
+
+    def make_exchange(*inputs):
+        exchanges.append(LaunchedExchange(*inputs))
+        return exchanges[-1]
+
+    def receive(iteration):
+        for i, arrived in enumerate(exchanges[-1].arrived):
+            arrived.append([iteration, i])
+
+    monkeypatch.setattr(toy, "Exchange", make_exchange)
+    crashing("complete", 2, 4, lambda: toy.main(args_of(tmp_path), at=receive))
+    folder = only_run(tmp_path)
+    assert re.fullmatch(r"toy__toy__1__agents_0_1__\d+", folder.name)
+    assert "agents 0 1 of 3 agents on cpu" in capsys.readouterr().out
+    monkeypatch.setattr(communicators, "exchange_of_launcher", make_exchange)
+    args = communicators.parse_args(toy.Args, toy.check_args, ["--resume", str(folder)])
+    summary = toy.main(args, at=receive)
+    assert exchanges[-1].arrived == [[[k, i] for k in range(1, 7)] for i in range(3)]
+    config = json.loads((folder / "config.json").read_text())
+    for settings in (config, summary["settings"]):
+        assert (settings["exchange"], settings["seed"]) == ("there", 1)
+    assert not [word for word in config["command"] if word.startswith("--exchange")]
+    metrics = pandas.read_csv(folder / "metrics.csv")
+    assert set(metrics["agent"]) == {0, 1} and set(metrics["age"]) == {3.0}
+    assert set(pandas.read_csv(folder / "communicator.csv")["listener"]) == {0, 1}
+    assert set(pandas.read_csv(folder / "evaluations.csv")["agent"]) == {0, 1}
+    assert len(summary["evaluation"]["agents"]) == 2
+
+
 @pytest.mark.parametrize(
     "name", ["../..", "/etc", "a/b\\c", "x" * 300, "..", "ü?*:", "学" * 80, "a" + "学" * 80]
 )
@@ -697,14 +747,7 @@ OTHER |= {
     "topology": "ring",
     "top_k": "1",
 }
-OTHER |= {"exchange": "other", "agents": "0", "federation": "other", "wait": "3", "max_age": "1"}
-OTHER |= {
-    "identity": "other.pem",
-    "trust": "other",
-    "iterations": "9",
-    "run_dir": "other",
-    "track": "True",
-}
+OTHER |= {"iterations": "9", "run_dir": "other", "track": "True"}
 FREE = {
     "run_dir",
     "device",
@@ -911,7 +954,9 @@ def test_names_above_the_limit_of_wandb_are_cut_and_stay_different(length, monke
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     names = ["x" * (length - 1) + end for end in "12"]
     for name in names:
-        communicators.Run._open_wandb(SimpleNamespace(name=name, args=toy.Args()))
+        run = SimpleNamespace(name=name, args=toy.Args(), settings={"seed": 1})
+        communicators.Run._open_wandb(run)
+    assert [options["config"] for options in received] == [{"seed": 1}] * 2
     used = [options["id"] for options in received]
     assert used == [options["name"] for options in received]
     assert [len(name) for name in used] == [128, 128] and used[0] != used[1]

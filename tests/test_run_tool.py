@@ -189,12 +189,18 @@ def test_what_was_cut_off_is_resumed_from_its_checkpoint_or_started_anew(tmp_pat
     (planned,) = tool([world], "--dry-run").stdout.splitlines()
     assert planned.endswith(" --env house.py:make")
     # A federation has its files already, from which only --resume goes on
-    federated = f"{train('cut-federated')} --exchange shared"
+    (tmp_path / "federate.py").write_text(
+        "import runpy, sys\n"
+        "sys.argv[1:] = sys.argv[sys.argv.index('train.py') + 1 :]\n"
+        "runpy.run_path('train.py', run_name='__main__')\n"
+    )
+    launcher = "python federate.py --trust x.py --agents 0"
+    federated = train("cut-federated").replace("python", launcher)
     assert tool([federated]).returncode == 1
     (started,) = tmp_path.glob("runs/Task__cut-federated__*")
     (started / "config.json").write_text(json.dumps({"script": "train"}))
     (planned,) = tool([federated], "--dry-run").stdout.splitlines()
-    assert planned == f"python train.py --resume runs/{started.name}"
+    assert planned == f"{launcher} train.py --resume runs/{started.name}"
     assert tool(lines).returncode == 1  # cut is cut again; the resumed one completes
     resumed = calls(tmp_path)
     assert [call.split()[0] for call in resumed["cut-save"]] == ["--run-dir", "--resume"]
@@ -423,13 +429,18 @@ def test_our_scripts_say_what_the_tool_looks_for(tmp_path, tool):
 
 @pytest.mark.parametrize("agents", ["1", "1 2"])
 def test_a_process_of_a_federation_is_resumed(agents, tmp_path, tool):
-    line = f"python {REPOSITORY}/prpo_minigrid.py --env-id MiniGrid-Empty-5x5-v0 --wait 0"
+    line = f"python {REPOSITORY}/federate.py --wait 0 --exchange share --agents {agents}"
+    line += f" {REPOSITORY}/prpo_minigrid.py --env-id MiniGrid-Empty-5x5-v0"
+    start, _, _ = line.partition(" --env-id")
     line += " --num-envs 2 --num-steps 8 --total-timesteps 32 --num-minibatches 1 --save-every 1"
-    line += f" --eval-episodes 0 --run-dir runs --exchange share --agents {agents}"
+    line += " --eval-episodes 0 --run-dir runs"
     assert tool([line]).returncode == 0
     assert not tool([line], "--dry-run").stdout
     (summary,) = tmp_path.glob("runs/*/summary.json")
     summary.unlink()
-    assert tool([line], "--dry-run").stdout.endswith(
-        f"--resume {summary.parent.relative_to(tmp_path)}\n"
-    )
+    folder = summary.parent.relative_to(tmp_path)
+    assert tool([line], "--dry-run").stdout == f"{start} --resume {folder}\n"
+    shutil.rmtree(summary.parent / "checkpoints")  # its files are in the store all the same
+    assert tool([line], "--dry-run").stdout == f"{start} --resume {folder}\n"
+    assert tool([line]).returncode == 0
+    assert json.loads(summary.read_text())["completed"]

@@ -13,9 +13,12 @@ from unittest import mock
 import pytest
 import torch
 from helpers import (
+    FEDAVG_ATARI,
     FEDAVG_MINIGRID,
     MINIGRID,
+    PRPO_ATARI,
     PRPO_MINIGRID,
+    PRTRPO_MINIGRID,
     REPOSITORY,
     SLOW_ATARI,
     SLOW_FEDAVG,
@@ -38,6 +41,8 @@ from helpers import (
 )
 from ports import free_port
 
+import communicators
+
 
 def script_file(script):
     return REPOSITORY / f"{script.__name__}.py"
@@ -45,6 +50,11 @@ def script_file(script):
 
 def summary_of(folder):
     return json.loads((folder / "summary.json").read_text())
+
+
+def communicator_of(folder):
+    """C and the distances in all iterations in which they changed, as text."""
+    return (folder / "communicator.csv").read_text()
 
 
 def resume(script, folder, *options):
@@ -60,7 +70,12 @@ def crash_command(moment, agent, iteration, script):
 # --- placements ---
 
 
-@on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_ATARI])
+SLOW_PRTRPO, SLOW_FEDAVG_ATARI = (
+    pytest.param(script, marks=pytest.mark.slow) for script in (PRTRPO_MINIGRID, FEDAVG_ATARI)
+)
+
+
+@on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_PRTRPO, SLOW_ATARI, SLOW_FEDAVG_ATARI])
 @pytest.mark.usefixtures("smooth_adam")
 def test_three_ranks_train_like_one_process(script, tmp_path):
     """One agent per rank gives the metrics, weights, evaluation and bytes of one process; what
@@ -74,7 +89,7 @@ def test_three_ranks_train_like_one_process(script, tmp_path):
     whole = only_run(tmp_path / "whole")
     assert_same_placement(only_run(tmp_path / "runs"), whole, ranks=3, exactly=exactly)
     for report in reports:
-        assert_declared(report["run"], script, num_agents=3, held=1)
+        assert_declared(report["run"], script, num_agents=3, held=1, reports=True)
 
 
 @on_minigrid
@@ -90,21 +105,39 @@ def test_one_rank_trains_like_one_process(script, whole_run, tmp_path, monkeypat
 
 
 @on_minigrid
-def test_two_ranks_with_two_agents_each_train_like_one_process(script, watched_runs, tmp_path):
+@pytest.mark.parametrize("name", ["uniform", "surrogate", "identity"])
+def test_two_ranks_with_two_agents_each_train_like_one_process(
+    script, name, watched_runs, tmp_path
+):
     """Ranks that hold several agents: nothing random and nothing exchanged depends on who holds
-    whom.
+    whom, nor do rows of C that only an agent itself can know.
     """
     _, folder = watched_runs
-    script.main(tiny(script, tmp_path, **FOUR, communicator="uniform"))
-    assert_same_placement(only_run(folder / str(script) / "uniform"), only_run(tmp_path), ranks=2)
+    script.main(tiny(script, tmp_path, **FOUR, communicator=name))
+    ranks = only_run(folder / str(script) / name)
+    assert_same_placement(ranks, only_run(tmp_path), ranks=2, isolated=name == "identity")
 
 
-def assert_same_placement(folder, expected, ranks, exactly=True):
+@on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_PRTRPO])
+def test_many_agents_in_ranks_train_like_one_process(script, tmp_path):
+    """Where a rank evaluates only those to whom its agents may listen."""
+    settings = {"num_agents": 18, "topology": "ring", "top_k": 1, "communicator": "surrogate"}
+    settings |= {"iterations": 2, "local_updates": 1, "num_steps": 16, "eval_episodes": 0}
+    script.main(tiny(script, tmp_path / "one", **settings, hidden_sizes=(8,) * 18))
+    words = *flags(script, tmp_path / "ranks", **settings), "--hidden-sizes", *[8] * 18
+    run_ranks(2, script_file(script), *words, cwd=tmp_path)
+    assert_same_placement(only_run(tmp_path / "ranks"), only_run(tmp_path / "one"), ranks=2)
+
+
+def assert_same_placement(folder, expected, ranks, exactly=True, isolated=False):
     assert_same_run(folder, expected, exactly)
+    if exactly:
+        assert communicator_of(folder) == communicator_of(expected)
     spread = summary_of(folder)
     together = summary_of(expected)
     assert (spread["world_size"], together["world_size"]) == (ranks, 1)
-    assert spread["communication_bytes"] == together["communication_bytes"] > 0
+    assert spread["communication_bytes"] == together["communication_bytes"]
+    assert (spread["communication_bytes"] == 0) == isolated
     for ours, theirs in zip(
         spread["evaluation"]["agents"], together["evaluation"]["agents"], strict=True
     ):
@@ -139,7 +172,7 @@ def assert_same_charts(folder, expected):
 
 
 # Which a real kill -9 tests below
-@on([*MINIGRID, SLOW_ATARI])
+@on([*MINIGRID, SLOW_PRTRPO, SLOW_ATARI, SLOW_FEDAVG_ATARI])
 def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tmp_path):
     """Some agents have saved and others have not: all go on from the newest checkpoint that all of
     them completed.
@@ -181,10 +214,57 @@ def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
     resume(script, folder)
     assert_same_run(folder, whole_run(script))
     assert_same_charts(folder, whole_run(script))
-    logged, expected = (
-        (path / "communicator.csv").read_text() for path in (folder, whole_run(script))
-    )
-    assert logged == expected  # once for every change of C, also across the restart
+    # Once for every change of C, also across the restart
+    assert communicator_of(folder) == communicator_of(whole_run(script))
+
+
+SNAPSHOT = {"self_reference": "snapshot", "communicator": "surrogate"}
+# Rounds are after the third and the sixth iteration
+IN_AN_INTERVAL = "complete", 2, 4
+# After a round
+BEFORE_THE_FIRST_CHECKPOINT = "half a file", 0, 4
+CUT_OFF = [
+    (PRPO_MINIGRID, SNAPSHOT, IN_AN_INTERVAL),
+    (PRPO_MINIGRID, SNAPSHOT | {"save_every": 4}, BEFORE_THE_FIRST_CHECKPOINT),
+    (FEDAVG_MINIGRID, {"prox_coef": 0.01, "communicator": "similarity"}, IN_AN_INTERVAL),
+    (FEDAVG_MINIGRID, {"save_every": 4}, BEFORE_THE_FIRST_CHECKPOINT),
+    (PRTRPO_MINIGRID, SNAPSHOT, IN_AN_INTERVAL),
+    pytest.param(PRPO_ATARI, SNAPSHOT, IN_AN_INTERVAL, marks=pytest.mark.slow),
+    pytest.param(FEDAVG_ATARI, {}, IN_AN_INTERVAL, marks=pytest.mark.slow),
+]
+CUT_OFF_RANKS = [
+    CUT_OFF[0],
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in CUT_OFF[1:5]),
+]
+
+
+@pytest.mark.parametrize(("script", "settings", "moment"), CUT_OFF, ids=str)
+def test_a_run_goes_on_with_what_was_sent_in_its_last_round(
+    script, settings, moment, crashing, tmp_path
+):
+    """Cut off between two rounds: C, snapshots and averages of the last one are as they were, bit
+    for bit; also where nothing was saved since the start.
+    """
+    script.main(tiny(script, tmp_path / "whole", **settings))
+    args = tiny(script, tmp_path / "parts", **settings)
+    crashing(*moment, lambda: script.main(args))
+    folder = only_run(tmp_path / "parts")
+    resume(script, folder)
+    assert_same_run(folder, only_run(tmp_path / "whole"))
+    assert communicator_of(folder) == communicator_of(only_run(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(("script", "settings", "moment"), CUT_OFF_RANKS, ids=str)
+def test_ranks_go_on_with_what_was_sent_in_their_last_round(script, settings, moment, tmp_path):
+    """The same in three processes, which all end when one is killed."""
+    script.main(tiny(script, tmp_path / "whole", **settings))
+    words = flags(script, tmp_path / "parts", **settings)
+    processes = start_ranks(3, *crash_command(*moment, script), *words, cwd=tmp_path)
+    assert -signal.SIGKILL in [code for _, code in outcomes(processes)]
+    folder = only_run(tmp_path / "parts")
+    run_ranks(3, script_file(script), "--resume", folder, cwd=tmp_path)
+    assert_same_run(folder, only_run(tmp_path / "whole"))
+    assert communicator_of(folder) == communicator_of(only_run(tmp_path / "whole"))
 
 
 @on_minigrid
@@ -324,14 +404,16 @@ def test_a_signal_to_one_rank_ends_all_ranks_at_the_same_iteration(tmp_path):
 # --- the wire ---
 
 FOUR = {"num_agents": 4, "num_envs": 1, "num_minibatches": 1}
-WATCHED = [(script, name) for script in MINIGRID for name in ("uniform", "similarity", "identity")]
+NAMES = "uniform", "similarity", "surrogate", "softmax-reward", "identity"
+WATCHED = [(script, name) for script in MINIGRID for name in NAMES]
+WATCHED += [(PRTRPO_MINIGRID, "uniform")]
 
 
 def watch(ranks, runs, folder, **env):
     """Run name -> [script, flags...] on ranks while torch.distributed is watched: every rank's
     report.
 
-    A report says for each run which functions were called, with the dtype and size of every tensor
+    A report says for each run which functions were called, with the dtype and shape of every tensor
     in their arguments.
     """
     wire = REPOSITORY / "tests" / "tools" / "wire.py"
@@ -360,24 +442,22 @@ def watched_runs(once):
 
 
 @pytest.mark.parametrize(("script", "name"), WATCHED, ids=str)
-def test_nothing_but_parameters_and_declared_scalars_leaves_a_rank(script, name, watched_runs):
-    """With communicators of parameters, of distributions and of nothing."""
-    public = 0
-    if name == "identity":
-        public = len(script.collect_public_states(tiny(script, ".", **FOUR))) * script.num_actions
+def test_nothing_but_parameters_and_declared_numbers_leaves_a_rank(script, name, watched_runs):
+    """With communicators of returns, of distributions and of nothing."""
     for report in watched_runs[0]:
-        assert_declared(report[f"{script}/{name}"], script, 4, 2, name == "identity", public)
+        calls = report[f"{script}/{name}"]
+        assert_declared(calls, script, 4, 2, name == "softmax-reward", name == "identity")
 
 
-def assert_declared(calls, script, num_agents, held, isolated=False, public=0):
-    """What moves is whole parameters, the run's stamp, and per agent fewer numbers than a rollout
-    has steps.
+def assert_declared(calls, script, num_agents, held, reports=False, isolated=False):
+    """What moves is flat: whole parameters, the run's stamp, a row of C and of distances for each
+    agent, and for the log fewer numbers of each agent than a rollout has steps.
 
-    Nothing is pickled; the parameters move at the common start and in both rounds, those of
-    isolated agents never: in their place, for the log, distributions over actions on public states,
-    which show nothing of what an agent has met.
+    Nothing is pickled. Parameters move at the common start and in both rounds, and, where a
+    resumed run would need them, behind a checkpoint; those of isolated agents never again after the
+    start. A number of each agent is reported where the communicator reads it.
     """
-    parameters = script.parameters
+    parameters = len(communicators.flatten(script.of_family.Agent(script.num_actions)))
     assert not [function for function, _ in calls if "object" in function]
     # Nothing of the agents' is in such a call
     silent = {function for function, tensors in calls if not tensors}
@@ -387,19 +467,30 @@ def assert_declared(calls, script, num_agents, held, isolated=False, public=0):
         "monitored_barrier",
         "destroy_process_group",
     }
-    for _, tensors in calls:
-        for dtype, numel in tensors:
+    moved = Counter()
+    rows = 0
+    numbers = 0
+    for function, tensors in calls:
+        for dtype, shape in tensors:
+            (numel,) = shape  # flat
             if numel >= parameters:
                 assert dtype == "float32"
-                assert numel in (parameters, held * parameters, num_agents * parameters)
+                # At the start those of all agents, from rank 0
+                of_all = function == "broadcast" and numel == num_agents * parameters
+                assert of_all or (function == "all_gather" and numel == held * parameters)
             elif dtype == "float32":
-                assert numel == held * public
+                assert (function, numel) == ("all_gather", held * num_agents)
             else:
                 assert dtype in ("float64", "int64")
-                assert numel <= num_agents * 32 < num_agents * script.tiny["num_steps"]
-    # A number of each agent held
-    reports = [tensors for _, tensors in calls if ["float64", held] in tensors]
-    assert bool(reports) == (not isolated)
-    moved = Counter(tensors[0][1] >= parameters for _, tensors in calls if tensors)
-    assert moved[True] == 1 + (0 if isolated else 2)
-    assert moved[False] >= 6  # the metrics of every iteration, so the watch is awake
+                assert numel <= held * 32 < held * script.tiny["num_steps"]
+        if tensors:
+            dtype, (numel,) = tensors[0]
+            moved[function] += numel >= parameters
+            rows += dtype == "float32" and numel < parameters
+            numbers += dtype == "float64" and numel == held
+    keeps_sent = script is not FEDAVG_ATARI  # which goes on from agents and C alone
+    assert moved["broadcast"] == 1
+    assert moved["all_gather"] == (0 if isolated else 2 + keeps_sent)
+    assert rows == 2 * 3  # of C and of distances: at the start and in both rounds
+    assert numbers == (2 if reports else 0)
+    assert len(calls) >= 6  # the metrics of every iteration, so the watch is awake

@@ -182,7 +182,7 @@ def test_equal_returns_are_a_fair_coin_without_noise_too():
 )
 def test_the_partition_is_a_disjoint_cover_of_equal_blocks(partition, n, hidden, seed):
     policy = s2zpo_mujoco.Policy(4, 3, hidden)
-    d = communicators.count_parameters(policy)
+    d = sum(parameter.numel() for parameter in policy.parameters())
     args = Args(partition=partition, num_agents=n, seed=seed)
     blocks = s2zpo_mujoco.split_parameters(args, policy)
     assert torch.cat(blocks).sort().values.tolist() == list(range(d))
@@ -323,7 +323,7 @@ def test_a_quadratic_decreases_as_in_a_plain_loop(algorithm, tmp_path, monkeypat
     s2zpo_mujoco.main(args)
     policy = s2zpo_mujoco.make_policy(args)
     blocks = s2zpo_mujoco.split_parameters(args, policy)
-    theta = communicators.flatten([policy])[0].numpy()
+    theta = communicators.flatten(policy.network).numpy()
     first = value(torch.from_numpy(theta)).item()
     for t in range(60):
         step = np.zeros(TINY_D, dtype=np.float32)
@@ -337,7 +337,7 @@ def test_a_quadratic_decreases_as_in_a_plain_loop(algorithm, tmp_path, monkeypat
     (final, *_) = weights_of(only_run(tmp_path)).values()
     saved = torch.load(only_run(tmp_path) / "checkpoints" / "agent_0" / "60.pt")["policy"]
     policy.load_state_dict(saved)
-    learned = communicators.flatten([policy])[0]
+    learned = communicators.flatten(policy.network)
     np.testing.assert_allclose(learned, theta, atol=1e-5)
     assert len(final) == TINY_D + 2 * 4  # and statistics of observations
     assert value(learned).item() > 0.6 * first  # a loss that was 1 is below 0.6
@@ -359,7 +359,7 @@ def play_plainly(args, agents, iteration, parameters):
         generator = seeded(args.seed, i, iteration, s2zpo_mujoco.ACTIONS)
         noise = actions.draw_noise(args.horizon, 2 * number, generator=generator)
         for row in range(2 * number):
-            communicators.unflatten(parameters[2 * k + row // number][None], [policy])
+            communicators.unflatten(parameters[2 * k + row // number], policy.network)
             env = s2zpo_mujoco.make_env(args)
             seed = communicators.derive_seed(args.seed, i, row, 0, s2zpo_mujoco.ENVIRONMENTS)
             obs, _ = env.reset(seed=seed)
@@ -384,13 +384,12 @@ def test_episodes_side_by_side_are_those_of_a_plain_loop(settings):
     args = Args(**settings, env_backend="gymnasium", seed=4)
     agents = range(1, args.num_agents)
     policy = s2zpo_mujoco.make_policy(args).requires_grad_(False)
-    networks = [s2zpo_mujoco.make_policy(args) for _ in range(2 * len(agents))]
-    d = communicators.count_parameters(policy)
-    parameters = communicators.flatten(networks) + 0.3 * torch.randn(
-        len(networks), d, generator=seeded(8)
-    )
-    communicators.unflatten(parameters, networks)
-    stacked = communicators.Stacked([network.network for network in networks])
+    networks = [s2zpo_mujoco.make_policy(args).network for _ in range(2 * len(agents))]
+    start = communicators.flatten(policy.network)
+    parameters = start + 0.3 * torch.randn(len(networks), len(start), generator=seeded(8))
+    for network, of_network in zip(networks, parameters, strict=True):
+        communicators.unflatten(of_network, network)
+    stacked = communicators.Stacked(networks)
     stacked.read()
     envs = s2zpo_mujoco.Envs(args, agents, 0)
 
@@ -440,7 +439,7 @@ def test_normalisation_joins_the_statistics_of_agents():
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, 1e30])
 def test_statistics_leave_out_what_is_not_finite(bad):
-    """Whole observations, also those whose squares are too large, and agents' sums."""
+    """Whole observations, also those whose squares are too large, and agents without sums."""
     generator = np.random.default_rng(5)
     obs = torch.from_numpy(generator.normal(3, 2, size=(2, 3, 5, 4)).astype(np.float32))
     obs[1, 2, 3, 0] = bad
@@ -456,9 +455,8 @@ def test_statistics_leave_out_what_is_not_finite(bad):
 
     other = copy.deepcopy(policy)
     s2zpo_mujoco.set_normalisation(policy, sums[:1], keep_policy=True)
-    sums[1, 5] = math.inf
-    s2zpo_mujoco.set_normalisation(other, sums, keep_policy=True)
-    s2zpo_mujoco.set_normalisation(other, sums[1:], keep_policy=True)  # nothing is known
+    s2zpo_mujoco.set_normalisation(other, [sums[0], None], keep_policy=True)
+    s2zpo_mujoco.set_normalisation(other, [None, None], keep_policy=True)  # nothing is known
     for name, tensor in policy.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
 
@@ -712,17 +710,16 @@ def test_a_central_run_resumes_with_its_pairs(tmp_path):
 @pytest.mark.parametrize("iteration", [2, 4])
 def test_a_policy_that_is_not_finite_is_reported(damaged, iteration, tmp_path, monkeypatch, capsys):
     """In CartPole, whose returns are finite whatever is done; in the last iteration, too."""
-    set_parameters = communicators.unflatten
+    is_finite = s2zpo_mujoco.is_finite
     calls = []
 
-    def poison(parameters, networks):
-        set_parameters(parameters, networks)
+    def poison(policy):
         calls.append(1)
-        if len(calls) == 2 * iteration:  # candidates, then the policy, in every iteration
-            networks[0].state_dict()[damaged][0] = math.nan
+        if len(calls) == iteration:  # it is asked once in every iteration
+            policy.state_dict()[damaged][0] = math.nan
+        return is_finite(policy)
 
-    monkeypatch.setattr(communicators, "unflatten", poison)
-    monkeypatch.setattr(communicators.Exchange, "broadcast_networks", lambda *_: None)
+    monkeypatch.setattr(s2zpo_mujoco, "is_finite", poison)
     settings = TINY | {"run_dir": str(tmp_path), "norm_obs": False}
     summary = s2zpo_mujoco.main(Args(**settings))
     folder = only_run(tmp_path)
@@ -818,7 +815,7 @@ def test_processes_train_as_one_and_send_bits(tmp_path):
     for algorithm in ("par", "fedavg"):
         assert_same(only_run(tmp_path / "two" / algorithm), only_run(tmp_path / "one" / algorithm))
         sent = [
-            (name, tensors[-1])
+            (name, [tensors[-1][0], math.prod(tensors[-1][1])])
             for name, tensors in calls_of[algorithm]
             if tensors and name != "monitored_barrier"
         ]
@@ -835,6 +832,23 @@ def test_processes_train_as_one_and_send_bits(tmp_path):
         largest = max(numel for kind, numel in gathered if kind == "float64")
         assert gathered.count(["float64", 18]) >= 3
         assert largest < TINY_D
+
+
+def test_a_launcher_knows_that_agents_must_be_together(tmp_path, monkeypatch):
+    """Every step needs the votes of all, also a single agent's."""
+    needs_of_runs = []
+
+    def refuse(args, *needs):
+        needs_of_runs.append(needs)
+        communicators.stop("refused")
+
+    monkeypatch.setattr(communicators, "exchange_of_launcher", refuse)
+    for n in (3, 1):
+        refusal(train, tmp_path, code=1, num_agents=n)
+    assert (
+        needs_of_runs
+        == [(False, "", "all agents share one vector of parameters at every step")] * 2
+    )
 
 
 # --- a person as the panel ---

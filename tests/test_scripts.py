@@ -47,9 +47,6 @@ from safetensors.torch import load_file
 from scipy import stats
 from tyro._docstrings import get_field_docstring
 
-import communicators
-import fedavg_ppo
-
 ROOMS = "MiniGrid-FourRooms-v0"
 GAME = "BreakoutNoFrameskip-v4"
 
@@ -59,7 +56,7 @@ GAME = "BreakoutNoFrameskip-v4"
 BAD = {
     "unknown communicator": (
         ["--communicator", "uniforn"],
-        ["--communicator uniforn", "uniform", "rank-reward"],
+        ["--communicator uniforn", "neither a communicator", "--help", "CSV file"],
     ),
     "no such matrix": (
         ["--communicator", "nowhere.csv"],
@@ -177,71 +174,58 @@ BAD_ATARI = {
         ["--env-ids", "PongNoFrameskip-v4", "same actions", "--full-action-space"],
     ),
 }
-SWAPPED = ("--communicator", "self-preferred", "--self-preference", "0")
-BAD_AGGREGATION = {
-    "a communicator of isolated agents": (
-        ["--aggregation", "none", "--communicator", "reward"],
-        ["--communicator reward", "no effect with --aggregation none"],
-    ),
+SWAPPED = {
     "swapped networks": (
-        [*SWAPPED, "--aggregation", "weights"],
+        ["--communicator", "self-preferred", "--self-preference", "0"],
         ["--self-preference 0", "must be positive"],
     ),
+    "policies": (["--mixture", "geometric"], ["--mixture"]),
 }
-NOT_AVERAGED = "needs parameters that are averaged: --aggregation weights"
-BAD_AGGREGATION |= {
-    "private heads of policies": (
-        ["--private-heads", "actor", "critic"],
-        ["--private-heads actor critic", NOT_AVERAGED],
-    ),
-    "private heads of isolated agents": (
-        ["--aggregation", "none", "--private-heads", "critic"],
-        ["--private-heads critic", NOT_AVERAGED],
-    ),
-    "a private trunk": (
-        ["--aggregation", "weights", "--private-heads", "network"],
-        ["--private-heads", "'network'", "'actor', 'critic'"],
-    ),
-    "private heads beside a pull": (
-        ["--aggregation", "proximal", "--private-heads", "critic"],
-        ["--private-heads critic", NOT_AVERAGED],
-    ),
-    "a mixture of pulls": (
-        ["--aggregation", "proximal", "--mixture", "geometric"],
-        ["--mixture geometric", "no effect with --aggregation proximal"],
-    ),
-    "a pull without averages": (
-        ["--prox-coef", "0.02"],
-        ["--prox-coef 0.02", "needs --aggregation proximal"],
-    ),
-}
-BAD_FEDAVG = {
+OF_ATARI = "games of the Atari 2600 are trained by fedavg_atari.py"
+BAD_FEDAVG = SWAPPED | {
     "no average": (
         ["--hidden-sizes", "64", "64", "32"],
         ["--hidden-sizes 64 64 32", "must be equal"],
     ),
-    "missions of a game": (
-        ["--env-id", GAME, "--missions", "red", "blue", "green"],
-        ["--missions"],
+    "a game": (["--env-id", GAME], [f"--env-id {GAME}: {OF_ATARI}"]),
+    "a game by its other name": (
+        ["--env-id", "ALE/Breakout-v5"],
+        [f"--env-id ALE/Breakout-v5: {OF_ATARI}"],
     ),
     "a room and a game": (
         ["--num-agents", "2", "--env-ids", ROOMS, GAME],
-        ["--env-ids", ROOMS, GAME, "must be a MiniGrid or BabyAI task"],
+        [f"--env-ids {ROOMS} {GAME}: {OF_ATARI}"],
     ),
-    "a game and a room": (
-        ["--num-agents", "2", "--env-ids", GAME, ROOMS],
-        ["--env-ids", ROOMS, GAME, "must be <Game>NoFrameskip-v4"],
+    "a private trunk": (
+        ["--private-heads", "network"],
+        ["--private-heads", "'network'", "'actor', 'critic'"],
     ),
-    "private levels of a game": (["--env-id", GAME, "--levels-per-agent", "2"], ["--levels-per"]),
+    "private heads beside a pull": (
+        ["--prox-coef", "0.1", "--private-heads", "critic"],
+        ["--private-heads critic", "--prox-coef"],
+    ),
+    "a push": (["--prox-coef", "-0.1"], ["--prox-coef -0.1", "not be negative"]),
     "sticky actions in a room": (["--sticky-actions"], ["--sticky-actions"]),
-    "policies": (["--aggregation", "policy"], ["--aggregation", "weights"]),
+}
+BAD_FEDAVG_ATARI = SWAPPED | {
+    "a room": (["--env-id", ROOMS], [f"--env-id {ROOMS}", "must be <Game>NoFrameskip-v4"]),
+    "private levels of a game": (["--levels-per-agent", "2"], ["--levels-per-agent"]),
+    "private heads": (["--private-heads", "actor"], ["--private-heads"]),
+    "a pull": (["--prox-coef", "0.1"], ["--prox-coef"]),
+}
+# Isolated agents are --communicator identity, averages are other scripts'
+BAD_PRPO = {
+    "another script's": (["--aggregation", "weights"], ["--aggregation"]),
+    "private heads of policies": (["--private-heads", "actor"], ["--private-heads"]),
+    "a pull of policies": (["--prox-coef", "0.1"], ["--prox-coef"]),
 }
 PRPO = [PRPO_MINIGRID, PRPO_ATARI]
 CASES = [(script, case, *BAD[case]) for script in PRPO for case in BAD]
 CASES += [(PRPO_MINIGRID, case, *BAD_MINIGRID[case]) for case in BAD_MINIGRID]
 CASES += [(PRPO_ATARI, case, *BAD_ATARI[case]) for case in BAD_ATARI]
-for case in BAD_AGGREGATION:
-    CASES += [(script, case, *BAD_AGGREGATION[case]) for script in PRPO]
+CASES += [(script, case, *BAD_PRPO[case]) for script in PRPO for case in BAD_PRPO]
+CASES += [(FEDAVG_MINIGRID, case, *BAD_FEDAVG[case]) for case in BAD_FEDAVG]
+CASES += [(FEDAVG_ATARI, case, *BAD_FEDAVG_ATARI[case]) for case in BAD_FEDAVG_ATARI]
 
 
 def complaint(script, argv):
@@ -284,15 +268,6 @@ def test_only_the_first_rank_prints_a_box(monkeypatch, capsys):
             PRPO_MINIGRID.parse_args(["--num-envz", "3"])
         assert end.value.code == 2
         assert ("--num-envz" in capsys.readouterr().err) == printed
-
-
-@pytest.mark.parametrize("case", BAD_FEDAVG)
-def test_bad_input_of_fedavg_ends_with_one_line(case):
-    """Flags and tasks of the other family, and what has no average."""
-    argv, words = BAD_FEDAVG[case]
-    family, Args = fedavg_ppo.choose_family(argv)
-    message = refusal(communicators.parse_args, Args, family.check_args, argv)
-    assert all(word in message for word in words), message
 
 
 @every_script
@@ -347,7 +322,7 @@ def test_numbers_must_be_finite(script):
                 message = complaint(script, [f"{flag}={value}"])
                 assert f"{flag} {value}" in message
                 assert "must be finite" in message
-    assert number >= 12
+    assert number >= 11
 
 
 def test_tasks_with_other_numbers_of_actions(tmp_path):
@@ -386,11 +361,23 @@ def test_missions_that_agents_do_not_see(env_id, warned, capfd):
     assert all(env_id in line for line in lines)
 
 
-def test_agents_must_not_swap_networks():
-    """FedAvg without self weight is refused (in PR-PPO it is a reference like any other)."""
+def test_policies_may_be_swapped():
+    """FedAvg without self weight is refused; in PR-PPO it is a reference like any other.
+
+    A single agent has nobody to swap with.
+    """
     argv = ["--communicator", "self-preferred", "--self-preference", "0"]
-    assert "--self-preference 0.0: must be positive" in complaint(FEDAVG_MINIGRID, argv)
     assert PRPO_MINIGRID.parse_args(argv).self_preference == 0
+    assert FEDAVG_MINIGRID.parse_args([*argv, "--num-agents", "1"]).self_preference == 0
+
+
+def test_played_runs_of_fedavg_keep_to_their_family(whole_run):
+    """Also where another task is given to play on."""
+    played = ["--eval-only", str(whole_run(FEDAVG_MINIGRID))]
+    assert FEDAVG_MINIGRID.parse_args(played).env_id == FEDAVG_MINIGRID.tiny["env_id"]
+    for flag in ("--env-id", "--env-ids"):
+        number = 3 if flag == "--env-ids" else 1
+        assert OF_ATARI in complaint(FEDAVG_MINIGRID, [*played, flag, *[GAME] * number])
 
 
 def test_a_parameter_of_another_communicator_is_announced(capsys, monkeypatch):
@@ -429,10 +416,11 @@ def test_a_coefficient_of_zero_is_reported_where_nothing_else_pulls(capsys):
         assert capsys.readouterr().out == line
         for other in ("--num-agents 1", "--communicator identity"):
             script.parse_args(["--kl-coef", "0", *other.split()])
-        for aggregation in ("none", "weights", "proximal"):
-            script.parse_args(["--kl-coef", "0", "--aggregation", aggregation])
         script.parse_args(["--kl-coef", "0.1"])
         assert capsys.readouterr().out == ""
+    for script in (FEDAVG_MINIGRID, FEDAVG_ATARI):  # whose agents' parameters are averaged
+        script.parse_args(["--kl-coef", "0"])
+    assert capsys.readouterr().out == ""
 
 
 @every_family
@@ -620,6 +608,19 @@ def test_help_explains_every_flag(script, capsys):
         assert re.sub(r"[^\w:,.()\[\]/*+-]+", "", text) in shown, text
 
 
+@on([PRPO_MINIGRID, PRPO_ATARI])
+def test_help_names_every_communicator(script):
+    """Each of them is understood, and there are no others."""
+    text = get_field_docstring(script.Args, "communicator", ())
+    _, names = text.replace(" (isolated agents)", "").split(": ")
+    names, _ = names.split(", or FILE.csv")
+    names = names.split(", ")
+    assert names == re.findall(r'name == "([a-z-]+)":\n', definitions(script)["make_communicator"])
+    assert len(names) == 8
+    for name in names:
+        assert script.parse_args(["--communicator", name]).communicator == name
+
+
 # --- what a run leaves ---
 
 # Columns of metrics.csv and the keys that they have in TensorBoard
@@ -636,17 +637,6 @@ LOSSES = (
 METRICS = {name: f"charts/{name}" for name in CHARTS} | {
     name: f"losses/{name}" for name in (*LOSSES, "kl_reference")
 }
-POLICY = (
-    "kl_reference_before",
-    "kl_reference_after",
-    "reference_entropy",
-    "tv_update",
-    "tv_reference",
-    "tv_snapshot",
-    "tv_peers",
-)
-METRICS |= {name: f"policy/{name}" for name in POLICY}
-
 TASKS = {
     "MiniGrid": ("MiniGrid-Empty-5x5-v0", "MiniGrid-Empty-Random-5x5-v0", "MiniGrid-Empty-5x5-v0"),
     "Atari": (GAME, "ALE/Breakout-v5", GAME),
@@ -688,7 +678,6 @@ def test_runs_of_fedavg_have_its_name(whole_run):
     summary = json.loads((folder / "summary.json").read_text())
     assert "__fedavg_ppo__1__" in folder.name
     assert summary["script"] == "fedavg_ppo"
-    assert summary["settings"]["aggregation"] == "weights"
     assert {row["exp_name"] for row in rows_of(folder)} == {"fedavg_ppo"}
 
 
@@ -818,6 +807,7 @@ def test_metrics_table(script, finished):
         "learning_rate",
         "kl_coefficient",
         "rounds",
+        "dropped",
         "communication_bytes",
         "agent_steps_per_second",
     ]
@@ -834,6 +824,7 @@ def test_metrics_table(script, finished):
         assert number["timesteps"] == 2 * script.tiny["num_steps"] * number["iteration"]
         rounds = number["iteration"] // 3
         assert number["communication_bytes"] == 6 * script.parameters * 4 * rounds
+        assert number["dropped"] == 0
         assert 0 < number["entropy"] <= math.log(script.num_actions) + 1e-6
         assert number["value_loss"] >= 0
         assert number["approx_kl"] >= -1e-6
@@ -871,7 +862,7 @@ def test_tensorboard(script, finished):
     expected |= {f"{tag}/agent_{i}" for tag in METRICS.values() for i in range(3)}
     expected |= set(METRICS.values())
     expected |= {"charts/SPS", "charts/learning_rate", "charts/kl_coefficient"}
-    expected |= {"communication/rounds", "communication/bytes"}
+    expected |= {"communication/rounds", "communication/dropped", "communication/bytes"}
     assert expected <= scalars.keys()
     assert {
         "charts/episodic_return",
@@ -994,10 +985,8 @@ OF_FAMILY = {
 }
 # What may differ between definitions of the same name: only lines that contain one of these words
 FAMILIES = {
-    "Args": (
-        "class ",
-        "The flags of every script on MiniGrid",
-        "# The environments",
+    "TaskArgs": (
+        "The flags of every script on",
         "device",
         "cpu, cuda",
         "env_id",
@@ -1023,23 +1012,18 @@ FAMILIES = {
         "iterations between checkpoints",
         "the same run",
         "eval_episodes",
-        "per agent and task",
+        "private levels only",
         "at the end",
         "capture_video",
         "total_timesteps",
-        "kl_direction:",
-        "kl_coef:",
-        "learning_rate:",
-        "local_updates",
     ),
-    "check_args": (
-        "def check_",
-        "What types cannot express",
+    "Args": ("kl_direction:", "kl_coef:", "learning_rate:", "local_updates"),
+    "check_task": (
+        "What types cannot express of the flags",
         "precision",
         "args.device",
         "num_steps <",
         "only start",
-        "check_aggregation",
         "hidden_sizes",
         "missions",
     ),
@@ -1051,7 +1035,6 @@ FAMILIES = {
 # Lines of PR-PPO's that are its own, and those of PR-TRPO
 TRUST_REGION = {
     "Args": (
-        "class ",
         "kl_",
         "KL",
         "epsilon",
@@ -1059,7 +1042,6 @@ TRUST_REGION = {
         "instead: the largest",
         "update's epsilon",
         "falls to 0",
-        "learning_rate:",
         "epochs",
         "minibatch",
         "over the rollout",
@@ -1073,12 +1055,6 @@ TRUST_REGION = {
         "# Update",
         "local_updates",
         "between communication rounds",
-        "aggregation",
-        "what agents exchange",
-        "parameters (FedAvg)",
-        "parameters from the average",
-        "private_heads",
-        "heads that are not averaged",
     ),
     "main": (
         "Agent(",
@@ -1088,11 +1064,6 @@ TRUST_REGION = {
         "# Of each agent's last update",
         "compute_radius",
         "kl_",
-        '"reference"]',
-        "anchor",
-        "aggregation",
-        "            else:",
-        "theta",
         "group",
         '"identity":',
         "update(",
@@ -1101,20 +1072,15 @@ TRUST_REGION = {
         "losses",
         "step",
         "row[",
-        "policies",
-        "agents)",
         "deepcopy(first[i])",
-        "exchange_snapshots(",
-        "# FedAvg",
-        "participating[i] and",
-        "average",
-        "for k, i in enumerate(held):",
-        "before = ",
+        "together",
+        "args.delta",
+        "make_exchange(",
+        "flatten(agent",
     ),
     "update": (
         "kl_coef",
         "epsilon",
-        "anchor",
         "->",
         '"""',
         "batch: ",
@@ -1174,17 +1140,14 @@ def test_what_has_the_same_name_is_the_same():
     programs take the same steps in the same order.
     """
     minigrid, atari, trpo = map(definitions, (PRPO_MINIGRID, PRPO_ATARI, PRTRPO_MINIGRID))
-    # What is in two parts on MiniGrid, so that PR-TRPO can take one of them
-    whole = minigrid | {"Args": "\n".join((minigrid["TaskArgs"], minigrid["Args"]))}
-    whole["check_args"] = minigrid["check_task"]
-    same = assert_same_definitions(whole, atari, FAMILIES, apart=OF_FAMILY)
+    same = assert_same_definitions(minigrid, atari, FAMILIES, apart=OF_FAMILY)
     assert same >= {
         "Args",
+        "TaskArgs",
         "check_args",
+        "check_task",
         "compute_advantages",
-        "compute_average",
         "compute_reference",
-        "diagnose_update",
         "estimate_gains",
         "evaluate_agents",
         "evaluate_run",
@@ -1217,7 +1180,7 @@ def test_what_has_the_same_name_is_the_same():
         assert signatures[0] == signatures[1], name
 
     steps = []
-    for source in (minigrid, atari, trpo):
+    for source in (minigrid, atari, trpo, *map(definitions, (FEDAVG_MINIGRID, FEDAVG_ATARI))):
         steps.append(re.findall(r"^ {8,12}# ([A-Z][A-Za-z]+)", source["main"], re.MULTILINE))
     assert steps[0] == [
         "Rollout",
@@ -1226,20 +1189,166 @@ def test_what_has_the_same_name_is_the_same():
         "Update",
         "Metrics",
         "Communication",
-        "Which",
+        "Policies",
         "The",
-        "FedAvg",
+        "Rows",
+        "Who",
         "Evaluation",
         "Checkpoint",
     ]
     assert steps[1] == steps[0]
-    assert [step for step in steps[2] if step != "What"] == [
-        step for step in steps[0] if step != "FedAvg"
-    ]
+    assert [step for step in steps[2] if step != "What"] == steps[0]
+    for of_fedavg in steps[3:]:
+        assert of_fedavg == [*steps[0][:-2], "FedAvg", *steps[0][-2:]]
+
+
+def list_differences(ours, theirs):
+    """The lines that differ, in their order, as "- ours" and "+ theirs", without indentation."""
+    lines = [*difflib.unified_diff(ours.splitlines(), theirs.splitlines(), n=0, lineterm="")]
+    kept = [line for line in lines[2:] if line[0] in "+-" and line[1:].strip()]
+    return [f"{line[0]} {line[1:].strip()}" for line in kept]
+
+
+# What FedAvg has in place of PR-PPO's reference: the lines that differ, without indentation
+ARGS = '''
+- # Reference policy
+- # an agent's own component of its reference: its policy before this update, or its snapshot of
+- # the last round
+- self_reference: Literal["behaviour", "snapshot"] = "behaviour"
+- mixture: Literal["arithmetic", "geometric"] = "arithmetic"
+- """how the reference mixes the agents' distributions"""
++ # Distance to the policy before the update
+- """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
++ """forward: KL(old policy || policy); reverse: KL(policy || old policy)"""
+- """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
++ """coefficient of the KL penalty towards the policy before the update"""
+'''
+RELATIVES = '''
++ private_heads: tuple[Literal["actor", "critic"], ...] = ()
++ """heads that are not averaged, but sent (actor critic: FedPer)"""
++ # above 0 the average only pulls: coefficient of half the squared distance of an agent's
++ # parameters from it, a term of its loss
++ prox_coef: NonNegative = 0.0
+'''
+UPDATE = '''
++ anchor: Tensor | None,
+- """PPO's epochs over an agent's rollout, with the KL penalty of eq. 4. Returns mean losses.
++ """PPO's epochs over an agent's rollout, with the KL penalty of eq. 3. Returns mean losses.
+- [states, actions].
++ [states, actions]; anchor: the average of parameters that --prox-coef pulls towards [numel],
++ None if the agent listens to nobody else.
+- # Distance to the reference policy, exact over the action set: the peers' influence
++ # Distance to the reference policy, exact over the action set: the one before the update
++ # Distance to the average of parameters (proximal); buffers have no gradient
++ if args.prox_coef:
++ proximal_loss = torch.zeros_like(pg_loss)
++ if anchor is not None:
++ values = agent.state_dict(keep_vars=True).values()
++ theta = torch.cat([parameter.flatten() for parameter in values])
++ proximal_loss = 0.5 * (theta - anchor).square().sum()
++ loss = loss + args.prox_coef * proximal_loss
++ if args.prox_coef:
++ losses[-1]["losses/proximal_loss"] = proximal_loss.item()
+'''
+LOOP = """
+- exchange = communicators.make_exchange(args)
++ exchange = communicators.make_exchange(args, averages="pull" if args.prox_coef else "replace")
+- senders = communicators.find_senders(C, held)
+- peers = communicators.load_networks(exchange.recall(sent, sizes), first, senders)
++ received = exchange.recall(sent, sizes)
++ averages = [compute_average(i, received, C) for i in held]
+- for k, i in enumerate(held):
++ for k in range(len(held)):
+- # Reference policy, frozen for this update: row i of C applied to the policies
+- batch["reference"] = compute_reference(i, batch, peers, C, args)
++ # Reference policy, frozen for this update: its own (eq. 3)
++ batch["reference"] = batch["policy"]
+- losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args)
++ anchor = averages[k]
++ losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args, anchor)
+- senders = communicators.find_senders(C, held)
+- peers = {j: networks[j] for j in senders if j in networks}
++ # FedAvg: agents go on from the average of what they received, with their optimizers
++ averages = [compute_average(i, received, C) for i in held]
++ for agent, average in zip(agents, averages, strict=True):
++ if average is not None and not args.prox_coef:
++ replace_parameters(agent, average, args.private_heads)
+"""
+LOOP_ON_ATARI = """
+- exchange = communicators.make_exchange(args)
++ exchange = communicators.make_exchange(args, averages="replace")
+- sent = [communicators.flatten(agent) for agent in agents]
+- "sent": sent,
+- senders = communicators.find_senders(C, held)
+- peers = communicators.load_networks(exchange.recall(sent, sizes), first, senders)
+- for k, i in enumerate(held):
++ for k in range(len(held)):
+- # Reference policy, frozen for this update: row i of C applied to the policies
+- batch["reference"] = compute_reference(i, batch, peers, C, args)
++ # Reference policy, frozen for this update: its own (eq. 3)
++ batch["reference"] = batch["policy"]
+- sent[:] = [communicators.flatten(agent) for agent in agents]
++ sent = [communicators.flatten(agent) for agent in agents]
+- senders = communicators.find_senders(C, held)
+- peers = {j: networks[j] for j in senders if j in networks}
++ # FedAvg: agents go on from the average of what they received, with their optimizers
++ averages = [compute_average(i, received, C) for i in held]
++ for agent, average in zip(agents, averages, strict=True):
++ if average is not None:
++ communicators.unflatten(average, agent)
+"""
+LOOP_OF_FAMILIES = """
+- exchange = communicators.make_exchange(args, averages="pull" if args.prox_coef else "replace")
++ exchange = communicators.make_exchange(args, averages="replace")
++ if args.compile:
++ for agent in agents:
++ agent.compile()
+- sent = [communicators.flatten(agent) for agent in agents]
+- "sent": sent,
+- received = exchange.recall(sent, sizes)
+- averages = [compute_average(i, received, C) for i in held]
+- tables = [PolicyTable(agent) for agent in agents]
++ actors = Actors(args, agents)
+- rollouts = rollout(args, tables, envs, generators)
++ rollouts = rollout(args, actors, envs, generators)
+- anchor = averages[k]
+- losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args, anchor)
++ losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args)
+- sent[:] = [communicators.flatten(agent) for agent in agents]
++ sent = [communicators.flatten(agent) for agent in agents]
+- if average is not None and not args.prox_coef:
+- replace_parameters(agent, average, args.private_heads)
++ if average is not None:
++ communicators.unflatten(average, agent)
+- tables = [PolicyTable(agent) for agent in agents]
+"""
+DIFFERENCES = {
+    (FEDAVG_MINIGRID, PRPO_MINIGRID): {"Args": ARGS + RELATIVES, "update": UPDATE, "main": LOOP},
+    (FEDAVG_ATARI, PRPO_ATARI): {"Args": ARGS, "main": LOOP_ON_ATARI},
+    (FEDAVG_ATARI, FEDAVG_MINIGRID): {"compute_average": "", "main": LOOP_OF_FAMILIES},
+}
+
+
+@pytest.mark.parametrize(("script", "other"), DIFFERENCES, ids=str)
+def test_fedavg_is_pr_ppo_with_averages(script, other):
+    """What has the same name differs in these lines only.
+
+    But for `check_args`, and the defaults of the two families.
+    """
+    expected = DIFFERENCES[script, other]
+    theirs = definitions(script)
+    ours = definitions(other)
+    apart = {"check_args"} if "Args" in expected else {"check_args", "Args"}
+    common = [name for name in ours if name in theirs and name not in apart]
+    assert common == [name for name in theirs if name in ours and name not in apart]
+    assert expected.keys() <= set(common)
+    for name in common:
+        lines = [line for line in expected.get(name, "").splitlines() if line]
+        assert list_differences(ours[name], theirs[name]) == lines, name
 
 
 def test_comparisons_compare_one_thing_only():
-    """FedAvg's script defines no step of training, PR-TRPO's only its own; PR-PPO's stand alone."""
+    """FedAvg and PR-TRPO define their own update and loop; PR-PPO's scripts stand alone."""
     taken = OF_FAMILY | {
         "compute_advantages",
         "compute_reference",
@@ -1250,48 +1359,30 @@ def test_comparisons_compare_one_thing_only():
         "make_communicator",
         "update",
     }
-    assert not taken & definitions(FEDAVG_MINIGRID).keys()
     scripts = {path.stem for path in REPOSITORY.glob("*.py")} - {"communicators"}
-    assert imports(FEDAVG_MINIGRID) & scripts == {"prpo_minigrid", "prpo_atari"}
-    assert imports(PRTRPO_MINIGRID) & scripts == {"prpo_minigrid"}
-    assert taken & definitions(PRTRPO_MINIGRID).keys() == {"update", "Agent", "main"}
-    for script in (PRPO_MINIGRID, PRPO_ATARI):
-        assert not imports(script) & scripts
-    for fedavg, script in ((FEDAVG_MINIGRID, PRPO_MINIGRID), (FEDAVG_ATARI, PRPO_ATARI)):
-        settings = vars(fedavg.Args()) | {"exp_name": "", "aggregation": "policy"}
-        assert settings == vars(script.Args()) | {"exp_name": ""}
+    for script, family, defined in (
+        (FEDAVG_MINIGRID, PRPO_MINIGRID, {"update", "main"}),
+        (FEDAVG_ATARI, PRPO_ATARI, {"main"}),
+        (PRTRPO_MINIGRID, PRPO_MINIGRID, {"update", "Agent", "main"}),
+    ):
+        assert imports(script) & scripts == {family.__name__}
+        assert not imports(family) & scripts
+        assert taken & definitions(script).keys() == defined
 
 
 @pytest.mark.parametrize(
-    ("argv", "script"),
+    ("fedavg", "script", "added"),
     [
-        ([], PRPO_MINIGRID),
-        (["--env-id", "MiniGrid-Empty-5x5-v0"], PRPO_MINIGRID),
-        (["--env-id=ALE/Pong-v5", "--num-agents", "2"], PRPO_ATARI),
-        (["--env-ids", "PongNoFrameskip-v4", "ALE/Pong-v5", "--seed", "2"], PRPO_ATARI),
-        (["--env_id", "BreakoutNoFrameskip-v4"], PRPO_ATARI),
-        (["--resume", "nowhere", "--env-id", "BreakoutNoFrameskip-v4"], PRPO_ATARI),
-        (["--env-id"], PRPO_MINIGRID),  # values are missing; reading the arguments refuses that
-        (["--resume", "--eval-only"], PRPO_MINIGRID),
+        (FEDAVG_MINIGRID, PRPO_MINIGRID, {"private_heads", "prox_coef"}),
+        (FEDAVG_ATARI, PRPO_ATARI, set()),
     ],
+    ids=str,
 )
-def test_fedavg_chooses_the_family_by_the_task(argv, script):
-    family, Args = fedavg_ppo.choose_family(argv)
-    assert family is script.module
-    assert issubclass(Args, script.Args)
-
-
-@pytest.mark.parametrize("flag", ["--resume", "--eval-only"])
-@pytest.mark.parametrize(
-    ("tasks", "script"),
-    [
-        ({"env_id": "MiniGrid-Empty-5x5-v0", "env_ids": ["BreakoutNoFrameskip-v4"]}, PRPO_ATARI),
-        ({"env_id": "BreakoutNoFrameskip-v4", "env_ids": []}, PRPO_ATARI),
-        ({"env_id": "MiniGrid-Empty-5x5-v0", "env_ids": []}, PRPO_MINIGRID),
-    ],
-)
-def test_fedavg_goes_on_with_the_family_of_a_run(flag, tasks, script, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(tasks))
-    elsewhere = "MiniGrid-FourRooms-v0" if script is PRPO_ATARI else "PongNoFrameskip-v4"
-    family, _ = fedavg_ppo.choose_family([flag, str(tmp_path), "--env-id", elsewhere])
-    assert family is script.module
+def test_fedavg_has_the_settings_of_pr_ppo(fedavg, script, added):
+    """So that by default only averages and references differ."""
+    settings = vars(fedavg.Args()) | {"exp_name": ""}
+    expected = vars(script.Args()) | {"exp_name": ""}
+    assert settings.keys() - expected.keys() == added
+    assert expected.keys() - settings.keys() == {"self_reference", "mixture"}
+    for name in settings.keys() & expected.keys():
+        assert settings[name] == expected[name], name

@@ -11,12 +11,13 @@ import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from helpers import FEDAVG_MINIGRID, PRPO_MINIGRID, REPOSITORY, only_run, refusal, tiny
+from helpers import FEDAVG_MINIGRID, PRPO_MINIGRID, REPOSITORY, on, only_run, refusal, tiny
 from safetensors.torch import save
-from test_federation import go, join
+from test_federation import go, join, launched, restore  # noqa: F401
 
 import communicators
-from communicators import Rejected, decode_snapshot, encode_snapshot
+import federate
+from federate import Rejected, decode_snapshot, encode_snapshot
 
 ABOUT = {"federation": "prpo", "agent": "1", "round": "7"}
 PARAMETERS = torch.arange(6.0)
@@ -64,9 +65,8 @@ def path_of(tmp_path, agent, number):
 
 
 def reads(reader, value, rejected):
-    """Whether a round of agent 0 has this value of agent 1 (0 for none), and so many rejections."""
-    parameters, usable, _ = go(reader, 0)
-    assert (parameters[1], usable[1]) == (value, value != 0)
+    """A round of agent 0 has this value of agent 1, or None, and so many rejections."""
+    assert go(reader, 0)[0][1] == value
     assert reader.describe()["communication/rejected"] == rejected
 
 
@@ -78,9 +78,7 @@ def test_what_is_signed_is_believed(tmp_path, keys):
     for value in (5, 6):
         go(writer, value)
         reads(reader, value, 0)
-        parameters, usable, _ = go(careless, 1)
-        assert parameters[:2] == [0, value]
-        assert usable == [True] * 3
+        assert go(careless, 1)[0] == [0, value, 1]
 
 
 @pytest.mark.parametrize("signs", [False, 2])
@@ -91,13 +89,13 @@ def test_what_another_has_signed_or_nobody_is_ignored(tmp_path, keys, signs, cap
     go(honest, 5)
     reads(reader, 5, 0)
     impostor = sit(tmp_path, keys, 1, signs=signs, trusts=False)
-    impostor.rounds[1] = 1
+    impostor.number = 1
     go(impostor, 6)
     reads(reader, 5, 1)
     reads(reader, 5, 1)
     lines = capsys.readouterr().out.split("\n")
     assert len([line for line in lines if "sign" in line]) == 1
-    honest.rounds[1] = 2
+    honest.number = 2
     go(honest, 7)
     reads(reader, 7, 1)
 
@@ -105,7 +103,21 @@ def test_what_another_has_signed_or_nobody_is_ignored(tmp_path, keys, signs, cap
 def test_an_agent_without_a_known_key_is_ignored(tmp_path, keys):
     (keys.trust / "agent_1.pem").unlink()
     go(sit(tmp_path, keys, 1), 5)
-    reads(sit(tmp_path, keys, 0), 0, 1)
+    reads(sit(tmp_path, keys, 0), None, 1)
+
+
+def test_a_resumed_agent_does_not_go_back(tmp_path, keys):
+    """Behind the last round that its checkpoint knows."""
+    reader = sit(tmp_path, keys, 0)
+    writer = sit(tmp_path, keys, 1)
+    go(writer, 5)
+    first = path_of(tmp_path, 1, 1).read_bytes()
+    go(writer, 6)
+    reads(reader, 6, 0)
+    resumed = restore(reader, sit(tmp_path, keys, 0))
+    path_of(tmp_path, 1, 2).unlink()
+    path_of(tmp_path, 1, 1).write_bytes(first)
+    reads(resumed, 6, 0)
 
 
 def test_an_older_round_is_not_taken_for_a_newer_one(tmp_path, keys):
@@ -125,7 +137,7 @@ def test_an_older_round_is_not_taken_for_a_newer_one(tmp_path, keys):
 
 def test_what_was_signed_elsewhere_is_ignored(tmp_path, keys):
     """Of another federation, or of another agent of the same process, with the same key."""
-    key = communicators.load_identity(keys.private[1])
+    key = federate.load_identity(keys.private[1])
     reader = sit(tmp_path, keys, 0)
     path_of(tmp_path, 1, 1).parent.mkdir(parents=True)
     here = {"federation": "prpo", "agent": "1", "round": "1", "report": "0.0"}
@@ -133,7 +145,7 @@ def test_what_was_signed_elsewhere_is_ignored(tmp_path, keys):
         about = here | {"round": str(number)} | change
         data = encode_snapshot(torch.full((4,), 5.0), about, key)
         path_of(tmp_path, 1, number).write_bytes(data)
-        reads(reader, 0, number)
+        reads(reader, None, number)
     data = encode_snapshot(torch.full((4,), 5.0), here | {"round": "3"}, key)
     path_of(tmp_path, 1, 3).write_bytes(data)
     reads(reader, 5, 2)
@@ -168,8 +180,8 @@ def test_a_signature_is_of_everything_in_a_file(change):
 @pytest.mark.parametrize("signature", ["", "zz", "00", "00" * 64, "ff" * 64])
 def test_nonsense_is_no_signature(signature):
     key = Ed25519PrivateKey.generate()
-    about = {"format": communicators.SNAPSHOT_FORMAT, **ABOUT}
-    seal = {"digest": communicators.compute_digest(about, PARAMETERS), "signature": signature}
+    about = {"format": federate.SNAPSHOT_FORMAT, **ABOUT}
+    seal = {"digest": federate.compute_digest(about, PARAMETERS), "signature": signature}
     data = save({"parameters": PARAMETERS}, about | seal)
     decode_snapshot(data, ABOUT, 6)
     with pytest.raises(Rejected, match="sign"):
@@ -182,7 +194,7 @@ def test_the_common_start_of_averages_is_signed_too(tmp_path, keys):
     about = {"federation": "prpo", "agent": "0", "round": "0", "report": "nan"}
     planted = encode_snapshot(torch.full((4,), 9.0), about, Ed25519PrivateKey.generate())
     path_of(tmp_path, 0, 0).write_bytes(planted)
-    options = {"trust": str(keys.trust), "aggregation": "weights"}
+    options = {"trust": str(keys.trust), "averages": "replace"}
     impatient = join(tmp_path / "store", (1,), identity=str(keys.private[1]), **options)
     with pytest.raises(SystemExit):
         impatient.broadcast_start(torch.zeros(4))
@@ -195,7 +207,7 @@ def test_the_common_start_of_averages_is_signed_too(tmp_path, keys):
 
 
 def test_ctrl_c_ends_the_wait_for_the_common_start(tmp_path):
-    waiting = join(tmp_path / "store", (1,), aggregation="weights", timeout=20.0)
+    waiting = join(tmp_path / "store", (1,), "replace", timeout=20.0)
     waiting.interrupted = lambda: signal.SIGINT
     with pytest.raises(SystemExit) as end:
         waiting.broadcast_start(torch.zeros(4))
@@ -210,54 +222,60 @@ def test_the_documented_commands_make_keys(tmp_path, monkeypatch):
     (tmp_path / "trust").mkdir()
     for command in commands:
         subprocess.run(command.split("#")[0].split(), check=True)
-    key = communicators.load_identity("key.pem")
-    assert communicators.load_trust("trust") == {0: key.public_key()}
+    key = federate.load_identity("key.pem")
+    assert federate.load_trust("trust") == {0: key.public_key()}
 
 
-@pytest.mark.parametrize("script", [PRPO_MINIGRID, FEDAVG_MINIGRID], ids=str)
-def test_two_agents_that_sign_train_as_two_that_do_not(script, tmp_path, keys):
+@on([PRPO_MINIGRID, FEDAVG_MINIGRID])
+def test_two_agents_that_sign_train_as_two_that_do_not(script, tmp_path, keys, launched):  # noqa: F811
     """Agent 0 in this process, after agent 1 has finished: what it has read is the same."""
-    for name, flags in (("plain", {}), ("signed", {"trust": str(keys.trust)})):
-        common = {"exchange": str(tmp_path / name), "num_agents": 2, "eval_episodes": 0} | flags
-        common |= {"timeout": 0.1, "communicator": "uniform", "iterations": 3}
+    settings = {"num_agents": 2, "eval_episodes": 0, "timeout": 0.1, "iterations": 3}
+    for name in ("plain", "signed"):
         for i in (0, 1):
-            identity = {"identity": str(keys.private[i])} if flags else {}
-            place = tmp_path / f"{name}_{i}"
-            script.main(tiny(script, place, agents=(i,), **common, **identity))
+            words = ["--exchange", tmp_path / name, "--agent", i]
+            if name == "signed":
+                words += ["--identity", keys.private[i], "--trust", keys.trust]
+            launched(*words)
+            script.main(tiny(script, tmp_path / f"{name}_{i}", communicator="uniform", **settings))
     weights = [
         only_run(tmp_path / f"{name}_1") / "agent_1.safetensors" for name in ("plain", "signed")
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+def complain(*words):
+    """The one line on keys of agent 0 that cannot be used."""
+    words = ["--exchange", "share", "--agent", "0", *map(str, words)]
+    return refusal(federate.load_keys, communicators.read_flags(federate.Args, words))
+
+
 def test_keys_that_cannot_be_used_end_in_one_line(tmp_path, keys):
     """Missing, encrypted, of another algorithm, or not the agent's own."""
-    common = ["--exchange", str(tmp_path / "store"), "--agent", "0"]
-
-    def complaint(*argv):
-        return refusal(PRPO_MINIGRID.parse_args, [*common, *map(str, argv)])
-
     encrypted = tmp_path / "encrypted.pem"
     other = tmp_path / "rsa.pem"
     write_private(Ed25519PrivateKey.generate(), encrypted, password=b"secret")
     write_private(rsa.generate_private_key(public_exponent=65537, key_size=2048), other)
-    assert "--identity" in complaint("--identity", tmp_path / "nothing")
-    assert "without password" in complaint("--identity", encrypted)
-    assert "Ed25519" in complaint("--identity", other)
-    assert "private key" in complaint("--identity", keys.trust / "agent_0.pem")
-    assert "needs --identity" in complaint("--trust", keys.trust)
+    assert "--identity" in complain("--identity", tmp_path / "nothing")
+    assert "without password" in complain("--identity", encrypted)
+    assert "Ed25519" in complain("--identity", other)
+    assert "private key" in complain("--identity", keys.trust / "agent_0.pem")
+    assert "needs --identity" in complain("--trust", keys.trust)
     identity = ["--identity", keys.private[0]]
-    assert "agent_J.pem" in complaint(*identity, "--trust", tmp_path)
-    message = complaint("--identity", keys.private[1], "--trust", keys.trust)
+    assert "agent_J.pem" in complain(*identity, "--trust", tmp_path)
+    message = complain("--identity", keys.private[1], "--trust", keys.trust)
     assert message.startswith(f"--trust {keys.trust}: agent_0.pem is not the key")
     (keys.trust / "agent_2.pem").write_text("nonsense")
-    assert "agent_2.pem" in complaint(*identity, "--trust", keys.trust)
-    for flag, path in (("--identity", keys.private[0]), ("--trust", keys.trust)):
-        assert "needs --exchange" in refusal(PRPO_MINIGRID.parse_args, [flag, str(path)])
+    assert "agent_2.pem" in complain(*identity, "--trust", keys.trust)
 
 
-def test_keys_need_a_package(tmp_path, keys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    argv = ["--exchange", str(tmp_path / "store"), "--agent", "0", "--identity", keys.private[0]]
-    message = refusal(PRPO_MINIGRID.parse_args, list(map(str, argv)))
-    assert "needs the package cryptography" in message
+def test_bad_keys_are_refused_before_anything_is_trained(tmp_path, keys, launched):  # noqa: F811
+    launched("--exchange", tmp_path / "store", "--agent", 0, "--trust", keys.trust)
+    line = refusal(PRPO_MINIGRID.main, tiny(PRPO_MINIGRID, tmp_path / "runs"))
+    assert line.startswith(f"--trust {keys.trust}: needs --identity")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_keys_need_a_package(keys, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "needs the package cryptography" in complain("--identity", keys.private[0])

@@ -16,7 +16,6 @@ from helpers import REPOSITORY, refusal
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-import communicators
 import prpo_llm
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
@@ -65,7 +64,7 @@ def fill_in_a_process(barrier, log, results):
         write_two_files(folder)
 
     barrier.wait()
-    folder = communicators.get_cached_folder("two", 1, write)
+    folder = prpo_llm.get_cached_folder("two", 1, write)
     results.put([(folder / "text").read_text(), len((folder / "bytes").read_bytes())])
 
 
@@ -73,7 +72,7 @@ def fill_in_a_process(barrier, log, results):
 def test_processes_that_start_together_use_one_folder(has_locks, cache, tmp_path, monkeypatch):
     """With locks one writes and the others wait; without, the first finished folder stays."""
     if not has_locks:
-        monkeypatch.setattr(communicators, "fcntl", None)
+        monkeypatch.setattr(prpo_llm, "fcntl", None)
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(4)
     results = context.Queue()
@@ -105,31 +104,31 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_broken_folder_is_written_anew(damage, cache):
     """An intact one is left alone."""
-    folder = communicators.get_cached_folder("two", 1, write_two_files)
-    assert communicators.get_cached_folder("two", 1, pytest.fail) == folder
+    folder = prpo_llm.get_cached_folder("two", 1, write_two_files)
+    assert prpo_llm.get_cached_folder("two", 1, pytest.fail) == folder
     DAMAGE[damage](folder)
-    assert communicators.get_cached_folder("two", 1, write_two_files) == folder
+    assert prpo_llm.get_cached_folder("two", 1, write_two_files) == folder
     assert (folder / "text").read_text() == "abc"
     assert (folder / "bytes").stat().st_size == 2**23
-    assert communicators.get_cached_folder("two", 1, pytest.fail) == folder
+    assert prpo_llm.get_cached_folder("two", 1, pytest.fail) == folder
     assert folders_in(cache) == [folder]
 
 
 def test_what_a_killed_process_left_is_removed(cache):
     """Half a model takes disk space, and no other process would use it."""
-    folder = communicators.get_cached_folder("two", 1, write_two_files)
-    other = communicators.get_cached_folder("two", 2, write_two_files)
+    folder = prpo_llm.get_cached_folder("two", 1, write_two_files)
+    other = prpo_llm.get_cached_folder("two", 2, write_two_files)
     shutil.copytree(folder, f"{folder}.abcdefgh")
     shutil.rmtree(folder)
-    communicators.get_cached_folder("two", 1, write_two_files)
+    prpo_llm.get_cached_folder("two", 1, write_two_files)
     assert folders_in(cache) == sorted([folder, other])
 
 
 def test_a_key_has_a_folder_of_its_own(cache):
     """Two keys do not replace each other's folders."""
-    first = communicators.get_cached_folder("two", {"a": "1.0", "b": 2}, write_two_files)
-    second = communicators.get_cached_folder("two", {"a": "1.1", "b": 2}, write_two_files)
-    assert communicators.get_cached_folder("two", {"b": 2, "a": "1.0"}, pytest.fail) == first
+    first = prpo_llm.get_cached_folder("two", {"a": "1.0", "b": 2}, write_two_files)
+    second = prpo_llm.get_cached_folder("two", {"a": "1.1", "b": 2}, write_two_files)
+    assert prpo_llm.get_cached_folder("two", {"b": 2, "a": "1.0"}, pytest.fail) == first
     assert folders_in(cache) == sorted([first, second])
 
 
@@ -141,19 +140,19 @@ def test_without_a_cache_there_is_no_folder(cache, monkeypatch):
         raise OSError("No space left on device")
 
     with pytest.warns(UserWarning, match="cannot be written.*No space left"):
-        assert communicators.get_cached_folder("two", 1, write_half) is None
+        assert prpo_llm.get_cached_folder("two", 1, write_half) is None
 
     def interrupt(folder):
         (folder / "text").write_text("a")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        communicators.get_cached_folder("two", 1, interrupt)
+        prpo_llm.get_cached_folder("two", 1, interrupt)
     assert folders_in(cache) == []
     shutil.rmtree(cache)
     cache.write_text("")
     with pytest.warns(UserWarning, match="cannot be written"):
-        assert communicators.get_cached_folder("two", 1, write_two_files) is None
+        assert prpo_llm.get_cached_folder("two", 1, write_two_files) is None
 
     def no_home():
         raise RuntimeError("Could not determine home directory.")
@@ -161,7 +160,7 @@ def test_without_a_cache_there_is_no_folder(cache, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
     with pytest.warns(UserWarning, match="home"):
-        assert communicators.get_cached_folder("two", 1, write_two_files) is None
+        assert prpo_llm.get_cached_folder("two", 1, write_two_files) is None
 
 
 # --- the base model ---
@@ -346,7 +345,7 @@ def data(tmp_path, monkeypatch):
         rows.append({"prompt": [message], "completion": completion, "topic": f"topic {number}"})
     path = tmp_path / "docstrings.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    monkeypatch.setattr(prpo_llm.runpy, "run_path", lambda tool: {"cached": lambda: str(path)})
+    monkeypatch.setattr(prpo_llm.runpy, "run_path", lambda tool: {"cached": lambda _: str(path)})
     return path
 
 
@@ -414,15 +413,15 @@ def test_docstrings_are_collected_once_per_version(cache, monkeypatch):
         return [{"prompt": "a", "completion": "b", "topic": str(len(collected))}]
 
     monkeypatch.setattr(docstrings, "collect", collect)
-    first = docstrings.cached()
-    assert docstrings.cached() == first and len(collected) == 1
+    first = docstrings.cached(prpo_llm.get_cached_folder)
+    assert docstrings.cached(prpo_llm.get_cached_folder) == first and len(collected) == 1
     with monkeypatch.context() as patch:
         change_version(patch, "numpy")
-        assert docstrings.cached() != first and len(collected) == 2
+        assert docstrings.cached(prpo_llm.get_cached_folder) != first and len(collected) == 2
     shutil.rmtree(cache)
     cache.write_text("")
     docstrings.write_temporary.cache_clear()
     with pytest.warns(UserWarning, match="the cache cannot be written"):
-        path = docstrings.cached()
-        assert docstrings.cached() == path and len(collected) == 3
+        path = docstrings.cached(prpo_llm.get_cached_folder)
+        assert docstrings.cached(prpo_llm.get_cached_folder) == path and len(collected) == 3
     assert json.loads(Path(path).read_text())["topic"] == "3"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    FEDAVG_ATARI,
+    ATARI,
     FEDAVG_MINIGRID,
     MINIGRID,
     PRPO_ATARI,
@@ -199,12 +199,12 @@ def plain_training(script, args, communicator):
         for i, agent in enumerate(agents):
             batch = plain_batch(args, plain_rollout(script, args, agent, envs[i], generators[i]))
             anchor = None
-            if args.aggregation == "proximal" and matrix[i, i] < 1:
+            if script.averages and matrix[i, i] < 1 and vars(args).get("prox_coef"):
                 anchor = copy.deepcopy(agent)
                 vector_to_parameters(plain_average(matrix[i], views[i]), anchor.parameters())
                 anchor.requires_grad_(False)
             batch["reference"] = batch["policy"]
-            if args.aggregation == "policy":
+            if not script.averages:
                 batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
@@ -219,12 +219,12 @@ def plain_training(script, args, communicator):
             for i in range(n):
                 for j in range(n):
                     views[i][j] = copy.deepcopy(agents[j])
-            if args.aggregation == "weights":
+            if script.averages and not vars(args).get("prox_coef"):
                 for i in range(n):
                     before = copy.deepcopy(agents[i])
                     theta = plain_average(matrix[i], views[i])
                     vector_to_parameters(theta, agents[i].parameters())
-                    for head in args.private_heads:
+                    for head in vars(args).get("private_heads", ()):
                         agents[i].get_submodule(head).load_state_dict(
                             before.get_submodule(head).state_dict()
                         )
@@ -306,17 +306,12 @@ PLAIN = {
         OF_THREE,
     ),
     "pulled to averages": (
-        [PRPO_MINIGRID],
-        THREE | APART | {"aggregation": "proximal", "prox_coef": 2.0, "local_updates": 2},
+        [FEDAVG_MINIGRID],
+        THREE | APART | {"prox_coef": 2.0, "local_updates": 2},
         OF_THREE,
     ),
-    "any matrix, two agents, private actors": (
-        [FEDAVG_ATARI],
-        TWO_ON_ATARI | {"private_heads": ("actor",)},
-        OF_TWO,
-    ),
     "any matrix, two agents": (
-        [PRPO_ATARI],
+        ATARI,
         TWO_ON_ATARI | {"kl_schedule": "linear"},
         OF_TWO,
     ),
@@ -348,9 +343,9 @@ def fixed(communicator):
     """A replacement of `make_communicator`: this matrix from the first round on."""
 
     def make(args, returns=None, log_probs=None, gains=None, usable=None):
-        if returns is None:
-            return torch.eye(args.num_agents)
-        return communicator if usable.all() else communicators.drop_invalid(communicator, usable)
+        if usable is None or usable.all():
+            return communicator
+        return communicators.drop_invalid(communicator, usable)
 
     return make
 
@@ -680,74 +675,38 @@ def test_coefficient_zero_is_isolated_without_penalty(tmp_path):
         assert (runs["identity", 1.0][i] - runs["identity", 0.0][i]).abs().max() > 1e-4
 
 
-def test_a_pull_without_coefficient_or_peers_is_isolated_training(tmp_path):
-    """Bit for bit; otherwise agents are nearer to each other."""
-    cases = {
-        "isolated": {"communicator": "identity"},
-        "coefficient 0": {"aggregation": "proximal", "prox_coef": 0.0},
-        "alone": {"aggregation": "proximal", "prox_coef": 3.0, "num_agents": 1},
-        "pulled": {"aggregation": "proximal", "prox_coef": 3.0},
-    }
-    settings = {"communicator": "uniform", "iterations": 4, "local_updates": 1, "eval_episodes": 0}
-    runs = {}
-    for name, changes in cases.items():
-        folder, _ = train(PRPO_MINIGRID, tmp_path / name, **settings | changes)
-        runs[name] = weights_of(folder)
-        losses = [float(row.get("proximal_loss", 0)) for row in rows_of(folder)]
-        # No agent has peers before the first round, which ends the first iteration
-        assert losses[0] == 0
-        assert (max(losses) > 0) == (name in ("coefficient 0", "pulled"))
-    for i in range(3):
-        assert torch.equal(runs["coefficient 0"][i], runs["isolated"][i])
-    assert torch.equal(runs["alone"][0], runs["isolated"][0])
-    apart, near = ((runs[name][0] - runs[name][1]).norm() for name in ("isolated", "pulled"))
-    assert near < 0.9 * apart
-
-
 @on([*MINIGRID, SLOW_ATARI])
-def test_an_agent_that_sits_out_has_no_say_in_the_weights_of_others(script, tmp_path, monkeypatch):
-    """What it reports is unknown to the others, so that it cannot bound their returns either."""
+def test_an_agent_that_is_missing_has_no_say_in_the_weights_of_others(
+    script, tmp_path, monkeypatch
+):
+    """Its snapshot does not arrive in the second round: it gets no weight, and is counted."""
     rounds = []
     make_communicator = script.make_communicator
+    exchange_round = communicators.Exchange.round
 
-    def spy(args, returns=None, log_probs=None, gains=None, usable=None):
-        if log_probs is not None:
-            rounds.append((returns, usable))
-        return make_communicator(args, returns, log_probs, gains, usable)
+    def lose_one(exchange, sent, numbers, sizes):
+        received, reports = exchange_round(exchange, sent, numbers, sizes)
+        if len(rounds) == 1:
+            received[1] = None
+            reports[1] = torch.nan
+        return received, reports
 
-    script.patch(monkeypatch, "make_communicator", spy)
-    present = torch.tensor([True, False, True])
-    monkeypatch.setattr(communicators.Exchange, "find_participants", lambda _: present.clone())
-    returns_of_all = torch.tensor([0.5, 1e6, 0.7], dtype=torch.float64)
-    monkeypatch.setattr(communicators.Exchange, "report", lambda *_: returns_of_all.clone())
-    changes = {"communicator": "softmax-reward", "local_updates": 1}
-    train(script, tmp_path, eval_episodes=0, iterations=2, **changes)
-    assert len(rounds) == 2
-    for returns, usable in rounds:
-        assert torch.equal(usable, present)
-        torch.testing.assert_close(
-            returns, torch.tensor([0.5, math.nan, 0.7]).double(), equal_nan=True
-        )
+    def record(args, returns=None, log_probs=None, gains=None, usable=None):
+        C = make_communicator(args, returns, log_probs, gains, usable)
+        if usable is not None:
+            rounds.append((returns, usable, C))
+        return C
 
-
-@pytest.mark.parametrize(("name", "preference"), [("uniform", 1 / 3), ("self-preferred", 0.6)])
-def test_fedavg_averages_the_parameters_of_isolated_agents(name, preference, tmp_path):
-    """At the first round the parameters become C theta, with theta of a run without a round.
-
-    With the uniform communicator all agents leave the round as one.
-    """
-    changes = {"iterations": 3, "communicator": name, "self_preference": preference}
-    averaged = weights_of(train(FEDAVG_MINIGRID, tmp_path / "averaged", **changes)[0])
-    separate = weights_of(
-        train(FEDAVG_MINIGRID, tmp_path / "separate", local_updates=4, **changes)[0]
-    )
-    theta = torch.stack([separate[i] for i in range(3)])
-    expected = communicators.self_preferred(3, preference) @ theta
-    torch.testing.assert_close(
-        torch.stack([averaged[i] for i in range(3)]), expected, rtol=0, atol=1e-6
-    )
-    assert (theta[0] - theta[1]).abs().max() > 1e-3
-    assert torch.equal(averaged[0], averaged[1]) == (name == "uniform")
+    monkeypatch.setattr(communicators.Exchange, "round", lose_one)
+    script.patch(monkeypatch, "make_communicator", record)
+    changes = {"communicator": "softmax-reward", "local_updates": 1, "iterations": 3}
+    folder, _ = train(script, tmp_path, **changes)
+    (_, _, before), (returns, usable, C), (_, _, after) = rounds
+    assert returns[1].isnan()
+    assert usable.tolist() == [True, False, True]
+    assert (C[:, 1] == 0).all() and (C[:, [0, 2]] > 0).all()
+    assert (before > 0).all() and (after > 0).all()
+    assert [row["dropped"] for row in rows_of(folder)] == ["0"] * 3 + ["1"] * 3 + ["0"] * 3
 
 
 def test_pr_ppo_exchanges_policies_and_keeps_parameters(tmp_path):
@@ -815,10 +774,10 @@ def test_rewards_are_means_since_the_last_round(tmp_path, monkeypatch):
         "local_updates": 2,
     }
 
-    def record_returns(args, returns=None, *rest, **more):
-        if returns is not None:
+    def record_returns(args, returns=None, *rest):
+        if rest:  # in a round
             reported.append(returns.clone())
-        return make(args, returns, *rest, **more)
+        return make(args, returns, *rest)
 
     script.patch(monkeypatch, "make_communicator", record_returns)
     folder, summary = train(script, tmp_path, **changes | {"save_every": 9})
@@ -837,9 +796,8 @@ def test_rewards_are_means_since_the_last_round(tmp_path, monkeypatch):
                 total = sum(float(row["episodes"]) * float(row["episodic_return"]) for row in ended)
                 expected[i] = total / count
         histories.append(expected.clone())
-    returns_of_rounds = torch.stack(reported)[:: len(reported) // rounds]
     torch.testing.assert_close(
-        returns_of_rounds, torch.stack(histories), rtol=1e-5, atol=1e-5, equal_nan=True
+        torch.stack(reported), torch.stack(histories), rtol=1e-5, atol=1e-5, equal_nan=True
     )
     torch.testing.assert_close(
         communicator_of(folder), communicators.reward(histories[-1]), rtol=0, atol=1e-5
@@ -1031,16 +989,17 @@ def test_agents_without_an_episode_keep_their_last_mean(name, tmp_path, monkeypa
                 ended = [(k, given, 9.0) for k, given in enumerate(self.given) if given is not None]
             return *signals, ended
 
-    def record_returns(args, returns=None, *rest, **more):
-        if returns is not None:
-            reported.append((returns.clone(), make(args, returns, *rest, **more)))
-        return make(args, returns, *rest, **more)
+    def record_returns(args, returns=None, *rest):
+        C = make(args, returns, *rest)
+        if rest:  # in a round
+            reported.append((returns.clone(), C))
+        return C
 
     script.patch(monkeypatch, "Envs", GivenEpisodes)
     script.patch(monkeypatch, "make_communicator", record_returns)
     changes = {"communicator": name, "iterations": 3, "local_updates": 1, "save_every": 1}
     train(script, tmp_path, **changes)
-    returns, matrices = zip(*reported[1 :: len(reported) // 3], strict=True)
+    returns, matrices = zip(*reported, strict=True)
     torch.testing.assert_close(
         torch.stack(returns), expected_returns, equal_nan=True, rtol=1e-6, atol=1e-6
     )

@@ -1,22 +1,9 @@
 """The arguments of a script as its command line reads them."""
 
-import importlib
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import communicators
-
-
-def load_script(name, argv):
-    """A script's module; of fedavg_ppo, what it has on the family of these flags' task."""
-    script = importlib.import_module(name)
-    if name != "fedavg_ppo":
-        return script
-    family, Args = script.choose_family(argv)
-    return SimpleNamespace(
-        Args=Args, check_args=family.check_args, main=family.main, __file__=script.__file__
-    )
 
 
 def options(script):

@@ -8,6 +8,7 @@ any more.
 """
 
 import contextlib
+import importlib
 import io
 import os
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from command import load_script, parse_args
+from command import parse_args
 
 
 @contextlib.contextmanager
@@ -59,7 +60,7 @@ def crash(moment, agent, iteration, die):
 
 if __name__ == "__main__":
     name, moment, agent, iteration, *argv = sys.argv[1:]
-    script = load_script(name, argv)
+    script = importlib.import_module(name)
     with contextlib.ExitStack() as stack:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             kill = [os.getpid(), signal.SIGKILL]

@@ -1,10 +1,11 @@
 """Run scripts while every function of torch.distributed is watched: python wire.py REPORT RUNS
 
-RUNS is JSON, name -> [script, flags...]; REPORT becomes JSON, name -> [[function, [[dtype, numel]
+RUNS is JSON, name -> [script, flags...]; REPORT becomes JSON, name -> [[function, [[dtype, shape]
 of every tensor]]]. A report is written per rank, with the rank in the place of {rank}. With
 SMOOTH_ADAM in the environment they use the optimizers of smooth.py.
 """
 
+import importlib
 import inspect
 import json
 import os
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from command import load_script, parse_args
+from command import parse_args
 from ports import free_port
 from smooth import smooth_adam
 from torch.distributed import distributed_c10d
@@ -34,8 +35,8 @@ def tensors_of(value):
 
 
 def describe(tensor):
-    """Type and size of a tensor."""
-    return [str(tensor.dtype).removeprefix("torch."), tensor.numel()]
+    """Type and shape of a tensor."""
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 def watch(name, function):
@@ -81,7 +82,7 @@ for number, (name, (script_name, *argv)) in enumerate(runs.items()):
         # torchrun's own store is at the first port only: here rank 0 makes one
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     calls.clear()
-    script = load_script(script_name, argv)
+    script = importlib.import_module(script_name)
     script.main(parse_args(script, argv))
     calls_of[name] = list(calls)
 report.write_text(json.dumps(calls_of))

@@ -1,0 +1,299 @@
+"""FedAvg-PPO on Atari: agents that share no data average their parameters.
+
+The baseline of PR-PPO (`prpo_atari.py`), whose environments, network, rollout, advantages and
+update this script imports, so that a comparison compares one thing only. In a round each agent goes
+on from the average sum_j C[i, j] theta_j; its KL penalty pulls it towards its own policy before the
+update (eq. 3 of the PRPO paper).
+
+    python fedavg_atari.py                                       # three agents in one process
+    python fedavg_atari.py --communicator similarity             # a weighted average (WeightedAvg)
+    torchrun --nproc-per-node 3 fedavg_atari.py                  # one agent per process
+    python fedavg_atari.py --resume runs/<name>                  # continue an interrupted run
+"""
+
+import copy
+from collections import deque
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from safetensors.torch import save_file
+from torch import Tensor
+
+import communicators
+import prpo_atari
+from communicators import Count, NonNegative, Positive, Run, derive_seed, mean
+from prpo_atari import (
+    Actors,
+    Envs,
+    TaskArgs,
+    choose_backend,
+    collect_public_states,
+    compute_advantages,
+    compute_public_log_probs,
+    estimate_gains,
+    evaluate_agents,
+    evaluate_run,
+    film_agent,
+    make_agents,
+    make_batch,
+    make_communicator,
+    name_tasks,
+    rollout,
+    update,
+)
+
+
+@dataclass
+class Args(TaskArgs):
+    # Distance to the policy before the update
+    kl_direction: Literal["forward", "reverse"] = "forward"
+    """forward: KL(old policy || policy); reverse: KL(policy || old policy)"""
+    kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
+    """coefficient of the KL penalty towards the policy before the update"""
+    kl_schedule: Literal["constant", "linear"] = "constant"
+    """linear: the coefficient falls to 0 over the run, as the learning rate does"""
+
+    # Update
+    learning_rate: Positive = 2.5e-4  # learning rate of Adam
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0
+    update_epochs: Count = 4  # epochs per rollout
+    num_minibatches: Count = 4  # minibatches per epoch
+    norm_adv: bool = True  # normalise advantages in each minibatch
+    clip_coef: NonNegative = 0.1  # clip range of the surrogate objective (0: no clipping)
+    clip_vloss: bool = True  # clip the value loss with the same range
+    ent_coef: NonNegative = 0.01  # coefficient of the entropy bonus
+    vf_coef: NonNegative = 0.5  # coefficient of the value loss
+    max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
+
+    # Communication round
+    local_updates: Count = 16  # iterations between communication rounds
+
+
+# --- FedAvg-PPO ---
+
+
+def compute_average(i: int, received: list[Tensor | None], C: Tensor) -> Tensor | None:
+    """Row i of C applied to the parameters, [numel]; None if agent i listens to nobody else.
+
+    received: flat parameters of all agents, None where they are missing.
+    """
+    senders = C[i].nonzero().flatten().tolist()
+    if senders == [i]:
+        return None
+    parameters = torch.stack([received[j] for j in senders])
+    (average,) = communicators.average_parameters(C[i : i + 1, senders], parameters)
+    return average
+
+
+def main(args: Args) -> dict:
+    """Train, evaluate, and return what summary.json holds."""
+    n = args.num_agents
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    num_rounds = num_iterations // args.local_updates
+    task_names = name_tasks(args)
+    exchange = communicators.make_exchange(args, averages="replace")
+    held = exchange.agents  # the agents of this process: agent i of all is the k-th held
+    rows_held = slice(held.start, held.stop)
+    run = Run(
+        args,
+        exchange,
+        "+".join(dict.fromkeys(task_names)),
+        total=num_iterations,
+        units_per_iteration=batch_size * len(exchange.members),
+        main_metric="charts/return_last_100",
+        env_ids=task_names,
+        steps_per_iteration=batch_size,
+        about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds",
+    )
+
+    # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
+    first = [agent.to(exchange.device) for agent in make_agents(args)]
+    num_actions = first[0].actor.out_features
+    exchange.broadcast_networks(first)
+    agents = [copy.deepcopy(first[i]) for i in held]
+    optimizers = [
+        torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+        for agent in agents
+    ]
+    generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
+    if args.compile:
+        for agent in agents:
+            agent.compile()
+    last_returns = [deque(maxlen=100) for _ in held]
+
+    # Communication: C, what was sent in the last round, how far policies are from each other
+    public_states = collect_public_states(args).to(exchange.device) if num_rounds else None
+    neighbours = communicators.find_neighbours(args)  # who may ever listen to whom
+    compared = communicators.find_compared(neighbours)  # whose policies they compare
+    inputs = communicators.find_inputs(args, make_communicator)
+    sizes = [len(communicators.flatten(network)) for network in first]
+    C = communicators.identity(n)  # [agents, agents]; before the first round nobody has sent
+    distances = torch.full((n, n), torch.nan)
+    round_returns = [[] for _ in held]  # since the last round
+    mean_returns = torch.full((len(held),), torch.nan, dtype=torch.double)
+
+    # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These
+    # objects are changed in place, as in `C[:] = ...`
+    state = {
+        "agent": agents,
+        "optimizer": optimizers,
+        "generator": generators,
+        "last_returns": last_returns,
+        "round_returns": round_returns,
+        "mean_return": [*mean_returns],
+        "row": [C[i] for i in held],
+        "distances": [distances[i] for i in held],
+    }
+    run.restore(state)
+    C[:] = exchange.all_gather(C[rows_held])
+    distances[:] = exchange.all_gather(distances[rows_held])
+    envs = Envs(args, held, run.iteration)
+    actors = Actors(args, agents)
+
+    for iteration in run.iterations():
+        remaining = 1.0 - (iteration - 1) / num_iterations
+        kl_coef = args.kl_coef
+        if args.kl_schedule == "linear":
+            kl_coef = remaining * args.kl_coef
+
+        # Rollout
+        rollouts = rollout(args, actors, envs, generators)
+        run.tick("rollout")
+
+        batches = []  # kept for the round: `surrogate` reads them
+        rows = []  # metrics
+        for k in range(len(held)):
+            if args.anneal_lr:
+                optimizers[k].param_groups[0]["lr"] = remaining * args.learning_rate
+
+            # Advantages
+            data, episodes = rollouts[k]
+            data["advantages"] = compute_advantages(data, args.gamma, args.gae_lambda)
+            data["returns"] = data["advantages"] + data["values"]
+            batch = make_batch(data)
+            run.tick("advantages")
+
+            # Reference policy, frozen for this update: its own (eq. 3)
+            batch["reference"] = batch["policy"]
+            run.tick("reference")
+
+            # Update
+            losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args)
+            run.tick("update")
+
+            # Metrics: declared scalars
+            returns = [episode_return for episode_return, _ in episodes]
+            last_returns[k].extend(returns)
+            round_returns[k].extend(returns)
+            y_pred = batch["values"]
+            y_true = batch["returns"]
+            row = {
+                "charts/episodic_return": mean(returns),
+                "charts/episodic_length": mean([length for _, length in episodes]),
+                "charts/episodes": len(episodes),
+                "charts/return_last_100": mean(last_returns[k]),
+                "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
+                **losses,
+            }
+            rows.append(row)
+            batches.append(batch)
+
+        # Communication round: exchange snapshots, refresh the communicator
+        dropped = 0
+        if iteration % args.local_updates == 0:
+            communicators.update_means(mean_returns, round_returns)
+            numbers = mean_returns if "returns" in inputs else None
+            sent = [communicators.flatten(agent) for agent in agents]
+            received, reported_returns = exchange.round(sent, numbers, sizes)
+
+            # Policies on the public states: whose snapshot is usable, who is similar to whom
+            evaluated = communicators.find_senders(compared, held)
+            networks = communicators.load_networks(received, first, evaluated)
+            log_probs = compute_public_log_probs(networks, public_states, n, num_actions)
+            usable = log_probs.flatten(1).isfinite().all(1)
+            num_usable = int(exchange.all_gather(usable[rows_held, None].long()).sum())
+            dropped = len(exchange.members) - num_usable
+
+            # The new communicator; each agent estimates its own row of gains
+            gains = torch.full((n, n), torch.nan)
+            if "gains" in inputs:
+                for k, i in enumerate(held):
+                    candidates = (neighbours[i] & usable).nonzero().flatten().tolist()
+                    of_candidates = {j: networks[j] for j in candidates if j != i}
+                    gains[i] = estimate_gains(i, batches[k], of_candidates, n)
+            returns = communicators.bound_returns(reported_returns)
+            new_C = make_communicator(args, returns, log_probs, gains, usable)
+            new_distances = communicators.measure_distances(log_probs, compared, held)
+            # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
+            C[:] = exchange.all_gather(new_C[rows_held])
+            distances[:] = exchange.all_gather(new_distances[rows_held])
+            # Who reads whose snapshot: all neighbours' if C is computed from snapshots
+            reads = C > 0
+            if inputs & {"log_probs", "gains"}:
+                reads = neighbours
+            exchange.count_bytes(reads)
+
+            # FedAvg: agents go on from the average of what they received, with their optimizers
+            averages = [compute_average(i, received, C) for i in held]
+            for agent, average in zip(agents, averages, strict=True):
+                if average is not None:
+                    communicators.unflatten(average, agent)
+        run.tick("exchange")
+
+        scalars = {
+            "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
+            "charts/kl_coefficient": kl_coef,
+            "communication/rounds": iteration // args.local_updates,
+            "communication/dropped": dropped,
+        }
+        run.log(rows, C, distances, scalars)
+
+        # Evaluation
+        if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
+            run.log_evaluation(evaluate_agents(args, agents, held))
+
+        # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
+        if run.saves():
+            run.save(state)
+            envs.close()
+            envs = Envs(args, held, iteration)
+
+    # Weights, the evaluation of every agent on every task in the official environments, videos
+    envs.close()
+    for k, i in enumerate(held):
+        save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
+    if args.eval_episodes and not run.interrupted:
+        run.log_evaluation(evaluate_agents(args, agents, held))
+    summary = run.finish(
+        env_backend=choose_backend(args),
+        communication_rounds=run.iteration // args.local_updates,
+    )
+    if args.capture_video:  # after all that must not depend on a film
+        for k, i in enumerate(held):
+            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
+    return summary
+
+
+# --- checks of arguments ---
+
+
+def check_args(args: Args) -> None:
+    """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
+    prpo_atari.check_task(args)
+    communicators.check_communicator(args, make_communicator, has_influence=True)
+    if args.communicator == "self-preferred" and args.self_preference == 0 and args.num_agents > 1:
+        valid = "must be positive, or agents would swap networks"
+        communicators.refuse(args, "self_preference", valid)
+
+
+if __name__ == "__main__":
+    args = communicators.parse_args(
+        Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")
+    )
+    if args.eval_only:
+        evaluate_run(args)
+    else:
+        main(args)
