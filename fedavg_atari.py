@@ -241,6 +241,7 @@ def main(args: Args) -> dict:
             for agent, average in zip(agents, averages, strict=True):
                 if average is not None:
                     communicators.unflatten(average, agent)
+            del received, networks  # they need not stay in memory
         run.tick("exchange")
 
         scalars = {

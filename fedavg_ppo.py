@@ -366,6 +366,7 @@ def main(args: Args) -> dict:
             for agent, average in zip(agents, averages, strict=True):
                 if average is not None and not args.prox_coef:
                     replace_parameters(agent, average, args.private_heads)
+            del received, networks  # they need not stay in memory
         run.tick("exchange")
 
         scalars = {

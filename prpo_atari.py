@@ -672,6 +672,7 @@ def main(args: Args) -> dict:
             exchange.count_bytes(reads)
             senders = communicators.find_senders(C, held)
             peers = {j: networks[j] for j in senders if j in networks}
+            del received, networks  # they need not stay in memory
         run.tick("exchange")
 
         scalars = {
