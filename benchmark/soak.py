@@ -70,7 +70,8 @@ TASKS = {  # what makes the model of a script
     "prpo_llm": "benchmark/skills.py --steps 20 --prompts 50 --out {out}/skills",
     "prpo_babyai": "benchmark/babyai.py --steps 20 --episodes 2 --probe 1 --out {out}/babyai",
 }
-CLOCKS = ("_per_second", "seconds")  # ends of the columns that differ between equal runs
+# Ends of the columns that differ between equal runs
+CLOCKS = ("_per_second", "seconds", "peak_memory")
 
 
 @dataclass
