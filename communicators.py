@@ -10,7 +10,8 @@ Contents
         communicators: identity, uniform, self_preferred, similarity, reward, softmax_reward,
             rank_reward, relative_gain, samples, surrogate, from_csv
         what they are computed from: bound_returns, remember, update_means, surrogate_gains
-        who may listen to whom: find_neighbours, ring, top_k, sparsify, drop_invalid, restrict
+        who may listen to whom: find_neighbours, ring, top_k, find_senders, sparsify, drop_invalid,
+            restrict
         what is logged of C: non_expansion, find_compared, measure_distances, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference
         parameters: flatten, unflatten, load_networks, average_parameters, average_products

@@ -99,10 +99,11 @@ def compute_average(i: int, received: list[Tensor | None], C: Tensor) -> Tensor 
 
 def replace_parameters(agent: Agent, average: Tensor, private_heads: tuple[str, ...]) -> None:
     """Give an agent an average of parameters [numel], but for its private heads."""
-    before = copy.deepcopy(agent)
+    heads = [agent.get_submodule(name) for name in private_heads]
+    kept = [communicators.flatten(head) for head in heads]
     communicators.unflatten(average, agent)
-    for head in private_heads:
-        agent.get_submodule(head).load_state_dict(before.get_submodule(head).state_dict())
+    for head, values in zip(heads, kept, strict=True):
+        communicators.unflatten(values, head)
 
 
 def update(
