@@ -209,7 +209,7 @@ def test_a_gpu_trains_language_models_like_the_processor(
         for i in agents:
             assert (adapters_of(run)[i] - adapters_of(expected)[i]).abs().max() < 1e-3
         for row, other in zip(language_rows_of(run), language_rows_of(expected), strict=True):
-            for name in ("reward", "length", "kl_reference", "policy_loss", "entropy"):
+            for name in ("reward", "response_length", "kl_reference", "policy_loss", "entropy"):
                 if int(row["agent"]) in agents:
                     assert float(row[name]) == pytest.approx(float(other[name]), abs=1e-3), name
 
