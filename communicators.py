@@ -19,9 +19,9 @@ Contents
         Exchange: which process holds which agents, and all communication between them
     3 arguments
         types with bounds (Count, Natural, ...), RunArgs, refuse, parse_args, find_inputs,
-            --eval-only, derive_seed, and the statistics of returns (mean, mean_and_half_interval)
+            read_config, derive_seed, and the statistics of returns (mean, mean_and_half_interval)
     4 the run
-        Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically; Film
+        Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically
     5 speed
         Stacked: networks of the same layers as one product for each layer
 
@@ -46,11 +46,10 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import typing
@@ -67,8 +66,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from scipy.special import stdtrit
 from torch import Tensor
 
@@ -81,6 +78,9 @@ MIXTURES = ("arithmetic", "geometric")
 KL_DIRECTIONS = ("forward", "reverse")
 # Up to this number, logs hold all pairs of agents; beyond it, only what is linear in the number
 FEW_AGENTS = 16
+# The tool that plays the agents of a run
+PLAY = Path(__file__).parent / "benchmark" / "play.py"
+
 # The packages whose versions a summary records, where they are imported
 PACKAGES = ("torch", "numpy", "gymnasium", "minigrid", "ale-py", "envpool", "transformers", "peft")
 
@@ -1086,9 +1086,8 @@ class RunArgs:
     def __post_init__(self):
         self.exp_name = self.exp_name or find_script(self).stem
         # A shell leaves the "~" of --run-dir=~/runs as it is
-        for name in ("run_dir", "resume", "eval_only"):
-            if hasattr(self, name):
-                setattr(self, name, os.path.expanduser(getattr(self, name)))
+        for name in ("run_dir", "resume"):
+            setattr(self, name, os.path.expanduser(getattr(self, name)))
         if self.communicator.endswith(".csv") and not self.communicator_matrix:
             # `load_matrix` refuses what cannot be read
             with contextlib.suppress(OSError, ValueError):
@@ -1131,10 +1130,11 @@ def _list_code(args: RunArgs) -> list[Path]:
     """The script, this module, and what has been imported from the script's folder."""
     script = find_script(args)
     files = {script, Path(__file__)}
+    folder = str(script.parent)
     for module in list(sys.modules.values()):
-        file = Path(getattr(module, "__file__", None) or "")
-        if file.parent == script.parent and file.is_file():
-            files.add(file)
+        file = getattr(module, "__file__", None) or ""
+        if (os.path.dirname(file) or ".") == folder and os.path.isfile(file):
+            files.add(Path(file))
     return sorted(files, key=lambda path: path.name)
 
 
@@ -1238,14 +1238,11 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
 
     First the bounds in the types, then what is common to all scripts (device, folder, disk,
     packages, ranks), then `check(args)`, which calls `refuse`. --resume takes the settings of the
-    run's folder, see `_read_resumed_settings` for `may_change` and `again`; so does --eval-only,
-    see `read_played_settings`.
+    run's folder, see `_read_resumed_settings` for `may_change` and `again`.
     """
     open_streams()
     args = read_flags(Args, argv)
-    if getattr(args, "eval_only", ""):
-        args = read_played_settings(args, argv)
-    elif args.resume:
+    if args.resume:
         args = _read_resumed_settings(args, argv, may_change, again)
     check_texts(args)
     if re.search(r"[\x00-\x1f\x7f-\x9f]", args.exp_name):
@@ -1264,9 +1261,7 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
     _check_device(args)
     if args.track and not importlib.util.find_spec("wandb"):
         refuse(args, "track", "wandb is not installed")
-    plays_only = bool(getattr(args, "eval_only", ""))  # and writes nothing but films
-    if not plays_only:
-        _check_run_dir(args)
+    _check_run_dir(args)
     check(args)
     return args
 
@@ -1314,8 +1309,6 @@ def check_communicator(args: RunArgs, make_communicator: Callable, has_influence
     """
     inputs = _draw_inputs(args, make_communicator)
     C = make_communicator(args, **inputs)
-    if getattr(args, "eval_only", ""):
-        return  # agents play alone
     if not has_influence and args.communicator != "identity" and args.agents_at_once > 1:
         announce("--kl-coef 0: policies are sent, and peers have no influence")
     for flag in ("self_preference", "communicator_temperature"):
@@ -1362,7 +1355,7 @@ def _check_run_dir(args: RunArgs) -> None:
         refuse(args, flag, f"needs {megabytes} MB of free disk space")
 
 
-# The settings of an existing run: --resume and --eval-only
+# The settings of an existing run: --resume
 
 
 def list_words(args: RunArgs) -> list[str]:
@@ -1396,33 +1389,37 @@ def _list_contents(Args: type) -> list[str]:
     ]
 
 
-def read_run(given: RunArgs, flag: str, words: Iterable[str] = ()) -> RunArgs:
-    """The arguments of the run whose folder `flag` names, with these words behind its own."""
-    folder = getattr(given, flag)
+def read_run(given: RunArgs, words: Iterable[str] = ()) -> RunArgs:
+    """The arguments of the run whose folder --resume names, with these words behind its own."""
     try:
-        config = dict(json.loads(Path(folder, "config.json").read_text()))
+        config = dict(json.loads(Path(given.resume, "config.json").read_text()))
     except (TypeError, ValueError, OSError, RecursionError) as error:
-        refuse(given, flag, f"must be the folder of a run, with its config.json ({error})")
+        valid = f"must be the folder of a run, with its config.json ({error})"
+        refuse(given, "resume", valid)
     script = find_script(given)
     of_this_version = f"must be a run of this version of {script.name}"
     command = config.get("command")
     is_list_of_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
     if config.get("script") == script.stem and "command" not in config:
-        refuse(given, flag, f"{of_this_version}; those of version 0.1 need commit 9627f85")
+        refuse(given, "resume", f"{of_this_version}; those of version 0.1 need commit 9627f85")
     if config.get("script") != script.stem or not is_list_of_words:
-        refuse(given, flag, of_this_version)
+        refuse(given, "resume", of_this_version)
     launched = exchange_of_launcher is not None
-    if flag == "resume" and bool(config.get("exchange")) != launched:
+    if bool(config.get("exchange")) != launched:
         began = "without" if launched else "under"
-        refuse(given, flag, f"was begun {began} federate.py; go on as it was begun")
-    Args = type(given)
-    contents = {name: str(config.get(name, "")) for name in _list_contents(Args)}
-    # The folder comes first, because the first word could have tyro write a file
-    words = [f"--{flag.replace('_', '-')}={folder}", *command, *words]
+        refuse(given, "resume", f"was begun {began} federate.py; go on as it was begun")
     try:
-        return read_flags(Args, words, default=Args(**contents))
+        # The folder comes first, because the first word could have tyro write a file
+        return read_config(type(given), config, [f"--resume={given.resume}"], words)
     except SystemExit:
-        refuse(given, flag, of_this_version)
+        refuse(given, "resume", of_this_version)
+
+
+def read_config(Args: type, config: dict, before: Iterable[str], behind: Iterable[str] = ()):
+    """The arguments that config.json holds, with these words before and behind its own."""
+    contents = {name: str(config.get(name, "")) for name in _list_contents(Args)}
+    words = [*before, *config["command"], *behind]
+    return read_flags(Args, words, default=Args(**contents))
 
 
 def _read_resumed_settings(
@@ -1434,55 +1431,16 @@ def _read_resumed_settings(
     `may_change`. Flags in `again` may name code: it is executed only if the flag is given again,
     because the run may be someone else's.
     """
-    stored = read_run(given, "resume")
+    stored = read_run(given)
     for name in again:
         value = getattr(stored, name)
         if ".py" in str(value) and getattr(given, name) != value:
             problem = f"is code that {given.resume} names; give the flag again to have it executed"
             refuse(stored, name, problem)
-    args = read_run(given, "resume", sys.argv[1:] if argv is None else argv)
+    args = read_run(given, sys.argv[1:] if argv is None else argv)
     free = {"resume", "run_dir", "device", "timeout", "save_every", "eval_every", "track"}
     free |= {"wandb_project_name", "wandb_entity", *may_change}
     refuse_changes(args, stored, free, given.resume)
-    return args
-
-
-def read_played_settings(given: RunArgs, argv: list[str] | None) -> RunArgs:
-    """The arguments of --eval-only: the run's settings, of which the evaluation's may change.
-
-    A task given anew replaces the run's tasks, and with them missions and private levels. Films are
-    made only if they are asked for anew.
-    """
-    if given.resume:
-        refuse(given, "resume", "does not go with --eval-only")
-    if get_world_size() > 1:
-        refuse(given, "eval_only", "plays in one process, without torchrun")
-    stored = read_run(given, "eval_only")
-    words = sys.argv[1:] if argv is None else argv
-    # A task that is given is known to be given, even if it equals the run's
-    args = read_run(given, "eval_only", ["--env-id=", *words])
-    free = {"eval_only", "greedy", "eval_episodes", "capture_video", "device", "seed", "run_dir"}
-    free |= {"env_id", "env_ids"}
-    new_task = bool(args.env_id) or args.env_ids != stored.env_ids
-    if new_task:
-        free |= {"missions", "levels_per_agent", "env_backend"}
-        if args.env_ids == stored.env_ids:
-            args.env_ids = ()
-        if hasattr(args, "missions"):
-            args.missions = given.missions
-            args.levels_per_agent = given.levels_per_agent
-            args.env_backend = "auto"
-    args.env_id = args.env_id or stored.env_id
-    args.capture_video = given.capture_video
-    refuse_changes(args, stored, free, args.eval_only)
-    if getattr(args, "levels_per_agent", 0) and args.seed != stored.seed and not new_task:
-        folder = args.eval_only
-        problem = f"must be {stored.seed} as in {folder}: private levels are derived from it"
-        refuse(args, "seed", problem)
-    if not args.eval_episodes:
-        refuse(args, "eval_episodes", "must be positive with --eval-only")
-    # Agents do not communicate here, and the CSV file of a matrix may be gone
-    args.communicator = "identity"
     return args
 
 
@@ -1496,46 +1454,6 @@ def refuse_changes(args: RunArgs, stored: RunArgs, free: set[str], folder: str) 
             changes.append(f"{flag} {_show(value)} must be {_show(before)}")
     if changes:
         stop(f"{'; '.join(changes)}, as in {folder}, or left out", WRONG_VALUE)
-
-
-def load_agents(args: RunArgs, agents: list[nn.Module]) -> dict[int, nn.Module]:
-    """Give the agents the weights of the run in --eval-only, or end with one line.
-
-    agents: of all numbers. Returns those of the run: under federate.py those that it held.
-    """
-    config = dict(json.loads(Path(args.eval_only, "config.json").read_text()))
-    everybody = range(len(agents))
-    held = config.get("agents") or list(everybody)
-    if not isinstance(held, list) or any(type(i) is not int or i not in everybody for i in held):
-        refuse(args, "eval_only", "config.json names agents that are none of the run's")
-    loaded = {i: agents[i] for i in held}
-    for i, agent in loaded.items():
-        path = Path(args.eval_only, f"agent_{i}.safetensors")
-        try:
-            weights = load_file(path)
-            agent.load_state_dict(weights)
-        # Missing, damaged, or of another number of actions
-        except (OSError, RuntimeError, SafetensorError) as error:
-            reason = str(error).strip().splitlines()[-1].strip()
-            refuse(args, "eval_only", f"{path.name} cannot be loaded for these tasks: {reason}")
-        if not all(weight.isfinite().all() for weight in agent.state_dict().values()):
-            refuse(args, "eval_only", f"{path.name} has weights that are not finite")
-    return loaded
-
-
-def print_returns(args: RunArgs, results: dict[int, dict[str, np.ndarray]]) -> None:
-    """The table of --eval-only. results: agent -> task -> a return for each episode."""
-    actions = "greedy" if args.greedy else "sampled"
-    print(f"{args.eval_only}: mean return of {args.eval_episodes} episodes, {actions} actions")
-    first = next(iter(results.values()))
-    print("agent" + "".join(f"  {task:>17}" for task in first))
-    for i, tasks in results.items():
-        cells = []
-        for task, returns in tasks.items():
-            mean_return, half = mean_and_half_interval(returns)
-            cell = format_interval(mean_return, half)
-            cells.append(f"  {cell:>{max(17, len(task))}}")
-        print(f"{i:>5}" + "".join(cells))
 
 
 # Seeds and statistics
@@ -1647,93 +1565,6 @@ def _format_value(value: object) -> object:
         return value
     is_whole = value.is_integer() and abs(value) < 2**53
     return f"{value:.0f}" if is_whole else f"{value:.6g}"
-
-
-# Films
-
-
-def check_encoder(args: RunArgs, flag: str) -> None:
-    """Refuse `flag` where nothing encodes films."""
-    if not importlib.util.find_spec("imageio_ffmpeg"):
-        refuse(args, flag, "imageio-ffmpeg is not installed")
-    try:
-        importlib.import_module("imageio_ffmpeg").get_ffmpeg_version()
-    except Exception as error:
-        valid = f"films need ffmpeg; {first_line(error)}"
-        if args.resume:
-            valid = f"{valid}; --no-{flag.replace('_', '-')} goes on without them"
-        refuse(args, flag, valid)
-
-
-class Film:
-    """An MP4 file that browsers play: H.264 in yuv420p, which needs even sizes.
-
-    Every frame goes to the encoder at once, because a long episode would not fit in memory. Nothing
-    raises an error: what fails ends the film with one line, and the run goes on.
-    """
-
-    def __init__(self, path: Path, fps: float):
-        self.path = path
-        self.fps = fps
-        self.shape = None  # of the first frame
-        self.encoder = None
-        self.ended = False
-        self.problem = ""
-
-    def take(self, render: Callable[..., np.ndarray], *inputs) -> None:
-        """Add the frame that `render(*inputs)` returns, [height, width, 3] uint8."""
-        if self.ended:
-            return
-        try:
-            frame = np.ascontiguousarray(render(*inputs))
-            if frame.dtype != np.uint8 or frame.shape[2:] != (3,):
-                shape = list(frame.shape)
-                raise ValueError(
-                    f"frames are not [height, width, 3] uint8 but {shape} {frame.dtype}"
-                )
-            if self.encoder is None:
-                self.shape = frame.shape
-                self._start_encoder()
-            if frame.shape != self.shape:
-                raise ValueError("frames have different sizes")
-            self.encoder.stdin.write(frame)
-        except Exception as error:
-            self.problem = first_line(error)
-            self.close()
-
-    def _start_encoder(self) -> None:
-        """Start ffmpeg, which reads frames from its standard input."""
-        height, width, _ = self.shape
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - a full pipe would stop ffmpeg
-        command = [importlib.import_module("imageio_ffmpeg").get_ffmpeg_exe(), "-y"]
-        command += ["-loglevel", "error"]
-        command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}"]
-        command += ["-r", str(self.fps), "-i", "-"]
-        command += ["-vf", "pad=ceil(iw/2)*2:ceil(ih/2)*2"]  # a black line where a size is odd
-        command += ["-c:v", "libx264", "-pix_fmt", "yuv420p", str(self.path.absolute())]
-        self.encoder = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.errors
-        )
-
-    def close(self) -> None:
-        """End the film. One line says why there is none, and no part of it remains."""
-        if self.ended:
-            return
-        self.ended = True
-        if self.encoder is not None:
-            with contextlib.suppress(OSError):  # it may have ended by itself
-                self.encoder.stdin.close()
-            code = self.encoder.wait()
-            self.errors.seek(0)
-            lines = self.errors.read().decode(errors="replace").strip().splitlines()
-            self.errors.close()
-            if code != 0:
-                self.problem = lines[-1] if lines else f"ffmpeg ended with exit code {code}"
-        if self.problem:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-            print(f"{self.path}: no film, {self.problem}", flush=True)
 
 
 # Divergence
@@ -2585,6 +2416,10 @@ class Run:
         if self.interrupted:
             last = f"{self.iteration} of {self.total}"
             print(f"interrupted after {self.counter} {last}; go on with --resume {self.folder}")
+        elif hasattr(self.args, "env_id") and PLAY.is_file():
+            tool = shlex.quote(os.path.relpath(PLAY))
+            folder = shlex.quote(str(self.folder))
+            print(f"to film its agents: python {tool} {folder} --video {folder}/videos")
 
 
 # --- 5. speed: networks side by side ---

@@ -34,8 +34,6 @@ from prpo_atari import (
     compute_public_log_probs,
     estimate_gains,
     evaluate_agents,
-    evaluate_run,
-    film_agent,
     make_agents,
     make_batch,
     make_communicator,
@@ -262,20 +260,16 @@ def main(args: Args) -> dict:
             envs.close()
             envs = Envs(args, held, iteration)
 
-    # Weights, the evaluation of every agent on every task in the official environments, videos
+    # Weights, and the evaluation of every agent on every task in the official environments
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
-    summary = run.finish(
+    return run.finish(
         env_backend=choose_backend(args),
         communication_rounds=run.iteration // args.local_updates,
     )
-    if args.capture_video:  # after all that must not depend on a film
-        for k, i in enumerate(held):
-            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
-    return summary
 
 
 # --- checks of arguments ---
@@ -291,10 +285,5 @@ def check_args(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    args = communicators.parse_args(
-        Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")
-    )
-    if args.eval_only:
-        evaluate_run(args)
-    else:
-        main(args)
+    may_change = ("eval_episodes", "total_timesteps")
+    main(communicators.parse_args(Args, check_args, may_change=may_change))

@@ -19,11 +19,10 @@ import copy
 import functools
 import itertools
 import os
-import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Literal
 
 import gymnasium as gym
@@ -58,8 +57,6 @@ if find_spec("ale_py"):
 ENVIRONMENTS = 1
 TEST_LEVELS = 3
 TEST_ACTIONS = 4
-FILM_LEVEL = 5
-FILM_ACTIONS = 6
 
 
 @dataclass
@@ -73,6 +70,8 @@ class TaskArgs(RunArgs):
     env_id: str = "BeamRiderNoFrameskip-v4"
     env_ids: tuple[str, ...] = ()
     """one game per agent, instead of --env-id; they must have the same actions"""
+    eval_env_ids: tuple[str, ...] = ()
+    """games that every agent is evaluated on besides the agents' own"""
     sticky_actions: bool = False
     """repeat the last action with probability 0.25, as in the newer protocol"""
     full_action_space: bool = False
@@ -87,12 +86,6 @@ class TaskArgs(RunArgs):
     save_every: Count = 128
     eval_episodes: Natural = 10
     """whole games per agent and task in an evaluation, with unclipped scores (0: none)"""
-    capture_video: bool = False  # record one game per agent at the end
-    # folder of a run: load its agents and play, also on another task, instead of training; prints a
-    # table
-    eval_only: str = ""
-    greedy: bool = False
-    """with --eval-only: play and film the most probable actions instead of sampled ones"""
 
     # Rollout and advantages
     total_timesteps: Count = 10_000_000  # environment steps of each agent; a step is four frames
@@ -693,20 +686,16 @@ def main(args: Args) -> dict:
             envs.close()
             envs = Envs(args, held, iteration)
 
-    # Weights, the evaluation of every agent on every task in the official environments, videos
+    # Weights, and the evaluation of every agent on every task in the official environments
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
-    summary = run.finish(
+    return run.finish(
         env_backend=choose_backend(args),
         communication_rounds=run.iteration // args.local_updates,
     )
-    if args.capture_video:  # after all that must not depend on a film
-        for k, i in enumerate(held):
-            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
-    return summary
 
 
 # --- tasks: games and their environments ---
@@ -840,52 +829,6 @@ class CustomGames:
     def close(self) -> None:
         """Free the games."""
         self.envs.close()
-
-
-class Camera:
-    """One of ALE's games as `evaluate` films it, in colour and full size.
-
-    Equal seeds and buttons make equal games.
-    """
-
-    def __init__(self, args: Args, env_id: str):
-        screen = {"grayscale": False, "img_height": 210, "img_width": 160, "stack_num": 1}
-        self.games = make_games(args, env_id, 1, **screen)
-
-    def reset(self, level: int) -> np.ndarray:
-        """The first frame, [height, width, 3] uint8."""
-        frames, _ = self.games.reset(seed=np.array([level]))
-        return frames[0, 0]
-
-    def step(self, buttons: np.ndarray) -> np.ndarray:
-        """The next frame. buttons: [1]."""
-        frames, *_ = self.games.step(buttons)
-        return frames[0, 0]
-
-    def close(self) -> None:
-        """Free the game."""
-        self.games.close()
-
-
-class CustomCamera:
-    """One game of your own, with the methods of `Camera`: frames are those of its `render`."""
-
-    def __init__(self, env_id: str):
-        self.env = make_custom(env_id, render_mode="rgb_array")
-
-    def reset(self, level: int) -> np.ndarray:
-        """As of Camera."""
-        self.env.reset(seed=level)
-        return self.env.render()
-
-    def step(self, buttons: np.ndarray) -> np.ndarray:
-        """As of Camera."""
-        self.env.step(int(buttons[0]))
-        return self.env.render()
-
-    def close(self) -> None:
-        """Free the game."""
-        self.env.close()
 
 
 class Games:
@@ -1023,21 +966,19 @@ def evaluate(
     env_id: str,
     levels: list[int],
     seed: int,
-    film: str = "",
     greedy: bool = False,
+    watch: Callable | None = None,
 ) -> np.ndarray:
     """One whole game for each level, a seed. Returns their unclipped scores [levels].
 
-    Actions are sampled, or the most probable ones (greedy). film: path, without suffix, of a video
-    of the first game. An agent that has diverged has no return: NaN.
+    Actions are sampled, or the most probable ones (greedy). watch: receives the games after their
+    reset and after each step of the first one. An agent that has diverged has no return: NaN.
     """
     if not all(parameter.isfinite().all() for parameter in agent.parameters()):
         return np.full(len(levels), np.nan)
     games = Games(args, [env_id], [levels])
-    if film:
-        camera = make_camera(args, env_id)
-        video = communicators.Film(Path(f"{film}.mp4"), 15)  # 60 Hz, 4 frames a step
-        video.take(camera.reset, levels[0])
+    if watch:
+        watch(games)
     returns = np.zeros(len(levels))
     running = np.ones(len(levels), dtype=bool)
     generator = torch.Generator().manual_seed(seed)
@@ -1050,39 +991,24 @@ def evaluate(
             probs = logits.softmax(-1).cpu()
             actions = torch.multinomial(probs, 1, generator=generator)[:, 0]
         *_, ended = games.step(actions.numpy()[None])
-        if film and running[0]:
-            video.take(camera.step, games.pressed[0, :1])
+        if watch and running[0]:
+            watch(games)
         for _, level, total, _ in ended:
             if running[level]:  # the game that starts after it does not count
                 returns[level] = total
                 running[level] = False
     games.close()
-    if film:
-        camera.close()
-        video.close()
     return returns
 
 
-def make_camera(args: Args, env_id: str) -> Camera | CustomCamera:
-    """What films a game."""
-    if is_custom(env_id):
-        return CustomCamera(env_id)
-    return Camera(args, env_id)
+def list_tests(args: Args) -> list[str]:
+    """The environment ids that every agent is evaluated on: those of all agents, and the others."""
+    return list(dict.fromkeys([*list_env_ids(args), *args.eval_env_ids]))
 
 
-def film_agent(args: Args, i: int, agent: Agent, path: Path) -> None:
-    """Record one game of agent i."""
-    levels = [derive_seed(args.seed, i, FILM_LEVEL)]
-    seed = derive_seed(args.seed, i, FILM_ACTIONS)
-    evaluate(args, agent, list_env_ids(args)[i], levels, seed, str(path))
-
-
-def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
-    """What every agent is evaluated on: name -> (environment id, seeds of its games)."""
-    episodes = range(args.eval_episodes)
-    seeds = [derive_seed(args.seed, episode, TEST_LEVELS) for episode in episodes]
-    env_ids = dict.fromkeys(list_env_ids(args))
-    return {strip_module(env_id): (env_id, seeds) for env_id in env_ids}
+def list_test_levels(args: Args) -> list[int]:
+    """The seeds of the levels of an evaluation, the same on every task."""
+    return [derive_seed(args.seed, level, TEST_LEVELS) for level in range(args.eval_episodes)]
 
 
 def evaluate_agents(args: Args, agents: list[Agent], held: range) -> list[dict]:
@@ -1091,45 +1017,17 @@ def evaluate_agents(args: Args, agents: list[Agent], held: range) -> list[dict]:
     Sampled actions are what agents train with; the most probable ones are played on the same
     levels.
     """
-    tests = make_tests(args)
+    levels = list_test_levels(args)
     results = []
     for agent, i in zip(agents, held, strict=True):
         columns = {}
-        for number, (name, (env_id, levels)) in enumerate(tests.items()):
+        for number, env_id in enumerate(list_tests(args)):
             seed = derive_seed(args.seed, i, number, TEST_ACTIONS)
-            columns[name] = {
+            columns[strip_module(env_id)] = {
                 "return": evaluate(args, agent, env_id, levels, seed),
                 "greedy_return": evaluate(args, agent, env_id, levels, seed, greedy=True),
             }
         results.append(columns)
-    return results
-
-
-def evaluate_run(args: Args, agents: list | None = None) -> dict[int, dict[str, np.ndarray]]:
-    """--eval-only: play the agents of a run. Returns agent -> task -> [episodes].
-
-    agents: of another kind than here. Sampled actions are those of the run's own last evaluation.
-    Nothing is written but films, beside the run's own.
-    """
-    agents = agents or make_agents(args)
-    agents = communicators.load_agents(args, agents)
-    device = communicators.set_device(args.device)
-    folder = Path(args.eval_only) / "videos"
-    tests = make_tests(args)
-    results = {}
-    for i, agent in agents.items():
-        agent.to(device)
-        returns = {}
-        for number, (name, (env_id, levels)) in enumerate(tests.items()):
-            film = ""
-            if args.capture_video:
-                film = str(folder / f"eval_agent_{i}_{re.sub(r'[^a-zA-Z0-9_.-]', '-', name)}")
-            seed = derive_seed(args.seed, i, number, TEST_ACTIONS)
-            returns[name] = evaluate(args, agent, env_id, levels, seed, film, args.greedy)
-        results[i] = returns
-    communicators.print_returns(args, results)
-    if args.capture_video and any(folder.glob("eval_*.mp4")):
-        print(f"videos in {folder}")
     return results
 
 
@@ -1157,27 +1055,18 @@ def check_task(args: TaskArgs) -> None:
     if args.total_timesteps < batch_size:
         valid = f"must be at least one rollout, {batch_size} steps"
         communicators.refuse(args, "total_timesteps", valid)
-    if args.greedy and not args.eval_only:
-        valid = "is for --eval-only; other evaluations report both returns"
-        communicators.refuse(args, "greedy", valid)
     if len(args.env_ids) not in (0, n):
         communicators.refuse(args, "env_ids", f"must name one task for each of {n} agents")
-    if args.capture_video:
-        communicators.check_encoder(args, "capture_video")
     check_envs(args)
 
 
 def check_envs(args: Args) -> None:
     """Every game is known and installed, and all have the same actions."""
-    flag = "env_ids" if args.env_ids else "env_id"
-    env_ids = list_env_ids(args)
-    same_actions = "need the same actions; give all 18 to each with --full-action-space"
-    if args.eval_only:
-        same_actions = "need the actions of the games that the agents were trained on"
-        trained_on = list_env_ids(communicators.read_run(args, "eval_only"))
-        env_ids = [*env_ids, *itertools.filterfalse(is_custom, trained_on)]
     actions = {}  # of each game
-    for env_id in dict.fromkeys(env_ids):
+    for env_id in list_tests(args):
+        flag = "env_ids" if args.env_ids else "env_id"
+        if env_id not in list_env_ids(args):
+            flag = "eval_env_ids"
         try:
             problem = find_game_problem(args, env_id)
             if not problem:
@@ -1187,10 +1076,11 @@ def check_envs(args: Args) -> None:
         if problem:
             valid = "must be <Game>NoFrameskip-v4 or ALE/<Game>-v5, or one of your own as module:id"
             communicators.refuse(args, flag, f"{valid}; {env_id}: {problem}")
-    # Those of your own games have no names, only their number can be compared
-    named = [names for env_id, names in actions.items() if not is_custom(env_id)]
-    if len(set(map(len, actions.values()))) > 1 or any(names != named[0] for names in named):
-        communicators.refuse(args, flag, same_actions)
+        # Those of your own games have no names, only their number can be compared
+        named = [names for game, names in actions.items() if not is_custom(game)]
+        if len(set(map(len, actions.values()))) > 1 or any(names != named[0] for names in named):
+            valid = "need the same actions; give all 18 to each with --full-action-space"
+            communicators.refuse(args, flag, valid)
 
 
 def find_game_problem(args: Args, env_id: str) -> str:
@@ -1200,8 +1090,7 @@ def find_game_problem(args: Args, env_id: str) -> str:
         if not is_ale(env_id):
             return "is none"
         return "" if find_spec("ale_py") else "ale-py is not installed"
-    options = {"render_mode": "rgb_array"} if args.capture_video else {}  # a game may not know it
-    env = make_custom(env_id, **options)
+    env = make_custom(env_id)
     obs, _ = env.reset(seed=0)
     obs = np.asarray(obs)
     if obs.shape != (4, 84, 84) or obs.dtype != np.uint8:
@@ -1209,7 +1098,7 @@ def find_game_problem(args: Args, env_id: str) -> str:
         return f"shows no 4x84x84 frames (uint8), but {shape} ({obs.dtype})"
     if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
         return f"has no actions 0 to n - 1, but {env.action_space}"
-    if len({other for other in list_env_ids(args) if strip_module(other) == name}) > 1:
+    if len({other for other in list_tests(args) if strip_module(other) == name}) > 1:
         # The second module replaced what the first had registered
         return "has the name of another task here"
     _, reward, *_ = env.step(0)
@@ -1218,10 +1107,5 @@ def find_game_problem(args: Args, env_id: str) -> str:
 
 
 if __name__ == "__main__":
-    args = communicators.parse_args(
-        Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")
-    )
-    if args.eval_only:
-        evaluate_run(args)
-    else:
-        main(args)
+    may_change = ("eval_episodes", "total_timesteps")
+    main(communicators.parse_args(Args, check_args, may_change=may_change))

@@ -1383,7 +1383,7 @@ def check_args(args: Args) -> None:
 def check_deal(args: Args) -> None:
     """A resumed run deals tasks as before: by how the first policy did within the former limit."""
     if args.resume and args.partition == "hardness":
-        before = communicators.read_run(args, "resume").max_prompt_tokens
+        before = communicators.read_run(args).max_prompt_tokens
         if args.max_prompt_tokens != before:
             reason = f"must be {before} as before with --partition hardness, which depends on it"
             refuse(args, "max_prompt_tokens", reason)

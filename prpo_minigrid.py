@@ -19,11 +19,10 @@ import copy
 import functools
 import importlib
 import itertools
-import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Literal
 
 import gymnasium as gym
@@ -51,11 +50,8 @@ from communicators import (
 
 # What a derived seed is for: the last number of its key
 ENVIRONMENTS = 1
-PRIVATE_LEVELS = 2
 TEST_LEVELS = 3
 TEST_ACTIONS = 4
-FILM_LEVEL = 5
-FILM_ACTIONS = 6
 
 
 @dataclass
@@ -69,11 +65,8 @@ class TaskArgs(RunArgs):
     env_id: str = "MiniGrid-DoorKey-6x6-v0"
     """the task of all agents; of your own as module:id, as Gymnasium has it"""
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
-    # one word per agent, whose levels all have it in their mission, which the agent does not see;
-    # gymnasium only
-    missions: tuple[str, ...] = ()
-    levels_per_agent: Natural = 0
-    """agent i trains on K private levels only (0: unlimited); needs the gymnasium backend"""
+    eval_env_ids: tuple[str, ...] = ()
+    """tasks that every agent is evaluated on besides the agents' own, as unseen levels"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
     """envpool is several times faster; auto takes it where it is installed and knows the task"""
     num_envs: Count = 4  # parallel environments per agent
@@ -82,13 +75,6 @@ class TaskArgs(RunArgs):
     hidden_sizes: tuple[int, ...] = ()
     eval_episodes: Natural = 100
     """episodes per agent and task of an evaluation, in the official environment (0: none)"""
-    capture_video: bool = False
-    """record one episode per agent in the official environment at the end"""
-    # folder of a run: load its agents and play, also on another task, instead of training; prints a
-    # table
-    eval_only: str = ""
-    greedy: bool = False
-    """with --eval-only: play and film the most probable actions instead of sampled ones"""
 
     # Rollout and advantages
     total_timesteps: Count = 250_000  # environment steps of each agent
@@ -692,33 +678,24 @@ def main(args: Args) -> dict:
             envs = Envs(args, held, iteration)
             tables = [PolicyTable(agent) for agent in agents]
 
-    # Weights, the evaluation of every agent on every task in the official environments, videos
+    # Weights, and the evaluation of every agent on every task in the official environments
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
-    summary = run.finish(
+    return run.finish(
         env_backend=choose_backend(args),
         communication_rounds=run.iteration // args.local_updates,
     )
-    if args.capture_video:  # after all that must not depend on a film
-        for k, i in enumerate(held):
-            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
-    return summary
 
 
-# --- tasks: environments, missions, levels ---
+# --- tasks: environments ---
 
 
 def list_env_ids(args: Args) -> list[str]:
     """The environment id of every agent."""
     return list(args.env_ids) or [args.env_id] * args.num_agents
-
-
-def list_tasks(args: Args) -> list[tuple[str, str]]:
-    """The task of every agent: its environment id, and the word of its missions ("": all)."""
-    return list(zip(list_env_ids(args), args.missions or [""] * args.num_agents, strict=True))
 
 
 def strip_module(env_id: str) -> str:
@@ -728,119 +705,7 @@ def strip_module(env_id: str) -> str:
 
 def name_tasks(args: Args) -> list[str]:
     """The name of every agent's task."""
-    return [f"{strip_module(env_id)} {word}".strip() for env_id, word in list_tasks(args)]
-
-
-def read_mission(env: gym.Env, seed: int | None = None) -> str:
-    """The mission of the level with this seed, or else of the current one; "" if it has none."""
-    if seed is not None:
-        env.reset(seed=seed)
-    return getattr(env.unwrapped, "mission", "")
-
-
-def read_layout(env: gym.Env) -> tuple:
-    """What distinguishes the current level, just reset, from others: layouts of seeds repeat."""
-    level = env.unwrapped
-    cells = level.grid.encode().tobytes()
-    return level.grid.width, cells, tuple(level.agent_pos), level.agent_dir, read_mission(env)
-
-
-# Resets in a row without a new layout after which a task is taken to have no more: about a second
-PATIENCE = 2000
-
-
-@functools.cache
-def find_levels(env_id: str, word: str, number: int, *key: int) -> list[int]:
-    """The seeds of the first `number` levels whose mission has the word.
-
-    key: of the seeds, which are derived from ([...,] number of the level, purpose).
-    """
-    seeds = (derive_seed(*key[:-1], level, key[-1]) for level in itertools.count())
-    if word:
-        env = make_env(env_id)
-        seeds = (seed for seed in seeds if word in read_mission(env, seed))
-    return list(itertools.islice(seeds, number))
-
-
-def find_new_levels(env_id: str, word: str, number: int, *key: int, taken: set) -> list[int]:
-    """As `find_levels`, but no layout that is in `taken`, which receives those of the levels.
-
-    Fewer than `number`, if `PATIENCE` resets in a row show no new layout.
-    """
-    env = make_env(env_id)
-    levels = []
-    repeats = 0
-    for level in itertools.count():
-        if len(levels) == number or repeats == PATIENCE:
-            return levels
-        seed = derive_seed(*key[:-1], level, key[-1])
-        env.reset(seed=seed)
-        layout = read_layout(env)
-        repeats += 1
-        if word in read_mission(env) and layout not in taken:
-            taken.add(layout)
-            levels.append(seed)
-            repeats = 0
-
-
-@functools.cache
-def split_levels(
-    tasks: tuple[tuple[str, str], ...], num_levels: int, num_tests: int, seed: int
-) -> tuple[list, dict]:
-    """The private levels of every agent, and of every task unseen ones to test on.
-
-    The private levels of all agents have different layouts, and so have a task's unseen levels,
-    none of which is any agent's private one. Fewer than demanded, if there are no more.
-    """
-    taken = set()
-    private = []
-    for i, task in enumerate(tasks):
-        levels = find_new_levels(*task, num_levels, seed, i, PRIVATE_LEVELS, taken=taken)
-        private.append(levels)
-    unseen = {}
-    for task in dict.fromkeys(tasks):
-        levels = find_new_levels(*task, num_tests, seed, TEST_LEVELS, taken=set(taken))
-        unseen[task] = levels
-    return private, unseen
-
-
-def list_private_levels(args: Args, agent: int) -> list[int]:
-    """The seeds of the private levels of `agent`, none if it has no such levels."""
-    if not args.levels_per_agent:
-        return []
-    tasks = tuple(list_tasks(args))
-    private, _ = split_levels(tasks, args.levels_per_agent, args.eval_episodes, args.seed)
-    return private[agent]
-
-
-def list_test_levels(args: Args, task: tuple[str, str]) -> list[int]:
-    """The seeds of a task's levels to evaluate on; if levels are private, unseen ones."""
-    if not args.levels_per_agent:
-        return find_levels(*task, args.eval_episodes, args.seed, TEST_LEVELS)
-    tasks = tuple(list_tasks(args))
-    _, unseen = split_levels(tasks, args.levels_per_agent, args.eval_episodes, args.seed)
-    return unseen[task]
-
-
-class PrivateLevels(gym.Wrapper):
-    """Every episode is a level whose mission has a word, of a fixed set if there is one."""
-
-    def __init__(self, env: gym.Env, levels: list[int], word: str):
-        super().__init__(env)
-        self.levels = levels
-        self.word = word
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        if seed is not None:
-            self.generator = np.random.default_rng(seed)
-        while True:
-            if self.levels:
-                level = self.generator.choice(self.levels)
-            else:
-                level = self.generator.integers(2**31)
-            result = self.env.reset(seed=int(level), options=options)
-            if self.word in read_mission(self.env):
-                return result
+    return [strip_module(env_id) for env_id in list_env_ids(args)]
 
 
 class CustomTask(gym.Wrapper):
@@ -865,22 +730,18 @@ class CustomTask(gym.Wrapper):
 LONGEST_EPISODE = 27_000
 
 
-def make_env(env_id: str, levels: list[int] = (), word: str = "", film: bool = False) -> gym.Env:
+def make_env(env_id: str, **options) -> gym.Env:
     """One environment of the official package, showing its image only: [7, 7, 3] uint8 codes.
 
     Or one of your own, as module:id, which may show just that image. It gets a time limit, because
-    an evaluation plays whole episodes.
+    an evaluation plays whole episodes. options: of gym.make; one of your own may not know them.
     """
-    options = {"render_mode": "rgb_array"} if film else {}  # one of your own may not know it
     env = gym.make(env_id, disable_env_checker=True, **options)
     if ":" in env_id:
         env = CustomTask(env)
         if env.spec.max_episode_steps is None:
             env = gym.wrappers.TimeLimit(env, LONGEST_EPISODE)
-    env = show_observations(env)
-    if levels or word:
-        env = PrivateLevels(env, levels, word)
-    return env
+    return show_observations(env)
 
 
 def list_envpool_ids() -> set[str]:
@@ -894,7 +755,7 @@ def choose_backend(args: Args) -> str:
     """The environment backend that this run uses."""
     if args.env_backend != "auto":
         return args.env_backend
-    if args.levels_per_agent or args.missions or not find_spec("envpool"):
+    if not find_spec("envpool"):
         return "gymnasium"
     return "envpool" if set(list_env_ids(args)) <= list_envpool_ids() else "gymnasium"
 
@@ -926,11 +787,7 @@ class Envs:
                 pool = make(env_id, env_type="gymnasium", num_envs=len(seeds), seed=seeds)
                 obs = pool.reset()[0]["image"]
             else:
-                thunks = []
-                for i, _ in owners:
-                    _, word = list_tasks(args)[i]
-                    levels = list_private_levels(args, i)
-                    thunks.append(functools.partial(make_env, env_id, levels, word))
+                thunks = [functools.partial(make_env, env_id)] * len(seeds)
                 pool = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
                 obs = pool.reset(seed=seeds)[0]
             self.obs[rows] = obs.reshape(self.obs[rows].shape)
@@ -999,21 +856,21 @@ def evaluate(
     env_id: str,
     levels: list[int],
     seed: int,
-    film: str = "",
     greedy: bool = False,
+    watch: Callable | None = None,
 ) -> np.ndarray:
-    """One episode in the official environment for each level. Returns their returns [levels].
+    """One episode in the official environment for each level, a seed: their returns [levels].
 
-    Actions are sampled, or the most probable ones (greedy). film: path, without suffix, of a video
-    of the first episode. An agent that has diverged has no return: NaN.
+    Actions are sampled, or the most probable ones (greedy). watch: receives the first environment
+    after its reset and after each step, to draw it. An agent that has diverged has no return: NaN.
     """
     if not all(parameter.isfinite().all() for parameter in agent.parameters()):
         return np.full(len(levels), np.nan)
-    envs = [make_env(env_id, film=bool(film)) for _ in levels]
+    options = {"render_mode": "rgb_array"} if watch else {}
+    envs = [make_env(env_id, **options) for _ in levels]
     obs = [env.reset(seed=level)[0] for env, level in zip(envs, levels, strict=True)]
-    if film:
-        video = communicators.Film(Path(f"{film}.mp4"), envs[0].metadata.get("render_fps", 30))
-        video.take(envs[0].render)
+    if watch:
+        watch(envs[0])
     returns = np.zeros(len(envs))
     running = list(range(len(envs)))
     generator = torch.Generator().manual_seed(seed)
@@ -1029,39 +886,22 @@ def evaluate(
         for k, action in zip(list(running), actions.tolist(), strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
             returns[k] += reward
-            if film and k == 0:
-                video.take(envs[0].render)
+            if watch and k == 0:
+                watch(envs[0])
             if terminated or truncated:
                 running.remove(k)
                 envs[k].close()
-    if film:
-        video.close()
     return returns
 
 
-def film_agent(args: Args, i: int, agent: Agent, path: Path) -> None:
-    """Record one episode of agent i."""
-    levels = find_levels(*list_tasks(args)[i], 1, args.seed, i, FILM_LEVEL)
-    seed = derive_seed(args.seed, i, FILM_ACTIONS)
-    evaluate(args, agent, list_env_ids(args)[i], levels, seed, str(path))
+def list_tests(args: Args) -> list[str]:
+    """The environment ids that every agent is evaluated on: those of all agents, and the others."""
+    return list(dict.fromkeys([*list_env_ids(args), *args.eval_env_ids]))
 
 
-def make_tests(args: Args) -> dict[str, tuple[str, list[int]]]:
-    """What every agent is evaluated on: name -> (environment id, seeds of its levels).
-
-    Levels of every task, of its missions with the word, and, with private levels, unseen ones and
-    those of every agent: the agents x tasks matrix.
-    """
-    names = name_tasks(args)
-    tests = {}
-    for name, task in zip(names, list_tasks(args), strict=True):
-        tests[name] = task[0], list_test_levels(args, task)
-    if args.levels_per_agent:
-        for i, env_id in enumerate(list_env_ids(args)):
-            levels = itertools.cycle(list_private_levels(args, i))
-            levels = list(itertools.islice(levels, args.eval_episodes))
-            tests[f"{names[i]} levels of agent {i}"] = env_id, levels
-    return tests
+def list_test_levels(args: Args) -> list[int]:
+    """The seeds of the levels of an evaluation, the same on every task."""
+    return [derive_seed(args.seed, level, TEST_LEVELS) for level in range(args.eval_episodes)]
 
 
 def evaluate_agents(args: Args, agents: list[Agent], held: range) -> list[dict]:
@@ -1070,45 +910,17 @@ def evaluate_agents(args: Args, agents: list[Agent], held: range) -> list[dict]:
     Sampled actions are what agents train with; the most probable ones are played on the same
     levels.
     """
-    tests = make_tests(args)
+    levels = list_test_levels(args)
     results = []
     for agent, i in zip(agents, held, strict=True):
         columns = {}
-        for number, (name, (env_id, levels)) in enumerate(tests.items()):
+        for number, env_id in enumerate(list_tests(args)):
             seed = derive_seed(args.seed, i, number, TEST_ACTIONS)
-            columns[name] = {
+            columns[strip_module(env_id)] = {
                 "return": evaluate(args, agent, env_id, levels, seed),
                 "greedy_return": evaluate(args, agent, env_id, levels, seed, greedy=True),
             }
         results.append(columns)
-    return results
-
-
-def evaluate_run(args: Args, agents: list | None = None) -> dict[int, dict[str, np.ndarray]]:
-    """--eval-only: play the agents of a run. Returns agent -> task -> [episodes].
-
-    agents: of another kind than here. Sampled actions are those of the run's own last evaluation.
-    Nothing is written but films, beside the run's own.
-    """
-    agents = agents or make_agents(args)
-    agents = communicators.load_agents(args, agents)
-    device = communicators.set_device(args.device)
-    folder = Path(args.eval_only) / "videos"
-    tests = make_tests(args)
-    results = {}
-    for i, agent in agents.items():
-        agent.to(device)
-        returns = {}
-        for number, (name, (env_id, levels)) in enumerate(tests.items()):
-            film = ""
-            if args.capture_video:
-                film = str(folder / f"eval_agent_{i}_{re.sub(r'[^a-zA-Z0-9_.-]', '-', name)}")
-            seed = derive_seed(args.seed, i, number, TEST_ACTIONS)
-            returns[name] = evaluate(args, agent, env_id, levels, seed, film, args.greedy)
-        results[i] = returns
-    communicators.print_returns(args, results)
-    if args.capture_video and any(folder.glob("eval_*.mp4")):
-        print(f"videos in {folder}")
     return results
 
 
@@ -1136,27 +948,22 @@ def check_task(args: TaskArgs) -> None:
     if args.total_timesteps < batch_size:
         valid = f"must be at least one rollout, {batch_size} steps"
         communicators.refuse(args, "total_timesteps", valid)
-    if args.greedy and not args.eval_only:
-        valid = "is for --eval-only; other evaluations report both returns"
-        communicators.refuse(args, "greedy", valid)
     if len(args.env_ids) not in (0, n):
         communicators.refuse(args, "env_ids", f"must name one task for each of {n} agents")
     if len(args.hidden_sizes) not in (0, n) or any(x < 8 or x % 8 for x in args.hidden_sizes):
         communicators.refuse(args, "hidden_sizes", f"must be {n} multiples of 8")
-    if len(args.missions) not in (0, n):
-        communicators.refuse(args, "missions", f"must be one word for each of {n} agents")
-    if args.capture_video:
-        communicators.check_encoder(args, "capture_video")
     check_envs(args)
 
 
 def check_envs(args: Args) -> None:
     """Every task can be made, is one of MiniGrid's, has the same actions, and is in the backend."""
-    flag = "env_ids" if args.env_ids else "env_id"
     actions = {}  # their number -> a task
-    for env_id in dict.fromkeys(list_env_ids(args)):
+    for env_id in list_tests(args):
+        flag = "env_ids" if args.env_ids else "env_id"
+        if env_id not in list_env_ids(args):
+            flag = "eval_env_ids"
         try:
-            env = make_env(env_id, film=args.capture_video)
+            env = make_env(env_id)
             problem = find_env_problem(args, env, env_id)
         except Exception as error:  # unknown, maybe with a suggestion, or a package is missing
             problem = communicators.first_line(error)
@@ -1164,13 +971,11 @@ def check_envs(args: Args) -> None:
             valid = "must be a MiniGrid or BabyAI task, or one of your own as module:id"
             communicators.refuse(args, flag, f"{valid}; {env_id} {problem}")
         actions[int(env.action_space.n)] = env_id
-        check_missions(args, env, env_id)
-    if len(actions) > 1:
-        communicators.refuse(args, flag, f"need the same number of actions, not {actions}")
-    if args.env_backend == "envpool" and not args.eval_only:
+        if len(actions) > 1:
+            communicators.refuse(args, flag, f"need the same number of actions, not {actions}")
+        warn_of_missions(env, env_id)
+    if args.env_backend == "envpool":
         check_envpool(args)
-    if args.levels_per_agent:
-        check_levels(args)
 
 
 def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
@@ -1186,9 +991,7 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
         return f"has no actions 0 to n - 1, but {env.action_space}"
     if env.spec.id != name:  # envpool knows full names only
         return f"is {env.spec.id}"
-    if args.levels_per_agent and not hasattr(env.unwrapped, "grid"):
-        return "has no grid by which --levels-per-agent could distinguish levels"
-    if len({other for other in list_env_ids(args) if strip_module(other) == name}) > 1:
+    if len({other for other in list_tests(args) if strip_module(other) == name}) > 1:
         # The second module replaced what the first had registered
         return "has the name of another task here"
     _, reward, *_ = env.step(0)
@@ -1196,25 +999,19 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
     return ""
 
 
-def check_missions(args: Args, env: gym.Env, env_id: str) -> None:
-    """Every word is in a mission of its task; a warning where missions differ unnoticed."""
-    number = 1000 if args.missions else 9
-    missions = {read_mission(env, seed=level) for level in range(number)}
-    for task, word in list_tasks(args):
-        if task == env_id and not any(word in mission for mission in missions):
-            examples = ", ".join(sorted(missions)[:5])
-            valid = f"no mission of {env_id} has {word!r}; some are {examples}"
-            communicators.refuse(args, "missions", valid)
-    if len(missions) > 1 and not args.missions:
+def warn_of_missions(env: gym.Env, env_id: str) -> None:
+    """Say that missions differ, because agents are not shown them."""
+    missions = set()
+    for level in range(9):
+        env.reset(seed=level)
+        missions.add(getattr(env.unwrapped, "mission", ""))
+    if len(missions) > 1:
         message = f"{env_id}: levels have different missions, which agents are not shown"
         communicators.announce(message)
 
 
 def check_envpool(args: Args) -> None:
     """envpool can be used for these tasks."""
-    for flag in ("levels_per_agent", "missions"):
-        if getattr(args, flag):
-            communicators.refuse(args, flag, "needs --env-backend gymnasium")
     if not find_spec("envpool"):
         communicators.refuse(args, "env_backend", "envpool is not installed")
     unknown = set(list_env_ids(args)) - list_envpool_ids()
@@ -1223,25 +1020,6 @@ def check_envpool(args: Args) -> None:
         communicators.refuse(args, "env_backend", valid)
 
 
-def check_levels(args: Args) -> None:
-    """Every task has enough levels of different layouts to be private, and to test on."""
-    tasks = list_tasks(args)
-    for task, name in zip(tasks, name_tasks(args), strict=True):
-        members = [i for i in range(args.num_agents) if tasks[i] == task]
-        private = [len(list_private_levels(args, i)) for i in members]
-        unseen = len(list_test_levels(args, task))
-        if min(private) < args.levels_per_agent or unseen < args.eval_episodes:
-            demand = f"{len(members)} x {args.levels_per_agent} private layouts"
-            demand += f" and {args.eval_episodes} unseen ones to test on (--eval-episodes)"
-            valid = f"{name} has only {sum(private) + unseen} different layouts for {demand}"
-            communicators.refuse(args, "levels_per_agent", valid)
-
-
 if __name__ == "__main__":
-    args = communicators.parse_args(
-        Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")
-    )
-    if args.eval_only:
-        evaluate_run(args)
-    else:
-        main(args)
+    may_change = ("eval_episodes", "total_timesteps")
+    main(communicators.parse_args(Args, check_args, may_change=may_change))

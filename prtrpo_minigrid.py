@@ -47,8 +47,6 @@ from prpo_minigrid import (
     compute_reference,
     estimate_gains,
     evaluate_agents,
-    film_agent,
-    make_agents,
     make_batch,
     make_communicator,
     name_tasks,
@@ -126,6 +124,11 @@ class Agent(nn.Module):
     def predict(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """`forward` for many states, without gradient."""
         return self(obs)
+
+
+def make_agents(args: Args) -> list[Agent]:
+    """Every agent's networks at the start, equal ones for agents of equal size."""
+    return [Agent(policy) for policy in prpo_minigrid.make_agents(args)]
 
 
 # --- PR-TRPO ---
@@ -394,7 +397,7 @@ def main(args: Args) -> dict:
     )
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
-    first = [agent.to(exchange.device) for agent in make_agents(args)]
+    first = [agent.policy.to(exchange.device) for agent in make_agents(args)]
     num_actions = first[0].actor.out_features
     exchange.broadcast_networks(first)
     agents = [Agent(copy.deepcopy(first[i])) for i in held]
@@ -563,25 +566,16 @@ def main(args: Args) -> dict:
             envs = Envs(args, held, iteration)
             tables = [PolicyTable(agent) for agent in agents]
 
-    # Weights, the evaluation of every agent on every task in the official environments, videos
+    # Weights, and the evaluation of every agent on every task in the official environments
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
-    summary = run.finish(
+    return run.finish(
         env_backend=choose_backend(args),
         communication_rounds=run.iteration // args.local_updates,
     )
-    if args.capture_video:  # after all that must not depend on a film
-        for k, i in enumerate(held):
-            film_agent(args, i, agents[k], run.folder / "videos" / f"agent_{i}")
-    return summary
-
-
-def evaluate_run(args: Args) -> dict[int, dict]:
-    """--eval-only: play the agents of a run."""
-    return prpo_minigrid.evaluate_run(args, [Agent(policy) for policy in make_agents(args)])
 
 
 # --- checks of arguments ---
@@ -594,10 +588,5 @@ def check_args(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    args = communicators.parse_args(
-        Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")
-    )
-    if args.eval_only:
-        evaluate_run(args)
-    else:
-        main(args)
+    may_change = ("eval_episodes", "total_timesteps")
+    main(communicators.parse_args(Args, check_args, may_change=may_change))

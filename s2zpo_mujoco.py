@@ -24,6 +24,7 @@ import sys
 import warnings
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,8 +61,6 @@ ACTIONS = 4
 ANSWERS = 5
 TEST_EPISODES = 6
 TEST_ACTIONS = 7
-FILM_EPISODE = 8
-FILM_ACTIONS = 9
 
 # The defaults of --link-scale: on MuJoCo a tenth of a good return in 250 steps; 10 for other tasks.
 # With the logistic link an evaluator prefers the better of two batches that differ by this much in
@@ -96,8 +95,6 @@ class Args(RunArgs):
     norm_obs: bool = True
     eval_episodes: Natural = 20
     """episodes of an evaluation, in gymnasium's environment (0: none)"""
-    capture_video: bool = False
-    """film one episode in gymnasium's environment at the end"""
 
     # The policy
     hidden_sizes: tuple[int, ...] = (32, 32)
@@ -173,7 +170,7 @@ class Policy(nn.Module):
 
 def make_policy(args: Args) -> Policy:
     """The policy from which all agents start."""
-    env = make_env(args)
+    env = make_env(args.env_id, args.horizon)
     obs_size = env.observation_space.shape[0]
     if isinstance(env.action_space, gym.spaces.Discrete):
         num_outputs = int(env.action_space.n)
@@ -565,7 +562,7 @@ def main(args: Args) -> dict:
 
         # Evaluation
         if args.eval_episodes and run.due(args.eval_every) and iteration < args.total_iterations:
-            run.log_evaluation(evaluate_policy(args, policy, held))
+            run.log_evaluation(evaluate_agents(args, policy, held))
 
         # Checkpoint; every run, interrupted or not, starts its environments anew here
         if run.saves():
@@ -574,14 +571,14 @@ def main(args: Args) -> dict:
             envs.close()
             envs = Envs(args, held, iteration)
 
-    # Weights, the evaluation in gymnasium's environment, video
+    # Weights, and the evaluation in gymnasium's environment
     envs.close()
     for i in held:
         save_file(policy.state_dict(), run.folder / f"agent_{i}.safetensors")
     if args.eval_episodes and not run.interrupted:
-        run.log_evaluation(evaluate_policy(args, policy, held))
+        run.log_evaluation(evaluate_agents(args, policy, held))
     total_steps = sum(run.latest.get("charts/environment_steps", [0]))
-    summary = run.finish(
+    return run.finish(
         env_backend=choose_backend(args),
         parameters=d,
         trajectories=run.iteration * trajectories,
@@ -590,9 +587,6 @@ def main(args: Args) -> dict:
         timesteps_per_agent=round(total_steps / n),
         agent_steps_per_second=total_steps / max(run.train_seconds, 1e-9),
     )
-    if args.capture_video and run.chief:  # after all that must not depend on a film
-        film_policy(args, policy, run.folder / "videos" / "policy.mp4")
-    return summary
 
 
 def is_finite(policy: Policy) -> bool:
@@ -718,12 +712,11 @@ def find_horizon(env_id: str) -> int:
     return steps if steps and steps < 1000 else 250
 
 
-def make_env(args: Args, film: bool = False) -> gym.Env:
-    """One environment of gymnasium."""
+def make_env(env_id: str, horizon: int | None, **options) -> gym.Env:
+    """One environment of gymnasium. horizon: most steps of an episode; options: of gym.make."""
     import_mujoco()
-    options = {"render_mode": "rgb_array"} if film else {}
-    horizon = args.horizon or find_horizon(args.env_id)
-    return gym.make(args.env_id, max_episode_steps=horizon, disable_env_checker=True, **options)
+    horizon = horizon or find_horizon(env_id)
+    return gym.make(env_id, max_episode_steps=horizon, disable_env_checker=True, **options)
 
 
 # Tasks of envpool whose dynamics, returns and ends a test compares with gymnasium's
@@ -731,7 +724,7 @@ ENVPOOL_IDS = tuple(LINK_SCALES)
 
 
 def choose_backend(args: Args) -> str:
-    """The environment backend that this run uses; only gymnasium's can be filmed."""
+    """The environment backend that this run uses; only gymnasium's can be drawn."""
     if args.env_backend != "auto":
         return args.env_backend
     if args.human or not find_spec("envpool"):
@@ -751,7 +744,7 @@ class Envs:
 
     def __init__(self, args: Args, agents: range, checkpoint: int):
         self.agents = agents
-        env = make_env(args)
+        env = make_env(args.env_id, args.horizon)
         self.horizon = env.spec.max_episode_steps
         self.actions = Actions(args, env.action_space)
         env.close()
@@ -772,7 +765,8 @@ class Envs:
                 self.pool = make(args.env_id, env_type="gymnasium", **options)
                 self.pool.reset()
         else:
-            self.envs = [make_env(args, self.films) for _ in seeds]
+            options = {"render_mode": "rgb_array"} if self.films else {}
+            self.envs = [make_env(args.env_id, args.horizon, **options) for _ in seeds]
             self.seeds = seeds
 
     def reset(self) -> np.ndarray:
@@ -839,24 +833,25 @@ def draw(env: gym.Env) -> np.ndarray:
 def evaluate(
     args: Args,
     policy: Policy,
-    seeds: list[int],
+    env_id: str,
+    levels: list[int],
     seed: int,
     greedy: bool = False,
-    film: Path | None = None,
+    watch: Callable | None = None,
 ) -> np.ndarray:
-    """One episode in gymnasium's environment for each seed. Returns their returns [seeds].
+    """One episode in gymnasium's environment for each level, a seed: their returns [levels].
 
-    Actions are sampled, or the most probable ones (greedy). film: path of a video of the first
-    episode. A policy that is not finite has no return: NaN.
+    Actions are sampled, or the most probable ones (greedy). watch: receives the first environment
+    after its reset and after each step, to draw it. A policy that is not finite has no return: NaN.
     """
     if not is_finite(policy):
-        return np.full(len(seeds), np.nan)
-    envs = [make_env(args, film=bool(film)) for _ in seeds]
+        return np.full(len(levels), np.nan)
+    options = {"render_mode": "rgb_array"} if watch else {}
+    envs = [make_env(env_id, args.horizon, **options) for _ in levels]
     actions = Actions(args, envs[0].action_space)
-    obs = [env.reset(seed=of_env)[0] for env, of_env in zip(envs, seeds, strict=True)]
-    if film:
-        video = communicators.Film(film, envs[0].metadata.get("render_fps", 30))
-        video.take(envs[0].render)
+    obs = [env.reset(seed=level)[0] for env, level in zip(envs, levels, strict=True)]
+    if watch:
+        watch(envs[0])
     returns = np.zeros(len(envs))
     running = list(range(len(envs)))
     generator = torch.Generator().manual_seed(seed)
@@ -870,35 +865,32 @@ def evaluate(
         for k, action in zip(list(running), chosen, strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
             returns[k] += np.asarray(reward).item()
-            if film and k == 0:
-                video.take(envs[0].render)
+            if watch and k == 0:
+                watch(envs[0])
             if terminated or truncated:
                 running.remove(k)
                 envs[k].close()
-    if film:
-        video.close()
     return returns
 
 
-def evaluate_policy(args: Args, policy: Policy, held: range) -> list[dict]:
+def list_test_levels(args: Args) -> list[int]:
+    """The seeds of the levels of an evaluation."""
+    return [derive_seed(args.seed, level, TEST_EPISODES) for level in range(args.eval_episodes)]
+
+
+def evaluate_agents(args: Args, policy: Policy, held: range) -> list[dict]:
     """The policy, which all agents have in common: of each agent held {task: {column: [episodes]}}.
 
-    Sampled actions are what agents train with; the most probable ones are played from the same
-    starts.
+    Sampled actions are what agents train with; the most probable ones are played on the same
+    levels.
     """
-    seeds = [derive_seed(args.seed, k, TEST_EPISODES) for k in range(args.eval_episodes)]
+    levels = list_test_levels(args)
     seed = derive_seed(args.seed, TEST_ACTIONS)
     columns = {
-        "return": evaluate(args, policy, seeds, seed),
-        "greedy_return": evaluate(args, policy, seeds, seed, greedy=True),
+        "return": evaluate(args, policy, args.env_id, levels, seed),
+        "greedy_return": evaluate(args, policy, args.env_id, levels, seed, greedy=True),
     }
     return [{strip_module(args.env_id): columns}] * len(held)
-
-
-def film_policy(args: Args, policy: Policy, path: Path) -> None:
-    """Record one episode."""
-    seeds = [derive_seed(args.seed, FILM_EPISODE)]
-    evaluate(args, policy, seeds, derive_seed(args.seed, FILM_ACTIONS), film=path)
 
 
 # --- checks of arguments ---
@@ -938,17 +930,17 @@ def check_args(args: Args) -> None:
     d = len(communicators.flatten(make_policy(args).network))
     if args.algorithm == "par" and args.num_agents > d:
         communicators.refuse(args, "num_agents", f"must be at most {d}, a parameter for each")
-    if args.capture_video:
-        communicators.check_encoder(args, "capture_video")
-    if args.capture_video or args.human:
-        check_drawing(args)
+    if args.human:
+        problem = find_drawing_problem(args.env_id)
+        if problem:
+            communicators.refuse(args, "human", f"{args.env_id} cannot be drawn here; {problem}")
 
 
 def check_env(args: Args) -> None:
     """The task can be made, is continuous or CartPole, and is in the backend."""
     valid = "must be a task of vectors with continuous actions, as MuJoCo's, or CartPole-v1"
     try:
-        problem = find_env_problem(make_env(args), args.env_id)
+        problem = find_env_problem(make_env(args.env_id, args.horizon), args.env_id)
     except Exception as error:  # unknown, maybe with a suggestion, or a package is missing
         problem = communicators.first_line(error)
     if problem:
@@ -991,25 +983,22 @@ env.render()
 """
 
 
-def check_drawing(args: Args) -> None:
-    """Gymnasium's renderer draws the task."""
-    flag = "human" if args.human else "capture_video"
+def find_drawing_problem(env_id: str) -> str:
+    """What keeps gymnasium's renderer from drawing the task, nothing ("") if it draws."""
     if sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
     # In a process of its own, because without a screen OpenGL may abort the process. It imports a
     # task of your own from where this one has
-    command = [sys.executable, "-c", DRAW, args.env_id]
+    command = [sys.executable, "-c", DRAW, env_id]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace")
-    if child.returncode != 0:
-        renderer = os.environ.get("MUJOCO_GL", "not set")
-        valid = f"{args.env_id} cannot be drawn here, MUJOCO_GL being {renderer}"
-        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
-        communicators.refuse(args, flag, f"{valid}; it may be egl, osmesa or glfw; {lines[-1]}")
+    if child.returncode == 0:
+        return ""
+    renderer = os.environ.get("MUJOCO_GL", "not set")
+    lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+    return f"MUJOCO_GL, which is {renderer}, may be egl, osmesa or glfw; {lines[-1]}"
 
 
 if __name__ == "__main__":
-    args = communicators.parse_args(
-        Args, check_args, may_change=("capture_video", "eval_episodes", "total_iterations")
-    )
-    main(args)
+    may_change = ("eval_episodes", "total_iterations")
+    main(communicators.parse_args(Args, check_args, may_change=may_change))

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-from arguments import read_flags, refuse
-from methods import BLACK, METHODS
-from plot import count_seeds, finished_runs, read_table, write
+from arguments import read_flags
+from plot import make_axes, save
+from runs import Run, header, read_runs, read_table, write
+from styles import BLACK, METHODS, count_seeds
 
 TITLES = {"fixed": "ε = 0.01", "bounded": "δ = 0.2", "tight": "δ = 0.1"}
 # Column -> what it is called, its colour
@@ -35,11 +36,13 @@ class Args:
     """only draw OUT.png from OUT.csv"""
 
 
-def make_rows(runs: pd.DataFrame) -> pd.DataFrame:
+def make_rows(runs: list[Run]) -> pd.DataFrame:
     """Of each iteration of a run: largest movement and distance from a reference, bound, share
     within it, return.
     """
-    runs = runs.assign(within=runs.tv_update <= runs.bound, method=runs.exp_name)
+    tables = [run.table.assign(method=run.name, seed=run.seed) for run in runs]
+    rows = pd.concat(tables)
+    rows = rows.assign(within=rows.tv_update <= rows.bound)
     columns = {
         "tv_update": "max",
         "tv_reference": "max",
@@ -48,21 +51,14 @@ def make_rows(runs: pd.DataFrame) -> pd.DataFrame:
         "within": "mean",
         "return_last_100": "mean",
     }
-    iterations = runs.groupby(["method", "seed", "timesteps"], sort=False)
-    return iterations.agg(columns).reset_index()
+    return rows.groupby(["method", "seed", "timesteps"], sort=False).agg(columns).reset_index()
 
 
-def draw(csv_path: Path, png_path: Path):
-    """OUT.png from OUT.csv; returns the figure."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    table = read_table(csv_path, ("method", "seed", "timesteps", "within", *SHOWN))
+def draw(table: pd.DataFrame, png_path: Path):
+    """OUT.png; returns the figure."""
     methods = [method for method in TITLES if method in set(table.method)]
     size = (4.6 * len(methods), 3.8)
-    figure, axes = plt.subplots(1, len(methods), figsize=size, sharey=True, squeeze=False)
+    figure, axes = make_axes(1, len(methods), *size, sharey=True, layout=None)
     for axis, method in zip(axes[0], methods, strict=True):
         rows = table[table.method == method]
         for name, (label, colour) in SHOWN.items():
@@ -71,30 +67,25 @@ def draw(csv_path: Path, png_path: Path):
             band = axis.fill_between(x, curve["min"], curve["max"], color=colour, zorder=1)
             band.set(alpha=0.15, linewidth=0)
             axis.plot(x, curve["mean"], color=colour, label=label, zorder=3)
-        seeds = rows.seed.nunique()
         within = f"{rows.within.mean():.0%} within"
-        axis.set_title(f"{TITLES[method]}: {within} ({count_seeds(seeds)})")
+        axis.set_title(f"{TITLES[method]}: {within} ({count_seeds(rows.seed.nunique())})")
         axis.set_xlabel("environment steps per agent (thousands)")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylim(0)
     axes[0][0].set_ylabel("total variation")
     axes[0][0].legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(png_path, dpi=150)
-    plt.close(figure)
+    save(figure, png_path)
     return figure
 
 
 def main(args: Args) -> None:
-    rows = Path(f"{args.out}.csv")
-    picture = Path(f"{args.out}.png")
+    path = Path(f"{args.out}.csv")
     if not args.from_csv:
-        runs, comments = finished_runs(args.runs, ("bound", "return_last_100"))
-        if not set(runs.exp_name) & set(TITLES):
-            refuse(f"--runs: no run with the --exp-name {' or '.join(TITLES)}")
-        write(rows, comments, make_rows(runs))
-    draw(rows, picture)
-    print(f"wrote {picture}")
+        runs = read_runs(args.runs, tuple(TITLES), needed=("bound", "return_last_100"))
+        write(path, header(runs), make_rows(runs))
+    table = read_table(path, ("method", "seed", "timesteps", "within", *SHOWN))
+    draw(table, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -37,9 +37,8 @@ import pandas as pd
 import tyro
 from arguments import list_evaluated_data, read_flags, read_json_lines, refuse
 from pipeline import load_scorer, read_rows
-from plot import read_settings, read_table, report, write
-from scipy.stats import binomtest
-from stats import bootstrap
+from runs import read_settings, read_table, report, write
+from scipy.stats import binomtest, bootstrap
 
 # Figure 6 of the paper, to the letter (it is TRL's judge prompt, for summaries)
 TEMPLATE = '''\
@@ -325,11 +324,15 @@ def compute_win_rate(task: str, agent: int | str, rows: pd.DataFrame) -> dict:
     by_prompt = rows.assign(score=scores).groupby("id").score.mean().dropna().to_numpy()
     rate = low = high = np.nan
     if len(by_prompt):
-        rate, low, high = bootstrap(lambda sample: sample.mean((-1, -2)), by_prompt[:, None])
+        rate = by_prompt.mean()
         if np.ptp(by_prompt) == 0:
             # No resample differs; that many prompts can agree by chance
             test = binomtest(round(rate * len(by_prompt)), len(by_prompt))
             low, high = test.proportion_ci()
+        else:
+            rng = np.random.default_rng(0)
+            result = bootstrap((by_prompt,), np.mean, method="percentile", rng=rng)
+            low, high = result.confidence_interval
     row = {
         "agent": agent,
         "task": task,

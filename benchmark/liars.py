@@ -31,6 +31,7 @@ import communicators
 import fedavg_ppo
 import prpo_minigrid
 from communicators import Count
+from prpo_minigrid import evaluate_agents, make_agents  # noqa: F401 - what play.py needs
 
 RANDOM_WEIGHTS = 8  # what a derived seed is for, as in prpo_minigrid.py
 BOAST = 1000.0
@@ -145,10 +146,5 @@ def check_args(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    args = communicators.parse_args(
-        Args, check_args, may_change=("capture_video", "eval_episodes", "total_timesteps")
-    )
-    if args.eval_only:
-        prpo_minigrid.evaluate_run(args)
-    else:
-        main(args)
+    may_change = ("eval_episodes", "total_timesteps")
+    main(communicators.parse_args(Args, check_args, may_change=may_change))

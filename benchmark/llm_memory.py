@@ -5,7 +5,7 @@ data.
     python benchmark/llm_memory.py --sizes 1.5B --held 7 --micro-batch-size 1 --batch-size 4
     python benchmark/llm_memory.py --sizes 1.5B --task runs/llm-task-300 --write runs/1.5B
 
-The defaults are the settings of `bash benchmark/sweep.sh llm`, GRPO, with one of seven agents on a
+The defaults are the settings of `bash benchmark/llm.sh`, GRPO, with one of seven agents on a
 GPU. The model is built, and a micro-batch is passed through it, under PyTorch's FakeTensorMode;
 what autograd would keep is counted there. The cache of sampling and the states of references are
 products of sizes. Not counted: CUDA's own context, and memory that the allocator holds in pieces

@@ -40,9 +40,8 @@ import tyro
 from arguments import read_flags, read_json, read_json_lines, refuse
 from datasets import load_dataset
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-from plot import comments_of, read_table
 from rouge_score.rouge_scorer import RougeScorer
-from stats import wilson_interval
+from runs import comments_of, read_table, wilson_interval
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import prpo_llm

@@ -1,7 +1,7 @@
 """Execute a list of commands, one per line: several at a time, or as job arrays of Slurm; go on
 where it was cut off.
 
-    bash benchmark/sweep.sh minigrid --quick | python benchmark/run.py
+    bash benchmark/minigrid.sh quick | python benchmark/run.py
     python benchmark/run.py commands.txt --jobs 2  # skips finished runs, resumes interrupted ones
     python benchmark/run.py commands.txt --dry-run
     python benchmark/run.py commands.txt --slurm --jobs 50 --time 8:00:00

@@ -352,23 +352,19 @@ def tabulate(args: Args) -> pd.DataFrame:
     `measure_skills` and `measure_preferences`.
     """
     # Not above: whoever imports the reward only need not load it
-    from plot import Args as PlotArgs
-    from plot import header, read_groups, write
+    from runs import header, read_runs, write
 
-    groups = {}
-    for name, runs in read_groups(PlotArgs(runs=(args.runs,))).items():
-        if "dataset" in runs[0].settings:  # not those of control
-            groups[name] = runs
+    # Not those of control
+    runs = [run for run in read_runs((args.runs,)) if "dataset" in run.settings]
     measure = measure_preferences if args.preferences else measure_skills
     rows = []
-    for run in (run for runs in groups.values() for run in runs):
+    for run in runs:
         held_out = read_held_out(run.folder, list_evaluated_data(run.settings), args.rare)
         for agent, values in measure(args, held_out).items():
-            row = {"method": run.settings["exp_name"], "seed": run.settings["seed"], "agent": agent}
-            rows.append(row | values)
+            rows.append({"method": run.name, "seed": run.seed, "agent": agent} | values)
     table = pd.DataFrame(rows)
     if args.csv:
-        write(Path(args.csv), header(groups), table)
+        write(Path(args.csv), header(runs), table)
     else:
         print(table.to_string(index=False, float_format="%.3f"))
     return table

@@ -1,260 +1,194 @@
-"""Tables of methods from finished runs: Markdown, and with --csv all digits, limits, commands and
-versions.
+"""Tabulates runs in Markdown, as the pages have it.
 
-    python benchmark/table.py --runs runs/final --csv final.csv        # control: methods x tasks
-    python benchmark/table.py --runs runs/llm --evp 5 --csv table1.csv # the paper's table 1
+    python benchmark/table.py --runs runs/doorkey-results --measure auc      # methods x tasks
+    python benchmark/table.py --runs runs/doorkey-results --minus isolated   # paired by seed
+    python benchmark/table.py --search --runs runs/doorkey-tune              # settings, best first
+    python benchmark/table.py --evp 5 --runs runs/table1                     # the paper's table 1
+    python benchmark/table.py --from-csv benchmark/results/doorkey_runs.csv  # rows of plot.py
+    python benchmark/table.py --from-csv benchmark/results/agreement.csv     # under conditions
 
-Control: interquartile mean over seeds, chance of a run to beat one of --reference, share of seeds
-that succeed. A seed is one sample: a run's agents on one task are averaged, on several resampled
-together. Language models: an --exp-name is a setting; the held-out score of the best in training,
-and expected validation performance, of rewards or, with --measure win_rate, of what
-benchmark/judge.py found before. Intervals are of 95 %.
+Values are means over seeds with 95 % intervals by Student's t, cut at 0 and 1. Where each seed
+either solves the task or fails, the number of seeds that solve it follows the mean, with Wilson's
+interval. In a search an --exp-name is a method and, behind the first underscore, its setting.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 from arguments import read_flags, refuse
-from plot import Args as PlotArgs
-from plot import Run, header, load_run, read_groups, read_table, with_interval, write
-from stats import expected_maximum, interquartile_mean, probability_of_improvement, success_rate
+from runs import (
+    SOLVED,
+    expected_best,
+    group_runs,
+    header,
+    is_all_or_nothing,
+    make_rows,
+    mean_interval,
+    read_runs,
+    read_table,
+    split_search,
+    wilson_interval,
+    write,
+)
+from styles import count_seeds, find_method, find_place, name_task, order_conditions
 
 
 @dataclass
 class Args:
-    runs: tuple[str, ...] = ("runs",)  # folders to search for runs, at any depth
-    methods: tuple[str, ...] = ()
-    """only these experiments, in this order; * stands for anything (empty: all)"""
-    reference: str = "isolated"  # the method that others are compared with, where it is there
-    # auc: mean training return; final: the last one; win_rate: language models, all agents' against
-    # the references
+    runs: tuple[str, ...] = ("runs",)
+    """folders to search for runs, at any depth"""
+    from_csv: str = ""
+    """a file with a row per run, instead: OUT_runs.csv of plot.py, OUT.csv of its --conditions"""
+    methods: tuple[str, ...] = ("*",)
+    """of --runs: only the experiments with these names, in which * stands for anything"""
+    # evaluation: after training; auc: training return, mean over the run; final: at its end;
+    # win_rate: of language models, by benchmark/judge.py
     measure: Literal["evaluation", "auc", "final", "win_rate"] = "evaluation"
-    threshold: float = 0.8  # score of a success
-    success: Literal["min", "mean", "max"] = "min"
-    """of a run's agents: has every one to reach it, their mean, or one"""
-    evp: int = 0  # language models: settings that are tried (0: as many as the smallest search has)
-    replacement: bool = False  # they are drawn with replacement (biased, as in Dodge et al. 2019)
-    csv: str = ""  # file to write too
+    task: str = ""
+    """judge all agents of a run by this task of its evaluations, instead of each by its own"""
+    minus: str = ""
+    """differences from this method, paired by seed, and in how many seeds they are positive"""
+    solved: float = 0.0
+    """also in how many seeds all tasks have an evaluation of this (0: no)"""
+    search: bool = False
+    """settings of each method, best first"""
+    evp: int = 0
+    """what searches over this many settings find: expected validation performance (0: no)"""
+    csv: str = ""
+    """write the rows per run to this file, for --from-csv"""
 
 
-Groups = dict[tuple[str, str], list[Run]]  # of plot.read_groups
-
-
-def score_agents(run: Run, measure: str) -> pd.Series:
-    """The score of every agent of a run, by its task."""
-    agents = load_run(run.folder).groupby("agent")
-    column = "evaluation" if measure == "evaluation" else "return_last_100"
-    if "env_id" not in agents.obj:
-        sys.exit(f"{run.folder}: agents have no tasks in there; see benchmark/text_worlds.py")
-    if column not in agents.obj:
-        scores = pd.Series([np.nan])
-    elif measure == "auc":
-        scores = agents[column].mean()
-    else:  # not the last that there is: an agent that has diverged has none
-        scores = agents[column].agg(lambda values: values.iloc[-1])
-    if scores.isna().any():
-        sys.exit(f"{run.folder}: not every agent has --measure {measure}")
-    return scores.set_axis(agents.env_id.first())
-
-
-def collect_scores(groups: Groups, args: Args) -> pd.DataFrame:
-    """A row per run and task: the mean of its agents that have the task, and `run`, what success is
-    judged by.
+def format_mean(values: Any, digits: int = 2, bounded: bool = False) -> str:
+    """The mean of one number per seed with its interval, cut at 0 and 1 where values are; of fewer
+    than three seeds with their number, because intervals of two cover everything.
     """
-    rows = []
-    for (kind, method), runs in groups.items():
-        for run in runs:
-            agents = score_agents(run, args.measure)
-            of_run = agents.agg(args.success)
-            for task, scores in agents.groupby(level=0, sort=False):
-                row = {"kind": kind, "method": method, "seed": run.settings["seed"], "run": of_run}
-                rows.append(row | {"task": task, "score": scores.mean()})
-    scores = pd.DataFrame(rows)
-    if scores.duplicated(["method", "seed", "task"]).any():
-        folders = " ".join(args.runs)
-        sys.exit(f"--runs {folders}: one task in runs of several kinds; give one kind at a time")
-    return scores
+    mean, *limits = mean_interval(values)
+    text = f"{round(mean, digits) + 0.0:.{digits}f}"
+    if len(values) < 3:
+        return f"{text} ({count_seeds(len(values))})"
+    if bounded:
+        limits = np.clip(limits, 0, 1)
+    text += f" [{', '.join(f'{limit:.{digits}f}' for limit in limits)}]"
+    if bounded:  # possible values are integers: 0, not 0.00
+        text = text.replace(f"{0:.{digits}f}", "0").replace(f"{1:.{digits}f}", "1")
+    return text
 
 
-def make_control_table(groups: Groups, args: Args) -> list[dict]:
-    """A row per method: its estimates by column."""
-    scores = collect_scores(groups, args)
-    paired = scores.kind.nunique() == 1  # whether one run trains on all tasks
-    tasks = list(scores.task.unique())
-    by_task = {}  # method -> scores [seeds, tasks]
-    complete = {}  # the same, only of the seeds that have all tasks
-    for method, rows in scores.groupby("method"):
-        by_task[method] = rows.pivot(index="seed", columns="task", values="score")
-        complete[method] = by_task[method].reindex(columns=tasks).dropna()
-    reference = complete.get(args.reference, ())
-    if not len(reference):
-        print(
-            f"--reference {args.reference}: not in there, nothing is compared with it",
-            file=sys.stderr,
-        )
+def format_share(successes: int, trials: int) -> str:
+    """How many seeds succeed, with Wilson's interval."""
+    low, high = (f"{limit:.2f}" for limit in wilson_interval(successes / trials, trials))
+    return f"{successes} of {trials}, [{low}, {high}]".replace("[0.00", "[0").replace("1.00]", "1]")
+
+
+def print_table(rows: list[dict[str, str]]) -> None:
+    """Rows, each a cell by column, in Markdown."""
+    table = pd.DataFrame(rows).fillna("")
+    for line in ([*table], ["---" for _ in table], *table.to_numpy()):
+        print(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |"))
+
+
+def tabulate_methods(rows: pd.DataFrame, args: Args) -> list[dict]:
+    """Methods x tasks, or x conditions."""
+    values = rows[args.measure]
+    form = {"digits": 2 if values.max() <= 1 else 0, "bounded": values.dropna().between(0, 1).all()}
+
+    def format_cell(seeds: pd.DataFrame, others: pd.DataFrame) -> str:
+        if args.minus:
+            gains = (seeds[args.measure] - others[args.measure]).dropna()
+            positive = f"{(gains > 0).sum()} of {len(gains)}"
+            return f"{format_mean(gains, form['digits'])}, {positive}" if len(gains) else ""
+        if "evaluation" in seeds and is_all_or_nothing(seeds.evaluation):
+            solved = format_share((seeds.evaluation >= SOLVED).sum(), len(seeds))
+            return f"{seeds[args.measure].mean():.{form['digits']}f}; {solved}"
+        return format_mean(seeds[args.measure], **form) if len(seeds) else ""
+
+    of_method = {name: table.set_index("seed") for name, table in rows.groupby("method")}
+    if args.minus and args.minus not in of_method:
+        refuse(f"--minus {args.minus}: there is no such method")
+    others = of_method.pop(args.minus, rows)
     table = []
-    for method in scores.method.unique():
-        row = {"method": method, "seeds": " ".join(map(str, by_task[method].index))}
-        for task in tasks:
-            if task in by_task[method]:
-                row[task] = interquartile_mean(by_task[method][[task]].dropna())
-        if len(tasks) > 1 and len(complete[method]):
-            row["all tasks"] = interquartile_mean(complete[method], paired)
-        if len(reference) and len(complete[method]) and method != args.reference:
-            improvement = probability_of_improvement(complete[method], reference, paired)
-            row[f"better than {args.reference}"] = improvement
-        runs = scores[scores.method == method].drop_duplicates(["kind", "seed"])
-        for kind, of_kind in runs.groupby("kind", sort=False):
-            column = "success" if paired else f"success in {kind}"
-            row[column] = success_rate(of_kind.run, args.threshold)
+    for name in sorted(of_method, key=find_place):
+        seeds = of_method[name]
+        row = {"": find_method(name).label}
+        for task in rows.env.unique():
+            row[name_task(task)] = format_cell(seeds[seeds.env == task], others[others.env == task])
+        if args.solved:
+            solved = seeds.evaluation.groupby("seed").min() >= args.solved
+            row[f"all reach {args.solved:g}"] = format_share(solved.sum(), len(solved))
         table.append(row)
     return table
 
 
-def score_held_out(run: Run, measure: str) -> float:
-    """The score of a language model's run on the common held-out prompts; NaN where it was not
-    evaluated.
+def tabulate_settings(rows: pd.DataFrame, args: Args) -> list[dict]:
+    """A row per search: its settings by the mean over the seeds, best first. A setting that lacks a
+    seed has no mean and comes last.
     """
-    if measure != "win_rate":
-        score = run.summary["evaluation"]["group"]
-        return float("nan") if score is None else float(score)
-    path = run.folder / "win_rates.csv"
-    if not path.is_file():
-        sys.exit(f"{run.folder}: has no win_rates.csv; run benchmark/judge.py first")
-    rates = read_table(path, comment=None)
-    rates = rates[(rates.task == "validation") & (rates.agent == "all")]
-    if rates.empty:
-        sys.exit(f"{path}: has no --tasks validation of benchmark/judge.py")
-    if rates.step.iloc[-1] != run.summary["steps"]:
-        sys.exit(f"{path}: is of an earlier evaluation; run benchmark/judge.py again")
-    return rates.win_rate.iloc[-1]
-
-
-def score_topics(run: Run) -> tuple[float, float]:
-    """Mean reward of the agents on their own topics, and on the others', which follow the common
-    prompts in order.
-    """
-    agents = run.summary["evaluation"]["agents"]
-    matrix = np.array([[cell["mean"] for cell in row.values()] for row in agents])
-    matrix = matrix[:, 1:]
-    diagonal = np.eye(*matrix.shape, dtype=bool)
-    others = matrix[~diagonal].mean() if len(matrix) > 1 else np.nan
-    return matrix[diagonal].mean(), others
-
-
-def name_search(settings: dict) -> tuple:
-    """What a search of a language model is sorted by, in the paper's order; its name comes last."""
-    kind = ["none", "weights", "policy"].index(settings["aggregation"])
-    preference = settings["self_preference"]
-    if settings["aggregation"] == "none":
-        name = "isolated"
-    elif settings["aggregation"] == "weights":
-        average = settings.get("lora_average", "exact")
-        name = "FedAvg" if average == "exact" else f"FedAvg, {average}"
-    elif settings["communicator"] == "self-preferred":
-        name = f"PR, p = {preference:g}"
-    else:
-        name = f"PR, {settings['communicator']}"
-    if kind == 1 and settings["communicator"] != "uniform":
-        name += f", {settings['communicator']}"
-    if settings.get("private_layers"):
-        name += ", last layers private"
-    if settings.get("kl_schedule") == "linear":
-        name += ", falls to 0"
-    if settings.get("kl_direction", "auto") != "auto":
-        name += f", {settings['kl_direction']} KL"
-    return kind, -preference, name
-
-
-def make_search_table(groups: Groups, args: Args) -> list[dict]:
-    """A row per algorithm, data and method: what its search over settings found."""
-    searches = {}
-    for (data, name), runs in groups.items():
-        settings = runs[0].settings
-        key = (settings["algorithm"] != "ppo", data, *name_search(settings))
-        searches.setdefault(key, {})[name] = runs
-    tried = args.evp or min(map(len, searches.values()))
     table = []
-    expected = {}  # (GRPO, data, method) -> mean over seeds of the best of `tried` settings
-    for (grpo, data, *_, method), by_name in sorted(searches.items()):
-        runs = {name: {run.settings["seed"]: run for run in runs} for name, runs in by_name.items()}
-        runs = pd.DataFrame(runs)  # [seeds, settings]
-        held_out = runs.map(lambda run: score_held_out(run, args.measure), na_action="ignore")
-        held_out = held_out.astype(float)
-        if held_out.isna().any(axis=None) or tried > len(by_name):
-            problem = f"fewer settings than --evp {tried}, or one without evaluation for every seed"
-            sys.exit(f"{data}, {method}: {problem}")
-        bests = [expected_maximum(scores, args.replacement) for scores in held_out.to_numpy()]
-        mean = np.array([means[tried - 1] for means, _ in bests])
-        variance = np.array([variances[tried - 1] for _, variances in bests])
+    for (task, method), search in split_search(rows).items():
+        scores = search.pivot(index="seed", columns="setting", values=args.measure)
+        means = scores.mean(skipna=False).sort_values(ascending=False)
+        row = {"": find_method(method).label, "data": name_task(task)}
+        row["seeds"] = " ".join(map(str, scores.index))
+        for rank, (setting, mean) in enumerate(means.items(), 1):
+            row[str(rank)] = f"{setting}: {mean:.3f}".replace("nan", "-")
+        table.append(row)
+    return table
+
+
+def tabulate_best(rows: pd.DataFrame, args: Args) -> list[dict]:
+    """A row per search: the score of the setting that is best in training, and the best score to be
+    expected of --evp settings (table 1 of the paper).
+    """
+    table = []
+    for (task, method), search in split_search(rows).items():
+        bests = expected_best(search, args.measure, f"{task}, {method}")[:, 0]  # [seeds, settings]
+        if args.evp > bests.shape[1]:
+            sys.exit(f"{task}, {method}: fewer settings than --evp {args.evp}")
         # By training: the best held-out score would flatter
-        best = runs.map(lambda run: run.curve.mean()).mean().idxmax()
-        row = {"algorithm": "GRPO" if grpo else "PPO", "data": data, "method": method}
-        row |= {"settings": len(by_name), "seeds": " ".join(map(str, held_out.index))}
-        row["best setting"] = best
-        row["held-out"] = tuple(with_interval(held_out[[best]].T).iloc[0])
-        # Whose rewards are those of the evaluation
-        if runs[best].iloc[0].settings["partition"] == "topic" and args.measure != "win_rate":
-            topics = pd.DataFrame([score_topics(run) for run in runs[best]]).T
-            intervals = with_interval(topics)
-            row["own topic"] = tuple(intervals.iloc[0])
-            row["others' topics"] = tuple(intervals.iloc[1])
-        row[f"EVP of {tried}"] = tuple(with_interval(pd.DataFrame([mean])).iloc[0])
-        row["EVP per seed"] = " ".join(f"{value:.4f}" for value in mean)
-        # Within a seed: the shades of the paper's figures
-        row["deviation"] = f"{np.sqrt(variance.mean()):.3f}"
-        expected[grpo, data, method] = mean.mean()
-        for other in ("isolated", "FedAvg"):
-            if other != method and expected.get((grpo, data, other), 0) > 0:
-                gain = mean.mean() / expected[grpo, data, other] - 1
-                row[f"gain over {other}"] = f"{gain:+.1%}"
+        chosen = search.groupby("setting").auc.mean().idxmax()
+        of_chosen = search[search.setting == chosen]
+        row = {"": find_method(method).label, "data": name_task(task)}
+        row |= {"settings": str(bests.shape[1]), "best setting": chosen}
+        for column in (args.measure, "own_topic", "others_topics"):
+            if column in search:
+                row[column.replace("_", " ")] = format_mean(of_chosen[column])
+        expected = bests[:, args.evp - 1]
+        row[f"EVP of {args.evp}"] = format_mean(expected)
+        row["EVP per seed"] = " ".join(f"{value:.4f}" for value in expected)
         table.append(row)
     return table
 
 
-def format_cell(value) -> str:
-    """A value, or an estimate with its interval, for reading."""
-    if not isinstance(value, tuple):
-        return "" if pd.isna(value) else str(value)
-    mean, *limits = (f"{x:.{0 if abs(x) >= 100 else 2}f}" for x in value)
-    return mean if "nan" in limits else f"{mean} [{', '.join(limits)}]"
-
-
-def split_estimates(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with estimates in three columns: the value and the limits of its interval."""
-    table = table.copy()
-    for name in table.columns[table.map(type).eq(tuple).any()]:
-        position = table.columns.get_loc(name)
-        table.insert(position + 1, f"{name}_ci_low", table[name].str[1])
-        table.insert(position + 2, f"{name}_ci_high", table[name].str[2])
-        table[name] = table[name].str[0]
-    return table
+def read_rows(args: Args) -> pd.DataFrame:
+    """A row per run; of methods under conditions these are in place of the task."""
+    if args.from_csv:
+        rows = read_table(Path(args.from_csv), ("method", "seed"), dtype={"condition": str})
+    else:
+        runs = read_runs(args.runs, args.methods)
+        per_task = not (args.search or args.evp)
+        rows = make_rows(group_runs(runs, per_task, args.task))
+        if args.csv:
+            write(Path(args.csv), header(runs), rows)
+    rows = rows.rename(columns={"mean_training_return": "auc", "condition": "env"})
+    if args.measure not in rows:
+        refuse(f"--measure {args.measure}: the runs have no such column")
+    if "timesteps" not in rows:
+        order = order_conditions(rows.env)
+        return rows.sort_values("env", key=lambda names: names.map(order.index), kind="stable")
+    return rows
 
 
 def main(args: Args) -> None:
-    if args.evp < 0:
-        refuse(f"--evp {args.evp}: must not be negative")
-    groups = read_groups(PlotArgs(runs=args.runs, methods=args.methods))
-    languages = {"algorithm" in runs[0].settings for runs in groups.values()}
-    if len(languages) != 1:
-        folders = " ".join(args.runs)
-        sys.exit(f"--runs {folders}: needs finished runs, of control or of language models")
-    if languages == {True}:
-        rows = make_search_table(groups, args)
-    elif args.measure == "win_rate":
-        refuse("--measure win_rate: is for language models")
-    else:
-        rows = make_control_table(groups, args)
-    table = pd.DataFrame(rows)
-    for line in ([*table], ["---" for _ in table], *table.map(format_cell).to_numpy()):
-        print(f"| {' | '.join(line)} |")
-    if args.csv:
-        comments = f"{header(groups)}# {replace(args, csv='')}\n"
-        write(Path(args.csv), comments, split_estimates(table))
+    tabulate = tabulate_methods
+    if args.search:
+        tabulate = tabulate_settings
+    if args.evp:
+        tabulate = tabulate_best
+    print_table(tabulate(read_rows(args), args))
 
 
 if __name__ == "__main__":

@@ -1,41 +1,28 @@
 """Agents in text worlds: the share of held-out tasks that they solve, while they train.
 
-    bash benchmark/sweep.sh fedagent --quick | python benchmark/run.py
+    bash benchmark/text_worlds.sh | python benchmark/run.py
     python benchmark/text_worlds.py --runs runs/fedagent-quick
     python benchmark/text_worlds.py --from-csv  # table and figures again, from the CSV files
 
 An --exp-name is a method and, behind the underscore, how tasks were dealt to clients, as in
 fedagent_preference2. Writes OUT.csv, a row per run, evaluation, agent and category, and
-OUT_clients.csv, the training tasks of every client by category. From these come OUT_table.csv
-(success before and after training: means over agents and seeds, with Student's 95 % intervals over
-seeds), OUT.png (success over steps, a panel for each way to deal tasks) and OUT_matrix.png (agents
-and categories after training, of the clients dealt as --matrix says). The category `own`
-is an agent's success in all of them, weighted by its shares of training tasks.
+OUT_clients.csv, the training tasks of every client by category. From these it prints a table
+(success before and after training: means over agents and seeds) and draws OUT.png (success over
+steps, a panel for each way to deal tasks) and OUT_matrix.png (agents and categories after training,
+of the clients dealt as --matrix says). The category `own` is an agent's success in all of them,
+weighted by its shares of training tasks.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 from arguments import read_flags
-from methods import style_methods
-from plot import (
-    Run,
-    check_settings,
-    count_seeds,
-    draw_cells,
-    header,
-    read_each,
-    read_settings,
-    read_table,
-    report,
-    save_with_legend,
-    with_interval,
-    write,
-    write_results,
-)
+from plot import add_legend, draw_cells, make_axes, save
+from runs import Run, header, read_runs, read_table, with_interval, write
+from styles import count_seeds, find_method, style_methods
+from table import format_mean, print_table
 
 KEY = ["method", "partition", "seed"]
 
@@ -49,60 +36,30 @@ class Args:
     matrix: str = "preference2"
     """how the tasks of the agents of OUT_matrix.png were dealt"""
     from_csv: bool = False
-    """only write table and figures, from OUT.csv and OUT_clients.csv"""
+    """only print the table and draw the figures, from OUT.csv and OUT_clients.csv"""
 
 
-def read_run(folder: Path) -> tuple[Run, pd.DataFrame, pd.DataFrame] | None:
-    """A finished run of prpo_babyai.py: its settings, its evaluations, and its clients' tasks.
-
-    None for other runs, which are reported.
+def read_success(run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The evaluations of a run, with the clients that its agents were in the last step, and the
+    tasks of all clients.
     """
-    summary, settings = read_settings(folder)
-    if summary.get("script") != "prpo_babyai" or not summary["completed"]:
-        report(folder, "not a finished run of prpo_babyai.py, left out")
-        return None
-    method, _, partition = settings["exp_name"].partition("_")
-    partition = partition or settings["partition"]
-    key = dict(zip(KEY, (method, partition, settings["seed"]), strict=True))
-    evaluations = read_table(folder / "evaluations.csv", comment=None)
-    rows = evaluations[["step", "agent", "task", "episodes", "mean_success"]]
-    rows = rows.rename(columns={"task": "category", "mean_success": "success"})
-    rows = rows.merge(read_last_clients(folder), on="agent")
-    clients = read_table(folder / "clients.csv", comment=None)
-    run = Run(folder, summary, settings, pd.Series(), {})
-    return run, rows.assign(**key), clients.assign(**key)
-
-
-def read_last_clients(folder: Path) -> pd.DataFrame:
-    """Columns `agent` and `client`: who the agents were in the last step."""
-    metrics = read_table(folder / "metrics.csv", comment=None)
-    last = metrics[metrics.step == metrics.step.max()]
-    return last[["agent", "client"]].astype(int)
-
-
-def read_runs(folders: tuple[str, ...]) -> tuple[pd.DataFrame, pd.DataFrame, str]:
-    """Evaluations and clients of all runs, and the comments that name commands and versions.
-
-    Of repeated runs the newest counts.
-    """
-    newest = {}
-    for run in read_each(folders, read_run):
-        settings = run[0].settings
-        newest[settings["exp_name"], settings["seed"]] = run
-    if not newest:
-        raise SystemExit(f"--runs {' '.join(folders)}: no finished run of prpo_babyai.py in there")
-    groups = {}
-    for (name, _), (run, _, _) in sorted(newest.items()):
-        groups.setdefault(("", name), []).append(run)
-        if run.summary.get("diverged"):
-            report(run.folder, f"agents {run.summary['diverged']} have diverged")
-    for runs in groups.values():
-        check_settings(runs)
-    _, rows, clients = zip(*newest.values(), strict=True)
-    rows = pd.concat(rows).sort_values([*KEY, "step", "agent"], kind="stable")
-    clients = pd.concat(clients).sort_values([*KEY, "client"], kind="stable")
+    method, _, partition = run.name.partition("_")
+    values = (method, partition or run.settings["partition"], run.seed)
+    key = dict(zip(KEY, values, strict=True))
+    evaluations = read_table(run.folder / "evaluations.csv", comment=None)
+    evaluations = evaluations.rename(columns={"task": "category", "mean_success": "success"})
+    last = run.table[run.table.step == run.table.step.max()]
+    rows = evaluations.merge(last[["agent", "client"]].astype(int), on="agent").assign(**key)
+    clients = read_table(run.folder / "clients.csv", comment=None).assign(**key)
     columns = [*KEY, "step", "agent", "client", "category", "episodes", "success"]
-    return rows[columns], clients[[*KEY, "client", "category", "tasks"]], header(groups)
+    return rows[columns], clients[[*KEY, "client", "category", "tasks"]]
+
+
+def read_tables(runs: list[Run]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Evaluations and clients of all runs."""
+    rows, clients = zip(*map(read_success, runs), strict=True)
+    rows = pd.concat(rows).sort_values([*KEY, "step", "agent"], kind="stable")
+    return rows, pd.concat(clients).sort_values([*KEY, "client"], kind="stable")
 
 
 def average_agents(rows: pd.DataFrame) -> pd.DataFrame:
@@ -145,45 +102,30 @@ def add_own(rows: pd.DataFrame, clients: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([rows, own_success.assign(category="own")[rows.columns]])
 
 
-def make_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row per way to deal tasks, method and category: before and after training, with intervals
-    over seeds.
-    """
+def tabulate(rows: pd.DataFrame) -> list[dict[str, str]]:
+    """A row per way to deal tasks, category and method: before and after training."""
     table = []
-    runs = average_agents(rows)
-    for (partition, method, category), group in runs.groupby(
-        ["partition", "method", "category"], sort=False
-    ):
+    groups = average_agents(rows).groupby(["partition", "category", "method"])
+    for (partition, category, method), group in groups:
         steps = group.pivot(index="seed", columns="step", values="success")
-        row = {"partition": partition, "method": method, "category": category}
+        row = {"tasks": name_partition(partition), "category": category}
+        row["method"] = find_method(method).label
+        # Runs may be evaluated for the first time later
+        row["before"] = format_mean(steps[0], bounded=True) if 0 in steps else ""
+        row["after"] = format_mean(steps.iloc[:, -1], bounded=True)
         row["seeds"] = " ".join(map(str, steps.index))
-        row["steps"] = steps.columns[-1]
-        first = steps.get(0, pd.Series(math.nan, steps.index))  # runs may be evaluated later only
-        for name, values in {"before": first, "after": steps[row["steps"]]}.items():
-            interval = with_interval(values.to_frame().T).iloc[0]
-            row[name], row[f"{name}_ci_low"], row[f"{name}_ci_high"] = interval
         table.append(row)
-    return pd.DataFrame(table)
+    return table
 
 
-def draw(csv_path: Path, png_path: Path):
-    """OUT.png from OUT.csv: success on all categories over steps, a panel for each way to deal
-    tasks. Returns the figure.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    runs = average_agents(read_table(csv_path))
+def draw(rows: pd.DataFrame, png_path: Path):
+    """OUT.png: success on all categories over steps, a panel for each way to deal tasks."""
+    runs = average_agents(rows)
     runs = runs[runs.category == "all"]
     partitions = sorted(runs.partition.unique(), key=lambda name: (name != "iid", name))
     across = min(len(partitions), 4)
     down = -(-len(partitions) // across)
-    size = (2.9 * across, 2.8 * down + 0.6)
-    figure, axes = plt.subplots(
-        down, across, figsize=size, squeeze=False, layout="constrained", sharey=True
-    )
+    figure, axes = make_axes(down, across, 2.9 * across, 2.8 * down + 0.6, sharey=True)
     styles = style_methods(runs.method.unique())
     for axis, partition in zip(axes.flat, partitions, strict=False):
         panel = runs[runs.partition == partition]
@@ -205,7 +147,8 @@ def draw(csv_path: Path, png_path: Path):
         row[0].set_ylabel("held-out tasks solved")
     for axis in axes.flat[len(partitions) :]:
         axis.remove()
-    save_with_legend(figure, png_path, columns=min(across, 3))
+    add_legend(figure, columns=min(across, 3))
+    save(figure, png_path)
     return figure
 
 
@@ -231,11 +174,6 @@ def draw_matrix(rows: pd.DataFrame, shares: pd.DataFrame, png_path: Path):
     """OUT_matrix.png: a panel for the agents' shares of training tasks, and one per method; agents
     of all seeds, in the order of these shares. Returns the figure.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     matrix = make_matrix(rows)
     shares = shares.reindex(index=matrix.index, columns=matrix.columns.unique("category"))
     shares = shares.sort_values(shares.columns[0], ascending=False)
@@ -243,15 +181,13 @@ def draw_matrix(rows: pd.DataFrame, shares: pd.DataFrame, png_path: Path):
     for method, style in style_methods(matrix.columns.unique("method")).items():
         values = matrix.loc[shares.index, method]
         panels[style.label.replace(", ", ",\n", 1)] = values[shares.columns]
-    size = (2.6 * len(panels), 0.5 * len(shares) + 1.8)
-    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    figure, axes = make_axes(1, len(panels), 2.6 * len(panels), 0.5 * len(shares) + 1.8)
     names = [f"seed {seed}, agent {agent}" for seed, agent in shares.index]
     for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
         draw_cells(axis, values, highest=1)
         axis.set_yticks(range(len(names)), names if axis is axes[0, 0] else [])
         axis.set_title(title, fontsize=10)
-    figure.savefig(png_path, dpi=150)
-    plt.close(figure)
+    save(figure, png_path)
     return figure
 
 
@@ -259,19 +195,20 @@ def main(args: Args) -> None:
     path = Path(f"{args.out}.csv")
     clients_path = Path(f"{args.out}_clients.csv")
     if not args.from_csv:
-        rows, clients, comments = read_runs(args.runs)
-        write(path, comments, rows)
-        write(clients_path, comments, clients)
-    rows = read_table(path)
+        runs = read_runs(args.runs, needed=("client",))
+        rows, clients = read_tables(runs)
+        write(path, header(runs), rows)
+        write(clients_path, header(runs), clients)
+    rows = read_table(path, (*KEY, "step", "agent", "client", "category", "success"))
     clients = read_table(clients_path)
+    print_table(tabulate(add_own(rows, clients)))
+    draw(rows, path.with_suffix(".png"))
     chosen = rows[rows.partition == args.matrix]
     if len(chosen):
         shares = share_tasks(chosen, clients).droplevel("partition")
         draw_matrix(chosen, shares, Path(f"{args.out}_matrix.png"))
     else:
         print(f"--matrix {args.matrix}: no such runs, OUT_matrix.png is not drawn", file=sys.stderr)
-    table = make_table(add_own(rows, clients))
-    write_results(args.out, table, "# intervals: 95 %, Student's t over seeds\n", draw)
 
 
 if __name__ == "__main__":

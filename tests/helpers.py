@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import csv
+import functools
 import io
 import json
 import multiprocessing
@@ -55,6 +56,7 @@ TINY_OF = {
     "Atari": {
         "env_id": "BreakoutNoFrameskip-v4",
         "precision": "float32",
+        "num_envs": 1,
         "num_steps": 96,
         "communicator_temperature": 1.0,
         "learning_rate": 1e-4,
@@ -63,6 +65,58 @@ TINY_OF = {
 }
 # Public states of fewer games: to play the usual number takes longer than a tiny run's training
 prpo_atari.collect_public_states.__defaults__ = (96, 3)
+PUBLIC_TASKS = ("MiniGrid-", "BabyAI-", "ALE/", TINY_OF["Atari"]["env_id"])
+OF_PUBLIC_STATES = ("env_id", "env_ids", "full_action_space", "sticky_actions")
+
+
+def share_public_states(collect):
+    """A function that plays public tasks once and returns a copy of the states whenever it is
+    called; they depend on nothing else, see test_public_states_are_public.
+    """
+    collected = {}
+
+    @functools.wraps(collect)
+    def collect_once(args, *sizes):
+        if not all(env_id.startswith(PUBLIC_TASKS) for env_id in (args.env_id, *args.env_ids)):
+            return collect(args, *sizes)
+        key = *sizes, *(repr(getattr(args, name, None)) for name in OF_PUBLIC_STATES)
+        if key not in collected:
+            collected[key] = collect(args, *sizes)
+        return collected[key].clone()
+
+    return collect_once
+
+
+for family, scripts in (
+    (prpo_minigrid, [fedavg_ppo, prtrpo_minigrid]),
+    (prpo_atari, [fedavg_atari]),
+):
+    shared = share_public_states(family.collect_public_states)
+    for module in (family, *scripts):
+        module.collect_public_states = shared
+
+
+def lend_games(make):
+    """A function that makes games, or takes equal ones that were closed: both load the game anew
+    when they are reset with seeds.
+    """
+    closed = {}
+
+    def lend(*game, **options):
+        pools = closed.setdefault((*game, *sorted(options.items())), [])
+        pool = pools.pop() if pools else make(*game, **options)
+
+        def close():
+            if pool not in pools:
+                pools.append(pool)
+
+        pool.close = close
+        return pool
+
+    return lend
+
+
+prpo_atari.AtariVectorEnv = lend_games(prpo_atari.AtariVectorEnv)
 
 
 class OneAgentsEnvs:
@@ -221,7 +275,10 @@ class Child:
     """
 
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["helpers"])
+    # Also what a run imports only when it begins
+    server.set_forkserver_preload(
+        ["helpers", "prpo_llm", "torch._dynamo", *["envpool"] * HAS_ENVPOOL]
+    )
 
     def __init__(self, *command, cwd, **env):
         self.logs = tempfile.TemporaryDirectory()

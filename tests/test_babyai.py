@@ -22,7 +22,7 @@ from command import parse_args
 from helpers import REPOSITORY, only_run, refusal, scalars_of
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_docs import name_in_page, tables
+from test_docs import metrics_of_page, name_in_page
 from test_llm_training import in_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed import distributed_c10d
@@ -717,6 +717,7 @@ def test_the_words_of_all_levels_are_tokens():
         assert len(of_answer) < prpo_babyai.Args.response_length
 
 
+@pytest.mark.slow
 def test_the_small_model_is_made_once(tmp_path, capsys):
     """An ordinary folder of transformers; the same settings find it, others are refused."""
     out = str(tmp_path / "model")
@@ -1031,9 +1032,7 @@ def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
     assert all(episode["mission"] for episode in episodes)
 
     # Whatever it writes is explained, and nothing else is
-    explained = {*tables.AGENTS, *tables.COMMUNICATION} - {*tables.WITH_FLAGS}
-    page = (REPOSITORY / "docs" / "prpo_babyai.md").read_text()
-    assert all(f"| `{key}` |" in page for key in explained)
+    explained = metrics_of_page("prpo_babyai")
     explained -= {"losses/sampling_gap", "communication/lost_by_average"}
     tags = {name_in_page(tag) for tag in scalars_of(run)}
     categories = {tag for tag in tags if tag.startswith("episode/success_")}

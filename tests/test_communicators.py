@@ -1272,13 +1272,13 @@ exchange.close()
 exchange = connect(sys.argv[2], 2)
 for busy_rank in (1, 0):
     if exchange.rank == busy_rank:
-        time.sleep(3)  # longer than the time-out, but alive
+        time.sleep(2.3)  # longer than the time-out, but alive
     exchange.wait_for_all()
 result["waited"] = True
 if exchange.rank == 0:  # a rank that comes too late
     result["late"] = fail(lambda: exchange.all_gather(local))
 else:
-    time.sleep(3)
+    time.sleep(2.3)
 exchange.close()
 
 exchange = connect(sys.argv[3], 30)  # a rank that dies

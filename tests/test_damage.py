@@ -24,25 +24,25 @@ import safetensors.torch
 import torch
 import toy
 import transformers
+from fabricated import control_run
 from helpers import REPOSITORY, call, only_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_benchmark import fake_run
 from test_llm import files, tiny  # noqa: F401
 
 import communicators
 import prpo_llm
 import prpo_minigrid
+from benchmark import play
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
-choose = importlib.import_module("choose")
 judge = importlib.import_module("judge")
 pipeline = importlib.import_module("pipeline")
-plot = importlib.import_module("plot")
 run_tool = importlib.import_module("run")
+runs = importlib.import_module("runs")
 skills = importlib.import_module("skills")
 soak = importlib.import_module("soak")
-zeroth = importlib.import_module("zeroth")
+table = importlib.import_module("table")
 
 often = settings(max_examples=50, deadline=None)
 sometimes = settings(max_examples=12, deadline=None)
@@ -263,7 +263,7 @@ def test_a_foreign_command_is_refused_or_read(module, data):
         config = {"script": Path(module.__file__).stem, "command": command}
         Path(folder, "config.json").write_text(json.dumps(config))
         # Only what is read, not what it would need
-        args = read(communicators.read_run, module.Args(resume=folder), "resume")
+        args = read(communicators.read_run, module.Args(resume=folder))
         assert args is REFUSED or isinstance(args, module.Args)
         if module is toy:
             read(parse, toy, "--resume", folder)
@@ -298,28 +298,28 @@ def test_a_damaged_line_of_a_log_costs_no_other(number, junk):
 @sometimes
 @given(data=st.data())
 def test_damaged_weights_are_not_played(data):
-    """--eval-only: they are refused, or finite numbers of these tasks."""
+    """They are refused, or finite numbers of these tasks."""
     agent = torch.nn.Linear(2, 1)
     content = data.draw(damaged(safetensors.torch.save(agent.state_dict())))
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text("{}")
         Path(folder, "agent_0.safetensors").write_bytes(content)
-        args = SimpleNamespace(eval_only=folder)
-        if read(communicators.load_agents, args, [agent]) is not REFUSED:
+        script = SimpleNamespace(make_agents=lambda args: [agent])
+        args = SimpleNamespace(device="cpu")
+        if read(play.load_agents, script, args, {}, play.Args(folder)) is not REFUSED:
             assert all(weight.isfinite().all() for weight in agent.state_dict().values())
 
 
 @often
-@given(held=json_values | st.lists(st.integers(-1, 2), max_size=2), pairs=st.booleans())
-def test_a_damaged_list_of_agents_plays_nobody_else(held, pairs):
-    """--eval-only of a run under federate.py, whose config.json names the agents that it held."""
+@given(held=json_values | st.lists(st.integers(-1, 2), max_size=2))
+def test_a_damaged_list_of_agents_plays_nobody_else(held):
+    """A run under federate.py, whose config.json names the agents that it held, is played."""
     agents = [torch.nn.Linear(2, 1) for _ in range(2)]
-    config = [["agents", held]] if pairs else {"agents": held}
+    script = SimpleNamespace(make_agents=lambda args: agents)
+    args = SimpleNamespace(device="cpu")
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
         for i, agent in enumerate(agents):
             safetensors.torch.save_file(agent.state_dict(), Path(folder, f"agent_{i}.safetensors"))
-        loaded = read(communicators.load_agents, SimpleNamespace(eval_only=folder), agents)
+        loaded = read(play.load_agents, script, args, {"agents": held}, play.Args(folder))
     if loaded is not REFUSED:
         assert loaded.keys() <= {0, 1}
         assert all(agent is agents[i] for i, agent in loaded.items())
@@ -661,44 +661,34 @@ def test_a_damaged_run_costs_no_other(name, data):
     """It is left out with a line, or means something else; the tables have the others."""
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        good = fake_run(root, 1, [0.1, 0.2])
-        bad = fake_run(root, 2, [0.3, 0.4], stamp=2)
+        good = control_run(root, 1, [0.1, 0.2])
+        bad = control_run(root, 2, [0.3, 0.4], stamp=2)
         content = data.draw(damaged((bad / name).read_bytes()))
         if name.endswith(".json"):
             content = data.draw(
                 st.just(content) | json_values.map(lambda v: json.dumps(v).encode())
             )
         (bad / name).write_bytes(content)
-        groups = read(plot.read_groups, plot.Args(runs=(temporary,)))
-        if groups is REFUSED:  # its settings have become others, which a line says
+        whole = read(runs.read_runs, (temporary,))
+        if whole is REFUSED:  # its settings have become others, which a line says
             return
-        folders = [run.folder for runs in groups.values() for run in runs]
+        folders = [run.folder for run in whole]
         assert good in folders
         assert {*folders} <= {good, bad}
-        plot.header(groups)
-        assert str(good) in set(plot.load_runs(temporary).run)
-        read(zeroth.read_runs, (temporary,))
-        commands = root / "commands.txt"
-        commands.write_text("python x.py --exp-name pr --seed 1\n")
-        options = {"commands": str(commands), "seeds": (9,), "out_dir": "x", "unequal": True}
+        assert str(good) in set(runs.load_runs(temporary).run)
         with contextlib.redirect_stdout(io.StringIO()):
-            read(choose.main, choose.Args(runs=(temporary,), **options))
+            read(table.main, table.Args(runs=(temporary,)))
+            read(table.main, table.Args(runs=(temporary,), search=True, measure="auc"))
 
 
 @often
-@given(text=st.text(max_size=30), flags=st.text(max_size=9))
-@example(text=' "', flags="")
-def test_any_text_is_a_list_of_commands_or_refused(text, flags):
+@given(text=st.text(max_size=30))
+@example(text=' "')
+def test_any_text_is_a_list_of_commands_or_refused(text):
     for command in text.splitlines():
         job = read(run_tool.Job, command.strip())  # as `main` has it
         if job is not REFUSED:
             job.next_step()
-    line = f"python x.py --exp-name {flags} --seed {flags}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "list")
-        path.write_text(line)
-        args = choose.Args(runs=(folder,), commands=str(path), seeds=(9,), out_dir="x")
-        assert read(choose.main, args) is REFUSED
 
 
 @often
@@ -724,8 +714,8 @@ def test_logs_and_data_of_tools_are_read_or_refused(content):
         assert read(judge.read_completions, folder) is REFUSED
         read(skills.read_rates, folder, {"seed": 1})
         read(pipeline.read_rows, str(folder / "pairs.jsonl"))
-        table = read(plot.read_table, folder / "table.csv")
-        assert table is REFUSED or isinstance(table, pd.DataFrame)
+        rows = read(runs.read_table, folder / "table.csv")
+        assert rows is REFUSED or isinstance(rows, pd.DataFrame)
 
 
 # --- faults while a run is going on ---

@@ -27,7 +27,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import communicators
-import prpo_minigrid
 
 GAMMA = 0.97
 LAMBDA = 0.9
@@ -368,7 +367,10 @@ def first_episodes(env_id, backend, number):
 
 
 @needs_envpool
-@pytest.mark.parametrize("env_id", ["MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-6x6-v0"])
+@pytest.mark.parametrize(
+    "env_id",
+    ["MiniGrid-FourRooms-v0", pytest.param("MiniGrid-DoorKey-6x6-v0", marks=pytest.mark.slow)],
+)
 def test_envpool_and_official_environments_agree_statistically(env_id):
     """For a random policy: means within four standard errors, and the same codes."""
     *official, official_codes = first_episodes(env_id, "gymnasium", 100)
@@ -550,7 +552,7 @@ TASKS = {
     ("script", "changes"),
     [
         *((PRPO_MINIGRID, {"env_backend": backend}) for backend in BACKENDS),
-        (PRPO_ATARI, {"sticky_actions": False}),
+        pytest.param(PRPO_ATARI, {"sticky_actions": False}, marks=pytest.mark.slow),
         pytest.param(PRPO_ATARI, {"sticky_actions": True}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -572,139 +574,6 @@ def test_an_agents_environments_depend_on_its_own_seeds_only(script, changes):
         assert len(set(histories)) == 12
     else:  # only the 30 possible beginnings distinguish games
         assert len(set(histories)) > 4
-
-
-def test_private_levels_are_few_and_private(tmp_path, monkeypatch):
-    """Training uses each agent's K levels, no others, and the same ones in an equal run."""
-    script = PRPO_MINIGRID
-
-    def train(name, **changes):
-        seen = {}
-
-        class Spy(script.PrivateLevels):
-            def reset(self, **kwargs):
-                result = super().reset(**kwargs)
-                seen.setdefault(tuple(self.levels), set()).add(self.unwrapped.hash())
-                return result
-
-        with monkeypatch.context() as patch:
-            script.patch(patch, "PrivateLevels", Spy)
-            shape = {
-                "num_agents": 2,
-                "num_envs": 4,
-                "num_steps": 110,
-                "update_epochs": 1,
-                "num_minibatches": 1,
-            }
-            shape |= {
-                "total_timesteps": 3 * 440,
-                "env_id": "MiniGrid-FourRooms-v0",
-                "eval_episodes": 0,
-            }
-            summary = script.main(
-                tiny(script, tmp_path / name, levels_per_agent=3, **shape | changes)
-            )
-        assert summary["env_backend"] == "gymnasium"
-        return [
-            seen[tuple(script.list_private_levels(script.Args(**summary["settings"]), i))]
-            for i in range(2)
-        ]
-
-    first, second = train("run")
-    assert len(first) == len(second) == 3
-    assert not first & second
-    assert [first, second] == train("again")
-    assert not (first | second) & set.union(*train("other", seed=2))
-
-
-FEW_LAYOUTS = {
-    "MiniGrid-SimpleCrossingS9N1-v0": 42,
-    "MiniGrid-DoorKey-5x5-v0": 48,
-    "MiniGrid-DistShift2-v0": 1,
-}
-
-
-def layouts_of(env_id, levels):
-    """Layouts of levels: grid, position and direction of the agent, mission."""
-    env = gym.make(env_id, disable_env_checker=True)
-    layouts = []
-    for level in levels:
-        env.reset(seed=level)
-        unwrapped = env.unwrapped
-        layouts.append(
-            (
-                unwrapped.grid.encode().tolist(),
-                list(unwrapped.agent_pos),
-                unwrapped.agent_dir,
-                unwrapped.mission,
-            )
-        )
-    return list(map(str, layouts))
-
-
-@pytest.mark.parametrize(
-    ("env_ids", "number", "tests"),
-    [
-        (("MiniGrid-SimpleCrossingS9N1-v0",) * 3, 10, 12),  # all 42 of them
-        (
-            ("MiniGrid-DoorKey-5x5-v0", "MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-5x5-v0"),
-            20,
-            8,
-        ),  # all 48
-        (("MiniGrid-FourRooms-v0",) * 3, 30, 60),
-    ],
-)
-def test_private_and_unseen_levels_have_different_layouts(env_ids, number, tests):
-    """Seeds may repeat layouts, so private and test levels are compared by layout."""
-    args = PRPO_MINIGRID.Args(
-        env_ids=env_ids, num_agents=3, levels_per_agent=number, eval_episodes=tests
-    )
-    PRPO_MINIGRID.check_envs(args)
-    private = [
-        layouts_of(env_id, PRPO_MINIGRID.list_private_levels(args, i))
-        for i, env_id in enumerate(env_ids)
-    ]
-    assert [len(set(layouts)) for layouts in private] == [number] * 3
-    assert len(set(sum(private, []))) == 3 * number
-    for env_id in env_ids:
-        unseen = layouts_of(*PRPO_MINIGRID.make_tests(args)[env_id])
-        assert len(unseen) == len(set(unseen)) == tests
-        assert set(unseen).isdisjoint(sum(private, []))
-    levels = [
-        PRPO_MINIGRID.list_private_levels(replace(args, eval_episodes=0), i) for i in range(3)
-    ]
-    # They do not depend on the tests
-    assert levels == [PRPO_MINIGRID.list_private_levels(args, i) for i in range(3)]
-
-
-@pytest.mark.parametrize("env_id", FEW_LAYOUTS)
-def test_too_few_layouts_are_refused_with_their_number(env_id):
-    script = PRPO_MINIGRID
-    number = FEW_LAYOUTS[env_id]
-    args = script.Args(
-        env_id=env_id, num_agents=2, levels_per_agent=max(number // 2 - 1, 1), eval_episodes=3
-    )
-    refused = f"--levels-per-agent {args.levels_per_agent}: {env_id} has only {number} different "
-    refused += "layouts for 2 x"
-    with pytest.raises(SystemExit, match=refused) as end:
-        script.check_args(args)
-    assert "\n" not in str(end.value)
-    args.levels_per_agent = 0  # then levels may repeat
-    script.check_args(args)
-    assert len(script.make_tests(args)[env_id][1]) == 3
-
-
-def test_layouts_of_one_mission_may_be_too_few(monkeypatch):
-    """Only levels whose mission has the word count; a rare word ends the search too."""
-    monkeypatch.setattr(prpo_minigrid, "PATIENCE", 20)
-    args = PRPO_MINIGRID.Args(
-        env_id="MiniGrid-GoToDoor-5x5-v0", num_agents=2, missions=("red", "blue")
-    )
-    args.levels_per_agent = 400
-    with pytest.raises(SystemExit) as end:
-        PRPO_MINIGRID.check_envs(args)
-    assert "GoToDoor-5x5-v0 red has only " in str(end.value)
-    assert " layouts for 1 x 400 " in str(end.value)
 
 
 # --- other observations ---

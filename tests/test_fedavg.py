@@ -275,7 +275,10 @@ def test_averages_survive_crashes(settings, crashing, tmp_path):
 
 @pytest.mark.parametrize(
     ("fedavg", "script"),
-    [(FEDAVG_MINIGRID, PRPO_MINIGRID), (FEDAVG_ATARI, PRPO_ATARI)],
+    [
+        (FEDAVG_MINIGRID, PRPO_MINIGRID),
+        pytest.param(FEDAVG_ATARI, PRPO_ATARI, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Agents of independent processes that share a folder: files, rounds, whole runs, bad stores."""
 
-import contextlib
 import functools
 import io
 import itertools
@@ -45,6 +44,7 @@ from test_llm import files  # noqa: F401
 
 import communicators
 import federate
+from benchmark import play
 from federate import FolderExchange, Rejected, Store, decode_snapshot, encode_snapshot
 
 ABOUT = {"federation": "prpo", "agent": "1", "round": "7"}
@@ -711,7 +711,12 @@ def assert_same_training(tmp_path, processes, whole):
     [
         (PRPO_MINIGRID, {}, [(0,), (1,), (2,)]),
         (PRPO_MINIGRID, {"communicator": "surrogate", "hidden_sizes": "64 128 32"}, [(0, 1), (2,)]),
-        (FEDAVG_MINIGRID, {"communicator": "reward"}, [(0,), (1, 2)]),
+        pytest.param(
+            FEDAVG_MINIGRID,
+            {"communicator": "reward"},
+            [(0,), (1, 2)],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             PRTRPO_MINIGRID,
             {"communicator": "similarity"},
@@ -723,6 +728,7 @@ def assert_same_training(tmp_path, processes, whole):
     ids=lambda value: str(value) if value in (PRPO_ATARI,) else None,
 )
 def test_processes_that_wait_train_as_one_process(script, changes, processes, tmp_path):
+    changes = changes | {"num_steps": 32, "eval_episodes": 0}
     widths = changes.get("hidden_sizes")
     here = changes | ({"hidden_sizes": tuple(map(int, widths.split()))} if widths else {})
     script.main(tiny(script, tmp_path / "whole", **here))
@@ -766,11 +772,16 @@ def test_a_killed_agent_goes_on_from_its_checkpoint(tmp_path, whole_run):
         assert torch.equal(weights[i], weights_of(whole_run(PRPO_MINIGRID))[i])
 
 
-@on([PRPO_MINIGRID, FEDAVG_MINIGRID, pytest.param(PRTRPO_MINIGRID, marks=pytest.mark.slow)])
+SLOW = [
+    pytest.param(script, marks=pytest.mark.slow) for script in (FEDAVG_MINIGRID, PRTRPO_MINIGRID)
+]
+
+
+@on([PRPO_MINIGRID, *SLOW])
 def test_a_resume_needs_no_file_of_a_peer(script, tmp_path):
     """In the middle of an interval: the snapshots of the round before are in the checkpoint."""
     extra = () if script.averages else PATIENT
-    changes = {"iterations": 5, "save_every": 1}
+    changes = {"iterations": 5, "save_every": 1, "num_steps": 32, "eval_episodes": 0}
     children = [start(script, tmp_path, agents, *extra, **changes) for agents in ((0, 1), (2,))]
     assert [code for _, code in outcomes(children)] == [0, 0]
     for path in tmp_path.glob("share/prpo/*/round_*"):
@@ -882,15 +893,13 @@ def test_rounds_before_the_first_checkpoint_are_not_used_anew(script, tmp_path, 
 
 
 def test_a_run_of_one_agent_is_played(tmp_path, capsys, launched):
-    """--eval-only knows which agents a run has."""
+    """play.py knows which agents a run has."""
     launched("--exchange", tmp_path / "share", "--agent", 1)
     PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path / "runs", iterations=1, local_updates=1))
     folder = only_run(tmp_path / "runs")
     assert "__agent_1__" in folder.name
     capsys.readouterr()
-    args = PRPO_MINIGRID.parse_args(["--eval-only", str(folder), "--eval-episodes", "2"])
-    with contextlib.redirect_stderr(None):
-        assert len(PRPO_MINIGRID.evaluate_run(args)) == 1
+    assert play.main(play.Args(str(folder))).keys() == {1}
     assert capsys.readouterr().out.splitlines()[-1].split()[0] == "1"
 
 

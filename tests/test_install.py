@@ -71,7 +71,8 @@ def test_the_small_set_suffices_for_minigrid_and_is_about_1_gb(tmp_path):
     assert sum(path.lstat().st_size for path in paths if path.is_file()) < 1.1e9
 
 
-@pytest.mark.parametrize("system", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["win32", "darwin"])
 def test_minigrid_runs_without_what_only_linux_has(system, tmp_path):
     """Nor with a package that the small set leaves out: a run of each script, and its summary."""
     tool = REPOSITORY / "tests" / "tools" / "elsewhere.py"
@@ -83,6 +84,7 @@ def test_minigrid_runs_without_what_only_linux_has(system, tmp_path):
     assert {summary["env_backend"] for summary in summaries.values()} == {"gymnasium"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prpo_atari", "fedavg_atari"])
 def test_games_without_their_emulator_end_in_one_line(name, tmp_path):
     tool = REPOSITORY / "tests" / "tools" / "elsewhere.py"
@@ -111,7 +113,14 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("name", ALONE)
+# The others import the same
+QUICK = ("prpo_minigrid", "prpo_atari")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ALONE if name not in QUICK)],
+)
 def test_a_copy_of_a_script_runs_beside_few_others(name, tmp_path):
     """communicators.py, and for a variant its family's script, without which it names that.
 

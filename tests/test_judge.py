@@ -285,9 +285,9 @@ def test_failed_requests_are_repeated(server, tmp_path):
     """Statuses, time-outs, nonsense and closed connections do not matter: the same win rates, and
     nothing twice.
     """
-    trouble = [500, 429, 9.0, b"<html>", b"{}", b'{"choices": []}', b'{"choices": [7]}', None, 503]
+    trouble = [500, 429, 4.0, b"<html>", b"{}", b'{"choices": []}', b'{"choices": [7]}', None, 503]
     server.answers = lambda *texts: trouble.pop() if trouble else good_wins(*texts)
-    rates = run_judge(server, tmp_path, make_run(tmp_path), answer_timeout=4, retries=9)
+    rates = run_judge(server, tmp_path, make_run(tmp_path), answer_timeout=1, retries=9)
     assert rates.win_rate.tolist() == [0.75, 0.75, 0.75]
     assert len(server.requests) == 12 + 9
     assert len((tmp_path / "cache.jsonl").read_text().splitlines()) == 12

@@ -1,9 +1,7 @@
 """benchmark/liars.py: what a lying agent sends and reports, and that the others are honest."""
 
 import dataclasses
-import runpy
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from helpers import (
     PRPO_MINIGRID,
     REPOSITORY,
     assert_same_run,
+    evaluations_of,
     on_minigrid,
     only_run,
     refusal,
@@ -21,7 +20,7 @@ from helpers import (
 
 import communicators
 import prpo_minigrid
-from benchmark import liars
+from benchmark import liars, play
 from communicators import parse_args
 
 EMPTY = "MiniGrid-Empty-Random-5x5-v0"
@@ -162,7 +161,7 @@ def test_a_resumed_liar_tells_the_same_lie(tmp_path):
 
 
 def test_the_sweep_has_every_lie_and_boasts_only_where_returns_are_reported():
-    words = ["bash", "benchmark/sweep.sh", "liars"]
+    words = ["bash", "benchmark/liars.sh"]
     output = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout
     lines = [line for line in output.splitlines() if "--seed 1 " in line]
     boasting = set()
@@ -185,13 +184,11 @@ def test_a_launcher_is_refused(monkeypatch):
     assert "federate.py" in refusal(parse_args, liars.Args, liars.check_args, [])
 
 
-def test_a_run_is_played_and_not_trained_again(tmp_path, monkeypatch, capsys):
+def test_a_run_is_played_and_not_trained_again(tmp_path):
     runs = tmp_path / "runs"
-    liars.main(tiny_liar(runs, env_id=EMPTY, iterations=1))
+    liars.main(tiny_liar(runs, env_id=EMPTY, iterations=1, eval_episodes=2))
     folder = only_run(runs)
-    argv = ["liars.py", "--eval-only", str(folder), "--eval-episodes", "2"]
-    monkeypatch.setattr(sys, "argv", argv)
-    capsys.readouterr()
-    runpy.run_path(liars.__file__, run_name="__main__")
-    assert f"{folder}: mean return of 2 episodes" in capsys.readouterr().out
+    last = evaluations_of(folder)[-1]
+    returns = play.main(play.Args(str(folder)))[int(last["agent"])][last["task"]]
+    assert returns.mean() == pytest.approx(float(last["mean_return"]), abs=1e-4)
     assert only_run(runs) == folder

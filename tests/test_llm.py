@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from command import parse_args
 from completion_server import CompletionServer
-from helpers import REPOSITORY, call, only_run, refusal, run_ranks
+from helpers import REPOSITORY, call, only_run, refusal, run_ranks, scalars_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from smooth import smooth_adam
 from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_docs import metrics_of_page, name_in_page
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -490,7 +491,9 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 @every_algorithm
-@pytest.mark.parametrize("aggregation", ["policy", "weights", "none"])
+@pytest.mark.parametrize(
+    "aggregation", ["policy", "weights", pytest.param("none", marks=pytest.mark.slow)]
+)
 def test_agents_learn_to_generate_a_letter(files, tmp_path, algorithm, aggregation):
     """The reward counts a letter: every agent of every method generates it more
     often at the end."""
@@ -958,7 +961,7 @@ def test_agents_start_from_an_adapter_and_are_anchored_to_it(files, tmp_path):
 
 
 def test_curves_and_a_table_of_language_models(files, tmp_path):
-    """plot.py reads these runs too: the table's figures are those of their summaries.
+    """plot.py reads these runs too: the rows' figures are those of their summaries.
 
     An agent's own topic is that of its prompts, of which the common ones are a mixture.
     """
@@ -976,11 +979,24 @@ def test_curves_and_a_table_of_language_models(files, tmp_path):
         "benchmark/plot.py", "--runs", tmp_path / "runs", "--out", tmp_path / "llm", cwd=REPOSITORY
     )
     assert process.returncode == 0, process.stderr
-    with open(tmp_path / "llm_table.csv", newline="") as file:
-        (row,) = csv.DictReader(line for line in file if not line.startswith("#"))
-    assert float(row["evaluation"]) == pytest.approx(sum(results.values()) / 2, rel=1e-4)
-    assert float(row["own_topic"]) == pytest.approx(sum(rewards_of_topics) / 4, rel=1e-4)
-    assert row["seeds"] == "1 2" and (tmp_path / "llm.png").stat().st_size > 5_000
+    rows = pd.read_csv(tmp_path / "llm_runs.csv", comment="#", index_col="seed")
+    assert rows.evaluation.to_dict() == pytest.approx(results, rel=1e-4)
+    assert rows.own_topic.mean() == pytest.approx(sum(rewards_of_topics) / 4, rel=1e-4)
+    assert (tmp_path / "llm.png").stat().st_size > 5_000
+
+
+def test_metrics_are_those_of_the_page(files, tmp_path):
+    """What PPO with averages and GRPO with mixtures log, and nothing else."""
+    tags = set()
+    for algorithm, aggregation in (("ppo", "weights"), ("grpo", "policy")):
+        changes = ALGORITHMS[algorithm] | {"aggregation": aggregation}
+        folder, _ = train(files, tmp_path / algorithm, **changes)
+        tags |= {name_in_page(tag) for tag in scalars_of(folder)}
+    rewards = {tag for tag in tags if tag.startswith("objective/reward_")}
+    rewards.discard("objective/reward_std")
+    assert rewards == {"objective/reward_letters.count"}
+    expected = metrics_of_page("prpo_llm") - {"objective/reward_NAME"}
+    assert tags - rewards == expected
 
 
 def test_nan_rewards_are_counted_and_ignored(files, tmp_path):

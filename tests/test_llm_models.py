@@ -683,7 +683,7 @@ def test_the_sweep_fits_the_gpu_that_it_names():
     assert [*table] == ["1.5B", "7B", "8B"]
     peaks = table.loc["**peak with --gradient-checkpointing**"]
     assert all(peaks < 80) and table.loc["peak without"]["7B"] > 80
-    command = ["bash", "benchmark/sweep.sh", "llm"]
+    command = ["bash", "benchmark/llm.sh"]
     lines = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True
     ).stdout.splitlines()

@@ -53,10 +53,10 @@ SETTINGS = {
     "precision": "float32",
     "device": "cpu",
     "num_agents": 3,
-    "total_steps": 3,
+    "total_steps": 2,
     "local_updates": 1,
     "batch_size": 4,
-    "group_size": 4,
+    "group_size": 3,
     "minibatch_size": 2,
     "micro_batch_size": 1,
     "update_epochs": 2,
@@ -574,6 +574,7 @@ PLAIN = {
         "loss_type": "dr-grpo",
         "lr_scheduler_type": "cosine",
         "kl_schedule": "linear",
+        "total_steps": 3,
     },
     "DAPO, no truncated ones, frozen A": {
         "loss_type": "dapo",
@@ -584,6 +585,7 @@ PLAIN = {
         "lora_average": "frozen-a",
         "lr_scheduler_type": "linear",
         "warmup_steps": 1,
+        "total_steps": 3,
     },
     "FedAvg-PPO, frozen A": {
         "algorithm": "ppo",
@@ -622,7 +624,12 @@ def smaller(place):
     return [(agent, *block) for block in zip(*(place.split(10) for place in places), strict=True)]
 
 
-@pytest.mark.parametrize("case", PLAIN)
+# What is at work in these is so in others
+SLOW_PLAIN = [pytest.param(case, marks=pytest.mark.slow) for case in ("GRPO", "FedAvg")]
+QUICK_PLAIN = [case for case in PLAIN if case not in ("GRPO", "FedAvg")]
+
+
+@pytest.mark.parametrize("case", QUICK_PLAIN + SLOW_PLAIN)
 @pytest.mark.usefixtures("smooth_adam")
 def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch, case):  # noqa: F811
     """Adapters, metrics and evaluations after several steps, rounds and epochs, with a C that is

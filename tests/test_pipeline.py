@@ -479,7 +479,7 @@ def test_the_pipeline_runs(tmp_path):
     accuracy = pd.read_csv(tmp_path / "docstrings" / "reward_accuracy.csv", comment="#")
     assert accuracy.reward_model.nunique() == 2
     assert set(accuracy.rejected) == {*pipeline.KINDS, "all"}
-    sweep = ["bash", "benchmark/sweep.sh", "table1", "--quick"]
+    sweep = ["bash", "benchmark/table1.sh", "quick"]
     printed = subprocess.run(sweep, cwd=REPOSITORY, capture_output=True, text=True).stdout
     tiny = "--total-steps 1 --batch-size 1 --micro-batch-size 1 --group-size 2"
     tiny += " --prompts-per-agent 4 --response-length 4 --eval-prompts 2"
@@ -499,7 +499,8 @@ def test_the_pipeline_runs(tmp_path):
     assert rates.win_rate.between(0, 1).all()
     table = importlib.import_module("table")
     out = str(tmp_path / "t.csv")
-    table.main(table.Args(runs=(str(runs),), measure="win_rate", csv=out))
+    table.main(table.Args(runs=(str(runs),), measure="win_rate", evp=1, csv=out))
     written = pd.read_csv(out, comment="#")
-    assert list(written.method) == ["isolated", "PR, p = 0.6"]
-    assert written["held-out"].tolist() == pytest.approx(of_all.tolist(), abs=1e-5)
+    methods = [name.partition("_")[0] for name in written.method]
+    assert methods == ["isolated-grpo", "pr0.6-grpo"]
+    assert written.win_rate.tolist() == pytest.approx(of_all.tolist(), abs=1e-5)

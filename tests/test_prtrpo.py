@@ -486,6 +486,7 @@ def test_resume_after_a_crash_equals_a_whole_run(mixed_run, crashing, tmp_path):
 BOUNDED = MIXED | {"delta": 0.2, "epsilon_min": 1e-6, "iterations": 3, "eval_episodes": 0}
 
 
+@pytest.mark.slow
 def test_three_ranks_train_like_one_process(mixed_run, tmp_path):
     """Also where what ranks report sets the next epsilon of all."""
     runs = {}

@@ -255,8 +255,9 @@ def test_a_failure_is_listed_and_stops_nobody(tmp_path, tool):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_full_disk_ends_no_list():
+def test_a_full_disk_ends_no_list(monkeypatch):
     """The exit code of a command cannot be written to its log."""
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmark")
     run = importlib.import_module("run")
     job = run.Job("true")
     job.file = open("/dev/full", "a")  # noqa: SIM115
@@ -427,6 +428,7 @@ def test_our_scripts_say_what_the_tool_looks_for(tmp_path, tool):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agents", ["1", "1 2"])
 def test_a_process_of_a_federation_is_resumed(agents, tmp_path, tool):
     line = f"python {REPOSITORY}/federate.py --wait 0 --exchange share --agents {agents}"

@@ -27,7 +27,6 @@ from helpers import (
     evaluations_of,
     flags,
     on,
-    on_minigrid,
     only_run,
     outcomes,
     place_in_group,
@@ -92,7 +91,7 @@ def test_three_ranks_train_like_one_process(script, tmp_path):
         assert_declared(report["run"], script, num_agents=3, held=1, reports=True)
 
 
-@on_minigrid
+@on([PRPO_MINIGRID, SLOW_FEDAVG])
 def test_one_rank_trains_like_one_process(script, whole_run, tmp_path, monkeypatch):
     """As torchrun starts a single process: it forms a group alone, holds all agents and sends
     nothing.
@@ -104,8 +103,15 @@ def test_one_rank_trains_like_one_process(script, whole_run, tmp_path, monkeypat
     assert_same_placement(only_run(tmp_path), whole_run(script), ranks=1)
 
 
-@on_minigrid
-@pytest.mark.parametrize("name", ["uniform", "surrogate", "identity"])
+PLACED = [
+    (PRPO_MINIGRID, "uniform"),
+    (PRPO_MINIGRID, "surrogate"),
+    (PRPO_MINIGRID, "identity"),
+    (FEDAVG_MINIGRID, "uniform"),
+]
+
+
+@pytest.mark.parametrize(("script", "name"), PLACED, ids=str)
 def test_two_ranks_with_two_agents_each_train_like_one_process(
     script, name, watched_runs, tmp_path
 ):
@@ -227,14 +233,21 @@ CUT_OFF = [
     (PRPO_MINIGRID, SNAPSHOT, IN_AN_INTERVAL),
     (PRPO_MINIGRID, SNAPSHOT | {"save_every": 4}, BEFORE_THE_FIRST_CHECKPOINT),
     (FEDAVG_MINIGRID, {"prox_coef": 0.01, "communicator": "similarity"}, IN_AN_INTERVAL),
-    (FEDAVG_MINIGRID, {"save_every": 4}, BEFORE_THE_FIRST_CHECKPOINT),
-    (PRTRPO_MINIGRID, SNAPSHOT, IN_AN_INTERVAL),
+    pytest.param(
+        FEDAVG_MINIGRID,
+        {"save_every": 4},
+        BEFORE_THE_FIRST_CHECKPOINT,
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(PRTRPO_MINIGRID, SNAPSHOT, IN_AN_INTERVAL, marks=pytest.mark.slow),
     pytest.param(PRPO_ATARI, SNAPSHOT, IN_AN_INTERVAL, marks=pytest.mark.slow),
     pytest.param(FEDAVG_ATARI, {}, IN_AN_INTERVAL, marks=pytest.mark.slow),
 ]
 CUT_OFF_RANKS = [
     CUT_OFF[0],
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in CUT_OFF[1:5]),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in CUT_OFF[1:3]),
+    CUT_OFF[3],
+    pytest.param(*CUT_OFF[4], marks=pytest.mark.slow),
 ]
 
 
@@ -245,6 +258,7 @@ def test_a_run_goes_on_with_what_was_sent_in_its_last_round(
     """Cut off between two rounds: C, snapshots and averages of the last one are as they were, bit
     for bit; also where nothing was saved since the start.
     """
+    settings = settings | {"num_steps": 32, "eval_episodes": 0}
     script.main(tiny(script, tmp_path / "whole", **settings))
     args = tiny(script, tmp_path / "parts", **settings)
     crashing(*moment, lambda: script.main(args))
@@ -257,6 +271,7 @@ def test_a_run_goes_on_with_what_was_sent_in_its_last_round(
 @pytest.mark.parametrize(("script", "settings", "moment"), CUT_OFF_RANKS, ids=str)
 def test_ranks_go_on_with_what_was_sent_in_their_last_round(script, settings, moment, tmp_path):
     """The same in three processes, which all end when one is killed."""
+    settings = settings | {"num_steps": 32, "eval_episodes": 0}
     script.main(tiny(script, tmp_path / "whole", **settings))
     words = flags(script, tmp_path / "parts", **settings)
     processes = start_ranks(3, *crash_command(*moment, script), *words, cwd=tmp_path)
@@ -267,7 +282,7 @@ def test_ranks_go_on_with_what_was_sent_in_their_last_round(script, settings, mo
     assert communicator_of(folder) == communicator_of(only_run(tmp_path / "whole"))
 
 
-@on_minigrid
+@on([PRPO_MINIGRID, SLOW_FEDAVG])
 def test_a_finished_run_can_be_resumed_for_its_evaluation(script, whole_run, tmp_path):
     """Nothing is trained again; only what may differ between a run and its resumption does."""
     folder = Path(shutil.copytree(whole_run(script), tmp_path / "copy"))
@@ -329,6 +344,7 @@ LONG = {
     "update_epochs": 1,
     "num_minibatches": 1,
     "save_every": 100,
+    "eval_episodes": 0,
 }
 
 
@@ -403,10 +419,13 @@ def test_a_signal_to_one_rank_ends_all_ranks_at_the_same_iteration(tmp_path):
 
 # --- the wire ---
 
-FOUR = {"num_agents": 4, "num_envs": 1, "num_minibatches": 1}
-NAMES = "uniform", "similarity", "surrogate", "softmax-reward", "identity"
-WATCHED = [(script, name) for script in MINIGRID for name in NAMES]
-WATCHED += [(PRTRPO_MINIGRID, "uniform")]
+FOUR = {"num_agents": 4, "num_envs": 1, "num_minibatches": 1, "eval_episodes": 0}
+WATCHED = [
+    *PLACED,
+    (PRPO_MINIGRID, "softmax-reward"),
+    (FEDAVG_MINIGRID, "similarity"),
+    (PRTRPO_MINIGRID, "uniform"),
+]
 
 
 def watch(ranks, runs, folder, **env):

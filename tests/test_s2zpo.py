@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import sys
 
 import gymnasium as gym
 import numpy as np
@@ -21,13 +20,14 @@ from helpers import (
     only_run,
     refusal,
     rows_of,
+    run_ranks,
     scalars_of,
-    torchrun,
     weights_of,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from test_docs import metrics_of_page, name_in_page
 from tyro._docstrings import get_field_docstring
 
 import communicators
@@ -355,12 +355,13 @@ def play_plainly(args, agents, iteration, parameters):
     observations = []
     number = args.num_pairs * args.num_trajectories
     for k, i in enumerate(agents):
-        actions = s2zpo_mujoco.Actions(args, s2zpo_mujoco.make_env(args).action_space)
+        space = s2zpo_mujoco.make_env(args.env_id, args.horizon).action_space
+        actions = s2zpo_mujoco.Actions(args, space)
         generator = seeded(args.seed, i, iteration, s2zpo_mujoco.ACTIONS)
         noise = actions.draw_noise(args.horizon, 2 * number, generator=generator)
         for row in range(2 * number):
             communicators.unflatten(parameters[2 * k + row // number], policy.network)
-            env = s2zpo_mujoco.make_env(args)
+            env = s2zpo_mujoco.make_env(args.env_id, args.horizon)
             seed = communicators.derive_seed(args.seed, i, row, 0, s2zpo_mujoco.ENVIRONMENTS)
             obs, _ = env.reset(seed=seed)
             total = 0
@@ -562,7 +563,7 @@ def test_envpool_has_the_dynamics_of_gymnasium(env_id):
     args = Args(env_id=env_id, num_agents=1, num_pairs=1, horizon=40, env_backend="envpool")
     envs = s2zpo_mujoco.Envs(args, range(1), 0)
     obs = envs.reset()
-    env = s2zpo_mujoco.make_env(args)
+    env = s2zpo_mujoco.make_env(args.env_id, args.horizon)
     env.reset(seed=1)
     start = obs[1].astype(float)
     if env_id == "CartPole-v1":
@@ -666,6 +667,7 @@ def test_metrics(finished):
     weights = weights_of(folder)
     assert torch.equal(weights[0], weights[2])
     tags = scalars_of(folder)
+    assert {name_in_page(tag) for tag in tags} == metrics_of_page("s2zpo_mujoco")
     assert [step for step, _ in tags["communication/bits"]] == [1, 2, 3, 4]
     rates = [value for _, value in tags["charts/learning_rate"]]
     eta = 2 / math.sqrt(TINY_D)
@@ -781,7 +783,7 @@ def test_cart_pole_is_learned(tmp_path):
     assert evaluation > 60
 
 
-def test_hopper_runs_with_its_video(tmp_path):
+def test_hopper_runs(tmp_path):
     """Continuous actions, in every backend."""
     for backend in BACKENDS:
         summary, folder = train(tmp_path / backend, **HOPPER | {"env_backend": backend})
@@ -790,15 +792,8 @@ def test_hopper_runs_with_its_video(tmp_path):
     assert weights_of(folder)[0].isfinite().all()
 
 
-def test_a_film_of_cart_pole(tmp_path):
-    """At the end, in gymnasium's environment."""
-    flags = to_flags(**TINY | {"run_dir": tmp_path, "total_iterations": 1})
-    s2zpo_mujoco.main(parse_args(s2zpo_mujoco, [*flags, "--capture-video"]))
-    assert (only_run(tmp_path) / "videos" / "policy.mp4").stat().st_size > 1000
-
-
 def test_processes_train_as_one_and_send_bits(tmp_path):
-    """torchrun gives the same run; between processes go packed bits, statistics and metrics."""
+    """Two ranks give the same run; between them go packed bits, statistics and metrics."""
     for algorithm in ("par", "fedavg"):
         train(tmp_path / "one" / algorithm, num_agents=4, algorithm=algorithm)
     runs = {}
@@ -807,10 +802,8 @@ def test_processes_train_as_one_and_send_bits(tmp_path):
         settings["run_dir"] = str(tmp_path / "two" / algorithm)
         runs[algorithm] = ["s2zpo_mujoco", *to_flags(**settings)]
     tool = REPOSITORY / "tests" / "tools" / "wire.py"
-    paths = os.pathsep.join(map(str, (REPOSITORY, tool.parent, REPOSITORY / "tests")))
     report = tmp_path / "report_{rank}.json"
-    process = torchrun(2, tool, report, json.dumps(runs), cwd=tmp_path, PYTHONPATH=paths)
-    assert process.returncode == 0, process.stderr
+    run_ranks(2, tool, report, json.dumps(runs), cwd=tmp_path)
     calls_of = json.loads((tmp_path / "report_0.json").read_text())
     for algorithm in ("par", "fedavg"):
         assert_same(only_run(tmp_path / "two" / algorithm), only_run(tmp_path / "one" / algorithm))
@@ -971,15 +964,6 @@ class Silent(gym.Env):
         return np.zeros((16, 16, 3), np.uint8)
 
 
-def test_a_task_that_names_no_speed_is_filmed(tmp_path, monkeypatch):
-    spec = gym.envs.registration.EnvSpec("Silent-v0", Silent, max_episode_steps=4)
-    monkeypatch.setitem(gym.registry, "Silent-v0", spec)
-    args = s2zpo_mujoco.Args(env_id="Silent-v0")
-    policy = s2zpo_mujoco.make_policy(args).requires_grad_(False)
-    s2zpo_mujoco.film_policy(args, policy, tmp_path / "film.mp4")
-    assert (tmp_path / "film.mp4").stat().st_size > 0
-
-
 DRAWN = """
 import gymnasium as gym
 import numpy as np
@@ -1014,7 +998,7 @@ gym.register("Undrawn-v0", Undrawn, max_episode_steps=4)
 """
 
 
-def test_a_task_of_ones_own_is_filmed_from_another_folder(tmp_path, monkeypatch):
+def test_a_task_of_ones_own_is_drawn_from_another_folder(tmp_path, monkeypatch):
     """The process that tries to draw it finds its module; its error is reported."""
     (tmp_path / "drawn_tasks.py").write_text(DRAWN)
     elsewhere = tmp_path / "elsewhere"
@@ -1022,10 +1006,10 @@ def test_a_task_of_ones_own_is_filmed_from_another_folder(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(elsewhere)
     monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.registry))
-    flags = ["--capture-video", "--run-dir", str(tmp_path / "runs"), "--env-id"]
-    assert parse_args(s2zpo_mujoco, [*flags, "drawn_tasks:Drawn-v0"]).capture_video
+    flags = ["--human", "--run-dir", str(tmp_path / "runs"), "--env-id"]
+    assert parse_args(s2zpo_mujoco, [*flags, "drawn_tasks:Drawn-v0"]).human
     message = refusal(parse_args, s2zpo_mujoco, [*flags, "drawn_tasks:Undrawn-v0"])
-    assert message.startswith("--capture-video True: drawn_tasks:Undrawn-v0 cannot be drawn here")
+    assert message.startswith("--human True: drawn_tasks:Undrawn-v0 cannot be drawn here")
     assert message.endswith("ValueError: no paint")
 
 
@@ -1096,7 +1080,7 @@ def test_bad_input_ends_with_one_line(case, tmp_path):
 
 
 def test_missing_packages_are_named(monkeypatch):
-    """MuJoCo, envpool and what encodes films."""
+    """MuJoCo and envpool."""
 
     def fail(*_, **__):
         raise gym.error.DependencyNotInstalled("MuJoCo is not installed, run `pip install`\nnow")
@@ -1111,16 +1095,13 @@ def test_missing_packages_are_named(monkeypatch):
     message = refusal(parse_args, s2zpo_mujoco, [*flags, "--env-backend", "envpool"])
     assert message == "--env-backend envpool: envpool is not installed"
     assert s2zpo_mujoco.choose_backend(Args()) == "gymnasium"
-    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    message = refusal(parse_args, s2zpo_mujoco, [*flags, "--capture-video"])
-    assert message == "--capture-video True: imageio-ffmpeg is not installed"
 
 
 def test_a_machine_that_cannot_draw(monkeypatch):
     """The renderer is tried in a process of its own, which it may abort."""
     monkeypatch.setenv("MUJOCO_GL", "nonsense")
-    message = refusal(parse_args, s2zpo_mujoco, ["--env-id", "Hopper-v5", "--capture-video"])
-    assert "--capture-video True: Hopper-v5 cannot be drawn here" in message
+    message = refusal(parse_args, s2zpo_mujoco, ["--env-id", "Hopper-v5", "--human"])
+    assert "--human True: Hopper-v5 cannot be drawn here" in message
     assert "nonsense" in message
 
 
@@ -1155,7 +1136,7 @@ def test_defaults_of_tasks():
     assert s2zpo_mujoco.find_horizon("CartPole-v1") == 500
     assert s2zpo_mujoco.find_horizon("HalfCheetah-v5") == 250
     assert s2zpo_mujoco.find_horizon("Pendulum-v1") == 200
-    assert s2zpo_mujoco.make_env(Args()).spec.max_episode_steps == 250
+    assert s2zpo_mujoco.make_env("HalfCheetah-v5", None).spec.max_episode_steps == 250
 
 
 @pytest.mark.skipif(not HAS_ENVPOOL, reason="envpool is for Linux")

@@ -1,4 +1,4 @@
-"""Sharing: missions, networks of different sizes, surrogate, isolated agents."""
+"""Sharing: networks of different sizes, surrogate, isolated agents."""
 
 import itertools
 import json
@@ -11,7 +11,6 @@ from helpers import (
     FEDAVG_MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
-    PRTRPO_MINIGRID,
     REPOSITORY,
     SLOW_ATARI,
     assert_same_run,
@@ -19,18 +18,15 @@ from helpers import (
     flags,
     on,
     only_run,
-    rows_of,
     run_ranks,
     tiny,
     weights_of,
 )
-from safetensors.torch import load_file
 from torch.distributions import Categorical
 
 import communicators
 from communicators import Exchange
 
-GO_TO = {"env_id": "BabyAI-GoToLocalS5N2-v0", "missions": ("red", "green", "blue"), "num_agents": 3}
 MIXED = {
     "num_agents": 3,
     "hidden_sizes": (32, 16, 24),
@@ -40,101 +36,6 @@ MIXED = {
 
 def summary_of(folder):
     return json.loads((folder / "summary.json").read_text())
-
-
-def mission_of(env_id, level):
-    env = PRPO_MINIGRID.make_env(env_id)
-    env.reset(seed=level)
-    return env.unwrapped.mission
-
-
-def layout_of(env_id, level):
-    env = PRPO_MINIGRID.make_env(env_id)
-    env.reset(seed=level)
-    return PRPO_MINIGRID.read_layout(env)
-
-
-# --- missions ---
-
-
-@pytest.mark.parametrize("levels", [0, 3])
-def test_an_agent_trains_only_on_levels_of_its_missions(levels):
-    """Also over many restarts. Without private levels it plays many levels, with K of them at most
-    K.
-    """
-    args = PRPO_MINIGRID.Args(**GO_TO, levels_per_agent=levels, num_envs=2)
-    generator = np.random.default_rng(0)
-    assert PRPO_MINIGRID.choose_backend(args) == "gymnasium"
-    for agent, word in enumerate(args.missions):
-        envs = PRPO_MINIGRID.Envs(args, range(agent, agent + 1), 0)
-        missions = set()
-        first = set()  # observations of episodes
-        for _ in range(300):
-            before = envs.ended.copy()
-            envs.step(generator.integers(3, size=(1, 2)))
-            ((pool, _),) = envs.pools
-            missions |= {game.unwrapped.mission for game in pool.envs}
-            first |= {obs.tobytes() for obs in envs.obs[before]}
-        envs.close()
-        assert all(word in mission for mission in missions)
-        assert len(missions) > 1 or levels
-        assert len(first) <= levels or levels == 0 and len(first) > 6
-
-
-def test_agents_are_evaluated_on_unseen_levels_of_all_missions(tmp_path):
-    """The matrix of agents and missions; the group averages each agent's own mission."""
-    changes = GO_TO | {"levels_per_agent": 2, "eval_episodes": 3, "iterations": 1}
-    args = tiny(PRPO_MINIGRID, tmp_path, **changes, local_updates=1)
-    tests = PRPO_MINIGRID.make_tests(args)
-    task_names = [f"{args.env_id} {word}" for word in args.missions]
-    of_agents = [f"{name} levels of agent {i}" for i, name in enumerate(task_names)]
-    assert list(tests) == task_names + of_agents
-    trained = {level for i in range(3) for level in PRPO_MINIGRID.list_private_levels(args, i)}
-    trained_layouts = {layout_of(args.env_id, level) for level in trained}
-    assert len(trained) == len(trained_layouts) == 6
-    for name, (env_id, levels) in tests.items():
-        word = name.split()[1]
-        assert len(levels) == 3
-        assert all(word in mission_of(env_id, level) for level in levels)
-        if "levels of" in name:
-            assert set(levels) <= trained
-        else:
-            assert trained_layouts.isdisjoint(layout_of(env_id, level) for level in levels)
-    PRPO_MINIGRID.main(args)
-    evaluation = summary_of(only_run(tmp_path))["evaluation"]
-    assert [list(row) for row in evaluation["agents"]] == [list(tests)] * 3
-    diagonal = [evaluation["agents"][i][name]["mean"] for i, name in enumerate(task_names)]
-    assert evaluation["group"] == pytest.approx(np.mean(diagonal))
-    assert [row["env_id"] for row in rows_of(only_run(tmp_path))[:3]] == task_names
-
-
-@on([PRPO_MINIGRID, PRTRPO_MINIGRID])
-def test_every_agent_is_filmed_on_a_level_of_its_mission(script, tmp_path, monkeypatch):
-    """Each film shows the agent's own weights. There is no evaluation, so `evaluate` only films."""
-    args = tiny(
-        script,
-        tmp_path,
-        **GO_TO,
-        iterations=1,
-        eval_episodes=0,
-        capture_video=True,
-        local_updates=1,
-    )
-    plays = []
-
-    def record(args, agent, env_id, levels, seed, film=""):
-        state = sorted(agent.state_dict().items())
-        weights = torch.cat([parameter.flatten() for _, parameter in state])
-        plays.append((weights, mission_of(env_id, *levels), film))
-
-    script.patch(monkeypatch, "evaluate", record)
-    script.main(args)
-    folder = only_run(tmp_path)
-    assert [film for *_, film in plays] == [str(folder / "videos" / f"agent_{i}") for i in range(3)]
-    for (weights, mission, _), word, i in zip(plays, args.missions, range(3), strict=True):
-        saved = load_file(folder / f"agent_{i}.safetensors")
-        assert word in mission
-        assert torch.equal(weights, torch.cat([saved[name].flatten() for name in sorted(saved)]))
 
 
 # --- networks of different sizes, surrogate: with resume and on several ranks ---
@@ -166,14 +67,24 @@ MIXED_RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=MIXED_RUNS)
+SLOW_RUNS = ("isolated", "pulled to averages, similarity")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW_RUNS else ())
+        for name in MIXED_RUNS
+    ],
+)
 def mixed(request):
     """A script and settings.
 
     One communicator depends on the agents' last rollouts, another on their last known returns.
     """
     script, settings = MIXED_RUNS[request.param]
-    return script, settings | {"iterations": 6, "local_updates": 1}
+    short = {"iterations": 5, "local_updates": 1, "num_steps": 32, "eval_episodes": 0}
+    return script, settings | short
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +288,7 @@ def test_clones_with_a_round_after_every_iteration_learn_like_isolated_agents(
     weights = {}
     script.patch(monkeypatch, "derive_seed", lambda seed, agent, *key: original(seed, 0, *key))
     settings = {"num_agents": 2, "eval_episodes": 0, "kl_coef": 5.0, "kl_direction": "reverse"}
+    settings["num_steps"] = 32
     for communicator, interval in (("identity", 1), ("uniform", 1), ("uniform", 3)):
         name = f"{communicator}{interval}"
         changes = {"communicator": communicator, "local_updates": interval}

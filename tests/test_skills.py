@@ -165,23 +165,25 @@ def test_agents_have_their_shares_and_prompts_of_their_own():
     assert {row["skill"] for row in rows[1200:1680]} > {"mirror"}  # shuffled
 
 
-def test_the_same_settings_give_the_same_files(task, tmp_path):
+def test_the_same_settings_give_the_same_files(tmp_path, monkeypatch):
     """Made anew: the same data and weights, bit for bit; made already: nothing is touched; other
     settings: refused.
     """
-    folder, rates = task
-    args = skills.Args(**SMALL, out=str(tmp_path))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(skills, "SKILLS", TWO_SKILLS)
-        assert skills.main(args) == rates
-    for name in ("train.jsonl", "model/model.safetensors", "model/tokenizer.json", "settings.json"):
-        assert (folder / name).read_bytes() == (tmp_path / name).read_bytes(), name
-    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    monkeypatch.setattr(skills, "SKILLS", TWO_SKILLS)
+    short = SMALL | {"steps": 30}
+    folder = tmp_path / "first"
+    again = tmp_path / "again"
+    rates = skills.main(skills.Args(**short, out=str(folder)))
+    args = skills.Args(**short, out=str(again))
     assert skills.main(args) == rates
-    assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    message = refusal(skills.main, skills.Args(**SMALL, out=str(tmp_path), seed=2))
+    for name in ("train.jsonl", "model/model.safetensors", "model/tokenizer.json", "settings.json"):
+        assert (folder / name).read_bytes() == (again / name).read_bytes(), name
+    times = {path: path.stat().st_mtime_ns for path in again.rglob("*")}
+    assert skills.main(args) == rates
+    assert times == {path: path.stat().st_mtime_ns for path in again.rglob("*")}
+    message = refusal(skills.main, skills.Args(**short, out=str(again), seed=2))
     hint = "choose another folder, or delete it"
-    assert message == f"--out {tmp_path}: was made with another --seed; {hint}"
+    assert message == f"--out {again}: was made with another --seed; {hint}"
 
 
 def test_pretraining_ends_when_the_rare_skill_is_right_often_enough(tmp_path, capsys):

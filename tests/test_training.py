@@ -231,7 +231,7 @@ def plain_training(script, args, communicator):
     return agents
 
 
-THREE = {"num_agents": 3, "local_updates": 1, "iterations": 4}
+THREE = {"num_agents": 3, "local_updates": 1, "iterations": 3}
 PREFERRED = torch.full((3, 3), 0.35).fill_diagonal_(0.3)
 NEXT_ONE = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]])  # not symmetric
 RING = communicators.sparsify(torch.ones(4, 4), communicators.ring(4))
@@ -239,13 +239,15 @@ RING = communicators.sparsify(torch.ones(4, 4), communicators.ring(4))
 # that a transposed matrix or another diagonal would change the result
 OF_THREE = torch.tensor([[0.6, 0.3, 0.1], [0.0, 0.5, 0.5], [0.2, 0.1, 0.7]])
 NO_SELF_WEIGHT = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.0, 0.5], [0.2, 0.1, 0.7]])
-TWO_ON_ATARI = {"num_agents": 2, "local_updates": 1, "iterations": 3, "num_steps": 64}
+TWO_ON_ATARI = {"num_agents": 2, "local_updates": 1, "iterations": 3, "num_steps": 40}
+TWO_ON_ATARI |= {"num_envs": 2}
 OF_TWO = torch.tensor([[0.7, 0.3], [0.1, 0.9]])
 SNAPSHOTS = {
     "mixture": "geometric",
     "kl_direction": "reverse",
     "self_reference": "snapshot",
     "local_updates": 2,
+    "iterations": 4,
 }
 FALLING = {"kl_schedule": "linear"}
 APART = {"learning_rate": 3e-3}  # then policies differ so much that it matters how they are mixed
@@ -289,7 +291,11 @@ PLAIN = {
         THREE | {"communicator": "self-preferred", "self_preference": 0.3} | SNAPSHOTS,
         PREFERRED,
     ),
-    "any matrix": (MINIGRID, THREE | {"local_updates": 2}, OF_THREE),
+    "any matrix": (
+        MINIGRID,
+        THREE | {"local_updates": 2, "iterations": 4},
+        OF_THREE,
+    ),
     "averages, one without weight for itself": (
         [FEDAVG_MINIGRID],
         THREE | APART,
@@ -307,7 +313,7 @@ PLAIN = {
     ),
     "pulled to averages": (
         [FEDAVG_MINIGRID],
-        THREE | APART | {"prox_coef": 2.0, "local_updates": 2},
+        THREE | APART | {"prox_coef": 2.0, "local_updates": 2, "iterations": 4},
         OF_THREE,
     ),
     "any matrix, two agents": (
@@ -317,12 +323,31 @@ PLAIN = {
     ),
     "any matrix, snapshots": ([PRPO_MINIGRID], THREE | SNAPSHOTS | APART | FALLING, OF_THREE),
 }
+# In the others the same lines are at work, or functions that have tests of their own
+QUICK = {
+    "one agent-prpo_minigrid",
+    "one agent, other options-prpo_minigrid",
+    "one agent, no clipping-prpo_minigrid",
+    "any matrix-fedavg_ppo",
+    "networks of three sizes-prpo_minigrid",
+    "private heads-fedavg_ppo",
+    "pulled to averages-fedavg_ppo",
+    "any matrix, two agents-prpo_atari",
+    "any matrix, snapshots-prpo_minigrid",
+}
+
+
+def plain_case(script, name, changes, communicator):
+    """A case of the test below."""
+    label = f"{name}-{script}"
+    marks = () if label in QUICK else pytest.mark.slow
+    return pytest.param(script, changes, communicator, id=label, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("script", "changes", "communicator"),
     [
-        pytest.param(script, changes, communicator, id=f"{name}-{script}")
+        plain_case(script, name, changes, communicator)
         for name, (scripts, changes, communicator) in PLAIN.items()
         for script in scripts
     ],
@@ -640,7 +665,7 @@ def test_isolated_agents_do_not_depend_on_how_many_others_exist(tmp_path):
     The others are no copies of it.
     """
     script = PRPO_MINIGRID
-    changes = {"communicator": "identity"}
+    changes = {"communicator": "identity", "iterations": 3}
     three, _ = train(script, tmp_path / "three", **changes)
     one, _ = train(script, tmp_path / "one", num_agents=1, **changes)
     weights = weights_of(three)
@@ -653,9 +678,10 @@ def test_isolated_agents_do_not_depend_on_how_many_others_exist(tmp_path):
 def test_self_preference_one_is_isolated(tmp_path):
     """C = I by the self-preferred communicator is the identity's run, and nothing is sent."""
     script = PRPO_MINIGRID
-    isolated, _ = train(script, tmp_path / "identity", communicator="identity")
+    short = {"local_updates": 1, "iterations": 3}
+    isolated, _ = train(script, tmp_path / "identity", communicator="identity", **short)
     preferred, summary = train(
-        script, tmp_path / "self", communicator="self-preferred", self_preference=1.0
+        script, tmp_path / "self", communicator="self-preferred", self_preference=1.0, **short
     )
     assert_same_run(preferred, isolated)
     assert summary["communication_bytes"] == 0
@@ -663,11 +689,12 @@ def test_self_preference_one_is_isolated(tmp_path):
 
 def test_coefficient_zero_is_isolated_without_penalty(tmp_path):
     """In PR-PPO peers act through the penalty alone: without it they change no weight."""
+    short = {"local_updates": 1, "iterations": 2}
     runs = {
         (name, coef): weights_of(train(PRPO_MINIGRID, tmp_path / f"{name}{coef}", **changes)[0])
         for name in ("identity", "uniform")
         for coef in (0.0, 1.0)
-        for changes in [{"communicator": name, "kl_coef": coef}]
+        for changes in [short | {"communicator": name, "kl_coef": coef}]
     }
     for i in range(3):
         assert torch.equal(runs["uniform", 0.0][i], runs["identity", 0.0][i])
@@ -1047,7 +1074,8 @@ def test_the_shortest_rollouts_have_a_step_to_learn_from(script, tmp_path):
     """The other ones may start an episode or a game, at the beginning and in the middle."""
     steps = {"MiniGrid": 2, "Atari": 4}[script.family]
     changes = {"num_agents": 1, "communicator": "identity", "num_envs": 1, "num_steps": steps}
-    changes |= {"num_minibatches": 1, "iterations": 60, "save_every": 59}
+    iterations = {"MiniGrid": 60, "Atari": 50}[script.family]
+    changes |= {"num_minibatches": 1, "iterations": iterations, "save_every": iterations - 1}
     folder, summary = train(script, tmp_path, **changes)
     assert summary["completed"]
     assert sum(int(float(row["episodes"])) for row in rows_of(folder)) > 0
@@ -1093,15 +1121,15 @@ def test_three_agents_learn_a_room(script, seed, tmp_path):
         "communicator": "uniform",
         "seed": seed,
         "num_envs": 4,
-        "total_timesteps": 40 * 256,
+        "total_timesteps": 28 * 256,
         "local_updates": 4,
     }
-    changes |= {"update_epochs": 4, "num_minibatches": 4, "save_every": 40, "eval_episodes": 20}
+    changes |= {"update_epochs": 4, "num_minibatches": 4, "save_every": 40, "eval_episodes": 12}
     _, summary = train(script, tmp_path, **changes)
     task = summary["settings"]["env_id"]
     torch.manual_seed(seed)
     args = script.Args(**summary["settings"])
-    untrained = script.evaluate(args, script.new_agent(), task, list(range(20)), seed)
+    untrained = script.evaluate(args, script.new_agent(), task, list(range(12)), seed)
     assert untrained.mean() < 0.6
     assert summary["evaluation"]["group"] > 0.85
     assert all(agent[task]["mean"] > 0.8 for agent in summary["evaluation"]["agents"])

@@ -12,8 +12,7 @@ def options(script):
     """
     text = Path(script.__file__).read_text()
     matches = {
-        name: re.search(rf"parse_args\(.*?{name}=\((.*?)\)", text, re.S)
-        for name in ("may_change", "again")
+        name: re.search(rf"{name} ?= ?\((.*?)\)", text, re.S) for name in ("may_change", "again")
     }
     return {name: tuple(re.findall(r"\w+", match[1])) for name, match in matches.items() if match}
 

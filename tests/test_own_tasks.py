@@ -1,0 +1,410 @@
+"""Tasks of one's own, as module:id."""
+
+import dataclasses
+import itertools
+import re
+import sys
+
+import gymnasium as gym
+import imageio_ffmpeg
+import numpy as np
+import pytest
+from helpers import (
+    PRPO_ATARI,
+    PRPO_MINIGRID,
+    PRTRPO_MINIGRID,
+    REPOSITORY,
+    flags,
+    on,
+    only_run,
+    rows_of,
+)
+
+from benchmark import play
+
+MINIGRID_SCRIPTS = on([PRPO_MINIGRID, PRTRPO_MINIGRID])
+EXAMPLE = re.search(
+    r"```python\n(import gymnasium.*?)```",
+    (REPOSITORY / "docs" / "prpo_minigrid.md").read_text(),
+    re.S,
+)[1]
+OTHER_TASKS = """
+import gymnasium as gym
+import numpy as np
+from minigrid.envs import DoorKeyEnv
+from minigrid.wrappers import ImgObsWrapper, RGBImgPartialObsWrapper
+
+
+# Shows codes only: no grid, no mission, no images
+class Bare(gym.Env):
+    observation_space = gym.spaces.Box(0, 10, (7, 7, 3), np.uint8)
+    action_space = gym.spaces.Discrete(7)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return np.full((7, 7, 3), 1, np.uint8), {}
+
+    def step(self, action):
+        self.time += 1
+        codes = np.full((7, 7, 3), self.time % 10, np.uint8)
+        return codes, float(action == 3), False, self.time == 9, {}
+
+
+# A game of nine steps, in which the action whose number is that of the brightness scores
+class Frames(gym.Env):
+    observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def frames(self):
+        return np.full((4, 84, 84), 60 * (self.time % 4), np.uint8)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = int(self.np_random.integers(4))
+        self.count = 0
+        return self.frames(), {"lives": 2}
+
+    def step(self, action):
+        reward = 7.0 * (action == self.time % 4)
+        self.time += 1
+        self.count += 1
+        return self.frames(), reward, self.count == 9, False, {"lives": 2 - self.count // 5}
+
+    def render(self):
+        return np.full((40, 60, 3), self.time, np.uint8)
+
+
+class Three(Frames):
+    action_space = gym.spaces.Discrete(3)
+
+
+# Codes and a game that never end; the error is that of a test, which would wait for them
+class Endless(Bare):
+    def step(self, action):
+        assert self.time < 100
+        return *super().step(action)[:3], False, {}
+
+
+class EndlessFrames(Frames):
+    def step(self, action):
+        assert self.count < 100
+        obs, reward, *_, info = super().step(action)
+        return obs, reward, False, False, info
+
+
+# Rewards of shape (1,), which some tasks have, and an info that grows, at another time in each
+# environment; the same without these
+class Varied(Bare):
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        self.time = int(self.np_random.integers(9))
+        return obs, info
+
+
+class Odd(Varied):
+    def reset(self, **options):
+        obs, _ = super().reset(**options)
+        return obs, {"path": np.zeros(self.time)}
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, np.array([reward]), terminated, truncated, {"path": np.zeros(self.time)}
+
+
+class OddFrames(Frames):
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, np.array([reward]), terminated, truncated, info | {"path": np.zeros(self.time)}
+
+
+class Pair(Bare):
+    def step(self, action):
+        obs, reward, *more = super().step(action)
+        return obs, np.array([reward, reward]), *more
+
+
+class PairOfFrames(Frames):
+    def step(self, action):
+        obs, reward, *more = super().step(action)
+        return obs, np.array([reward, reward]), *more
+
+
+class Unpaid(Bare):
+    def step(self, action):
+        obs, _, *more = super().step(action)
+        return obs, None, *more
+
+
+class UnpaidFrames(Frames):
+    def step(self, action):
+        obs, _, *more = super().step(action)
+        return obs, None, *more
+
+
+# As environments stepped long ago
+class Old(Bare):
+    def step(self, action):
+        return super().step(action)[:4]
+
+
+gym.register("Varied-v0", Varied)
+gym.register("Odd-v0", Odd)
+gym.register("OddFrames-v0", OddFrames)
+gym.register("Pair-v0", Pair)
+gym.register("PairOfFrames-v0", PairOfFrames)
+gym.register("Unpaid-v0", Unpaid)
+gym.register("UnpaidFrames-v0", UnpaidFrames)
+gym.register("Old-v0", Old)
+gym.register("Endless-v0", Endless)
+gym.register("EndlessFrames-v0", EndlessFrames)
+gym.register("Frames-v0", Frames)
+gym.register("Three-v0", Three)
+gym.register("Bare-v0", Bare)
+gym.register("Pixels-v0", lambda **more: RGBImgPartialObsWrapper(DoorKeyEnv(size=5, **more)))
+gym.register("MiniGrid-Mine-v0", Bare)
+"""
+FRUGAL = "my_tasks:FrugalDoorKey-v0"
+DOOR_KEY = "MiniGrid-DoorKey-5x5-v0"
+
+
+@pytest.fixture
+def my_tasks(tmp_path, monkeypatch):
+    """The folder of a module with the page's example and with tasks that cannot be used."""
+    (tmp_path / "my_tasks.py").write_text(EXAMPLE)
+    (tmp_path / "my_other_tasks.py").write_text(OTHER_TASKS)
+    (tmp_path / "my_copies.py").write_text("import my_tasks\n")
+    (tmp_path / "my_broken_tasks.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.envs.registration.registry))
+    yield tmp_path
+    for name in ("my_tasks", "my_other_tasks", "my_copies", "my_broken_tasks"):
+        sys.modules.pop(name, None)
+
+
+def test_the_page_s_example_trains_resumes_and_plays(my_tasks, tmp_path):
+    """One agent's task has another reward than its peer's.
+
+    Names are logged without the module, and only that agent's returns contain the costs.
+    """
+    assert 8 <= len(EXAMPLE.splitlines()) <= 12
+    changes = {
+        "env_ids": "",
+        "num_agents": 2,
+        "iterations": 1,
+        "num_steps": 256,
+        "communicator": "uniform",
+        "local_updates": 1,
+        "save_every": 1,
+        "eval_episodes": 1,
+    }
+    args = flags(PRPO_MINIGRID, tmp_path / "runs", **changes)
+    at = args.index("--env-ids")
+    args[at + 1 : at + 2] = [FRUGAL, DOOR_KEY]
+    PRPO_MINIGRID.main(PRPO_MINIGRID.parse_args(args))
+    folder = only_run(tmp_path / "runs")
+    assert folder.name.startswith(f"FrugalDoorKey-v0+{DOOR_KEY}__")
+    assert [row["env_id"] for row in rows_of(folder)] == ["FrugalDoorKey-v0", DOOR_KEY]
+    longer = ["--resume", str(folder), "--total-timesteps", str(2 * 512)]
+    summary = PRPO_MINIGRID.main(PRPO_MINIGRID.parse_args(longer))
+    assert summary["env_backend"] == "gymnasium"
+    assert summary["iterations"] == 2
+    names = [list(row) for row in summary["evaluation"]["agents"]]
+    assert names == [["FrugalDoorKey-v0", DOOR_KEY]] * 2
+    # After the time limit of 250 steps the costs are 0.25; elsewhere no return is below 0
+    returns = np.array([float(row["episodic_return"]) for row in rows_of(folder)]).reshape(2, 2)
+    assert np.nanmin(returns[:, 0]) == pytest.approx(-0.25)
+    assert np.nanmin(returns[:, 1:]) >= 0
+
+    given = play.Args(str(folder), env_id=(FRUGAL,), greedy=True, episodes=1)
+    results = play.main(given)
+    assert [list(row) for row in results.values()] == [["FrugalDoorKey-v0"]] * 2
+
+
+@MINIGRID_SCRIPTS
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["--env-id", "no_such_module:Task-v0"],
+            ["--env-id no_such_module:Task-v0", "no_such_module"],
+        ),
+        (["--env-id", "my_broken_tasks:Task-v0"], ["no_such_package"]),
+        (["--env-id", "my_tasks:NoSuchTask-v0"], ["NoSuchTask"]),
+        (["--env-id", "my_other_tasks:Pixels-v0"], ["shows no 7x7x3 array (uint8)", "56x56x3"]),
+        (["--env-id", "CartPole-v1"], ["shows no 7x7x3 array (uint8)", "4 (float32)"]),
+        (["--env-id", FRUGAL, "--env-backend", "envpool"], ["--env-backend envpool"]),
+        (
+            ["--num-agents", "2", "--env-ids", FRUGAL, "my_copies:FrugalDoorKey-v0"],
+            ["has the name of another task"],
+        ),
+        (["--env-id", "my_other_tasks:Pair-v0"], ["Pair-v0", "array of size 1"]),
+        (["--env-id", "my_other_tasks:Unpaid-v0"], ["Unpaid-v0", "NoneType"]),
+        (["--env-id", "my_other_tasks:Old-v0"], ["Old-v0", "expected 5, got 4"]),
+        (["--eval-env-ids", "my_tasks:NoSuchTask-v0"], ["--eval-env-ids", "NoSuchTask"]),
+    ],
+    ids=str,
+)
+def test_tasks_that_cannot_be_used_are_refused_in_one_line(script, argv, words, my_tasks):
+    with pytest.raises(SystemExit) as end:
+        script.parse_args(argv)
+    message = str(end.value.args[0]) if end.value.code != 2 else ""
+    message = message or REFUSED[-1]
+    assert "\n" not in message.strip(), message
+    assert all(word in message for word in words), message
+
+
+REFUSED = []
+
+
+@pytest.fixture(autouse=True)
+def refusals(monkeypatch):
+    """Record each error line in REFUSED, whatever prints it."""
+    import communicators
+
+    stop = communicators.stop
+
+    def record(message, *more):
+        REFUSED.append(message)
+        stop(message, *more)
+
+    monkeypatch.setattr(communicators, "stop", record)
+
+
+@MINIGRID_SCRIPTS
+def test_a_task_may_show_its_codes_alone(script, my_tasks, tmp_path):
+    """It has no grid, mission or images, and another agent has one of MiniGrid's tasks.
+
+    Actions and rewards are the task's.
+    """
+    changes = {"num_agents": 2, "communicator": "uniform", "iterations": 2}
+    args = flags(script, tmp_path / "runs", env_ids="", **changes)
+    at = args.index("--env-ids")
+    args[at + 1 : at + 2] = ["my_other_tasks:Bare-v0", DOOR_KEY]
+    summary = script.main(script.parse_args(args))
+    evaluation = summary["evaluation"]["agents"][0]["Bare-v0"]
+    assert 0 <= evaluation["mean"] <= 9
+    assert evaluation["greedy_return"] in (0, 9)
+
+
+@pytest.mark.parametrize(
+    ("script", "task", "plain_task"),
+    [
+        (PRPO_MINIGRID, "Odd-v0", "Varied-v0"),
+        (PRTRPO_MINIGRID, "Odd-v0", "Varied-v0"),
+        (PRPO_ATARI, "OddFrames-v0", "Frames-v0"),
+    ],
+    ids=str,
+)
+def test_rewards_of_shape_1_and_a_growing_info_change_nothing(
+    script, task, plain_task, my_tasks, tmp_path
+):
+    """Gymnasium's vector environments fail on both."""
+    changes = {"num_agents": 2, "communicator": "reward", "iterations": 2, "local_updates": 1}
+    changes |= {"num_steps": 40, "num_envs": 3, "num_minibatches": 1, "eval_episodes": 2}
+    rows = []
+    for name in (task, plain_task):
+        changes["env_id"] = f"my_other_tasks:{name}"
+        args = flags(script, tmp_path / name, **changes)
+        summary = script.main(script.parse_args(args))
+        rows.append([row | {"env_id": ""} for row in rows_of(only_run(tmp_path / name))])
+        rows[-1].append([row[name] for row in summary["evaluation"]["agents"]])
+    assert rows[0] == rows[1]
+
+
+def test_a_users_game_trains_and_plays(my_tasks, tmp_path):
+    """Another agent has one of ALE's games.
+
+    Scores are not clipped, a lost life ends an episode, names have no module.
+    """
+    script = PRPO_ATARI
+    changes = {"num_agents": 2, "communicator": "uniform", "iterations": 2, "local_updates": 1}
+    changes |= {"num_steps": 40, "eval_episodes": 1}
+    args = flags(script, tmp_path / "runs", env_ids="", **changes)
+    at = args.index("--env-ids")
+    args[at + 1 : at + 2] = ["my_other_tasks:Frames-v0", "BreakoutNoFrameskip-v4"]
+    summary = script.main(script.parse_args(args))
+    folder = only_run(tmp_path / "runs")
+    assert folder.name.startswith("Frames-v0+BreakoutNoFrameskip-v4__")
+    assert summary["env_backend"] == "gymnasium"
+    rows = [row for row in rows_of(folder) if row["agent"] == "0"]
+    assert [row["env_id"] for row in rows] == ["Frames-v0"] * 2
+    outcomes = [(float(row["episodic_length"]), float(row["episodic_return"])) for row in rows]
+    # One of the nine steps only resets after a lost life: its action is not the agent's
+    assert all(length == 8 and 0 < score < 63 for length, score in outcomes), outcomes
+    for row in summary["evaluation"]["agents"]:
+        assert row["Frames-v0"]["mean"] % 7 == 0 <= row["Frames-v0"]["greedy_return"] <= 63
+    given = play.Args(str(folder), env_id=("my_other_tasks:Frames-v0",), episodes=2)
+    results = play.main(dataclasses.replace(given, video=str(tmp_path / "films")))
+    assert [list(row) for row in results.values()] == [["Frames-v0"]] * 2
+    for i in range(2):
+        number, _ = imageio_ffmpeg.count_frames_and_secs(
+            tmp_path / f"films/agent_{i}_Frames-v0.mp4"
+        )
+        assert number == 1 + 9
+
+
+def test_lives_of_a_users_game_end_episodes(my_tasks):
+    script = PRPO_ATARI
+    games = script.Games(script.Args(), ["my_other_tasks:Frames-v0"], [[1, 2]])
+    ends = []
+    for _ in range(20):
+        actions = np.zeros((1, 2), dtype=int)
+        rewards, terminations, truncations, valid, ended = games.step(actions)
+        assert set(np.unique(rewards)) <= {0.0, 1.0}
+        assert not truncations.any()
+        ends.append((bool(terminations[0, 0]), bool(valid[0, 0]), [length for *_, length in ended]))
+    games.close()
+    assert [number for number, (end, *_) in enumerate(ends) if end] == [4, 8, 14, 18]
+    assert [number for number, (_, valid, _) in enumerate(ends) if not valid] == [5, 9, 15, 19]
+    assert [number for number, (*_, lengths) in enumerate(ends) if lengths] == [8, 18]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "words"),
+    [
+        ("no_such_module:Game-v0", "no_such_module"),
+        ("my_other_tasks:Bare-v0", "shows no 4x84x84 frames (uint8), but 7x7x3"),
+        ("my_other_tasks:PairOfFrames-v0", "array of size 1"),
+        ("my_other_tasks:UnpaidFrames-v0", "NoneType"),
+        ("MiniGrid-Empty-5x5-v0", "module:id"),
+    ],
+)
+def test_games_that_cannot_be_used_are_refused_in_one_line(env_id, words, my_tasks):
+    with pytest.raises(SystemExit):
+        PRPO_ATARI.parse_args(["--env-id", env_id])
+    assert words in REFUSED[-1]
+    assert f"--env-id {env_id}" in REFUSED[-1]
+    assert "\n" not in REFUSED[-1]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_games_of_ale_have_the_same_actions_beside_ones_own(order, my_tasks):
+    """Whatever the order: two of ALE's games have three actions each, and not the same.
+
+    The number of actions is all that can be compared with a game of one's own.
+    """
+    games = ["my_other_tasks:Three-v0", "FreewayNoFrameskip-v4", "SkiingNoFrameskip-v4"]
+    with pytest.raises(SystemExit):
+        PRPO_ATARI.parse_args(["--env-ids", *[games[k] for k in order]])
+    assert "need the same actions" in REFUSED[-1]
+    pairs = [games[0], games[1], games[1]]
+    args = PRPO_ATARI.parse_args(["--env-ids", *[pairs[k] for k in order]])
+    assert len(args.env_ids) == 3
+
+
+def test_tasks_without_an_end_get_one(my_tasks, monkeypatch):
+    """An evaluation plays whole episodes."""
+    monkeypatch.setattr(PRPO_MINIGRID.module, "LONGEST_EPISODE", 6)
+    monkeypatch.setattr(PRPO_ATARI.module, "LONGEST_EPISODE", 6)
+    agent = PRPO_MINIGRID.new_agent()
+    task = "my_other_tasks:Endless-v0"
+    returns = PRPO_MINIGRID.evaluate(PRPO_MINIGRID.Args(), agent, task, [1, 2], 0, greedy=True)
+    assert (returns <= 6).all()
+    game = "my_other_tasks:EndlessFrames-v0"
+    agent = PRPO_ATARI.new_agent()
+    returns = PRPO_ATARI.evaluate(PRPO_ATARI.Args(), agent, game, [1, 2], 0, greedy=True)
+    assert (returns <= 42).all()

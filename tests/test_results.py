@@ -1,0 +1,666 @@
+"""benchmark/runs.py, plot.py, table.py, crowd.py, bound.py: runs as tables and figures."""
+
+import importlib
+import itertools
+import json
+import re
+import shutil
+import sys
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+from fabricated import control_run, language_run
+from helpers import REPOSITORY, refusal
+
+sys.path.insert(0, str(REPOSITORY / "benchmark"))
+arguments = importlib.import_module("arguments")
+bound = importlib.import_module("bound")
+crowd = importlib.import_module("crowd")
+plot = importlib.import_module("plot")
+runs = importlib.import_module("runs")
+styles = importlib.import_module("styles")
+table = importlib.import_module("table")
+text_worlds = importlib.import_module("text_worlds")
+zeroth = importlib.import_module("zeroth")
+RESULTS = REPOSITORY / "benchmark" / "results"
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+T2 = 4.302652729911275  # quantile of Student's t, two degrees of freedom
+
+
+# Statistics
+
+
+def test_intervals_are_those_of_student():
+    """By hand, with the deviation of a sample; a single seed has no limits, a missing one no
+    mean.
+    """
+    deviation = np.sqrt(((0.2 - 0.5) ** 2 + (0.4 - 0.5) ** 2 + (0.9 - 0.5) ** 2) / 2)
+    half = T2 * deviation / np.sqrt(3)
+    assert runs.mean_interval([0.2, 0.4, 0.9]) == pytest.approx((0.5, 0.5 - half, 0.5 + half))
+    assert np.isnan(runs.mean_interval([0.3])[1:]).all()
+    assert np.isnan(runs.mean_interval([0.3, np.nan, 0.1])[0])
+
+
+def test_shares_have_wilsons_interval():
+    """By hand for 3 of 4; scipy's for every number of successes; never empty or outside [0, 1]."""
+    z = 1.959963984540054
+    centre = 0.75 + z**2 / 8
+    half = z * np.sqrt(0.75 * 0.25 / 4 + z**2 / 64)
+    limits = (centre - half) / (1 + z**2 / 4), (centre + half) / (1 + z**2 / 4)
+    assert runs.wilson_interval(0.75, 4) == pytest.approx(limits)
+    for trials in (1, 5, 8):
+        for successes in range(trials + 1):
+            expected = scipy.stats.binomtest(successes, trials).proportion_ci(method="wilson")
+            limits = runs.wilson_interval(successes / trials, trials)
+            assert limits == pytest.approx(tuple(expected), abs=1e-12)
+            assert 0 <= limits[0] < limits[1] <= 1
+
+
+@pytest.mark.parametrize(("probability", "student"), [(0.1, 0.41), (0.5, 0.94)])
+def test_coverage_where_seeds_are_all_or_nothing(probability, student):
+    """All outcomes of five seeds, weighted: Student's t covers what runs.py writes, Wilson's
+    formula at least 90 %.
+    """
+    covered = {"student": 0, "wilson": 0}
+    for successes in range(6):
+        weight = scipy.stats.binom.pmf(successes, 5, probability)
+        mean, low, high = runs.mean_interval([1.0] * successes + [0.0] * (5 - successes))
+        covered["student"] += weight * (low <= probability <= high)
+        low, high = runs.wilson_interval(mean, 5)
+        covered["wilson"] += weight * (low <= probability <= high)
+    assert covered["student"] == pytest.approx(student, abs=0.005)
+    assert covered["wilson"] > 0.9
+
+
+def test_seeds_that_solve_or_fail_are_recognised():
+    """Both occur, and at most one seed lies between; 0.8 solves, 0.4 does not fail any more."""
+    assert runs.is_all_or_nothing([0.97, 0.96, 0.49, 0.97, 0.07])
+    assert runs.is_all_or_nothing([0.8, 0.39])
+    assert not runs.is_all_or_nothing([0.62, 0.18, 0.9, 0.92, 0.61])
+    assert not runs.is_all_or_nothing([0.8, 0.4])
+    assert not runs.is_all_or_nothing([0.79, 0.39])
+    assert not runs.is_all_or_nothing([])
+
+
+@pytest.mark.parametrize("results", [[0.1, 0.9, 0.5], [0.3], [0.2, 0.2, -0.1, 0.7, 0.2]])
+def test_expected_maximum_is_that_of_all_subsets(results):
+    mean, variance = runs.expected_maximum(results)
+    for n in range(1, len(results) + 1):
+        best = [max(subset) for subset in itertools.combinations(results, n)]
+        assert mean[n - 1] == pytest.approx(np.mean(best))
+        assert variance[n - 1] == pytest.approx(np.var(best), abs=1e-12)
+    assert runs.expected_maximum(np.arange(1500))[0][[0, -1]] == pytest.approx([749.5, 1499])
+
+
+# Reading
+
+
+def read_groups(root, **options):
+    """The groups of the runs below a folder."""
+    return runs.group_runs(runs.read_runs((str(root),), **options))
+
+
+def test_all_runs_are_one_table(tmp_path, monkeypatch):
+    """Metrics, evaluations on the own task, and settings, of unfinished runs too."""
+    control_run(tmp_path / "a", 1, [0.1, 0.2], evaluation=0.7, learning_rate=0.5)
+    (control_run(tmp_path / "b", 3, [0.6], env_ids=["Task"] * 2) / "summary.json").unlink()
+    whole = runs.load_runs(tmp_path / "a", tmp_path / "b")
+    rows = whole.set_index(["seed", "iteration", "agent"])
+    assert len(rows) == 6 and rows.index.is_unique
+    assert rows.evaluation[1, 2, 1] == pytest.approx(0.8)
+    assert rows.evaluation.isna().sum() == 2  # of the iteration before the last one
+    # The metric is another thing than the setting
+    assert rows.learning_rate[1, 1, 0] == 0.1 and rows.learning_rate_setting[1, 1, 0] == 0.5
+    assert rows.env_ids[3, 1, 0] == "Task Task"
+    assert rows.completed.groupby("seed").all().tolist() == [True, False]
+    assert runs.load_runs(tmp_path / "nothing").empty
+    # The line for notebooks, as it stands in the docstring
+    (tmp_path / "runs").symlink_to(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec("\n".join(re.findall(r"^    (import pandas.*|runs = .*)$", runs.__doc__, re.M)), names)
+    assert names["runs"].return_last_100.tolist() == whole[whole.seed == 1].return_last_100.tolist()
+
+
+def test_of_repeated_runs_the_newest_counts(tmp_path, capsys):
+    """Other settings under one name end with one line, but for settings such as --run-dir."""
+    newest = control_run(tmp_path, 1, [0.1], 0.7, stamp=10)  # ten is newer than nine
+    older = control_run(tmp_path, 1, [0.1], 0.2, stamp=9, kl_coef=5.0)
+    control_run(tmp_path, 2, [0.1], run_dir="elsewhere")
+    ((run, _),) = read_groups(tmp_path).values()
+    assert run.folder == newest
+    line = f"{older}: left out, {newest} has the same name and seed and is newer"
+    assert capsys.readouterr().err == f"{line}\n"
+    control_run(tmp_path, 3, [0.1], env_ids=["Task"] * 3)
+    with pytest.raises(SystemExit, match="the same name as .*, but other settings"):
+        read_groups(tmp_path)
+
+
+def test_what_is_no_whole_run_is_reported_and_left_out(tmp_path, capsys):
+    """Unfinished, cut off, without an episode, a part of a federation, or damaged."""
+    control_run(tmp_path, 1, [0.1])
+    folders = {
+        "not finished": control_run(tmp_path, 2, [0.1]),
+        "cut off": control_run(tmp_path, 3, [0.1], summary={"completed": False}),
+        "without a single episode": control_run(tmp_path, 4, [np.nan]),
+        "one process of a federation": control_run(tmp_path, 5, [0.1], exchange="file:///share"),
+        "is no JSON": control_run(tmp_path, 6, [0.1]),
+        "'versions'": control_run(tmp_path, 7, [0.1], summary={"versions": None}),
+        "cannot be read": control_run(tmp_path, 8, [0.1]),
+        "not enough values": control_run(tmp_path, 9, [0.1]),
+    }
+    (folders["not finished"] / "summary.json").unlink()
+    (folders["is no JSON"] / "summary.json").write_text("{")
+    summary = json.loads((folders["'versions'"] / "summary.json").read_text())
+    del summary["versions"]
+    (folders["'versions'"] / "summary.json").write_text(json.dumps(summary))
+    (folders["cannot be read"] / "metrics.csv").write_text("")
+    metrics = pd.read_csv(folders["not enough values"] / "metrics.csv")
+    metrics.drop(columns="return_last_100").to_csv(
+        folders["not enough values"] / "metrics.csv", index=False
+    )
+    (seeds,) = read_groups(tmp_path).values()
+    assert [run.seed for run in seeds] == [1]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(folders)
+    for problem, folder in folders.items():
+        (line,) = [line for line in lines if line.startswith(f"{folder}: ")]
+        assert problem in line
+    shutil.rmtree(tmp_path / "prpo_minigrid__pr__1__1")
+    with pytest.raises(SystemExit, match=f"^--runs {tmp_path}: no finished run in there$"):
+        read_groups(tmp_path)
+
+
+def test_files_name_the_commands_behind_them(tmp_path):
+    """Switches with their negation, lists, nothing for what is empty; seeds and versions."""
+    settings = {"norm_adv": True, "anneal_lr": False, "sizes": [64, 32], "entity": None, "x": ""}
+    for seed in (1, 2):
+        control_run(tmp_path, seed, [0.1], **settings)
+    lines = runs.header(runs.read_runs((str(tmp_path),))).splitlines()
+    command = "python prpo_minigrid.py --exp-name pr --env-id Task --norm-adv --no-anneal-lr"
+    assert lines[0] == f"# {command} --sizes 64 32  (--seed 1 2)"
+    assert lines[1:] == ["# torch 2", "# environments: none"]
+    for path in ("benchmark/liars.py", "benchmark/baselines/sb3_ppo.py"):
+        script = path.split("/")[-1].removesuffix(".py")
+        assert runs.make_command(script, {}) == f"python {path}"
+        assert (REPOSITORY / path).is_file()
+
+
+def test_a_row_per_run_has_means_over_agents(tmp_path):
+    """Evaluation, training return over the run and at its end, steps to a threshold, which counts
+    where it is reached exactly and for the first time.
+    """
+    control_run(tmp_path, 1, [0.0, 0.6, 0.1], 0.2)
+    control_run(tmp_path, 2, [0.1, 0.2, 0.3], 0.4)
+    rows = runs.make_rows(read_groups(tmp_path), threshold=0.61)
+    assert rows.evaluation.tolist() == pytest.approx([0.25, 0.45])
+    assert rows.mean_training_return.tolist() == pytest.approx([0.7 / 3 + 0.01, 0.21])
+    assert rows.final.tolist() == pytest.approx([0.11, 0.31])
+    assert rows["steps_to_0.61"].fillna(-1).tolist() == [200, -1]
+
+
+def test_agents_with_different_tasks_are_apart(tmp_path):
+    """But in a search, where the whole run is judged; an agent that has diverged leaves its task
+    without an evaluation, whatever it was worth before.
+    """
+    tasks = {"env_ids": ["Easy", "Hard"]}
+    folder = control_run(tmp_path, 1, [0.1, 0.2], 0.3, **tasks)
+    rows = runs.make_rows(read_groups(tmp_path)).set_index("env")
+    assert rows.evaluation.to_dict() == pytest.approx({"Easy": 0.3, "Hard": 0.4})
+    assert rows.final.to_dict() == pytest.approx({"Easy": 0.2, "Hard": 0.22})
+    whole = runs.read_runs((str(tmp_path),))
+    assert list(runs.group_runs(whole, per_task=False)) == [("Easy+Hard", "pr")]
+    # All agents on one task: 0.5 more, of this agent and of the other
+    rows = runs.make_rows(runs.group_runs(whole, task="Other"))
+    assert rows.env.tolist() == ["Other"] and rows.evaluation[0] == pytest.approx(0.85)
+    assert rows.final[0] == pytest.approx(0.21)
+    line = f"--task Unseen: {folder} has no evaluation on it"
+    assert refusal(runs.group_runs, whole, task="Unseen") == line
+    last = pd.read_csv(folder / "evaluations.csv")
+    first = last.assign(iteration=1)
+    last.loc[last.agent == 1, "mean_return"] = np.nan
+    pd.concat((first, last)).to_csv(folder / "evaluations.csv", index=False)
+    rows = runs.make_rows(read_groups(tmp_path)).set_index("env")
+    assert rows.evaluation["Easy"] == pytest.approx(0.3) and np.isnan(rows.evaluation["Hard"])
+
+
+def test_a_run_that_has_diverged_has_no_score(tmp_path, capsys):
+    control_run(
+        tmp_path, 1, [0.9], summary={"diverged": [1], "evaluation": {"group": None, "agents": []}}
+    )
+    rows = runs.make_rows(read_groups(tmp_path))
+    assert rows[["evaluation", "mean_training_return", "final"]].isna().all(axis=None)
+    assert "agents [1] have diverged" in capsys.readouterr().err
+
+
+def test_language_models_have_topics_and_win_rates(tmp_path):
+    """Topics follow the common prompts in the agents' order; a judge's rates count if they are of
+    all agents, on common prompts, at the end.
+    """
+    folder = language_run(tmp_path, 1, "pr", 0.5, 0.6, topics=((0.1, 0.2), (0.4, 0.6)))
+    stale = language_run(tmp_path, 2, "pr", 0.5, 0.6, topics=((0.3, None), (0.4, 0.6)))
+    rates = {"task": ["validation", "validation", "x", "validation"], "step": [1, 2, 2, 2]}
+    rates |= {"agent": ["all", "all", "all", 0], "win_rate": [0.1, 0.7, 0.3, 0.4]}
+    pd.DataFrame(rates).to_csv(folder / "win_rates.csv", index=False)
+    pd.DataFrame(rates)[:1].to_csv(stale / "win_rates.csv", index=False)
+    first, second = runs.make_rows(read_groups(tmp_path)).to_dict("records")
+    assert (first["own_topic"], first["others_topics"]) == pytest.approx((0.35, 0.3))
+    assert second["own_topic"] == pytest.approx(0.45) and np.isnan(second["others_topics"])
+    assert first["win_rate"] == 0.7 and np.isnan(second["win_rate"])
+    (folder / "win_rates.csv").unlink()
+    # No run has one of the end any more
+    assert "win_rate" not in runs.make_rows(read_groups(tmp_path))
+
+
+# Curves and searches
+
+
+def test_a_curve_is_a_mean_with_its_interval(tmp_path):
+    """Where all agents of all runs have data: from the latest beginning to the end of the shortest
+    run.
+    """
+    curves = {1: [0.0, 0.2, 0.4, 0.6], 2: [np.nan, 0.6, 0.8], 3: [0.5, 0.7, 0.9, 0.9]}
+    for seed, curve in curves.items():
+        control_run(tmp_path, seed, curve)
+    curves = plot.make_curves(read_groups(tmp_path))
+    assert curves.timesteps.tolist() == list(range(200, 301, 4))  # a hundredth of the longest run
+    half = T2 * np.std([0.2, 0.6, 0.7], ddof=1) / np.sqrt(3)
+    row = curves[["mean", "ci_low", "ci_high"]].iloc[0]
+    assert row.tolist() == pytest.approx([0.51, 0.51 - half, 0.51 + half])
+
+
+def search_rows(tmp_path):
+    """Of two methods with settings a, b, c on two seeds; the last is best after training, the first
+    in training.
+    """
+    for seed, scores in {1: (0.1, 0.4, 0.7), 2: (0.3, 0.3, 0.6)}.items():
+        for number, (setting, score) in enumerate(zip("abc", scores, strict=True)):
+            curve = [0.5 - 0.1 * number]
+            control_run(tmp_path, seed, curve, score - 0.05, exp_name=f"pr-uniform_{setting}")
+    control_run(tmp_path, 1, [0.2], 0.45, exp_name="alone_a")
+    return runs.make_rows(read_groups(tmp_path))
+
+
+def test_a_search_is_drawn_by_the_settings_that_are_tried(tmp_path):
+    """By hand: the mean of one, of the better of each pair, and the best; for a seed each."""
+    rows = search_rows(tmp_path)
+    drawn = plot.make_search(rows).set_index(["method", "settings"])
+    means = [0.5, 0.4, (0.4 + 0.7 + 0.7 + 0.3 + 0.6 + 0.6) / 6, 0.65]
+    assert drawn["mean"].tolist() == pytest.approx(means)
+    deviation = np.sqrt(np.mean([np.var([0.1, 0.4, 0.7]), np.var([0.3, 0.3, 0.6])]))
+    assert drawn.ci_low["pr-uniform", 1] == pytest.approx(0.4 - deviation)
+    with pytest.raises(SystemExit, match="not every seed has tried the same settings"):
+        plot.make_search(rows.iloc[:-1])
+
+
+def test_settings_are_ranked_on_the_same_seeds(tmp_path, capsys):
+    """Best first; one that lacks a seed comes last, however good its other one is; of several
+    lengths the longest.
+    """
+    rows = search_rows(tmp_path)
+    lacking = rows[rows.method == "pr-uniform_b"].iloc[:1].assign(mean_training_return=0.9)
+    short = rows.assign(timesteps=50, mean_training_return=0.99)
+    rows = pd.concat((rows[rows.method != "pr-uniform_b"], lacking, short))
+    rows.to_csv(tmp_path / "x_runs.csv", index=False)
+    args = {"from_csv": str(tmp_path / "x_runs.csv"), "measure": "auc"}
+    table.main(table.Args(**args, search=True))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == "| PR-PPO, uniform | Task | 1 2 | a: 0.510 | c: 0.310 | b: - |"
+
+
+def test_table_1_has_the_setting_that_is_best_in_training(tmp_path, capsys):
+    """And not the best of what it was then scored by; the best to be expected of two settings for
+    each seed.
+    """
+    for seed in (1, 2, 3):
+        for setting, (training, score) in enumerate([(0.9, 0.3), (0.1, 0.5), (0.2, 0.4)]):
+            value = score + 0.1 * seed
+            topics = ((value, 0.0), (0.0, value))
+            language_run(tmp_path, seed, f"pr-uniform-grpo_{setting}", training, value, topics)
+    table.main(table.Args(runs=(str(tmp_path),), evp=2))
+    expected = (0.5 + 0.5 + 0.4) / 3
+    low, high = runs.mean_interval([expected + 0.1, expected + 0.2, expected + 0.3])[1:]
+    cells = "| PR-GRPO, uniform | docstrings, topic | 3 | 0 | 0.50 [0.25, 0.75] | 0.50 [0.25, 0.75]"
+    cells += f" | 0.00 [0.00, 0.00] | {expected + 0.2:.2f} [{low:.2f}, {high:.2f}]"
+    seeds = " ".join(f"{expected + 0.1 * seed:.4f}" for seed in (1, 2, 3))
+    assert capsys.readouterr().out.splitlines()[-1] == f"{cells} | {seeds} |"
+    with pytest.raises(SystemExit, match="fewer settings than --evp 4"):
+        table.main(table.Args(runs=(str(tmp_path),), evp=4))
+    with pytest.raises(SystemExit, match="--measure win_rate: the runs have no such column"):
+        table.main(table.Args(runs=(str(tmp_path),), evp=2, measure="win_rate"))
+
+
+# Tables of methods
+
+
+def test_differences_are_paired_by_seed(tmp_path, capsys):
+    """Over the seeds that both have, and in how many they are positive."""
+    for seed, (value, other) in {2: (0.5, 0.1), 3: (0.3, 0.4), 4: (0.9, 0.6)}.items():
+        control_run(tmp_path, seed, [0.1], value, exp_name="pr-uniform")
+        control_run(tmp_path, seed, [0.1], other, exp_name="isolated")
+    control_run(tmp_path, 1, [0.1], 0.0, exp_name="pr-uniform")
+    table.main(table.Args(runs=(str(tmp_path),), minus="isolated"))
+    half = T2 * np.std([0.4, -0.1, 0.3], ddof=1) / np.sqrt(3)
+    cell = f"0.20 [{0.2 - half:.2f}, {0.2 + half:.2f}], 2 of 3"
+    assert capsys.readouterr().out.splitlines()[2:] == [f"| PR-PPO, uniform | {cell} |"]
+    line = "--minus nobody: there is no such method"
+    args = table.Args(runs=(str(tmp_path),), minus="nobody")
+    assert refusal(table.main, args) == line
+
+
+def test_means_are_cut_where_values_are_and_all_or_nothing_is_counted(tmp_path, capsys):
+    """At 0 and 1; few seeds have their number, and a mean of a run that failed is none."""
+    rows = []
+    values = {"a": (0.9, 0.95, 1.0, 0.99), "b": (0.9, 0.0, 0.95, 0.1), "c": (0.5, 0.7), "d": (0.1,)}
+    for method, scores in values.items():
+        for seed, score in enumerate(scores, 1):
+            rows.append({"env": "x", "method": method, "seed": seed, "evaluation": score})
+    for seed, score in enumerate((0.95, 0.95, 0.87, 0.95), 1):
+        rows.append({"env": "y", "method": "a", "seed": seed, "evaluation": score})
+    frame = pd.DataFrame(rows).assign(timesteps=9)
+    frame.to_csv(tmp_path / "x_runs.csv", index=False)
+    args = {"from_csv": str(tmp_path / "x_runs.csv"), "solved": 0.9}
+    table.main(table.Args(**args))
+    assert capsys.readouterr().out.splitlines() == [
+        "| | x | y | all reach 0.9 |",
+        "| --- | --- | --- | --- |",
+        "| a | 0.96 [0.89, 1] | 0.93 [0.87, 0.99] | 3 of 4, [0.30, 0.95] |",
+        "| b | 0.49; 2 of 4, [0.15, 0.85] | | 2 of 4, [0.15, 0.85] |",
+        "| c | 0.60 (2 seeds) | | 0 of 2, [0, 0.66] |",
+        "| d | 0.10 (1 seed) | | 0 of 1, [0, 0.79] |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "data", "words"),
+    [
+        ("results", "doorkey_runs", "--measure auc"),
+        ("results", "keycorridor_runs", ""),
+        ("results", "anchor_doorkey_runs", "--measure auc"),
+        ("results", "agreement", "--measure final"),
+        ("results", "liars", "--measure final"),
+        ("negative", "privacy", "--measure final"),
+    ],
+)
+def test_pages_show_what_the_table_is(page, data, words, capsys):
+    """A table of each kind, made from the committed rows per run."""
+    path = str(RESULTS / f"{data}.csv")
+    table.main(arguments.read_flags(table.Args, ["--from-csv", path, *words.split()]))
+    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
+    assert capsys.readouterr().out in text
+
+
+def test_differences_of_the_page_are_those_of_the_table(capsys):
+    """Of section 11, in bold where its rows begin."""
+    path = str(RESULTS / "fourrooms_5m_runs.csv")
+    table.main(table.Args(from_csv=path, minus="isolated", measure="auc"))
+    rows = dict(line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
+    text = (REPOSITORY / "docs" / "results.md").read_text()
+    for name, method in {"PR-PPO": "PR-PPO, uniform", "FedAvg": "FedAvg, uniform"}.items():
+        assert f"| **{name} minus isolated** | {rows[method]} |" in text
+
+
+def test_settings_of_the_page_are_those_of_the_table(capsys):
+    path = str(RESULTS / "goals_tuning_runs.csv")
+    table.main(table.Args(from_csv=path, search=True, measure="auc"))
+    text = (REPOSITORY / "docs" / "results.md").read_text()
+    shown = capsys.readouterr().out.splitlines()[2:]
+    assert len(shown) == 19
+    for line in shown:
+        label, _, _, *ranked = line.strip("| ").split(" | ")
+        cells = [cell.removeprefix("coef") for cell in ranked]
+        assert f"| {label} | {' | '.join(cells)} |" in text
+
+
+def test_rows_are_written_for_later(tmp_path, capsys):
+    for seed in (1, 2, 3):
+        control_run(tmp_path / "runs", seed, [0.1 * seed], env_ids=["Easy", "Hard"])
+    path = str(tmp_path / "rows.csv")
+    table.main(table.Args(runs=(str(tmp_path / "runs"),), csv=path))
+    first = capsys.readouterr().out
+    table.main(table.Args(from_csv=path))
+    assert capsys.readouterr().out == first and "| Easy | Hard |" in first
+    assert "--seed 1 2 3" in (tmp_path / "rows.csv").read_text()
+
+
+# Figures
+
+
+def test_runs_are_drawn_and_drawn_again(tmp_path):
+    """OUT.csv, OUT_runs.csv, OUT_matrix.csv and their figures."""
+    for name in ("isolated", "pr-uniform"):
+        for seed in (1, 2):
+            tasks = ["Easy", "Hard"]
+            control_run(tmp_path / "runs", seed, [0.1, 0.2], 0.3, exp_name=name, env_ids=tasks)
+    out = tmp_path / "x"
+    plot.main(plot.Args(runs=(str(tmp_path / "runs"),), out=str(out), matrix=True))
+    curves = pd.read_csv(f"{out}.csv", comment="#")
+    assert list(curves) == ["env", "method", "timesteps", "mean", "ci_low", "ci_high", "seeds"]
+    assert set(curves.env) == {"Easy", "Hard"}
+    assert len(pd.read_csv(f"{out}_runs.csv", comment="#")) == 8
+    matrix = pd.read_csv(f"{out}_matrix.csv", comment="#")
+    matrix = matrix.set_index(["method", "agent", "task"])["mean"]
+    assert matrix["isolated", 1].to_dict() == pytest.approx(
+        {"Other": 0.9, "Easy": 0.4, "Hard": 0.4}
+    )
+    pictures = {path: plt.imread(path) for path in tmp_path.glob("*.png")}
+    assert len(pictures) == 2
+    plot.main(plot.Args(out=str(out), from_csv=True))
+    assert all((plt.imread(path) == picture).all() for path, picture in pictures.items())
+    line = f"--from-csv: there is no {tmp_path}/y.csv"
+    assert refusal(plot.main, plot.Args(out=str(tmp_path / "y"), from_csv=True)) == line
+
+
+@pytest.mark.parametrize(("names", "agents"), [((0, 50), 0), ((0, 50), 1), (("none", "lie"), 2)])
+def test_methods_are_compared_under_every_condition(names, agents, tmp_path):
+    """Over the run and at its end, means of the agents that count; drawn again with its label."""
+    for name in names:
+        for seed in (1, 2, 3):
+            curve = [0.1, 0.2 * seed]
+            control_run(tmp_path / "runs", seed, curve, exp_name=f"pr-surrogate-{name}")
+    out = tmp_path / "x"
+    options = {"conditions": "what one sends", "agents": agents}
+    plot.main(plot.Args(runs=(str(tmp_path / "runs"),), out=str(out), **options))
+    rows = pd.read_csv(f"{out}.csv", comment="#", dtype={"condition": str})
+    assert list(rows) == ["method", "condition", "seed", "auc", "final"]
+    assert set(rows.condition) == set(map(str, names)) and set(rows.method) == {"pr-surrogate"}
+    bonus = 0 if agents == 1 else 0.01
+    assert rows.final[:3].tolist() == pytest.approx([0.2 + bonus, 0.4 + bonus, 0.6 + bonus])
+    assert rows.auc[0] == pytest.approx(0.15 + bonus)
+    picture = plt.imread(f"{out}.png")
+    plot.main(plot.Args(out=str(out), from_csv=True))
+    assert (plt.imread(f"{out}.png") == picture).all()
+
+
+def test_conditions_are_in_order():
+    names = ["opposite", "none", "random+boast", "0.5", "random", "10", "2"]
+    expected = ["0.5", "2", "10", "none", "opposite", "random", "random+boast"]
+    assert styles.order_conditions(names) == expected
+
+
+@pytest.mark.parametrize("tool", ["plot", "crowd"])
+def test_runs_that_a_table_cannot_keep_apart_are_refused(tool, tmp_path):
+    """One method and seed on two tasks; a row of both would be of neither. Nor names without a
+    condition.
+    """
+    for stamp, task in enumerate(("Task", "Other")):
+        control_run(tmp_path, 1, [0.1], stamp=stamp, exp_name="pr-2", env_id=task)
+    args = {"runs": (str(tmp_path),), "out": str(tmp_path / "out")}
+    if tool == "plot":
+        args["conditions"] = "agents"
+    module = importlib.import_module(tool)
+    assert refusal(module.main, module.Args(**args)).endswith("; give the folders of one task")
+    shutil.rmtree(tmp_path)
+    control_run(tmp_path, 1, [0.1], exp_name="isolated")
+    message = refusal(module.main, module.Args(**args))
+    assert message.startswith("--runs: --exp-name isolated has no ")
+
+
+FIGURES = ["doorkey", "agreement", "liars", "skills_search", "llm", "crowd", "trpo_bound", "s2zpo"]
+FIGURES += ["text_worlds"]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch):
+    """A figure of each kind, drawn again; a method has its name and colour in it, and curves lie in
+    front of all intervals.
+    """
+    for path in RESULTS.glob(f"{name}*.csv"):
+        shutil.copy(path, tmp_path)
+    tools = {"trpo_bound": bound, "crowd": crowd, "s2zpo": zeroth, "text_worlds": text_worlds}
+    tool = tools.get(name, plot)
+    figures = []
+    draw = tool.draw
+    monkeypatch.setattr(tool, "draw", lambda *args: figures.append(draw(*args)))
+    tool.main(tool.Args(out=str(tmp_path / name), from_csv=True))
+    for path in (RESULTS / f"{name}.png", *RESULTS.glob(f"{name}_matrix.png")):
+        drawn = plt.imread(tmp_path / path.name)
+        committed = plt.imread(path)
+        assert drawn.shape == committed.shape
+        assert np.abs(drawn - committed).mean() < 0.01
+    (figure,) = figures
+    for axis in figure.axes:
+        bands = [band.get_zorder() for band in axis.collections]
+        assert max(bands, default=0) < min(line.get_zorder() for line in axis.lines)
+    if tool in (bound, zeroth):
+        return
+    names = pd.read_csv(tmp_path / f"{name}.csv", comment="#").method.unique()
+    (legend,) = figure.legends
+    shown = {re.sub(r" \([^(]* seeds?\)$", "", text.get_text()) for text in legend.get_texts()}
+    assert shown == {styles.find_method(method).label for method in names}
+
+
+def test_every_result_is_shown():
+    """By a link in a page, or as the data behind a figure that a page shows."""
+    text = "".join(page.read_text() for page in PAGES)  # what the README shows, these do too
+    linked = {path.name for path in RESULTS.iterdir() if f"benchmark/results/{path.name}" in text}
+    drawn = {name.removesuffix(".png") for name in linked if name.endswith(".png")}
+    for path in RESULTS.iterdir():
+        assert path.name in linked or path.stem in drawn, path.name
+
+
+def test_files_of_other_tools_are_refused(tmp_path):
+    """With the file and what it lacks."""
+    cases = [
+        (crowd, "liars", "agents"),
+        (plot, "strength", "env"),
+        (bound, "strength", "timesteps"),
+    ]
+    cases.append((zeroth, "fourrooms", "task"))
+    for tool, name, column in cases:
+        for path in RESULTS.glob(f"{name}*.csv"):
+            shutil.copy(path, tmp_path / path.name.replace(name, "out"))
+        args = tool.Args(out=str(tmp_path / "out"), from_csv=True)
+        with pytest.raises(arguments.Damaged, match=rf"out(_runs)?\.csv: has no column {column}"):
+            tool.main(args)
+
+
+def test_a_method_has_one_name_and_one_colour():
+    """Variants have the colour of their method with other dashes, unknown names another colour; the
+    pages have the same names.
+    """
+    names = ["pr-uniform-4", "mine", "isolated", "pr-uniform", "yours", "pr-uniform-16"]
+    drawn = styles.style_methods(names)
+    assert list(drawn) == names
+    assert [drawn[name].label for name in names[:2]] == ["PR-PPO, uniform, 4", "mine"]
+    dashes = [drawn[name].dashes for name in ("pr-uniform", "pr-uniform-4", "pr-uniform-16")]
+    assert dashes == ["-", "--", ":"]
+    assert len({method.colour for method in drawn.values()}) == 4
+    assert styles.find_method("pr-uniform-every1-8").label.endswith("after every iteration, 8")
+    assert styles.find_method("pr-uniforms") == ("pr-uniforms", "", "-")
+    labels = {method.label for method in styles.METHODS.values()}
+    labels |= {"PR, self-preferred 0.6", "PR, self-preferred 0.2"}  # of PPO and of GRPO
+    pattern = r"^\| (?:(?:PPO|GRPO), \w+ \| )?((?:isolated|FedAvg|PR)[^|]*) \| \d"
+    for page in PAGES:
+        assert set(re.findall(pattern, page.read_text(), re.M)) <= labels, page.name
+    tasks = ["MiniGrid-DoorKey-5x5-v0", "BeamRiderNoFrameskip-v4", "benchmark.goals:Goals-v0"]
+    assert styles.name_task("+".join(tasks)) == "DoorKey-5x5+BeamRider+Goals"
+    assert styles.name_task("runs/skills/train.jsonl, topic") == "skills, topic"
+
+
+# Crowds and bounds
+
+
+def crowd_run(root, name, seed, reached):
+    """A run whose agents reach a return of 0.8, and keep it, after these steps (0: never)."""
+    folder = control_run(root, seed, [0.0] * 3, exp_name=name)
+    metrics = []
+    evaluations = []
+    for iteration in (1, 2, 3):
+        for agent, first in enumerate(reached):
+            row = {"iteration": iteration, "agent": agent, "env_id": "Task"}
+            value = 0.8 * (0 < first <= 100 * iteration)
+            metrics.append(row | {"timesteps": 100 * iteration, "return_last_100": value})
+            # All are good in the first evaluation, and the last decides
+            value = 1.0 if iteration == 1 else 0.8 * (first > 0)
+            if iteration != 2:
+                row = {"iteration": iteration, "agent": agent, "task": "Task"}
+                evaluations.append(row | {"mean_return": value, "ci95": 0})
+    pd.DataFrame(metrics).to_csv(folder / "metrics.csv", index=False)
+    pd.DataFrame(evaluations).to_csv(folder / "evaluations.csv", index=False)
+
+
+def test_isolated_agents_are_crowds_of_every_size(tmp_path):
+    """Who learned, and when four fifths had, in every crowd; agents that never learn come last."""
+    crowd_run(tmp_path, "isolated-4", 1, [100, 0, 200, 300])
+    crowd_run(tmp_path, "pr-uniform-5", 2, [300, 200, 100, 0, 100])
+    rows = crowd.make_rows(runs.read_runs((str(tmp_path),)), 0.8).set_index(
+        ["method", "agents", "first_agent"]
+    )
+    expected = {
+        1: ([1, 0, 1, 1], [100, np.nan, 200, 300]),
+        2: ([0.5, 1], [np.nan, 300]),
+        4: ([0.75], [np.nan]),
+    }
+    for size, (share, steps) in expected.items():
+        crowds = rows.loc["isolated", size]
+        assert crowds.index.tolist() == list(range(0, 4, size))
+        assert crowds.share.tolist() == share
+        assert crowds.steps.tolist() == pytest.approx(steps, nan_ok=True)
+    assert rows.loc["pr-uniform", 5][["share", "steps"]].values.tolist() == [[0.8, 300]]
+    assert rows.loc["isolated", 2].evaluation.tolist() == pytest.approx([0.4, 0.8])
+    seeds = crowd.average_by_seed(rows.reset_index()).set_index(["method", "agents"])
+    assert seeds.loc["isolated", "share"].tolist() == [0.75] * 3
+    # Of 100, 200, 300 and never: in the middle
+    assert seeds.loc[("isolated", 1), "steps"] == 250
+    assert crowd.sizes_of_crowds("isolated", 12) == [1, 2, 4, 12]
+    assert crowd.sizes_of_crowds("pr-uniform", 4) == [4]
+
+
+def test_a_run_is_one_trial_however_many_agents_succeed():
+    """Five runs whose agents all learn: not the interval of forty agents."""
+    assert crowd.format_share(pd.Series([1.0] * 5)) == "1.00 [0.57, 1.00]"
+
+
+def test_movements_are_the_largest_of_an_iterations_agents(tmp_path):
+    """bound.py keeps who moved most, the smallest bound, and the share of agents within theirs."""
+    folder = control_run(tmp_path, 3, [0.0, 0.25], exp_name="bounded")
+    metrics = pd.read_csv(folder / "metrics.csv")
+    columns = {"tv_update": [0.1, 0.3, 0.2, 0.1], "tv_reference": [0.4, 0.3, 0.2, 0.1]}
+    columns |= {"epsilon": [0.005, 0.01, 0.02, 0.015], "bound": [0.2, 0.25, 0.2, 0.3]}
+    metrics.assign(**columns).to_csv(folder / "metrics.csv", index=False)
+    rows = bound.make_rows(runs.read_runs((str(tmp_path),)))
+    assert rows.to_dict("list") == {
+        "method": ["bounded", "bounded"],
+        "seed": [3, 3],
+        "timesteps": [100, 200],
+        "tv_update": [0.3, 0.2],
+        "tv_reference": [0.4, 0.2],
+        "epsilon": [0.005, 0.015],
+        "bound": [0.2, 0.2],
+        "within": [0.5, 1.0],
+        "return_last_100": pytest.approx([0.01, 0.26]),
+    }
+
+
+@pytest.mark.parametrize("tool", [bound, crowd, plot, table, text_worlds, zeroth])
+def test_wrong_flags_of_tools_are_named(tool):
+    """As in the scripts, with exit code 2; what cannot be done ends with 1."""
+    message = refusal(arguments.read_flags, tool.Args, ["--nothing"])
+    assert "Unrecognized options: --nothing" in message
+    with pytest.raises(SystemExit, match="^--runs nowhere: no finished run in there$") as end:
+        tool.main(tool.Args(runs=("nowhere",)))
+    assert end.value.code == str(end.value)  # which Python prints, and ends with 1

@@ -1,0 +1,141 @@
+"""The sweeps, benchmark/*.sh: what they print is parsed by the scripts that it calls."""
+
+import csv
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import parse_args
+from helpers import REPOSITORY
+
+import communicators
+
+sys.path[:0] = [str(REPOSITORY / "benchmark"), str(REPOSITORY / "benchmark" / "baselines")]
+FILES = sorted((REPOSITORY / "benchmark").glob("*.sh"))
+SWEEPS = [file.name for file in FILES if file.name != "pipeline.sh"]
+# Whose checks want models and data that the sweep's comment says how to make, or which have none
+UNCHECKED = ("prpo_llm", "prpo_babyai", "sb3_ppo")
+
+
+def call(*words):
+    """A finished process of a sweep."""
+    command = ["bash", f"benchmark/{words[0]}", *words[1:]]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def print_sweep(*words):
+    """The commands that a sweep prints."""
+    process = call(*words)
+    assert (process.returncode, process.stderr) == (0, "")
+    return process.stdout.splitlines()
+
+
+def list_modes(name):
+    """The arguments that a sweep takes, by its usage; "" for none."""
+    text = (REPOSITORY / "benchmark" / name).read_text()
+    (modes,) = re.findall(r"usage: bash \$0(?: \[(.*)\])?\"", text)
+    return ["", *re.findall(r"\w+", modes)]
+
+
+def mask(line):
+    """What remains of a command without names and the numbers that sweeps loop over."""
+    line = re.sub(r"-levels-\d+-", "-levels-BLOCK-", line)
+    line = re.sub(r"--(run-dir|exp-name) \S+", r"--\1 NAME", line)
+    return re.sub(r"(?<= )\d[\d.]*(e-\d+)?(?= )", "NUMBER", line)
+
+
+def read_command(line):
+    """The arguments of a command, as its script's own parser reads and checks them."""
+    start = r"(?:OMP_NUM_THREADS=1 )?(?:python|torchrun --nproc-per-node (\d)) (\S+)\.py (.*)"
+    processes, script, words = re.fullmatch(start, line).groups()
+    name = Path(script).name
+    module = importlib.import_module(name)
+    if name in UNCHECKED:
+        args = communicators.read_flags(module.Args, words.split())
+    else:
+        args = parse_args(module, words.split())
+    if processes:
+        assert args.agents_at_once % int(processes) == 0
+    return args
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_sweeps_print_different_commands_that_are_understood(name):
+    """Each mode prints as many commands as its comment says, seeds outermost; of commands that
+    differ in numbers only, one is parsed.
+    """
+    text = (REPOSITORY / "benchmark" / name).read_text()
+    commands = {}
+    for mode in list_modes(name):
+        lines = print_sweep(name, *mode.split())
+        call_of_mode = re.escape(f"bash benchmark/{name} {mode}".strip())
+        (number,) = re.findall(rf"#   {call_of_mode} \| python .*?  +([\d,]+) runs", text)
+        assert len(lines) == len(set(lines)) == int(number.replace(",", ""))
+        seeds = [int(seed) for seed in re.findall(r" --seed (\d+) ", "\n".join(lines))]
+        assert len(seeds) == len(lines)
+        assert seeds == sorted(seeds)
+        for line in lines:
+            commands.setdefault(mask(line), line)
+    for line in commands.values():
+        args = read_command(line)
+        assert f" --seed {args.seed} " in line
+        assert line.endswith(f" --exp-name {args.exp_name}")
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_sweeps_refuse_other_arguments(name):
+    *_, last = list_modes(name)
+    for words in (["other"], [last, "other"], ["--help"]):
+        process = call(name, *words)
+        assert process.returncode == 2
+        assert process.stdout == ""
+        assert re.fullmatch(rf"usage: bash benchmark/{name}.*\n", process.stderr)
+
+
+def read_runs(name):
+    """The rows per run of a result."""
+    table = REPOSITORY / "benchmark" / "results" / f"{name}_runs.csv"
+    with table.open(newline="") as file:
+        return list(csv.DictReader(row for row in file if not row.startswith("#")))
+
+
+def test_the_papers_length_has_the_settings_that_the_search_chose():
+    """Each method's best of the search's last rung, by the training return over the run; but not
+    that of isolated agents that the first rung dropped.
+    """
+    best = {}
+    for row in read_runs("fourrooms_tuning"):
+        method, rate, coef = row["method"].split("_")
+        result = float(row["mean_training_return"]), rate[2:], coef[4:]
+        if int(row["timesteps"]) > 900_000 and (method, *result[1:]) != ("isolated", "1e-3", "0.5"):
+            best[method] = max(result, best.get(method, (0, "", "")))
+    chosen = {(method, *setting) for method, (_, *setting) in best.items()}
+    assert len(chosen) == 4
+    listed = set()
+    for line in print_sweep("fourrooms_5m.sh") + print_sweep("fourrooms_5m.sh", "searched"):
+        pattern = r"--learning-rate (\S+) --kl-coef (\S+) .*--exp-name (\S+)"
+        rate, coef, name = re.search(pattern, line).groups()
+        listed.add((name.removesuffix("-searched"), rate, coef))
+    assert chosen <= listed
+
+
+@pytest.mark.parametrize("name", ["goals", "unlock_goals"])
+def test_tasks_of_own_goals_have_the_coefficients_that_the_search_chose(name):
+    """Each method's best on the tuning seed, by the training return over the run."""
+    best = {}
+    for row in read_runs(f"{name}_tuning"):
+        method, coef = row["method"].split("_coef")
+        result = float(row["mean_training_return"]), coef
+        best[method] = max(result, best.get(method, (0, "")))
+    listed = {}
+    for line in print_sweep(f"{name}.sh"):
+        pattern = r"--(?:kl|prox)-coef (\S+) .*--exp-name (\S+)"
+        coef, method = re.search(pattern, line).groups()
+        listed[method] = coef
+    for gone in ("both-surrogate", "fedavg-then-alone"):  # their code went
+        del best[gone]
+    assert listed == {method: coef for method, (_, coef) in best.items()}
+    assert len(listed) == 17
