@@ -723,7 +723,7 @@ def assert_same_training(tmp_path, processes, whole):
             [(0,), (1, 2)],
             marks=pytest.mark.slow,
         ),
-        pytest.param(PRPO_ATARI, {}, [(0,), (1,), (2,)], marks=pytest.mark.slow),
+        pytest.param(PRPO_ATARI, {"num_envs": 2}, [(0,), (1,), (2,)], marks=pytest.mark.slow),
     ],
     ids=lambda value: str(value) if value in (PRPO_ATARI,) else None,
 )

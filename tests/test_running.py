@@ -247,7 +247,7 @@ CUT_OFF_RANKS = [
     CUT_OFF[0],
     *(pytest.param(*case, marks=pytest.mark.slow) for case in CUT_OFF[1:3]),
     CUT_OFF[3],
-    pytest.param(*CUT_OFF[4], marks=pytest.mark.slow),
+    CUT_OFF[4],
 ]
 
 

@@ -288,7 +288,9 @@ def test_clones_with_a_round_after_every_iteration_learn_like_isolated_agents(
     weights = {}
     script.patch(monkeypatch, "derive_seed", lambda seed, agent, *key: original(seed, 0, *key))
     settings = {"num_agents": 2, "eval_episodes": 0, "kl_coef": 5.0, "kl_direction": "reverse"}
-    settings["num_steps"] = 32
+    settings["num_envs"] = 2
+    if script.family == "MiniGrid":
+        settings["num_steps"] = 32
     for communicator, interval in (("identity", 1), ("uniform", 1), ("uniform", 3)):
         name = f"{communicator}{interval}"
         changes = {"communicator": communicator, "local_updates": interval}
