@@ -1044,7 +1044,6 @@ NonNegative = Annotated[float, Bound("not be negative", lambda value: value >= 0
 Positive = Annotated[float, Bound("be positive", lambda value: value > 0)]
 Seconds = Annotated[Positive, Bound("be at most 1e9", lambda value: value <= 1e9)]
 ZeroOrAboveOne = Annotated[float, Bound("be 0 or above 1", lambda x: x == 0 or x > 1)]
-BelowOne = Annotated[float, Bound("lie in [0, 1)", lambda value: 0 <= value < 1)]
 Fraction = Annotated[float, Bound("lie in [0, 1]", lambda value: 0 <= value <= 1)]
 PositiveFraction = Annotated[float, Bound("lie in (0, 1]", lambda value: 0 < value <= 1)]
 Probability = Annotated[float, Bound("lie in (0, 1)", lambda value: 0 < value < 1)]
@@ -1252,8 +1251,7 @@ def parse_args(Args: type, check: Callable, argv: list[str] | None = None, may_c
         flag = "num_agents"
         valid = f"must be a multiple of the {world_size} processes"
         if args.agents_at_once != args.num_agents:
-            fewer = "centralised", "agents_per_round", "participation"
-            flag = next(name for name in fewer if getattr(args, name) != getattr(type(args), name))
+            flag = "centralised" if args.centralised else "agents_per_round"
             valid = f"{valid}, but {args.agents_at_once} agents train at once"
         refuse(args, flag, valid)
     if args.top_k >= args.num_agents:
@@ -2198,7 +2196,10 @@ class Run:
 
     def _log_metrics(self, scalars: dict[str, float], rate: float) -> None:
         """Write a row of metrics.csv for each agent."""
-        common = {key.rpartition("/")[2]: value for key, value in scalars.items()}
+        common = {}
+        for key, value in scalars.items():
+            if not key.startswith("rewards/"):  # of a reward function's own, not in every step
+                common[key.rpartition("/")[2]] = value
         common["communication_bytes"] = common.pop("bytes")
         common[f"{self.unit.replace('-', '_')}_per_second"] = rate
         for i in self.exchange.members:

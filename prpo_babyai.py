@@ -46,7 +46,6 @@ from communicators import (
     Natural,
     NonNegative,
     Positive,
-    PositiveFraction,
     Run,
     RunArgs,
     ZeroOrAboveOne,
@@ -57,6 +56,7 @@ from prpo_llm import (
     PUBLIC_STATES,
     add_adapters,
     average_adapters,
+    choose_reference,
     compute_group_advantages,
     compute_kl_coef,
     compute_learning_rate,
@@ -75,6 +75,8 @@ from prpo_llm import (
     pad,
     save_adapters,
     select_adapters,
+    serving,
+    start_server,
 )
 
 # What a derived seed is for: the last number of its key
@@ -128,9 +130,6 @@ class Args(RunArgs):
     num_agents: Count = 3  # clients, each with training tasks of its own
     # clients that train at a time (0: all); weights: drawn anew in every round, else once
     agents_per_round: Natural = 0
-    # fraction of the clients that train at a time, instead of --agents-per-round; the others do
-    # not train
-    participation: PositiveFraction = 1.0
     centralised: bool = False
     """instead of the agents: a single one that has the tasks of all"""
     # who listens to whom: identity (isolated agents), uniform, self-preferred, similarity, reward,
@@ -146,13 +145,9 @@ class Args(RunArgs):
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.01
     kl_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 over the run"""
-    # exact over the vocabulary, or estimated from the sampled token (reverse only; the gradient of
-    # k3 is forward)
+    # KL(policy || reference), exact over the vocabulary, or estimated from the sampled token (the
+    # gradient of k3 is the forward KL's)
     kl_estimator: Literal["full", "k1", "k2", "k3"] = "full"
-    kl_direction: Literal["auto", "forward", "reverse"] = "auto"
-    """forward: KL(reference || policy), eq. 4; reverse and auto: KL(policy || reference), eq. 7"""
-    mixture: Literal["arithmetic", "geometric"] = "arithmetic"
-    """how the reference mixes the agents' distributions"""
     sft_anchor: NonNegative = 0.0
     """coefficient of another KL penalty, towards the policy from which all agents started"""
     # what is averaged: products BA, back at their rank; B beside a common frozen A (in any method);
@@ -191,6 +186,8 @@ class Args(RunArgs):
     """turns per agent that pass through the model at once"""
     rollout_batch_size: Natural = 16
     """episodes per agent whose turns are generated at once (0: all)"""
+    generate_with: str = ""
+    """URL, such as http://127.0.0.1:8000/v1, of a vLLM server that completes all prompts"""
     gradient_checkpointing: bool = False
     """compute every layer again in the backward pass, which needs less memory"""
     clip_coef: NonNegative = 0.2
@@ -198,6 +195,9 @@ class Args(RunArgs):
     # turns with a negative advantage lose at most so many times its size, whatever the ratio (0: no
     # such bound)
     dual_clip: ZeroOrAboveOne = 3.0
+    # weight policy losses by the ratio of the trainer's to the sampler's probability, at most
+    # this (0: no weights); with bfloat16 or --generate-with only, else both are the sampler's
+    importance_cap: ZeroOrAboveOne = 0.0
     ent_coef: NonNegative = 0.001
     """coefficient of the entropy bonus"""
     max_grad_norm: Positive = 1.0
@@ -228,11 +228,11 @@ class Args(RunArgs):
     algorithm = "grpo"
     loss_type = "dapo"  # all tokens of an optimizer step have equal weight
     self_reference = "snapshot"
+    kl_direction = "reverse"
+    mixture = "arithmetic"
     clip_higher = 0.0
-    importance_cap = 0.0
+    stop_strings = ()
     private_layers = 0
-    adam_beta1 = 0.9
-    adam_beta2 = 0.999
 
     def __post_init__(self):
         if self.aggregation == "none":
@@ -244,7 +244,7 @@ class Args(RunArgs):
         """M of the FedAgent paper: how many agents train at the same time."""
         if self.centralised:
             return 1
-        return self.agents_per_round or max(round(self.participation * self.num_agents), 1)
+        return self.agents_per_round or self.num_agents
 
 
 # --- advantages: an episode's return against the others of its group ---
@@ -302,8 +302,8 @@ def main(args: Args) -> dict:
     """Train, evaluate, and return what summary.json holds."""
     n = args.agents_at_once
     # In float32 the sampler's log-probabilities are the trainer's up to rounding, and are used as
-    # the old policy's
-    reuse_sampled = args.precision == "float32"
+    # the old policy's; not those of a server
+    reuse_sampled = args.precision == "float32" and not args.generate_with
     # Shared functions read --num-agents as the number of agents in memory: the n clients that train
     # at a time
     present = dataclasses.replace(args, num_agents=n)
@@ -326,6 +326,7 @@ def main(args: Args) -> dict:
     trained, snapshots = add_adapters(present, model, len(held))
     tests = list_tests(args, make, pool)
     public_states = show_first_prompts(args, tokenizer, make)
+    server = start_server(args, held, tokenizer, model, public_states[0]["ids"])
     tasks = deal_tasks(args, make, pool, model, tokenizer)  # of every client
     exchange.wait_for_all()  # one rank may load, or label tasks, for longer than --timeout
     categories = sorted({*pool.values()})
@@ -383,8 +384,11 @@ def main(args: Args) -> dict:
                 snapshots[j] = snapshot
     if run.chief:
         write_clients(run.folder / "clients.csv", pool, tasks)
+    if server is not None:
+        with server.ending_the_run(run):
+            server.unload_leftovers(run)
     if tests and not run.iteration:
-        evaluate(args, run, model, tokenizer, make, tests)
+        evaluate(args, run, model, tokenizer, make, tests, server)
 
     for step in run.iterations():
         began = time.perf_counter()
@@ -395,7 +399,8 @@ def main(args: Args) -> dict:
 
         # Rollout: all agents' episodes are played side by side
         episodes = start_episodes(args, make, clients, tasks, step)
-        play(args, model, tokenizer, episodes, args.temperature)
+        with serving(server, run, model) as complete:
+            play(args, model, tokenizer, episodes, args.temperature, complete=complete)
         batch, counts = collate(episodes, device)
         shape = (len(held), args.batch_size, args.group_size)
         returns = torch.tensor([episode.total for row in episodes for episode in row]).view(shape)
@@ -413,8 +418,8 @@ def main(args: Args) -> dict:
         # weights and none the policy from which all started
         if reuse_sampled:
             batch["logprobs"] = batch["sampled"]
-        references, weights = compute_references(present, model, held, C, batch)
-        batch |= references
+        reference = choose_reference(present, held, C)  # whom each agent hears in this update
+        batch |= compute_references(present, model, reference, batch)
         sampling_gaps = measure_sampling_gaps(batch)  # [agents]
         run.tick("reference")
 
@@ -423,7 +428,7 @@ def main(args: Args) -> dict:
         learns = []  # bool [agents held]: those that have turns in an optimizer step
         for epoch in range(args.update_epochs):
             for inds in draw_minibatches(args, clients, counts, step, epoch):
-                loss = learn(present, model, trained, optimizer, batch, weights, inds, kl_coef)
+                loss = learn(present, model, trained, optimizer, batch, reference, inds, kl_coef)
                 losses.append(loss)
                 learns.append((inds < max(counts)).any(1).tolist())
         run.tick("update")
@@ -508,7 +513,7 @@ def main(args: Args) -> dict:
 
         # Evaluation
         if tests and run.due(args.eval_every) and step < args.total_steps:
-            evaluate(args, run, model, tokenizer, make, tests)
+            evaluate(args, run, model, tokenizer, make, tests, server)
 
         # Checkpoint
         if run.saves():
@@ -518,7 +523,7 @@ def main(args: Args) -> dict:
     folders = {i: run.folder / f"agent_{i}" for i in held}
     save_adapters(args, run, model, tokenizer, folders, step=run.iteration)
     if tests and not run.interrupted:
-        evaluate(args, run, model, tokenizer, make, tests)
+        evaluate(args, run, model, tokenizer, make, tests, server)
     summary = run.finish(communication_rounds=count_rounds(args, run.iteration))
     if tests and run.chief:
         print_progress(run.folder)
@@ -615,6 +620,7 @@ class Episode:
         self.invalid = 0  # answers that named no admissible action
         self.total = 0.0  # the return: what the world gave, less penalties
         self.success = False
+        self.score = None  # of a world that gives one
         self.ended = False
         self.past = []  # observations and the actions that followed
         self.uniforms = torch.empty(0)  # [turns, tokens], which the answers are drawn with
@@ -646,7 +652,8 @@ class Episode:
         return float(reward)
 
     def see(self, observation: str, info: dict) -> None:
-        """Take an observation and the admissible actions (none are listed: any text is one)."""
+        """Take an observation, the admissible actions (none are listed: any text is one), and the
+        score."""
         if not isinstance(observation, str):
             problem = f"must return texts; {self.place} returns {type(observation).__name__}"
             refuse_world(self.args, problem)
@@ -657,6 +664,8 @@ class Episode:
             refuse_world(self.args, problem)
         self.observation = observation
         self.actions = actions
+        if "score" in info:
+            self.score = float(info["score"])
 
     def write_prompt(self, history: int) -> str:
         """The prompt of the present turn, with so many observations and actions before."""
@@ -752,16 +761,19 @@ def play(
     episodes: list[list[Episode]],
     temperature: float,
     numbers: tuple[int, ...] | None = None,
+    complete: Callable = generate,
 ) -> None:
     """Play episodes to their ends, side by side: batched generation for every turn.
 
-    episodes: of each agent held, or of those with these numbers. Episodes that have ended leave the
-    batch. Prompts of similar lengths are completed together, with as many of each agent that has
-    some left, so that there is little padding and no empty row; on a processor, of one agent only,
-    because larger batches save nothing there.
+    episodes: of each agent held, or of those with these numbers; complete: `generate`, or by a
+    server. Episodes that have ended leave the batch. Prompts of similar lengths are completed
+    together, with as many of each agent that has some left, so that there is little padding and no
+    empty row; on a processor, of one agent only, because larger batches save nothing there.
     """
     numbers = numbers or tuple(range(len(episodes)))
-    at_once = 1 if model.device.type == "cpu" else len(episodes)  # agents
+    at_once = len(episodes)  # agents
+    if complete is generate and model.device.type == "cpu":
+        at_once = 1
     while True:
         waiting = []  # each agent's episodes with their prompts, the longest last
         for row in episodes:
@@ -777,11 +789,11 @@ def play(
             size = min(args.rollout_batch_size or fewest, fewest)
             block = [waiting[k].pop() for k in having for _ in range(size)]
             with select_adapters("policy", tuple(numbers[k] for k in having)):
-                play_turns(args, model, tokenizer, block, temperature)
+                play_turns(complete, model, tokenizer, block, temperature)
 
 
 def play_turns(
-    args: Args,
+    complete: Callable,
     model,
     tokenizer,
     playing: list[tuple[Episode, list[int]]],
@@ -791,7 +803,7 @@ def play_turns(
     uniforms = [episode.uniforms[len(episode.turns)] for episode, _ in playing]
     drawn = torch.stack(uniforms)[:, None]
     prompts = [prompt for _, prompt in playing]
-    outputs = generate(model, prompts, drawn, tokenizer.ends, temperature)
+    outputs = complete(model, prompts, drawn, tokenizer.ends, temperature)
     tokens, lengths, logprobs = (output[:, 0].cpu() for output in outputs)
     answers = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     texts = []
@@ -879,7 +891,15 @@ def collate(episodes: list[list[Episode]], device: torch.device | str) -> tuple[
 # --- evaluation ---
 
 
-def evaluate(args: Args, run: Run, model, tokenizer, make: Callable, tests: dict[int, str]) -> None:
+def evaluate(
+    args: Args,
+    run: Run,
+    model,
+    tokenizer,
+    make: Callable,
+    tests: dict[int, str],
+    server: prpo_llm.Server | None = None,
+) -> None:
     """Every agent plays the held-out tasks, with the same random numbers in every evaluation.
 
     episodes.jsonl gets all episodes, replays/agent_i.txt one of each category as a text. Agents
@@ -897,7 +917,10 @@ def evaluate(args: Args, run: Run, model, tokenizer, make: Callable, tests: dict
             shape = (args.max_turns, args.response_length)
             episode.uniforms = torch.rand(shape, generator=generator)
         episodes.append(row)
-    play(args, model, tokenizer, episodes, args.eval_temperature, players)
+    # Whether the world gives scores: its first observations say it, alike for all agents
+    scored = any(episode.score is not None for episode in episodes[0])
+    with serving(server, run, model) as complete:
+        play(args, model, tokenizer, episodes, args.eval_temperature, players, complete)
     diverged = find_diverged(model).tolist()
     results = []
     written = []  # rows of episodes.jsonl
@@ -905,7 +928,9 @@ def evaluate(args: Args, run: Run, model, tokenizer, make: Callable, tests: dict
         row = episodes[0 if equal else k]
         columns = {"all": {}} | {name: {} for name in tests.values()}
         for episode in row:
-            measures = measure_episode(episode, diverged[k] or math.isnan(episode.total))
+            measures = measure_episode(episode, scored)
+            if diverged[k] or math.isnan(episode.total):
+                measures = dict.fromkeys(measures, math.nan)
             names = {"all", episode.category}  # a single one in a world without categories
             for name in names:
                 for measure, value in measures.items():
@@ -944,15 +969,17 @@ def print_progress(folder: Path) -> None:
         print(f"{category:26}  {before:6.3f} {after:6.3f}", flush=True)
 
 
-def measure_episode(episode: Episode, diverged: bool) -> dict[str, float]:
-    """What evaluations.csv has the means of; NaN for an agent that has diverged."""
+def measure_episode(episode: Episode, scored: bool) -> dict[str, float]:
+    """What evaluations.csv has the means of; with the score in a world that gives scores."""
     measures = {
         "success": float(episode.success),
         "return": episode.total,
         "length": float(len(episode.turns)),
         "invalid": episode.invalid / len(episode.turns),
     }
-    return dict.fromkeys(measures, math.nan) if diverged else measures
+    if scored:
+        measures["score"] = math.nan if episode.score is None else episode.score
+    return measures
 
 
 def write_replays(run: Run, agent: int, episodes: list[Episode]) -> None:
@@ -1207,9 +1234,10 @@ def load_world(args: Args) -> Callable[[str, int], gym.Env]:
     """make(split, index) of --env: the environment of a task; split is train or test.
 
     Its observations and actions are texts. Its `reset` takes no arguments, and gives in `info` the
-    `task` in words; `info` of every observation may list the admissible `actions`, and say whether
-    the episode ended in `success` (default: a positive reward with `terminated`). The attribute
-    `category` is what results are counted by. IndexError: there are no more tasks.
+    `task` in words; `info` of every observation may list the admissible `actions`, say whether the
+    episode ended in `success` (default: a positive reward with `terminated`), and have the `score`
+    of the episode until now. The attribute `category` is what results are counted by. IndexError:
+    there are no more tasks.
     """
     if args.env == "babyai":
         return make_level
@@ -1374,7 +1402,7 @@ def check_args(args: Args) -> None:
     check_agents(args)
     if args.group_size < 2:
         refuse(args, "group_size", "must be at least 2 for GRPO")
-    prpo_llm.check_kl(args)
+    prpo_llm.check_server(args)
     present = dataclasses.replace(args, num_agents=args.agents_at_once)
     has_influence = args.kl_coef > 0 or args.aggregation != "policy"
     communicators.check_communicator(present, make_communicator, has_influence)
@@ -1394,12 +1422,8 @@ def check_agents(args: Args) -> None:
     n = args.agents_at_once
     if args.agents_per_round > args.num_agents:
         refuse(args, "agents_per_round", f"must be at most --num-agents {args.num_agents}")
-    if args.agents_per_round and args.participation < 1:
-        refuse(args, "participation", "does not go with --agents-per-round; leave one out")
-    if args.centralised:
-        for flag in ("agents_per_round", "participation"):
-            if getattr(args, flag) != getattr(Args, flag):
-                refuse(args, flag, "does not go with --centralised; leave it out")
+    if args.agents_per_round and args.centralised:
+        refuse(args, "agents_per_round", "does not go with --centralised; leave it out")
     if args.centralised and args.communicator.endswith(".csv"):
         refuse(args, "communicator", "does not go with --centralised: a single agent has no peers")
     if n < args.num_agents and not args.centralised:
@@ -1436,6 +1460,6 @@ if __name__ == "__main__":
         Args,
         check_args,
         again=("env",),
-        may_change=("eval_episodes", "max_prompt_tokens", "total_steps"),
+        may_change=("eval_episodes", "max_prompt_tokens", "total_steps", "generate_with"),
     )
     main(args)

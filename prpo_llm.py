@@ -12,9 +12,12 @@ through it together.
     python prpo_llm.py --resume runs/<name>                       # continue an interrupted run
 """
 
+import asyncio
 import contextlib
 import copy
+import csv
 import functools
+import glob
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -55,7 +58,6 @@ from torch.utils.checkpoint import checkpoint
 
 import communicators
 from communicators import (
-    BelowOne,
     Count,
     Fraction,
     Natural,
@@ -80,7 +82,6 @@ PROMPT_ORDER = 1
 SAMPLING = 2
 MINIBATCHES = 3
 TEST_SAMPLING = 4
-SERVER_SAMPLING = 5
 FIRST_ADAPTERS = 8
 
 
@@ -111,15 +112,15 @@ class Args(RunArgs):
     # folder of a PEFT LoRA adapter from which every agent starts, for example of supervised
     # fine-tuning
     adapter: str = ""
-    # docstrings (of installed libraries), a JSONL file, a local folder or a hub id (:split); or one
-    # for each agent
+    # docstrings (of installed libraries), a file (JSONL, CSV, parquet, ...), a folder or a hub id,
+    # with #configuration and :split where it has several; or one for each agent
     dataset: tuple[str, ...] = ("docstrings",)
     eval_dataset: str = ""
     """held-out prompts, the same for all agents (default: a tenth of a common --dataset)"""
     prompt_column: str = "prompt"
     """of the data: a text, or messages, which get the model's chat template if it has one"""
     completion_column: str = "completion"
-    """of the data: a reference completion, a text or messages"""
+    """of the data: a reference completion, a text or messages, for ROUGE, public states and logs"""
     topic_column: str = "topic"
     """of the data; where there is none, the topic is the prompt's first line"""
     # how a common data set is divided among agents: evenly, or a topic each; benchmark/partition.py
@@ -131,6 +132,8 @@ class Args(RunArgs):
     """training prompts of each agent; of a separate data set an agent gets all"""
     max_prompt_tokens: Count = 300
     """longer prompts are left out"""
+    chat_template_kwargs: str = "{}"
+    """JSON object of arguments of the chat template, such as '{"enable_thinking": false}'"""
     # rouge (ROUGE-L F against the reference), FILE.py:function as TRL calls it, a reward model's
     # folder or hub id
     reward: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--reward-model"])] = ("rouge",)
@@ -142,7 +145,10 @@ class Args(RunArgs):
     missing_eos_penalty: NonNegative = 1.0
     """subtracted from the reward of a completion that does not end"""
     min_response_tokens: Natural = 0
-    """completions with fewer tokens (table 5's code: 18) get --missing-eos-penalty"""
+    """completions with fewer tokens, the end included, count as ones that do not end"""
+    # what a completion that does not end gets in place of its reward (table 5's code: -3); then no
+    # penalty is subtracted
+    missing_eos_reward: float | None = None
 
     # The agents and their communication
 
@@ -167,6 +173,9 @@ class Args(RunArgs):
     # exact over the vocabulary, or estimated from the sampled token (reverse only; the gradient of
     # k3 is forward)
     kl_estimator: Literal["full", "k1", "k2", "k3"] = "full"
+    # PPO: coefficient of a KL estimate that each token's reward loses, log policy - log reference
+    # of the token, as in table 5's code (0: none)
+    reward_kl_coef: NonNegative = 0.0
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
     # the agent's policy in its reference: that before this update, or its snapshot of the last
@@ -195,17 +204,13 @@ class Args(RunArgs):
     stop_strings: tuple[str, ...] = ()
     """texts that end a completion as an end-of-text token does, without a penalty"""
     generate_with: str = ""
-    """URL, such as http://127.0.0.1:8000/v1, of a vLLM server that completes training prompts"""
+    """URL, such as http://127.0.0.1:8000/v1, of a vLLM server that completes all prompts"""
     temperature: Positive = 0.7
     """sampling temperature, which scales the logits wherever a probability is taken"""
     learning_rate: Positive = 1e-4
     """learning rate of AdamW"""
     value_learning_rate: Positive | None = None
     """PPO: that of the value model (default: the policy's)"""
-    adam_beta1: BelowOne = 0.9
-    """AdamW: decay of the gradients' running mean"""
-    adam_beta2: BelowOne = 0.999
-    """AdamW: decay of the running mean of their squares"""
     weight_decay: NonNegative = 0.0
     """AdamW: decay of the parameters"""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
@@ -242,7 +247,7 @@ class Args(RunArgs):
     """coefficient of the entropy bonus"""
     # weight policy losses by the ratio of the trainer's to the sampler's probability, at most
     # this (0: no weights)
-    importance_cap: NonNegative = 0.0
+    importance_cap: ZeroOrAboveOne = 0.0
     mask_truncated_completions: bool = False
     """a completion that does not end is scored, but not learned from"""
     gamma: Fraction = 1.0
@@ -297,6 +302,14 @@ PUBLIC_STATES = 4
 PUBLIC_TOKENS = 8
 # What collects the data set `docstrings`
 DOCSTRINGS = Path(__file__).parent / "benchmark" / "docstrings.py"
+# The longest row in which the code here is compared with the plain model at the start
+COMPARED_PROMPT = 512
+COMPARED_RESPONSE = 8
+# Log ratios in nats up to which losses exponentiate them: beyond, e^x goes on as its tangent, and a
+# single token cannot own the gradient's norm. Of tokens that the policy samples, e^x has mean 1
+# where x is the log ratio of another policy to it, so that at most e^-5, 0.7 %, lie beyond
+# (Markov's inequality)
+LARGEST_LOG_RATIO = 5.0
 # The terms of the loss of every token, as their metrics are called
 LOSSES = (
     "policy_loss",
@@ -468,6 +481,8 @@ def compute_advantages(args: Args, model, batch: dict, statistics: Tensor) -> di
     last = batch["lengths"][..., None] - 1
     final_rewards = rewards.nan_to_num()[..., None]
     token_rewards = torch.zeros_like(values).scatter_(-1, last, final_rewards)
+    if args.reward_kl_coef > 0:  # beside the score, which alone is normalised
+        token_rewards -= args.reward_kl_coef * batch["token_kl"]
     advantages = compute_gae(token_rewards, values, mask, args.gamma, args.gae_lambda)
     has_reward = mask & ~rewards.isnan()[..., None]
     return {
@@ -515,56 +530,144 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
 
 
-@torch.no_grad()
-def compute_references(
-    args: Args, model, held: range, C: Tensor, batch: dict
-) -> tuple[dict, list[Tensor]]:
-    """Every agent's reference policy C_i pi on its own completions: row i of C, and the policies.
+class Reference(NamedTuple):
+    """Row i of C of each agent held, without the peers of weight 0."""
 
-    The head is common to all, so hidden states are kept, of each sender of positive weight: peers
-    [agents, prompts, senders, group, tokens, hidden]. Returns this and the old policy's
-    log-probabilities, computed here if the batch has none, for the batch, frozen for the update,
-    with importance weights and the states of --sft-anchor where they are needed; and each agent's
-    row of C without the peers of weight 0.
-    """
+    weights: list[Tensor]  # of each agent's senders
+    # What of each agent's row is computed together: one sender of each; agents with fewer senders
+    # repeat their last one, with no weight
+    turns: list[tuple[int, ...]]
+    from_policy: list[list[bool]]  # of each turn: whose sender is its own present policy
+
+
+def choose_reference(args: Args, held: range, C: Tensor) -> Reference:
+    """Whom each agent held hears in this update."""
     if args.aggregation != "policy":
         C = communicators.identity(args.num_agents)
     senders = [C[i].nonzero().flatten().tolist() for i in held]  # never a peer of weight 0
-    # What of each agent's row comes from its present policy; agents with fewer senders repeat their
-    # last one, with no weight
-    turns = range(max(map(len, senders)))
-    numbers = [tuple(row[min(turn, len(row) - 1)] for row in senders) for turn in turns]
-    from_policy = [
-        [args.self_reference == "behaviour" and j == i for i, j in zip(held, row, strict=True)]
-        for row in numbers
-    ]
+    weights = [C[i, row] for i, row in zip(held, senders, strict=True)]
+    turns = []
+    from_policy = []
+    for turn in range(max(map(len, senders))):
+        numbers = tuple(row[min(turn, len(row) - 1)] for row in senders)
+        is_behaviour = args.self_reference == "behaviour"
+        turns.append(numbers)
+        from_policy.append([is_behaviour and j == i for i, j in zip(held, numbers, strict=True)])
+    return Reference(weights, turns, from_policy)
+
+
+@torch.no_grad()
+def compute_references(args: Args, model, reference: Reference, batch: dict) -> dict[str, Tensor]:
+    """Every agent's reference policy C_i pi on its own completions, frozen for the update.
+
+    Returns for the batch the old policy's log-probabilities, computed here if it has none, the
+    importance weights where they are needed, and the senders' states, see `collect_peers`. States
+    are as large as the activations of a model, so an update that needs them once computes them
+    itself, and others keep them in the processor's memory.
+    """
     logprobs = batch.get("logprobs")
-    if logprobs is None or any(map(any, from_policy)):
-        hidden = collect_hidden(args, model, batch, "policy")
     if logprobs is None:
-        logprobs = torch.zeros(batch["mask"].shape, device=model.device)
-        for place in split_tokens(model, batch["mask"]):
-            log_policy = compute_log_probs(args, model, hidden[place])
-            logprobs[place] = log_policy.gather(-1, batch["tokens"][place][:, None]).squeeze(-1)
-    peers = None
-    for turn in turns:
-        if all(from_policy[turn]):
-            states = hidden
-        else:
-            states = collect_hidden(args, model, batch, "snapshot", numbers[turn])
-            if any(from_policy[turn]):
-                states[from_policy[turn]] = hidden[from_policy[turn]]
-        if peers is None:
-            peers = states.new_empty(*states.shape[:2], len(turns), *states.shape[2:])
-        peers[:, :, turn] = states
-    references = {"logprobs": logprobs, "peers": peers}
+        logprobs = compute_old_logprobs(args, model, batch)
+    references = {"logprobs": logprobs}
     if args.importance_cap:
         references["importance"] = compute_importance(args, batch, logprobs)
+    if not computes_peers_in_update(args):
+        references |= keep_peers(args, model, reference, batch)
+    return references
+
+
+def computes_peers_in_update(args: Args) -> bool:
+    """Whether an update needs the states of each completion once, and they do not depend on it."""
+    return args.update_epochs == 1 and args.self_reference == "snapshot"
+
+
+def keep_peers(args: Args, model, reference: Reference, batch: dict) -> dict[str, Tensor]:
+    """What `collect_peers` returns, for the whole batch, in the processor's memory."""
+    kept = {}
+    for _, mb in split_prompts(args, batch):
+        for name, states in collect_peers(args, model, reference, mb).items():
+            missing = batch["mask"].shape[-1] - states.shape[-2]  # tokens
+            kept.setdefault(name, []).append(F.pad(states.cpu(), (0, 0, 0, missing)))
+    return {name: torch.cat(states, dim=1) for name, states in kept.items()}
+
+
+def compute_old_logprobs(args: Args, model, batch: dict) -> Tensor:
+    """The log-probabilities of the completions' tokens before the update, [agents, prompts, group,
+    tokens]."""
+    logprobs = torch.zeros(batch["mask"].shape, device=model.device)
+    with select_adapters("policy"):
+        for inds, mb in split_prompts(args, batch):
+            hidden = compute_hidden(model, mb)
+            of_prompts = torch.zeros(mb["mask"].shape, device=model.device)
+            for place in split_tokens(model, mb["mask"]):
+                log_policy = compute_log_probs(args, model, hidden[place])
+                tokens = mb["tokens"][place][:, None]
+                of_prompts[place] = log_policy.gather(-1, tokens).squeeze(-1)
+            logprobs[:, inds] = of_prompts
+    return logprobs
+
+
+def compute_log_reference(
+    args: Args, model, peers: Tensor, place: tuple, reference: Reference
+) -> Tensor:
+    """Row i of C applied to the policies, at some tokens of agent k: [tokens, vocabulary].
+
+    peers: see `collect_peers`; place: see `split_tokens`.
+    """
+    k, m, g, t = place
+    weights = reference.weights[k]
+    states = peers[k, m, :, g, t][:, : len(weights)]  # [tokens, senders, hidden]
+    log_peers = compute_log_probs(args, model, states).transpose(0, 1)
+    return communicators.mix_log_probs(log_peers, weights, args.mixture)
+
+
+@torch.no_grad()
+def collect_peers(args: Args, model, reference: Reference, mb: dict) -> dict[str, Tensor]:
+    """The senders' final hidden states on the completions of a micro-batch.
+
+    The head is common to all, so states are kept, not distributions: peers [agents, prompts,
+    senders, group, tokens, hidden], in the precision of the base, and those of the first policy,
+    anchor [agents, prompts, group, tokens, hidden], for --sft-anchor.
+    """
+    peers = []
+    for numbers, from_policy in zip(reference.turns, reference.from_policy, strict=True):
+        if all(from_policy):
+            with select_adapters("policy"):
+                states = compute_hidden(model, mb)
+        else:
+            with select_adapters("snapshot", numbers):
+                states = compute_hidden(model, mb)
+            if any(from_policy):
+                with select_adapters("policy"):
+                    states[from_policy] = compute_hidden(model, mb)[from_policy]
+        peers.append(states)
+    collected = {"peers": torch.stack(peers, dim=2)}
     if args.sft_anchor:
-        start = (args.num_agents,) * len(held)
-        references["anchor"] = collect_hidden(args, model, batch, "snapshot", start)
-    weights = [C[i, row] for i, row in zip(held, senders, strict=True)]
-    return references, weights
+        with select_adapters("snapshot", (args.num_agents,) * len(mb["lengths"])):
+            collected["anchor"] = compute_hidden(model, mb)
+    return collected
+
+
+@torch.no_grad()
+def compute_token_kl(args: Args, model, reference: Reference, batch: dict) -> dict[str, Tensor]:
+    """For --reward-kl-coef: log policy - log reference of each token of the completions.
+
+    Returns token_kl and the policy's logprobs, [agents, prompts, group, tokens], 0 outside the
+    mask; token_kl is 0 too where an agent has diverged.
+    """
+    logprobs = compute_old_logprobs(args, model, batch)
+    token_kl = torch.zeros_like(logprobs)
+    for inds, mb in split_prompts(args, batch):
+        peers = collect_peers(args, model, reference, mb)["peers"]
+        of_prompts = torch.zeros(mb["mask"].shape, device=model.device)
+        for place in split_tokens(model, mb["mask"]):
+            log_reference = compute_log_reference(args, model, peers, place, reference)
+            tokens = mb["tokens"][place][:, None]
+            of_prompts[place] = log_reference.gather(-1, tokens).squeeze(-1)
+        token_kl[:, inds] = ((logprobs[:, inds] - of_prompts) * mb["mask"]).nan_to_num(
+            0.0, 0.0, 0.0
+        )
+    return {"logprobs": logprobs, "token_kl": token_kl}
 
 
 def compute_importance(args: Args, batch: dict, logprobs: Tensor) -> Tensor:
@@ -597,7 +700,7 @@ def compute_reference_kl(
 
     log_policy, log_reference: [positions, vocabulary]; tokens, ratio: [positions]. k1, k2, k3:
     http://joschu.net/blog/kl-approx.html. The gradient of k1 has mean 0 but for its weight, the
-    ratio; k2's is right at ratio 1; k3's is the forward KL's, in GRPO.
+    ratio; k2's is right at ratio 1; k3's is the forward KL's, in GRPO, and is bounded.
     """
     if args.kl_estimator == "full":
         direction = choose_kl_direction(args)
@@ -607,7 +710,16 @@ def compute_reference_kl(
         return -x * ratio
     if args.kl_estimator == "k2":
         return x.square() / 2
-    return x.exp() - 1 - x
+    return exponentiate(x) - 1 - x
+
+
+def exponentiate(log_ratio: Tensor) -> Tensor:
+    """e^x up to LARGEST_LOG_RATIO, and beyond it the tangent there: its slope is at most 148.
+
+    Unlike with a clamp, a policy that is far off still has a gradient that leads it back.
+    """
+    beyond = (log_ratio - LARGEST_LOG_RATIO).relu()
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp() * (1 + beyond)
 
 
 @torch.no_grad()
@@ -698,24 +810,30 @@ def compute_sequence_logratios(args: Args, model, hidden: Tensor, mb: dict) -> T
 
 
 def compute_token_losses(
-    args: Args, model, states: Tensor, mb: dict, place: tuple, weights: Tensor, kl_coef: float
+    args: Args,
+    model,
+    states: Tensor,
+    mb: dict,
+    place: tuple,
+    reference: Reference,
+    kl_coef: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of some tokens of one agent (eq. 4, eq. 7), and its terms by name, all [tokens].
 
     states: of the minibatch mb [agents, prompts, group, tokens, hidden], of which `place` indexes
-    the tokens, see `split_tokens`; weights: the agent's row of C, of its senders; kl_coef: the
-    coefficient of this step.
+    the tokens, see `split_tokens`; reference: each agent's row of C; kl_coef: the coefficient of
+    this step.
     """
-    k, m, g, t = place
+    k, m, g, _ = place
     tokens = mb["tokens"][place]
     log_policy = compute_log_probs(args, model, states[place])  # [tokens, vocabulary]
     newlogprobs = log_policy.gather(-1, tokens[:, None]).squeeze(-1)
     logratio = newlogprobs - mb["logprobs"][place]
-    token_ratio = logratio.exp()
+    token_ratio = exponentiate(logratio)
     ratio = token_ratio
     if has_sequence_ratios(args):
         # The completion's ratio, to whose gradient each token adds its own share
-        ratio = (mb["mean_logratio"][k, m, g] + logratio - logratio.detach()).exp()
+        ratio = exponentiate(mb["mean_logratio"][k, m, g] + logratio - logratio.detach())
     mb_advantages = mb["advantages"][place]
     low = 1 - args.clip_coef
     high = 1 + (args.clip_higher or args.clip_coef)
@@ -738,9 +856,7 @@ def compute_token_losses(
     # Distance to the reference policy, exact over the vocabulary if not estimated: the peers'
     # influence
     with torch.no_grad():
-        peers = mb["peers"][k, m, :, g, t][:, : len(weights)]  # [tokens, senders, hidden]
-        log_peers = compute_log_probs(args, model, peers).transpose(0, 1)
-        log_reference = communicators.mix_log_probs(log_peers, weights, args.mixture)
+        log_reference = compute_log_reference(args, model, mb["peers"], place, reference)
     kl_reference = compute_reference_kl(log_policy, log_reference, tokens, token_ratio, args)
     kl_anchor = torch.zeros_like(ratio)
     if args.sft_anchor:
@@ -792,14 +908,14 @@ def learn(
     trained: Tensor,
     optimizer: torch.optim.Optimizer,
     batch: dict,
-    weights: list[Tensor],
+    reference: Reference,
     inds: Tensor,
     kl_coef: float,
 ) -> dict[str, Tensor]:
     """One optimizer step of all agents on a minibatch of their prompts. Returns losses [agents].
 
-    trained: [agents, numel]; inds: the prompts, [agents, minibatch]; weights: each agent's row of
-    C, of its senders; kl_coef: the coefficient of this step.
+    trained: [agents, numel]; inds: the prompts, [agents, minibatch]; reference: each agent's row of
+    C; kl_coef: the coefficient of this step.
     """
     rows = torch.arange(len(inds))[:, None]
     lengths = batch["mask"][rows, inds].sum(-1)  # [agents, minibatch, group]
@@ -814,6 +930,11 @@ def learn(
     micro_weights = token_weights.split(args.micro_batch_size, dim=1)
     for micro, mb_weights in zip(micro_batches, micro_weights, strict=True):
         mb = select_prompts(batch, micro)
+        if computes_peers_in_update(args):
+            mb |= collect_peers(args, model, reference, mb)
+        for name in ("peers", "anchor"):
+            if name in mb:
+                mb[name] = mb[name].to(model.device)
 
         # Policy. The backward pass belongs under `select_adapters` too: with
         # --gradient-checkpointing it computes the layers again
@@ -827,7 +948,7 @@ def learn(
             for place in split_tokens(model, mb["mask"]):
                 k, m, g, _ = place
                 loss, terms = compute_token_losses(
-                    args, model, states, mb, place, weights[k], kl_coef
+                    args, model, states, mb, place, reference, kl_coef
                 )
                 (mb_weights[k, m, g] * loss).sum().backward()
                 for name in LOSSES:
@@ -926,7 +1047,8 @@ def main(args: Args) -> dict:
     tokenizer = load_tokenizer(args)
     examples, tests, public_states = deal(args, tokenizer, held)
     lists = [*filter(None, (*examples.values(), *tests.values()))]
-    functions = make_reward(args, device)
+    reward_log = RewardLog(args)
+    functions = make_reward(args, device, reward_log)
     check_reward_inputs(args, functions, lists)
     model, tokenizer = load_base(args, device, tokenizer)
     check_positions(args, model, lists)
@@ -934,11 +1056,7 @@ def main(args: Args) -> dict:
     trained, snapshots = add_adapters(args, model, len(held))
     shared = find_shared_columns(args, model)  # of what agents train
     shares_all = isinstance(shared, slice)
-    server = None
-    if args.generate_with:
-        server = Server(args, held, tokenizer)
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # once on every machine
-            server.check(model, examples[held[0]][0]["ids"])
+    server = start_server(args, held, tokenizer, model, examples[held[0]][0]["ids"])
     exchange.wait_for_all()  # one rank may load, or download, for longer than --timeout
     dataset = Path(args.dataset[0]).stem.replace("_{i}", "s")
     sizes = " + ".join(str(len(examples_of_agent)) for examples_of_agent in examples.values())
@@ -997,6 +1115,7 @@ def main(args: Args) -> dict:
         "distances": [distances[i] for i in held],
     }
     run.restore(state)
+    reward_log.trainer_state.global_step = run.iteration
     C[:] = exchange.all_gather(C[rows_held])
     distances[:] = exchange.all_gather(distances[rows_held])
     if args.aggregation == "policy":
@@ -1007,8 +1126,8 @@ def main(args: Args) -> dict:
     if server is not None:
         with server.ending_the_run(run):
             server.unload_leftovers(run)
-    if tests and not run.iteration:
-        evaluate(args, run, model, tokenizer, functions, tests)
+    if tests and (not run.iteration or misses_evaluation(args, run)):
+        evaluate(args, run, model, tokenizer, functions, tests, server)
 
     for step in run.iterations():
         began = time.perf_counter()
@@ -1018,21 +1137,20 @@ def main(args: Args) -> dict:
         kl_coef = compute_kl_coef(args, step)
 
         # Rollout: all agents' prompts are completed together
-        if server is None:
-            chosen, batch = rollout(args, model, tokenizer, examples, held, step)
-        else:
-            with server.ending_the_run(run):
-                server.load_policies(run, model)
-                chosen, batch = rollout(args, model, tokenizer, examples, held, step, server)
+        with serving(server, run, model) as complete:
+            chosen, batch = rollout(args, model, tokenizer, examples, held, step, complete)
         lengths = batch["lengths"]  # [agents, prompts, group]
         run.tick("generate")
 
         # Rewards
         tokens = batch["tokens"].flatten(0, 2)  # [completions, tokens]
         agents = [i for i in held for _ in range(lengths[0].numel())]  # of each completion
-        texts, ends, scores = score_completions(
-            args, functions, tokenizer, chosen, agents, tokens, lengths.flatten()
-        )
+        reward_log.clear()
+        with saving_progress(run, state, step - 1):
+            texts, ends, scores = score_completions(
+                args, functions, tokenizer, chosen, agents, tokens, lengths.flatten()
+            )
+        reward_metrics, extra_columns = reward_log.read(len(texts))
         rewards = torch.tensor(scores.pop("reward"), dtype=torch.float32, device=device)
         batch["rewards"] = rewards.view_as(lengths)
         batch["rewards"][find_diverged(model)] = torch.nan  # a diverged agent's tokens mean nothing
@@ -1044,12 +1162,14 @@ def main(args: Args) -> dict:
         run.tick("reward")
 
         # Advantages
+        reference = choose_reference(args, held, C)  # whom each agent hears in this update
+        if args.reward_kl_coef > 0:
+            batch |= compute_token_kl(args, model, reference, batch)
         batch |= compute_advantages(args, model, batch, statistics)
         run.tick("advantages")
 
         # Reference policies, frozen for this update: row i of C applied to the policies
-        references, weights = compute_references(args, model, held, C, batch)
-        batch |= references
+        batch |= compute_references(args, model, reference, batch)
         sampling_gaps = measure_sampling_gaps(batch)  # [agents]
         run.tick("reference")
 
@@ -1058,8 +1178,9 @@ def main(args: Args) -> dict:
         for epoch in range(args.update_epochs):
             order = draw_order(args, step, epoch).expand(len(held), -1)  # [agents, prompts]
             for inds in order.split(args.minibatch_size or args.batch_size, dim=1):
-                loss = learn(args, model, trained, optimizer, batch, weights, inds, kl_coef)
+                loss = learn(args, model, trained, optimizer, batch, reference, inds, kl_coef)
                 losses.append(loss)
+        reward_log.trainer_state.global_step = step
         run.tick("update")
 
         # Communication round: exchange snapshots, refresh the communicator
@@ -1136,31 +1257,31 @@ def main(args: Args) -> dict:
             "communication/rounds": step // args.local_updates,
             "communication/dropped": dropped,
         }
+        scalars |= reward_metrics
         run.log(rows, C, distances, scalars)
-
-        # Evaluation
-        if tests and run.due(args.eval_every) and step < args.total_steps:
-            evaluate(args, run, model, tokenizer, functions, tests)
 
         # Adapters of this step, and training completions
         if run.due(args.save_adapters):
             folders = {i: run.folder / "adapters" / f"step_{step}" / f"agent_{i}" for i in held}
             save_adapters(args, run, model, tokenizer, folders, step=step)
         if args.log_completions:
-            completion_log.write(batch, chosen, texts, scores)
+            completion_log.write(batch, chosen, texts, extra_columns | scores)
+
+        # Evaluation
+        if tests and run.due(args.eval_every) and step < args.total_steps:
+            with saving_progress(run, state, step):
+                evaluate(args, run, model, tokenizer, functions, tests, server)
 
         # Checkpoint
         if run.saves():
             run.save(state)
 
-    if server is not None:
-        server.close(run)
-
     # Adapters, and the evaluation of every agent on every task
     folders = {i: run.folder / f"agent_{i}" for i in held}
     save_adapters(args, run, model, tokenizer, folders, step=run.iteration)
     if tests and not run.interrupted:
-        evaluate(args, run, model, tokenizer, functions, tests)
+        with saving_progress(run, state, run.iteration):
+            evaluate(args, run, model, tokenizer, functions, tests, server)
     return run.finish(communication_rounds=run.iteration // args.local_updates)
 
 
@@ -1175,9 +1296,8 @@ def make_optimizer(
     groups = [{"params": [*policy]}]
     if args.algorithm == "ppo":
         groups.append({"params": [*value]})
-    betas = (args.adam_beta1, args.adam_beta2)
     options = {"weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(groups, args.learning_rate, betas, **options)
+    optimizer = torch.optim.AdamW(groups, args.learning_rate, **options)
     moments = {}
     for group, prefix in zip(optimizer.param_groups, ("", "value_"), strict=False):
         for row in group["params"]:
@@ -1236,6 +1356,8 @@ def measure_completions(
         equal = (batch["advantages"][k, ..., 0] == 0).all(-1)  # [prompts]
         without_signal = float(equal.float().mean())
     row["objective/nan_rewards"] = float(rewards.isnan().sum())
+    if args.reward_kl_coef > 0:
+        row["objective/kl"] = float(batch["token_kl"][k].sum(-1).mean())
     row["completions/length"] = float(batch["lengths"][k].float().mean())
     row["completions/eos_rate"] = float(batch["ends"][k].float().mean())
     row["objective/groups_without_signal"] = without_signal
@@ -1278,9 +1400,9 @@ def rollout(
     examples: dict[int, list[dict]],
     held: range,
     step: int,
-    server: "Server | None" = None,
+    complete: Callable,
 ) -> tuple[list, dict]:
-    """All agents complete the prompts of this step together.
+    """All agents complete the prompts of this step together, by `generate` or a server.
 
     Every epoch over an agent's examples has its own order. Returns the example of every completion,
     agent after agent, and the batch.
@@ -1288,7 +1410,6 @@ def rollout(
     group_size = get_group_size(args)
     chosen = []  # the example of every prompt, agent after agent
     uniforms = []
-    seeds = []  # of the server
     for i in held:
         first = (step - 1) * args.batch_size
         for number in range(first, first + args.batch_size):
@@ -1296,7 +1417,6 @@ def rollout(
             order_seed = derive_seed(args.seed, i, epoch, PROMPT_ORDER)
             order = np.random.default_rng(order_seed).permutation(len(examples[i]))
             chosen.append(examples[i][order[place]])
-            seeds.append(derive_seed(args.seed, i, step, number - first, SERVER_SAMPLING))
         generator = torch.Generator().manual_seed(derive_seed(args.seed, i, step, SAMPLING))
         shape = (args.batch_size, group_size, args.response_length)
         uniforms.append(torch.rand(shape, generator=generator))
@@ -1310,19 +1430,14 @@ def rollout(
     with select_adapters("policy"):
         for block in blocks.split(args.rollout_batch_size or args.batch_size, dim=1):
             inds = block.flatten().tolist()
-            ids = [prompts[n] for n in inds]
-            if server is None:
-                outputs = generate(
-                    model,
-                    ids,
-                    uniforms[inds],
-                    tokenizer.ends,
-                    args.temperature,
-                    is_stopped=is_stopped,
-                )
-            else:
-                agents = [held[n // args.batch_size] for n in inds]
-                outputs = server.complete(agents, ids, [seeds[n] for n in inds], model.device)
+            outputs = complete(
+                model,
+                [prompts[n] for n in inds],
+                uniforms[inds],
+                tokenizer.ends,
+                args.temperature,
+                is_stopped=is_stopped,
+            )
             generated.append([output.unflatten(0, block.shape) for output in outputs])
     tokens, lengths, sampled = (
         torch.cat(columns, dim=1) for columns in zip(*generated, strict=True)
@@ -1358,47 +1473,189 @@ def generate(
     tempered distribution, whatever top_p (temperature 0: as with temperature 1); 0 behind the end,
     NaN where the model's output is NaN.
     """
-    device = model.device
-    decoder = model.get_decoder()
-    number, group_size, response_length = uniforms.shape
-    ids, prompt_lengths = (tensor.to(device) for tensor in pad(prompts))
-    ends = torch.tensor(ends, device=device)
-    uniforms = uniforms.to(device)
-    groups = Groups(prompt_lengths, ids.shape[1], group_size, response_length)
-    hidden = decoder(input_ids=ids, use_cache=False, groups=groups).last_hidden_state
-    last = hidden[torch.arange(number, device=device), prompt_lengths - 1]  # [prompts, hidden]
-    hidden = last[:, None].expand(-1, group_size, -1)
-    groups.prompt_tokens = 0
-    tokens = ends[0].repeat(uniforms.shape)
-    logprobs = torch.zeros(uniforms.shape, device=device)
-    running = torch.ones(uniforms.shape[:2], dtype=torch.bool, device=device)
-    lengths = torch.full_like(running, response_length, dtype=torch.long)
-    for step in range(response_length):
-        logits = compute_logits(model, hidden)
-        if temperature:
-            logits = logits / temperature
+    decoding = Decoding(model, prompts, uniforms.to(model.device), ends, temperature, top_p)
+    size, looks_every = PACES.get(model.device.type, PACES["cpu"])
+    most = uniforms.shape[2] - 1  # passes after that of the prompts
+    passes = 0
+    decoding.end(is_stopped, 1)
+    while passes < most and decoding.running.any():
+        size = min(size, most)
+        decoding.keep_running(size)
+        advance = decoding.advance
+        warm_up_end = passes + WARM_UP
+        while passes < size:
+            if passes == warm_up_end and model.device.type == "cuda":
+                advance = record(decoding.advance)
+            advance()
+            passes += 1
+            if passes % looks_every == 0 or passes == size:
+                decoding.end(is_stopped, passes + 1)
+                if not decoding.running.any():
+                    break
+        size *= 2
+    return decoding.finish()
+
+
+class Decoding:
+    """Completions while they are sampled: tensors [rows, group, ...], which change in place.
+
+    `advance` has no value that the processor must know, so that a GPU can repeat it as one graph.
+    The step, the positions and the buffers of keys and values are tensors, too. A row is a prompt;
+    the selected adapters have equal numbers of rows.
+    """
+
+    def __init__(
+        self,
+        model,
+        prompts: list,
+        uniforms: Tensor,
+        ends: list[int],
+        temperature: float,
+        top_p: float,
+    ):
+        self.model = model
+        self.temperature = temperature
+        self.top_p = top_p
+        device = model.device
+        rows, group_size, response_length = uniforms.shape
+        ids, prompt_lengths = (tensor.to(device) for tensor in pad(prompts))
+        self.ends = torch.tensor(ends, device=device)
+        self.step = torch.zeros(1, dtype=torch.long, device=device)  # of the newest token
+        self.checked = 0  # tokens of each completion that `end` has seen
+
+        # The results, and where the completions that are still in work belong in them
+        self.results = {
+            "tokens": self.ends[0].repeat(uniforms.shape),
+            "logprobs": torch.zeros(uniforms.shape, device=device),
+            "lengths": torch.full((rows, group_size), response_length, device=device),
+        }
+        self.places = torch.arange(rows * group_size, device=device).view(rows, group_size)
+        self.uniforms = uniforms
+        self.tokens = self.results["tokens"].clone()
+        self.logprobs = self.results["logprobs"].clone()
+        self.lengths = self.results["lengths"].clone()
+        self.running = torch.ones_like(self.places, dtype=torch.bool)
+        self.unchecked = self.running.clone()  # those that ran at the last call of `end`
+        self.prompt_lengths = prompt_lengths[:, None]
+
+        # The prompts
+        self.groups = DecodingGroups(prompt_lengths, ids.shape[1], self.step)
+        self.decoder = model.get_decoder()
+        options = {"use_cache": False, "groups": self.groups}
+        hidden = self.decoder(input_ids=ids, **options).last_hidden_state
+        last = hidden[torch.arange(rows, device=device), prompt_lengths - 1]  # [rows, hidden]
+        self.groups.in_prompts = False
+        self.newest = self.tokens[..., 0].clone()
+        self.choose(last[:, None].expand(-1, group_size, -1))
+
+    def choose(self, hidden: Tensor) -> None:
+        """Draw the token of this step of every completion; hidden: [rows, group, hidden]."""
+        logits = compute_logits(self.model, hidden)
+        if self.temperature:
+            logits = logits / self.temperature
             candidates = logits
-            if top_p < 1:
-                candidates = keep_nucleus(logits, top_p)
-            token = sample(candidates, uniforms[..., step])
+            if self.top_p < 1:
+                candidates = keep_nucleus(logits, self.top_p)
+            uniforms = self.uniforms.index_select(-1, self.step).squeeze(-1)
+            token = sample(candidates, uniforms)
         else:
             token = logits.argmax(-1)
         logprob = logits.gather(-1, token[..., None]).squeeze(-1) - logits.logsumexp(-1)
-        logprobs[..., step] = torch.where(running, logprob, 0.0)
-        tokens[..., step] = token.where(running, ends[0])
-        ended = torch.isin(token, ends)
-        if is_stopped is not None:
-            for place in running.nonzero().tolist():
-                ended[*place] |= is_stopped(tokens[*place, : step + 1].tolist())
-        lengths[running & ended] = step + 1
-        running &= ~ended
-        if step == response_length - 1 or not running.any():
-            break
-        groups.step = step
-        positions = (prompt_lengths[:, None] + step).expand(-1, group_size)
-        options = {"position_ids": positions, "use_cache": False, "groups": groups}
-        hidden = decoder(input_ids=tokens[..., step], **options).last_hidden_state
-    return tokens, lengths, logprobs
+        self.newest.copy_(token.where(self.running, self.ends[0]))
+        self.tokens.index_copy_(-1, self.step, self.newest[..., None])
+        self.logprobs.index_copy_(-1, self.step, logprob.where(self.running, 0.0)[..., None])
+        ended = self.running & (token[..., None] == self.ends).any(-1)
+        self.lengths.copy_((self.step + 1).where(ended, self.lengths))
+        self.running &= ~ended
+
+    def advance(self) -> None:
+        """Pass the newest token of every completion through the model, and draw the next one."""
+        self.groups.show_tokens()
+        positions = (self.prompt_lengths + self.step).expand_as(self.newest)
+        options = {"position_ids": positions, "use_cache": False, "groups": self.groups}
+        hidden = self.decoder(input_ids=self.newest, **options).last_hidden_state
+        self.step += 1
+        self.choose(hidden)
+
+    def end(self, is_stopped: Callable | None, drawn: int) -> None:
+        """End completions by `is_stopped`, and drop what was drawn behind; drawn: tokens of each.
+
+        What came before the end does not depend on what comes after it, so that a look at several
+        tokens at once gives the same completions.
+        """
+        if is_stopped is None:
+            return
+        for row, g in self.unchecked.nonzero().tolist():
+            tokens = self.tokens[row, g].tolist()
+            last = min(drawn, int(self.lengths[row, g]))
+            for length in range(self.checked + 1, last + 1):
+                if is_stopped(tokens[:length]):
+                    self.tokens[row, g, length:] = self.ends[0]
+                    self.logprobs[row, g, length:] = 0.0
+                    self.lengths[row, g] = length
+                    self.running[row, g] = False
+                    break
+        self.checked = drawn
+        self.unchecked = self.running.clone()
+
+    def store(self) -> None:
+        """Copy the completions in work to the results."""
+        for name, values in self.results.items():
+            values.flatten(0, 1)[self.places] = getattr(self, name)
+
+    def keep_running(self, size: int) -> None:
+        """Drop what has ended, and make buffers for `size` tokens of each completion.
+
+        Each adapter keeps as many prompts as the one with most, and each prompt as many completions
+        as the one with most: some that have ended fill the places.
+        """
+        self.store()
+        blocks = self.running.any(1).view(
+            count_selected_adapters(self.model), -1
+        )  # [adapters, prompts]
+        number = int(blocks.sum(1).max())
+        order = blocks.int().argsort(dim=1, descending=True, stable=True)[:, :number].sort(1).values
+        first = torch.arange(len(blocks), device=order.device)[:, None] * blocks.shape[1]
+        rows = (first + order).flatten()
+        running = self.running[rows]
+        group_size = int(running.sum(1).max())
+        order = running.int().argsort(dim=1, descending=True, stable=True)
+        columns = order[:, :group_size].sort(1).values
+        self.groups.keep(rows, columns, size)
+        self.prompt_lengths = self.prompt_lengths[rows]
+        names = ("tokens", "logprobs", "lengths", "places", "uniforms")
+        for name in (*names, "running", "unchecked", "newest"):
+            setattr(self, name, getattr(self, name)[rows[:, None], columns])
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `generate` returns."""
+        self.store()
+        return self.results["tokens"], self.results["lengths"], self.results["logprobs"]
+
+
+# Of each kind of device: tokens in the first buffers of completions, and between two looks at who
+# has ended, for which the processor waits
+PACES = {"cpu": (16, 1), "cuda": (64, 16)}
+# Passes before a graph is recorded, in which libraries allocate what they need
+WARM_UP = 2
+
+
+def record(function: Callable[[], None]) -> Callable[[], None]:
+    """A function as a CUDA graph, whose hundreds of kernels are launched at once.
+
+    A model that has the processor look at its numbers, as some mixtures of experts do, cannot be
+    recorded: the function itself is returned.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Other threads, such as those of NCCL, may use the GPU meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            function()
+    except RuntimeError as error:
+        reason = communicators.first_line(error)
+        communicators.announce(f"tokens are generated without a CUDA graph, slowly: {reason}")
+        return function
+    return graph.replay
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
@@ -1462,45 +1719,55 @@ def pad(sequences: list) -> tuple[Tensor, Tensor]:
 
 
 class ServerError(Exception):
-    """A failure of the server of --generate-with, in one line."""
+    """A failure of the server of --generate-with, in one line, with its HTTP status if it has
+    one."""
+
+    def __init__(self, reason: str, status: int | None = None):
+        super().__init__(reason)
+        self.status = status
 
 
 class Server:
-    """--generate-with: an OpenAI-compatible server that loads the agents' adapters between steps,
-    such as vLLM.
+    """--generate-with: an OpenAI-compatible server that loads the agents' adapters while they are
+    needed, such as vLLM.
 
-    Every step, also one that a resumed run repeats, has adapters of new names, in folders that this
-    process and the server share: vLLM keeps the keys and values of prompts by the adapter's name,
-    and would mix those of former weights with new ones.
+    Every time an adapter is loaded it has a new name, in a folder that this process and the server
+    share: vLLM keeps the keys and values of prompts by the adapter's name, and would mix those of
+    former weights with new ones. A server with vLLM's sleep mode sleeps in between.
     """
 
     def __init__(self, args: Args, held: range, tokenizer):
         self.args = args
         self.held = held
         self.ends = tokenizer.ends
-        self.is_stopped = find_stop_test(args, tokenizer)
-        self.group_size = get_group_size(args)
         self.folders = {}  # of the adapters that are loaded: name -> folder
         self.names = {}  # agent -> the name of its present adapter; none if it is not finite
-        self.began = time.time_ns()
+        self.can_sleep = False  # by this process: one on every machine
+        self.sleeps = False
 
     def send(self, route: str, body: dict | None = None) -> str:
-        """Send a request, again if it may succeed later, and return the response."""
-        url = f"{self.args.generate_with.rstrip('/')}/{route}"
+        """Send a request, again if it may succeed later, and return the response.
+
+        Routes that begin with / are the server's, others those of its API below /v1.
+        """
+        url = self.args.generate_with.rstrip("/")
+        url = url.removesuffix("/v1") + route if route.startswith("/") else f"{url}/{route}"
         data = None if body is None else json.dumps(body).encode()
         token = f"Bearer {os.environ.get('OPENAI_API_KEY', '-')}"
         headers = {"Content-Type": "application/json", "Authorization": token}
         for seconds in (1, 4, None):
+            status = None
             try:
                 request = urllib.request.Request(url, data, headers)
-                # Only http:// and https://, see check_generation
+                # Only http:// and https://, see check_server
                 response = urllib.request.urlopen(request, timeout=self.args.timeout)  # nosec B310
                 with response:
                     return response.read(MOST_BYTES).decode(errors="replace")
             except urllib.error.HTTPError as error:
                 text = " ".join(error.read(MOST_BYTES).decode(errors="replace").split())[:300]
                 reason = f"{url}: {error.code} {text}"
-                if error.code < 500 and error.code not in (408, 429):
+                status = error.code
+                if status < 500 and status not in (408, 429):
                     break
             except (OSError, HTTPException) as error:
                 reason = f"{url}: {error}"
@@ -1509,7 +1776,7 @@ class Server:
                 break
             if seconds is not None:
                 time.sleep(seconds)
-        raise ServerError(reason)
+        raise ServerError(reason, status)
 
     def refuse(self, reason: str) -> NoReturn:
         """End with one line, from any rank: other machines may have other servers."""
@@ -1526,6 +1793,29 @@ class Server:
             reason = f"--generate-with {self.args.generate_with}: {error}"
             communicators.stop(f"{reason}; go on with --resume {run.folder}", any_rank=True)
 
+    def is_sleeping(self) -> bool | None:
+        """Whether the server sleeps; None: it has no sleep mode."""
+        try:
+            return bool(json.loads(self.send("/is_sleeping"))["is_sleeping"])
+        except ServerError as error:
+            if error.status is None or error.status >= 500:
+                raise
+        except (ValueError, LookupError, TypeError, RecursionError):
+            pass  # a server that answers anything to everything
+        return None
+
+    def sleep(self) -> None:
+        """Free the server's memory on the GPU: its weights wait in the processor's memory."""
+        if self.can_sleep:
+            self.send("/sleep?level=1", {})
+            self.sleeps = True
+
+    def wake_up(self) -> None:
+        """Let the server take its memory on the GPU again."""
+        if self.sleeps:
+            self.send("/wake_up", {})
+            self.sleeps = False
+
     def load(self, name: str, folder: Path) -> None:
         """Load the adapter in a folder into the server."""
         self.send("load_lora_adapter", {"lora_name": name, "lora_path": str(folder.resolve())})
@@ -1541,21 +1831,23 @@ class Server:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def load_policies(self, run: Run, model: nn.Module) -> None:
-        """Load the present policies of this process's agents in place of the former ones.
-
-        The former ones are unloaded first: vLLM drops what is over --max-cpu-loras, and cannot
-        unload what it dropped.
-        """
-        self.unload([*self.folders])
+        """Load the present policies of this process's agents."""
         self.names = {}
         for k, i in enumerate(self.held):
             if all(side["policy"].data[k].isfinite().all() for side in list_adapter_sides(model)):
                 step = f"agent_{i}-step_{run.iteration}"
-                name = f"{run.name}-{step}-{self.began}"
+                name = f"{run.name}-{step}-{time.time_ns()}"
                 folder = run.folder / "serving" / step
                 save_adapters(self.args, run, model, None, {i: folder}, step=run.iteration)
                 self.load(name, folder)
                 self.names[i] = name
+
+    def unload_policies(self, run: Run) -> None:
+        """Unload them: vLLM drops what is over --max-cpu-loras, and cannot unload what it
+        dropped."""
+        self.unload([*self.folders])
+        with contextlib.suppress(OSError):  # those of other processes may be in it
+            (run.folder / "serving").rmdir()
 
     def unload_leftovers(self, run: Run) -> None:
         """Unload the adapters that this run left on the server when it was interrupted."""
@@ -1571,31 +1863,37 @@ class Server:
             for folder in run.folder.glob(f"serving/agent_{i}-*"):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def close(self, run: Run) -> None:
-        """Unload the last adapters."""
-        self.unload([*self.folders])
-        with contextlib.suppress(OSError):  # those of other processes may be in it
-            (run.folder / "serving").rmdir()
-
-    def request_completions(self, name: str, prompt: list[int], seed: int) -> list[tuple]:
+    def request_completions(
+        self,
+        name: str,
+        prompt: list[int],
+        uniforms: Tensor,
+        temperature: float,
+        top_p: float = 1.0,
+        is_stopped: Callable[[list[int]], bool] | None = None,
+    ) -> list[tuple]:
         """The group of completions of a prompt: their tokens, and the server's log-probabilities of
-        these."""
+        these.
+
+        uniforms: [group, tokens]; the first of them is the seed.
+        """
+        group_size, response_length = uniforms.shape
         # vLLM takes what is missing here from the model's generation_config.json
         body = {
             "model": name,
             "prompt": prompt,
-            "n": self.group_size,
-            "seed": seed,
-            "max_tokens": self.args.response_length,
-            "temperature": self.args.temperature,
-            "top_p": 1.0,
+            "n": group_size,
+            "seed": int(uniforms[0, 0] * 2**24),  # torch.rand has so many values
+            "max_tokens": response_length,
+            "temperature": temperature,
+            "top_p": top_p,
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop_token_ids": self.ends,
-            "stop": list(self.args.stop_strings),
+            "stop": list(self.args.stop_strings) if is_stopped else [],
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
             "logprobs": 1,
@@ -1605,15 +1903,22 @@ class Server:
         response = self.send("completions", body)
         try:
             choices = sorted(json.loads(response)["choices"], key=lambda choice: choice["index"])
-            completions = [self.read_choice(choice) for choice in choices]
+            completions = [
+                self.read_choice(choice, response_length, is_stopped) for choice in choices
+            ]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             detail = f"({type(error).__name__}: {error})"
             raise ServerError(f"sends no token ids and log-probabilities {detail}") from error
-        if len(completions) != self.group_size:
-            raise ServerError(f"sends {len(completions)} completions instead of {self.group_size}")
+        if len(completions) != group_size:
+            raise ServerError(f"sends {len(completions)} completions instead of {group_size}")
         return completions
 
-    def read_choice(self, choice: dict) -> tuple[list[int], list[float]]:
+    def read_choice(
+        self,
+        choice: dict,
+        response_length: int,
+        is_stopped: Callable[[list[int]], bool] | None = None,
+    ) -> tuple[list[int], list[float]]:
         """A completion in a server's response, up to and including what ends it."""
         logprobs = choice["logprobs"]
         ids = choice.get("token_ids")
@@ -1622,42 +1927,47 @@ class Server:
         if not all(isinstance(token, int) and 0 <= token < 2**31 for token in ids):
             raise ValueError("tokens are no numbers")
         values = [float(value) for value in logprobs["token_logprobs"]]
-        if len(values) != len(ids) or not 1 <= len(ids) <= self.args.response_length:
+        if len(values) != len(ids) or not 1 <= len(ids) <= response_length:
             raise ValueError(f"{len(ids)} tokens, {len(values)} log-probabilities")
         for step, token in enumerate(ids):
             ended = token in self.ends
-            if not ended and self.is_stopped is not None:
-                ended = self.is_stopped(ids[: step + 1])
+            if not ended and is_stopped is not None:
+                ended = is_stopped(ids[: step + 1])
             if ended:
                 return ids[: step + 1], values[: step + 1]
-        if choice.get("finish_reason") == "stop" and not self.args.stop_strings:
+        if choice.get("finish_reason") == "stop" and is_stopped is None:
             raise ValueError("a completion ends without an end-of-text token")
         return ids, values
 
     def complete(
         self,
-        agents: list[int],
+        model,
         prompts: list[list[int]],
-        seeds: list[int],
-        device: torch.device,
+        uniforms: Tensor,
+        ends: list[int],
+        temperature: float,
+        top_p: float = 1.0,
+        is_stopped: Callable[[list[int]], bool] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`generate` by the server, the [n]-th prompt with the adapter of agents[n].
+        """`generate` by the server, with the same inputs and outputs.
 
-        Returns the same. An agent that is no longer finite gets a single end-of-text token, with
-        log-probability NaN.
+        A prompt's uniforms only say its seed. With top_p log-probabilities are of the nucleus. An
+        agent that is no longer finite gets a single end-of-text token, with log-probability NaN.
         """
-        shape = (len(prompts), self.group_size, self.args.response_length)
-        tokens = torch.full(shape, self.ends[0], dtype=torch.long)
-        lengths = torch.ones(shape[:2], dtype=torch.long)
-        logprobs = torch.zeros(shape)
+        selected = Adapters.selection.numbers or range(len(self.held))
+        size = len(prompts) // len(selected)
+        tokens = torch.full(uniforms.shape, ends[0], dtype=torch.long)
+        lengths = torch.ones(uniforms.shape[:2], dtype=torch.long)
+        logprobs = torch.zeros(uniforms.shape)
         with ThreadPoolExecutor(64) as pool:
             futures = {}
-            for n, (i, prompt) in enumerate(zip(agents, prompts, strict=True)):
-                if i in self.names:
-                    request = (self.request_completions, self.names[i], prompt, seeds[n])
-                    futures[n] = pool.submit(*request)
-                else:
+            for n, prompt in enumerate(prompts):
+                name = self.names.get(self.held[selected[n // size]])
+                if name is None:
                     logprobs[n, :, 0] = torch.nan
+                    continue
+                request = name, prompt, uniforms[n], temperature, top_p, is_stopped
+                futures[n] = pool.submit(self.request_completions, *request)
             try:
                 completed = {n: future.result() for n, future in futures.items()}
             except ServerError:
@@ -1668,12 +1978,31 @@ class Server:
                 tokens[n, g, : len(ids)] = torch.tensor(ids)
                 lengths[n, g] = len(ids)
                 logprobs[n, g, : len(ids)] = torch.tensor(values)
-        return tokens.to(device), lengths.to(device), logprobs.to(device)
+        return tokens.to(model.device), lengths.to(model.device), logprobs.to(model.device)
 
-    @torch.no_grad()
     def check(self, model: nn.Module, prompt: list[int]) -> None:
         """End the run in one line if the server does not sample from our model with the adapter
         that it is given.
+
+        A server with sleep mode is checked again after it has slept: some versions of vLLM lose
+        weights or adapters.
+        """
+        try:
+            sleeping = self.is_sleeping()
+            self.can_sleep = sleeping is not None
+            self.sleeps = bool(sleeping)  # as an interrupted run may have left it
+            self.wake_up()
+            self.probe(model, prompt)
+            if self.can_sleep:
+                self.sleep()
+                self.wake_up()
+                self.probe(model, prompt, " after it has slept")
+        except ServerError as error:
+            self.refuse(str(error))
+
+    @torch.no_grad()
+    def probe(self, model: nn.Module, prompt: list[int], when: str = "") -> None:
+        """Compare the server's log-probabilities of completions with those computed here.
 
         The adapter is one that changes much: a fifth of each weight's deviation.
         """
@@ -1699,10 +2028,9 @@ class Server:
             except ServerError as error:
                 hint = "vllm serve --enable-lora, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
                 self.refuse(f"cannot load adapters ({error}); use {hint}")
-            completions = self.request_completions(name, prompt, 0)
+            uniforms = torch.zeros(2, self.args.response_length)  # more than one completion
+            completions = self.request_completions(name, prompt, uniforms, self.args.temperature)
             gap = self.measure_gap(model, prompt, completions)
-        except ServerError as error:
-            self.refuse(str(error))
         finally:
             self.unload([*self.folders])
             shutil.rmtree(folder, ignore_errors=True)
@@ -1710,7 +2038,7 @@ class Server:
                 layer.B["policy"].data[0] = B
         if not gap < 0.1:
             hint = "serve the same --base-model, with --logprobs-mode processed_logprobs"
-            self.refuse(f"its log-probabilities are off by {gap:.2g}; {hint}")
+            self.refuse(f"its log-probabilities are off by {gap:.2g}{when}; {hint}")
 
     def measure_gap(self, model: nn.Module, prompt: list[int], completions: list) -> float:
         """The mean distance of the server's log-probabilities from those of the first policy here,
@@ -1733,110 +2061,198 @@ class Server:
         return communicators.mean(differences)
 
 
+def start_server(
+    args: Args, held: range, tokenizer, model: nn.Module, prompt: list[int]
+) -> Server | None:
+    """The server of --generate-with, checked with a prompt; None without one."""
+    if not args.generate_with:
+        return None
+    server = Server(args, held, tokenizer)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once on every machine
+        server.check(model, prompt)
+    return server
+
+
+@contextlib.contextmanager
+def serving(server: Server | None, run: Run, model: nn.Module) -> Iterator[Callable]:
+    """What completes prompts inside the block: `generate`, or the server with the agents' present
+    adapters.
+
+    A server that can sleep is awake inside the block only. One rank of a machine wakes it up and
+    puts it to sleep, while the others wait.
+    """
+    if server is None:
+        yield generate
+        return
+    with server.ending_the_run(run):
+        torch.cuda.empty_cache()  # the server needs what PyTorch keeps for later
+        run.exchange.wait_for_all()
+        server.wake_up()
+        run.exchange.wait_for_all()
+        server.load_policies(run, model)
+        yield server.complete
+        server.unload_policies(run)
+        run.exchange.wait_for_all()
+        server.sleep()
+        run.exchange.wait_for_all()
+
+
 # --- packed forward: attention that reads a shared prompt once ---
 
 
 class Groups:
-    """What attention must know of a batch of prompts with their groups of completions.
+    """What attention must know of rows [prompt, c_1, ..., c_G], of a prompt and then its group.
 
-    A row holds a prompt and then the tokens of its group, [prompt, c_1, ..., c_G]; or, in
-    generation, first the prompt and then one token of every completion at a time. For generation
-    keys and values are kept. buffer: tokens of a completion to be generated, else 0.
+    The completions see the prompt and themselves.
     """
 
-    def __init__(self, prompt_lengths: Tensor, longest: int, group_size: int, buffer: int = 0):
-        self.padding = (
-            torch.arange(longest, device=prompt_lengths.device) >= prompt_lengths[:, None]
-        )
+    def __init__(self, prompt_lengths: Tensor, longest: int, group_size: int, response: int):
+        device = prompt_lengths.device
+        self.padding = torch.arange(longest, device=device) >= prompt_lengths[:, None]
         self.group_size = group_size
-        self.buffer = buffer
-        self.prompt_tokens = longest  # of a row of the next batch
-        self.step = 0  # of the tokens generated
-        self.prompts = {}  # layer -> (keys, values)
-        self.completions = {}  # layer -> keys and values in one buffer
+        self.longest = longest + response  # tokens that one may look back
         self.mask = None  # the same for all layers
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the newest token's keys and values to those before, in buffers of their final size.
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query: [rows, heads, tokens, D]; key, value: [rows, kv heads, tokens, D].
 
-        key, value: [groups, kv heads, G, 1, D]. Returns [groups, kv heads, G, length, D], twice.
+        Kernels compute it that store no scores. Returns the form of the query.
         """
-        if layer not in self.completions:
-            shape = (2, *key.shape[:3], self.buffer, key.shape[4])
-            self.completions[layer] = key.new_empty(shape)
-        keys, values = self.completions[layer]
-        keys[:, :, :, self.step] = key[:, :, :, 0]
-        values[:, :, :, self.step] = value[:, :, :, 0]
-        length = self.step + 1
-        return keys[:, :, :, :length], values[:, :, :, :length]
-
-    def attend(self, query: Tensor, prompt: tuple, completions: tuple, scaling: float) -> Tensor:
-        """Tokens of completions attend to their prompt and to the tokens before them.
-
-        query: [groups, heads, G, tokens, D]; prompt: keys and values [groups, kv heads, S, D];
-        completions: theirs, [groups, kv heads, G, length, D]. Returns [groups, heads, G, tokens,
-        D].
-        """
-        if self.buffer:
-            return self.attend_newest(query, prompt, completions, scaling)
-        return self.attend_whole(query, prompt, completions, scaling)
-
-    def attend_whole(
-        self, query: Tensor, prompt: tuple, completions: tuple, scaling: float
-    ) -> Tensor:
-        """`attend` for whole completions: by a kernel that stores no scores."""
-        by_completion = query.transpose(1, 2)  # [groups, G, heads, tokens, D]
-        group_size = by_completion.shape[1]
-        length = completions[0].shape[3]
+        size = self.padding.shape[1]
+        # Padding comes last, so no token of a prompt attends to it
+        prompt = key[:, :, :size], value[:, :, :size]
+        outputs = attend_with_shared_heads(query[:, :, :size], *prompt, scale)
+        if query.shape[2] == size:
+            return outputs
+        completions = []  # [rows * G, heads, tokens, D]
+        for tensor in (query, key, value):
+            by_completion = tensor[:, :, size:].unflatten(2, (self.group_size, -1))
+            completions.append(by_completion.transpose(1, 2).flatten(0, 1))
+        query, key, value = completions
+        length = query.shape[2]
         if self.mask is None:
-            future = self.padding.new_ones(length, length).triu(1).expand(len(query), -1, -1)
-            padding = self.padding[:, None].expand(-1, length, -1)
-            unseen = torch.cat((padding, future), dim=2)[:, None]
+            future = self.padding.new_ones(length, length).triu(1)
+            padding = self.padding.repeat_interleave(self.group_size, dim=0)[:, None]
+            shape = (len(query), length, -1)
+            unseen = torch.cat((padding.expand(shape), future.expand(shape)), dim=2)[:, None]
             self.mask = query.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
-        # Each completion gets its keys and values behind a view of those of the prompt
-        joined = []
-        for of_prompt, of_completions in zip(prompt, completions, strict=True):
-            before = of_prompt[:, None].expand(-1, group_size, -1, -1, -1)
-            after = of_completions.transpose(1, 2)
-            joined.append(torch.cat((before, after), dim=3).flatten(1, 2))
-        output = attend_with_shared_heads(
-            by_completion.flatten(1, 2), *joined, attn_mask=self.mask, scale=scaling
+        # Each completion gets its keys and values behind those of the prompt
+        keys, values = (
+            torch.cat((before.repeat_interleave(self.group_size, dim=0), after), dim=2)
+            for before, after in zip(prompt, (key, value), strict=True)
         )
-        return output.view(by_completion.shape).transpose(1, 2)
-
-    def attend_newest(
-        self, query: Tensor, prompt: tuple, completions: tuple, scaling: float
-    ) -> Tensor:
-        """`attend` for one token of each completion.
-
-        The prompt is read once for the group, and heads that share keys lie together.
-        """
-        prompt_keys, prompt_values = prompt
-        keys, values = completions
-        group_size = query.shape[2]
-        # [groups, kv heads, G, heads that share keys, tokens, D]
-        query = (query * scaling).unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
-        before = query.flatten(2, 4) @ prompt_keys.mT
-        before = before.masked_fill_(self.padding[:, None, None], -torch.inf)
-        after = query.flatten(3, 4) @ keys.mT  # [groups, kv heads, G, heads that share, length]
-        weights = torch.cat((before, after.flatten(2, 3)), dim=-1).softmax(-1)
-        before, after = weights.split((before.shape[-1], keys.shape[3]), dim=-1)
-        of_completions = (after.unflatten(2, (group_size, -1)) @ values).flatten(2, 3)
-        output = before @ prompt_values + of_completions
-        return output.view(query.shape).transpose(2, 3).flatten(1, 2)
+        of_completions = attend_with_shared_heads(query, keys, values, scale, self.mask)
+        by_completion = of_completions.unflatten(0, (-1, self.group_size)).transpose(1, 2)
+        return torch.cat((outputs, by_completion.flatten(2, 3)), dim=2)
 
 
-def attend_with_shared_heads(query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
-    """PyTorch's attention where several heads may share keys and values.
+class DecodingGroups:
+    """What attention must know in generation: first the prompts pass, then one token of every
+    completion at a time, [rows, group].
 
-    On a GPU no kernel that takes a mask supports that, so there they are repeated.
+    The keys and values of a layer are kept: of prompts once for the group, of completions in
+    buffers [rows, kv heads, group, size, D]. On a processor they are float32, because scores are.
     """
-    if query.is_cuda:
-        number = query.shape[1] // key.shape[1]
-        key = key.repeat_interleave(number, dim=1)
-        value = value.repeat_interleave(number, dim=1)
-    options |= {"enable_gqa": not query.is_cuda}
-    return F.scaled_dot_product_attention(query, key, value, **options)
+
+    def __init__(self, prompt_lengths: Tensor, longest: int, step: Tensor):
+        device = prompt_lengths.device
+        self.padding = torch.arange(longest, device=device) >= prompt_lengths[:, None]
+        self.size = 0  # of the buffers
+        self.step = step  # of the newest token, [1]
+        self.in_prompts = True
+        self.prompts = {}  # layer -> (keys, values) [rows, kv heads, longest, D]
+        self.completions = {}  # layer -> (keys, values)
+        self.unseen = None  # bool [rows, 1, 1, longest], [size]
+
+    def keep(self, rows: Tensor, columns: Tensor, size: int) -> None:
+        """Keep these rows, and of each these completions, columns [rows, group]; buffers for `size`
+        tokens."""
+        self.padding = self.padding[rows]
+        self.size = size
+        for layer, prompt in self.prompts.items():
+            self.prompts[layer] = [tensor[rows] for tensor in prompt]
+            kept = []
+            for number, of_prompt in enumerate(self.prompts[layer]):
+                heads, _, width = of_prompt.shape[1:]
+                buffer = of_prompt.new_zeros(len(rows), heads, columns.shape[1], size, width)
+                if layer in self.completions:
+                    former = self.completions[layer][number][rows[:, None], :, columns]
+                    buffer[:, :, :, : former.shape[3]] = former.transpose(1, 2)
+                kept.append(buffer)
+            self.completions[layer] = kept
+
+    @property
+    def longest(self) -> int:
+        """Tokens that one may look back."""
+        return self.padding.shape[1] + self.size
+
+    def show_tokens(self) -> None:
+        """Let the newest tokens see themselves and those before."""
+        after = torch.arange(self.size, device=self.step.device) > self.step
+        self.unseen = (self.padding[:, None, None], after)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query: [rows, heads, tokens, D]; key, value: [rows, kv heads, tokens, D].
+
+        A row's prompt is read once for its group, and heads that share keys lie together. Returns
+        the form of the query.
+        """
+        if self.in_prompts:
+            dtype = key.dtype if key.is_cuda else torch.float32
+            self.prompts[layer] = [tensor.to(dtype).contiguous() for tensor in (key, value)]
+            return attend_with_shared_heads(query, key, value, scale)
+        prompt_keys, prompt_values = self.prompts[layer]
+        keys, values = self.completions[layer]
+        keys.index_copy_(3, self.step, key[:, :, :, None].to(keys.dtype))
+        values.index_copy_(3, self.step, value[:, :, :, None].to(values.dtype))
+        number, heads, group_size, width = query.shape
+        # [rows, kv heads, G, heads that share keys, D]
+        shared = query.unflatten(1, (keys.shape[1], -1)).transpose(2, 3)
+        before = multiply_in_float32(shared.flatten(2, 3), prompt_keys.mT)
+        after = multiply_in_float32(shared, keys.mT)  # [..., G, heads that share keys, size]
+        in_prompt, in_completion = self.unseen
+        before = (scale * before).masked_fill_(in_prompt, -torch.inf)
+        after = (scale * after).masked_fill_(in_completion, -torch.inf).flatten(2, 3)
+        weights = torch.cat((before, after), dim=-1).softmax(-1).to(values.dtype)
+        before, after = weights.split((before.shape[-1], after.shape[-1]), dim=-1)
+        output = (after.unflatten(2, (group_size, -1)) @ values).flatten(2, 3)
+        output = (output + before @ prompt_values).to(query.dtype)
+        output = output.unflatten(2, (group_size, -1)).transpose(2, 3)
+        return output.reshape(number, heads, group_size, width)
+
+
+def multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, whose result is not rounded to the precision of a and b.
+
+    Scores rounded to bfloat16 would lose the differences of large ones: those of models with large
+    key biases, such as Qwen 2.5, by 0.3 nats.
+    """
+    if a.is_cuda and a.dtype != torch.float32:
+        product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
+        return product.unflatten(0, a.shape[:-2])
+    return a.float() @ b.float()
+
+
+def attend_with_shared_heads(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
+    """PyTorch's attention where several heads may share keys and values; without a mask tokens see
+    those before.
+
+    No kernel of a GPU takes a mask and shared heads: with a mask these are more tokens of one head.
+    """
+    number, heads, tokens, _ = query.shape
+    shared = heads // key.shape[1]
+    if mask is None:
+        if query.is_cuda and query.dtype == torch.float32:  # no such kernel shares heads
+            key = key.repeat_interleave(shared, dim=1)
+            value = value.repeat_interleave(shared, dim=1)
+        options = {"is_causal": True, "scale": scale, "enable_gqa": key.shape[1] < heads}
+        return F.scaled_dot_product_attention(query, key, value, **options)
+    folded = query.reshape(number, key.shape[1], shared * tokens, -1)
+    mask = mask.repeat(1, 1, shared, 1)
+    output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    return output.reshape(number, heads, tokens, -1)
 
 
 def attend_shared_prefix(
@@ -1848,40 +2264,21 @@ def attend_shared_prefix(
     scaling: float,
     dropout: float = 0.0,
     *,
-    groups: Groups,
+    groups: Groups | DecodingGroups,
     **options,
 ) -> tuple[Tensor, None]:
     """What the model calls for attention; query: [rows, heads, tokens, D].
 
     Returns ([rows, tokens, heads, D], None).
     """
-    layer = module.layer_idx
-    size = groups.prompt_tokens
-    in_completions = (query.shape[2] - size) // groups.group_size
-    longest = groups.padding.shape[1] + groups.step + in_completions
     window = options.get("sliding_window")
     if options.get("softcap") or options.get("s_aux") is not None:
         raise NotImplementedError("attention with soft-capping or sinks is not supported")
-    if window and window < longest:
-        raise NotImplementedError(f"attention reaches {window} tokens back, rows have {longest}")
-    outputs = []
-    if size:  # padding comes last, so no token of a prompt attends to it
-        prompt = key[:, :, :size], value[:, :, :size]
-        if groups.buffer:
-            groups.prompts[layer] = prompt
-        queries = query[:, :, :size]
-        outputs.append(attend_with_shared_heads(queries, *prompt, is_causal=True, scale=scaling))
-    else:
-        prompt = groups.prompts[layer]
-    if query.shape[2] > size:
-        query, key, value = (
-            tensor[:, :, size:].unflatten(2, (groups.group_size, -1))
-            for tensor in (query, key, value)
-        )
-        if groups.buffer:
-            key, value = groups.extend(layer, key, value)
-        outputs.append(groups.attend(query, prompt, (key, value), scaling).flatten(2, 3))
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    if window and window < groups.longest:
+        reason = f"attention reaches {window} tokens back, rows have {groups.longest}"
+        raise NotImplementedError(reason)
+    output = groups.attend(module.layer_idx, query, key, value, scaling)
+    return output.transpose(1, 2), None
 
 
 transformers.AttentionInterface.register("shared_prefix", attend_shared_prefix)
@@ -1944,7 +2341,7 @@ def compute_hidden_together(model, batch: dict) -> Tensor:
     ids, prompt_lengths = (tensor.to(device) for tensor in pad(batch["prompts"]))
     rows, longest_prompt = ids.shape
     longest = max(int(lengths.max()) - 1, 0)  # nothing is predicted from a completion's last token
-    groups = Groups(prompt_lengths, longest_prompt, group_size)
+    groups = Groups(prompt_lengths, longest_prompt, group_size, longest)
     in_prompt = torch.arange(longest_prompt, device=device).expand(rows, -1)
     in_completion = prompt_lengths[:, None] + torch.arange(longest, device=device)
     positions = torch.cat((in_prompt, in_completion.repeat(1, group_size)), dim=1)
@@ -1956,6 +2353,13 @@ def compute_hidden_together(model, batch: dict) -> Tensor:
     first = last.expand(-1, group_size, 1, -1)
     others = hidden[:, longest_prompt:].unflatten(1, (group_size, longest))
     return torch.cat((first, others), dim=2).unflatten(0, shape)
+
+
+def split_prompts(args: Args, batch: dict) -> Iterator[tuple[Tensor, dict]]:
+    """The micro-batches of a batch: the prompts of each agent by number, and their part of it."""
+    agents, prompts = batch["lengths"].shape[:2]
+    for inds in torch.arange(prompts).split(args.micro_batch_size):
+        yield inds, select_prompts(batch, inds.expand(agents, -1))
 
 
 @torch.no_grad()
@@ -1970,8 +2374,8 @@ def collect_hidden(
     shape = (*batch["tokens"].shape, model.get_output_embeddings().in_features)
     states = model.get_input_embeddings().weight.new_zeros(shape)
     with select_adapters(name, numbers):
-        for inds in torch.arange(shape[1]).split(args.micro_batch_size):
-            hidden = compute_hidden(model, select_prompts(batch, inds.expand(shape[0], -1)))
+        for inds, mb in split_prompts(args, batch):
+            hidden = compute_hidden(model, mb)
             states[:, inds, :, : hidden.shape[3]] = hidden
     return states
 
@@ -1994,16 +2398,31 @@ def split_tokens(model, mask: Tensor) -> list[tuple]:
     """The tokens of completions in groups, because the vocabulary is large.
 
     mask: bool [agents, prompts, group, tokens]. Returns indices (k, prompts, completions, tokens),
-    each of one agent, k, and of as many tokens as have 12 MB of logits (128 MB on a GPU).
+    each of one agent, k.
     """
-    logits = 2**25 if mask.is_cuda else 3 * 2**20
-    size = max(logits // model.get_output_embeddings().out_features, 1)
+    size = max(count_logits(mask.device) // model.get_output_embeddings().out_features, 1)
     places = []
     for k, mask_of_agent in enumerate(mask):
         for rows in mask_of_agent.nonzero().split(size):
             if len(rows):
                 places.append((k, *rows.T))
     return places
+
+
+@functools.cache
+def count_logits(device: torch.device) -> int:
+    """How many logits are computed at a time: the same number in a whole run, so that they round
+    alike.
+
+    On a processor 12 MB, for its cache; on a GPU a power of two, of which 100 bytes each are a
+    quarter of the free memory at most: a loss makes some twenty tensors of them.
+    """
+    if device.type == "cpu":
+        return 3 * 2**20
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    most = max(free // 400, 1)
+    return min(max(2 ** int(math.log2(most)), 2**20), 2**28)
 
 
 def compute_logits(model, hidden: Tensor) -> Tensor:
@@ -2071,6 +2490,16 @@ def select_adapter(k: int) -> Iterator[None]:
         yield
     finally:
         Adapters.selection = previous
+
+
+def count_selected_adapters(model: nn.Module) -> int:
+    """How many adapters a batch passes through; 1 for a model without any."""
+    selection = Adapters.selection
+    if selection is None:
+        return 1
+    if selection.numbers is not None:
+        return len(selection.numbers)
+    return len(list_adapter_sides(model)[0][selection.name])
 
 
 # Weights of a layer and all its selected adapters up to which these are merged
@@ -2794,55 +3223,72 @@ def compare_once(args: Args, model, folder: Path) -> None:
 
 @torch.no_grad()
 def compare_with_plain(args: Args, model) -> None:
-    """End the run if a completion's log-probabilities are not the plain model's, in a row as long
-    as rows may get.
+    """End the run if log-probabilities in sampling or in training are not the plain model's.
 
     In float32, with the same weights, every difference is an error of the code here. In bfloat16
-    both round, large models more: there the code here may be as far from the float32 pass as the
-    plain model is, with some margin.
+    all round, large models more: there the packed pass may be as far from the float32 pass as the
+    plain model is, and the sampler as far from the plain model as the packed pass is, with some
+    margin. The plain model has PyTorch's attention, whose scores are not rounded. Rows are shorter
+    than the longest of training, which would need time and memory.
     """
     config = model.config.get_text_config()
-    sizes = (args.max_prompt_tokens, args.response_length, args.response_length)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (sum(sizes),), generator=generator)
-    prompt, other, completion = tokens.to(model.device).split(sizes)
-    batch = {
-        "prompts": [prompt.tolist()],
-        "tokens": torch.stack((other, completion))[None],
-        "lengths": torch.tensor([sizes[1:]]),
-    }
+    size = min(args.max_prompt_tokens, COMPARED_PROMPT)
+    response = min(args.response_length, COMPARED_RESPONSE)
+    prompt = torch.randint(config.vocab_size, (size,), generator=generator).tolist()
+    uniforms = torch.rand(1, 4, response, generator=generator)
+    lengths = torch.full((1, 1, 4), response)
+    attention = "sdpa" if model._supports_sdpa else "eager"
 
-    def measure_gap(log_probs: Tensor, exact: Tensor) -> float:
-        return (log_probs - exact).gather(-1, completion[:, None]).abs().mean().item()
+    def compute_all() -> tuple[Tensor, ...]:
+        """What the sampler draws, and its log-probabilities by sampler, packed pass and plain
+        model."""
+        no_end = [-1]
+        tokens, _, sampled = generate(model, [prompt], uniforms, no_end, temperature=1.0)
+        batch = {"prompts": [prompt], "tokens": tokens[None], "lengths": lengths}
+        hidden = compute_hidden(model, batch)[0]
+        packed = gather_log_probs(compute_logits(model, hidden), tokens)
+        return tokens[0], sampled[0], packed[0], compute_plain(tokens[0])
 
-    def compute_packed() -> Tensor:
-        return compute_logits(model, compute_hidden(model, batch)[0, 1]).log_softmax(-1)
-
-    def compute_plain() -> Tensor:
-        model.set_attn_implementation("eager")
-        row = torch.cat((prompt, completion))[None]
-        keep = len(completion) + 1
-        logits = model(input_ids=row, use_cache=False, logits_to_keep=keep).logits[0, -keep:-1]
+    def compute_plain(completions: Tensor) -> Tensor:
+        model.set_attn_implementation(attention)
+        prompts = torch.tensor(prompt, device=model.device).expand(len(completions), -1)
+        rows = torch.cat((prompts, completions), dim=1)
+        keep = response + 1
+        logits = model(input_ids=rows, use_cache=False, logits_to_keep=keep).logits
         model.set_attn_implementation("shared_prefix")
-        return logits.float().log_softmax(-1)
+        return gather_log_probs(logits[:, -keep:-1].float(), completions)
+
+    def measure_gap(one: Tensor, other: Tensor) -> float:
+        return (one - other).abs().mean().item()
 
     try:
-        check_layers(config, sum(sizes[:2]))
+        check_layers(config, args.max_prompt_tokens + args.response_length)
         with in_float32(model):
-            exact = compute_plain()
-            error = measure_gap(compute_packed(), exact)
-        valid = error < 1e-3
-        if valid and args.precision != "float32":
-            error = measure_gap(compute_packed(), exact)
-            valid = error < 2 * measure_gap(compute_plain(), exact) + 1e-3
+            tokens, sampled, packed, plain = compute_all()
+        gaps = {"sampling": measure_gap(sampled, plain), "training": measure_gap(packed, plain)}
+        limits = {"sampling": 1e-3, "training": 1e-3}
+        if max(gaps.values()) < 1e-3 and args.precision != "float32":
+            tokens, sampled, packed, plain = compute_all()
+            with in_float32(model):
+                exact = compute_plain(tokens)
+            gaps = {"sampling": measure_gap(sampled, plain), "training": measure_gap(packed, exact)}
+            limits["sampling"] = 3 * measure_gap(packed, plain) + 0.05
+            limits["training"] = 2 * measure_gap(plain, exact) + 1e-3
     except (
         Exception
     ) as error:  # an unknown model may raise anything at a call that it does not know
         reason = f"cannot be trained: {communicators.first_line(error)}"
         communicators.refuse(args, "base_model", reason, lacks_memory(error))
-    if not valid:
-        reason = f"cannot be trained: log-probabilities are off by {error:.2g}"
-        communicators.refuse(args, "base_model", reason)
+    for place, gap in gaps.items():
+        if not gap < limits[place]:
+            reason = f"cannot be trained: log-probabilities are off by {gap:.2g} in {place}"
+            communicators.refuse(args, "base_model", reason)
+
+
+def gather_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probabilities of tokens [...] by logits [..., vocabulary]."""
+    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def lacks_memory(error: Exception) -> bool:
@@ -2863,9 +3309,13 @@ def check_positions(args: Args, model, lists: list[list[dict]]) -> None:
 
 
 def check_layers(config, longest: int) -> None:
-    """NotImplementedError for layers that are no attention, and for positions that depend on a
-    row's length."""
+    """NotImplementedError for layers that are no attention, for windows shorter than a row, and for
+    positions that depend on a row's length."""
     kinds = {*(getattr(config, "layer_types", None) or ())}
+    window = getattr(config, "sliding_window", None)
+    if window and window < longest - 1 and (not kinds or "sliding_attention" in kinds):
+        reason = f"attention reaches {window} tokens back, rows have {longest - 1}"
+        raise NotImplementedError(reason)
     for kind in kinds - {"full_attention", "sliding_attention"}:
         raise NotImplementedError(f"layers of {kind} are not supported")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -2925,9 +3375,41 @@ def refuse_data(args: Args, flag: str, name: str, problem: str) -> NoReturn:
     communicators.stop(message, communicators.WRONG_VALUE, any_rank=any_rank)
 
 
-def get_text(value: str | list[dict]) -> str:
-    """A text, or the content of the last of some messages."""
-    return value if isinstance(value, str) else value[-1]["content"]
+def get_text(value: object) -> str:
+    """A text, the text of a number, or the content of the last of some messages.
+
+    Parts of a content are joined; ValueError if one is no text.
+    """
+    content = value[-1].get("content") if isinstance(value, list) else value
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    texts = []
+    for item in content:
+        kind = item.get("type") if isinstance(item, dict) else type(item).__name__
+        if kind != "text" or not isinstance(item.get("text"), str):
+            raise ValueError(f"a part of type {kind}, where only texts are read")
+        texts.append(item["text"])
+    return "".join(texts)
+
+
+def drop_empty(values: dict) -> dict:
+    """Without the keys that a table has added, so that all rows have the same."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def to_plain(value: object) -> str | list[dict]:
+    """A text, or messages with texts as contents. ValueError for anything else."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"neither a text nor messages: {value}")
+    messages = []
+    for message in value:
+        kept = drop_empty(message) if isinstance(message, dict) else {}
+        if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content"), str | list):
+            raise ValueError(f"no message with a role and a content: {message}")
+        messages.append(kept | {"content": get_text([kept])})
+    return messages
 
 
 def match_form(prompt: str | list[dict], texts: list[str]) -> list:
@@ -2937,24 +3419,61 @@ def match_form(prompt: str | list[dict], texts: list[str]) -> list:
     return texts
 
 
-def is_text(value: object) -> bool:
-    """Whether this is a text in Unicode, or messages with such a role and content."""
-    if isinstance(value, list) and value:
-        texts = []
-        for message in value:
-            if not isinstance(message, dict):
-                return False
-            texts += [message.get("role"), message.get("content")]
-    else:
-        texts = [value]
-    # Half a pair of UTF-16, which JSON can hold, has no bytes
-    return all(isinstance(text, str) and not re.search("[\ud800-\udfff]", text) for text in texts)
+def is_continued(prompt: str | list[dict]) -> bool:
+    """Whether a completion goes on with the prompt's last message, the assistant's."""
+    return isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
+
+
+def split_name(name: str) -> tuple[str, str | None, str]:
+    """The path or hub id, the configuration and the split of `PATH#CONFIGURATION:SPLIT`."""
+    if Path(name).exists():
+        return name, None, "train"
+    path, configuration, split = re.fullmatch(
+        r"(.+?)(?:#([^:]+))?(?::([^/].*))?", name, re.S
+    ).groups()
+    return path, configuration, split or "train"
+
+
+def read_rows(name: str) -> list[dict]:
+    """The rows of a data set, whatever the library `datasets` reads; no code of it is executed."""
+    datasets = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    path, configuration, split = split_name(name)
+    options = {"name": configuration, "split": split, "keep_in_memory": True}
+    if not Path(path).exists():
+        return [*datasets.load_dataset(path, **options)]
+    place = Path(path).resolve()
+    for folder in (place, place / split):  # of `Dataset.save_to_disk`, and of a dictionary of these
+        if (folder / "state.json").is_file():
+            return [*datasets.load_from_disk(str(folder), keep_in_memory=True)]
+    if place.is_file():
+        options["data_files"] = glob.escape(place.name)
+        place = place.parent
+    # The library's own cache would be read after a change that leaves a file its time
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        return [*datasets.load_dataset(str(place), cache_dir=cache, **options)]
 
 
 def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> list[dict]:
-    """What `read_examples` returns; for the docstrings, which take seconds, from the cache."""
-    if name != "docstrings":
-        return read_examples(args, tokenizer, name, name, flag)
+    """The examples of a data set, see `read_examples`; prints how many prompts are too long."""
+    if name == "docstrings":
+        examples, too_long = load_docstrings(args, tokenizer, flag)
+    else:
+        examples, too_long = read_examples(args, tokenizer, name, name, flag)
+    if too_long:
+        limit = f"--max-prompt-tokens {args.max_prompt_tokens}"
+        line = f"--{flag} {name}: {too_long} prompts are left out, longer than {limit}"
+        # Only ranks that hold its agent know of a data set of an agent's own
+        is_own = flag == "dataset" and list_datasets(args)
+        show = functools.partial(print, flush=True) if is_own else communicators.announce
+        show(line)
+    return examples
+
+
+def load_docstrings(args: Args, tokenizer, flag: str) -> tuple[list[dict], int]:
+    """What `read_examples` returns for the docstrings, from the cache, since it takes seconds."""
+    name = "docstrings"
     try:
         path = runpy.run_path(str(DOCSTRINGS))["cached"](get_cached_folder)
         content = hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -2964,15 +3483,17 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
     writes_date = "strftime_now" in str(tokenizer.chat_template)
     if writes_date or not hasattr(tokenizer, "backend_tokenizer"):  # nothing else describes it
         return read()
-    packages = ("transformers", "tokenizers", "jinja2")
+    packages = ("transformers", "tokenizers", "jinja2", "datasets")
+    functions = (read_examples, read_row, to_plain, drop_empty, get_text)
     key = {
         "content": content,
         "columns": [args.prompt_column, args.completion_column, args.topic_column],
         "max_prompt_tokens": args.max_prompt_tokens,
         "tokenizer": [type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str()],
         "template": [tokenizer.chat_template, str(tokenizer.special_tokens_map)],
+        "template_kwargs": args.chat_template_kwargs,
         "versions": {package: importlib.metadata.version(package) for package in packages},
-        "code": inspect.getsource(read_examples),
+        "code": [inspect.getsource(function) for function in functions],
     }
 
     def write(folder: Path) -> None:
@@ -2981,70 +3502,37 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
     folder = get_cached_folder("examples", key, write)
     if folder is None:
         return read()
-    return json.loads((folder / "examples.json").read_text())
+    examples, too_long = json.loads((folder / "examples.json").read_text())
+    return examples, too_long
 
 
-def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> list[dict]:
+def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> tuple[list[dict], int]:
     """The rows of a data set whose prompts are short enough, as examples with token ids, in the
-    order of their `place`.
+    order of their `place`, and the number of prompts that are too long.
 
-    This is the hash of the prompt, in [0, 1). Messages get the model's chat template, if it has
-    one; texts stand as they are, with the tokenizer's special tokens. name: of the data set; path:
-    where it is.
+    name: of the data set; path: where it is. Messages get the model's chat template, if it has one;
+    texts stand as they are, with the tokenizer's special tokens.
     """
-    required = [args.prompt_column, args.completion_column]
-    if args.topic_column != "topic":
-        required.append(args.topic_column)
     try:
-        if path.endswith((".json", ".jsonl")):
-            lines = Path(path).read_bytes().split(b"\n")
-            rows = [json.loads(line) for line in lines if line.strip()]
-        else:
-            path, _, split = path.partition(":")
-            datasets = importlib.import_module("datasets")
-            rows = list(datasets.load_dataset(path, split=split or "train"))
+        rows = read_rows(path)
     except Exception as error:  # damaged files may raise anything
-        refuse_data(args, flag, name, f"cannot be read: {communicators.first_line(error)}")
+        reason = " ".join(str(error.__cause__ or error).split()) or repr(error)
+        refuse_data(args, flag, name, f"cannot be read: {reason[:300]}")
     plain = []
     templated = []  # those with the chat template, which contains special tokens
-    for number, row in enumerate(rows or [{}]):
-        values = [None]
-        if isinstance(row, dict):
-            values = [row.get(column) for column in required]
-        if None in values or not all(map(is_text, values[:2])):
-            names = " and ".join(required)
-            problem = f"must have the columns {names}, texts or messages; row {number + 1} is {row}"
+    too_long = 0
+    for number, row in enumerate(rows):
+        try:
+            example = {"id": number} | read_row(args, tokenizer, row)
+        except ValueError as error:
+            problem = f"row {number + 1}: {communicators.first_line(error)}"
             refuse_data(args, flag, name, problem[:300])
-        prompt, completion = values[:2]
-        examples = plain
-        text = prompt
-        if isinstance(prompt, list) and tokenizer.chat_template:
-            examples = templated
-            try:
-                text = tokenizer.apply_chat_template(
-                    prompt, tokenize=False, add_generation_prompt=True
-                )
-            except Exception as error:  # whatever the template's author chose
-                problem = f"row {number + 1} does not suit the model's chat template"
-                refuse_data(args, flag, name, f"{problem}: {communicators.first_line(error)}")
-        elif isinstance(prompt, list):
-            text = "\n\n".join(message["content"] for message in prompt)
-        if len(text) > 12 * args.max_prompt_tokens:  # spares the tokenizer what is far too long
-            continue
-        first_line = get_text(prompt).partition("\n")[0].removeprefix("SUBREDDIT: r/")
-        topic = row.get(args.topic_column)
-        if topic in (None, ""):
-            topic = first_line
-        digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
-        example = {
-            "id": number,
-            "prompt": text,
-            "completion": get_text(completion),
-            "topic": str(topic).strip(),
-            "place": int.from_bytes(digest[:6]) / 2**48,
-            "row": row,
-        }
-        examples.append(example)
+        if len(example["prompt"]) > 12 * args.max_prompt_tokens:  # spares the tokenizer long texts
+            too_long += 1
+        elif isinstance(row[args.prompt_column], list) and tokenizer.chat_template:
+            templated.append(example)
+        else:
+            plain.append(example)
     kept = []
     for examples, has_special_tokens in ((plain, False), (templated, True)):
         if not examples:
@@ -3053,9 +3541,63 @@ def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> lis
         texts = [example["prompt"] for example in examples]
         ids = tokenizer(texts, add_special_tokens=not has_special_tokens)["input_ids"]
         for example, ids_of_example in zip(examples, ids, strict=True):
-            if 1 <= len(ids_of_example) <= args.max_prompt_tokens:
+            if len(ids_of_example) > args.max_prompt_tokens:
+                too_long += 1
+            elif ids_of_example:
                 kept.append(example | {"ids": ids_of_example})
-    return sorted(kept, key=lambda example: example["place"])
+    return sorted(kept, key=lambda example: example["place"]), too_long
+
+
+def read_row(args: Args, tokenizer, row: dict) -> dict:
+    """The example of a row, without token ids. ValueError for what cannot be used.
+
+    `place`, in [0, 1), is the hash of the prompt.
+    """
+    required = [args.prompt_column]
+    for column, default in ((args.completion_column, "completion"), (args.topic_column, "topic")):
+        if column != default:
+            required.append(column)
+    for column in required:
+        if row.get(column) is None:
+            raise ValueError(f"no {column} in {row}")
+    column = args.prompt_column
+    try:
+        prompt = to_plain(row[column])
+        column = args.completion_column
+        completion = row.get(column)
+        if isinstance(completion, list | dict | bytes):
+            completion = to_plain(completion)
+    except ValueError as error:
+        raise ValueError(f"column {column}: {error}") from error
+    text = prompt
+    if isinstance(prompt, list) and tokenizer.chat_template:
+        options = json.loads(args.chat_template_kwargs)
+        try:
+            options |= drop_empty(row.get("chat_template_kwargs") or {})
+            text = tokenizer.apply_chat_template(
+                prompt,
+                tokenize=False,
+                add_generation_prompt=not is_continued(prompt),
+                continue_final_message=is_continued(prompt),
+                **options,
+            )
+        except Exception as error:  # whatever the template's author chose
+            problem = f"does not suit the model's chat template: {communicators.first_line(error)}"
+            raise ValueError(problem) from error
+    elif isinstance(prompt, list):
+        text = "\n\n".join(message["content"] for message in prompt)
+    topic = row.get(args.topic_column)
+    if topic in (None, ""):
+        request = prompt[:-1] if is_continued(prompt) and len(prompt) > 1 else prompt
+        topic = get_text(request).partition("\n")[0].removeprefix("SUBREDDIT: r/")
+    digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
+    return {
+        "prompt": text,
+        "completion": get_text(completion),
+        "topic": str(topic).strip(),
+        "place": int.from_bytes(digest[:6]) / 2**48,
+        "row": row,
+    }
 
 
 def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str, list], list[dict]]:
@@ -3064,8 +3606,8 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
 
     A tenth of all prompts is held out because of their hashes, or all of --eval-dataset; no other
     setting moves a prompt between training and test. `validation` is common to all agents; there is
-    a task for each topic. Public states are of the first held-out prompts, whatever --eval-prompts
-    is, since the similarity communicator learns from them.
+    a task for each topic. Public states are of the first held-out prompts with a completion,
+    whatever --eval-prompts is, since the similarity communicator learns from them.
     """
     n = args.num_agents
     separate = list_datasets(args)
@@ -3126,21 +3668,24 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
     check_kind(args, source, [*itertools.chain(*training.values())])
     for examples in tests.values():
         check_kind(args, held_out, examples)
-    if args.communicator == "similarity" and not pool:
-        reason = "must compare on held-out prompts, and there are none"
+    public = [example for example in pool if example["completion"].strip()][:PUBLIC_STATES]
+    if args.communicator == "similarity" and not public:
+        reason = "must compare on completions of held-out prompts, and there are none"
         communicators.refuse(args, "communicator", reason)
-    return training, tests, pool[:PUBLIC_STATES]
+    return training, tests, public
 
 
 def check_file(args: Args, name: str) -> None:
-    """End where a data set is a file that does not exist, before any is read."""
-    path = DOCSTRINGS if name == "docstrings" else Path(name)
-    if path.suffix in (".json", ".jsonl", ".py") and not path.is_file():
-        flag = "eval-dataset" if name == args.eval_dataset else "dataset"
+    """End where a data set is a file that is missing or empty, before any is read."""
+    path = DOCSTRINGS if name == "docstrings" else Path(split_name(name)[0])
+    flag = "eval-dataset" if name == args.eval_dataset else "dataset"
+    if path.suffix in (".json", ".jsonl", ".csv", ".parquet", ".py") and not path.is_file():
         reason = "there is no such file"
         if name == "docstrings":
             reason = "needs benchmark/docstrings.py beside this script, which collects them"
         refuse_data(args, flag, name, reason)
+    if path.is_file() and not path.stat().st_size:
+        refuse_data(args, flag, name, "is empty")
 
 
 def check_kind(args: Args, source: tuple[str, str], examples: list[dict]) -> None:
@@ -3176,9 +3721,56 @@ def check_number(
 # --- rewards ---
 
 
-def make_reward(args: Args, device: torch.device) -> dict[str, Callable]:
+# Folders of reward files that were put on Python's path
+reward_folders = []
+
+
+class RewardLog:
+    """What reward functions get from the run and tell it, by the arguments of TRL: `trainer_state`,
+    `log_metric` and `log_extra`."""
+
+    def __init__(self, args: Args):
+        self.trainer_state = transformers.TrainerState(max_steps=args.total_steps)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was logged, as in an evaluation."""
+        self.metrics = {}
+        self.columns = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """A number of this step."""
+        self.metrics.setdefault(f"rewards/{name}", []).append(float(value))
+
+    def log_extra(self, name: str, values: list) -> None:
+        """A column of --log-completions."""
+        self.columns.setdefault(name, []).extend(map(str, values))
+
+    def read(self, number: int) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """The means of the metrics, and the columns with values of so many completions."""
+        metrics = {name: np.mean(values) for name, values in self.metrics.items()}
+        columns = {}
+        for name, values in self.columns.items():
+            if len(values) == number:
+                columns[name] = np.array(values)
+        return metrics, columns
+
+    def bind(self, function: Callable) -> Callable:
+        """The function with those of these arguments that it takes."""
+        parameters = inspect.signature(function).parameters
+        takes_all = any(value.kind is value.VAR_KEYWORD for value in parameters.values())
+        names = ("trainer_state", "log_metric", "log_extra")
+        given = {name: getattr(self, name) for name in names if takes_all or name in parameters}
+        return functools.partial(function, **given)
+
+
+def make_reward(
+    args: Args, device: torch.device, reward_log: RewardLog | None = None
+) -> dict[str, Callable]:
     """Every --reward by its name: a function with TRL's signature, a number or None for each
     completion."""
+    forget_reward_files()
+    reward_log = reward_log or RewardLog(args)
     functions = {}
     for name in args.reward:
         file, _, function_name = name.rpartition(":")
@@ -3187,14 +3779,45 @@ def make_reward(args: Args, device: torch.device) -> dict[str, Callable]:
             scorer = library.RougeScorer(["rougeL"], use_stemmer=True)
             function = functools.partial(compute_rouge, scorer)
         elif file.endswith(".py"):
-            function = runpy.run_path(file).get(function_name)
+            function = getattr(import_file(args, file), function_name, None)
             if not callable(function):
                 communicators.refuse(args, "reward", f"{file} has no function {function_name}")
+            function = reward_log.bind(function)
         else:
             model, tokenizer = load_reward_model(args, name, device)
             function = functools.partial(apply_reward_model, model, tokenizer)
         functions[name_reward(name)] = function
     return functions
+
+
+def import_file(args: Args, file: str):
+    """The module of a reward file, under its own name, as pickle needs it, with its folder on
+    Python's path for the modules beside it."""
+    path = Path(file).resolve()
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that no installed package is hidden
+        reward_folders.append(folder)
+    importlib.invalidate_caches()
+    spec = None
+    if "." not in path.stem:
+        spec = importlib.util.find_spec(path.stem)
+    if not spec or Path(spec.origin or "").resolve() != path:
+        reason = f"{file} must have another name: Python finds another module under this one"
+        communicators.refuse(args, "reward", reason)
+    return importlib.import_module(path.stem)
+
+
+def forget_reward_files() -> None:
+    """Take the reward files of an earlier run of this process, and what lies beside them, out of
+    Python's modules and path."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and str(Path(file).parent) in reward_folders:
+            del sys.modules[name]
+    for folder in reward_folders:
+        sys.path.remove(folder)
+    reward_folders.clear()
 
 
 def check_reward_inputs(args: Args, functions: dict, lists: list[list[dict]]) -> None:
@@ -3203,6 +3826,8 @@ def check_reward_inputs(args: Args, functions: dict, lists: list[list[dict]]) ->
     """
     for examples in lists:
         columns = {*itertools.chain(*(example["row"] for example in examples)), *GIVEN_COLUMNS}
+        if all(example["row"].get(args.completion_column) is not None for example in examples):
+            columns |= {"references", "reference_completions"}
         longest = max(examples, key=lambda example: len(example["ids"]))
         for name, function in functions.items():
             check_columns(args, name, function, columns)
@@ -3269,10 +3894,12 @@ def load_reward_model(args: Args, name: str, device: torch.device) -> tuple[nn.M
     return model.eval(), tokenizer
 
 
-def compute_rouge(scorer, /, completions: list, references: list[str], **_) -> list[float]:
-    """ROUGE-L F of completions against the references."""
+def compute_rouge(
+    scorer, /, completions: list, reference_completions: list[str], **_
+) -> list[float]:
+    """ROUGE-L F of completions against those of the data."""
     rewards = []
-    for reference, completion in zip(references, completions, strict=True):
+    for reference, completion in zip(reference_completions, completions, strict=True):
         rewards.append(scorer.score(reference, get_text(completion))["rougeL"].fmeasure)
     return rewards
 
@@ -3335,22 +3962,29 @@ def join_texts(tokenizer, prompts: list, completions: list) -> tuple[list[str], 
     end = tokenizer.eos_token or ""
     chat = isinstance(prompts[0], list) and bool(tokenizer.chat_template)
     for prompt, completion in zip(prompts, completions, strict=True):
+        if isinstance(prompt, list):
+            messages = to_plain(prompt)
+            if is_continued(messages):
+                content = messages.pop()["content"] + completion[0]["content"]
+                completion = [{"role": "assistant", "content": content}]
+            messages += completion
         if chat:
-            texts.append(tokenizer.apply_chat_template(prompt + completion, tokenize=False))
+            texts.append(tokenizer.apply_chat_template(messages, tokenize=False))
         elif isinstance(prompt, list):
-            texts.append("\n\n".join(message["content"] for message in prompt + completion) + end)
+            texts.append("\n\n".join(message["content"] for message in messages) + end)
         else:
             texts.append(prompt + completion + end)
     return texts, chat
 
 
 def decode(args: Args, tokenizer, example: dict, ids: list[int]) -> str:
-    """The text of a completion as it stands behind its prompt; a message is decoded alone.
+    """The text of a completion as it stands behind its prompt; a new message is decoded alone.
 
     Decoded together with the prompt, which is then cut off: SentencePiece drops the space with
     which a text begins.
     """
-    if isinstance(example["row"][args.prompt_column], list):
+    prompt = example["row"][args.prompt_column]
+    if isinstance(prompt, list) and not is_continued(prompt):
         return tokenizer.decode(ids)
     prompt = tokenizer.decode(example["ids"])
     both = tokenizer.decode([*example["ids"], *ids])
@@ -3395,7 +4029,10 @@ def score_completions(
     penalised = np.array(
         [not end or len(row) < args.min_response_tokens for end, row in zip(ends, ids, strict=True)]
     )
-    results = {"reward": scores - args.missing_eos_penalty * penalised, "score": scores}
+    rewards = scores - args.missing_eos_penalty * penalised
+    if args.missing_eos_reward is not None:
+        rewards = np.where(penalised & ~np.isnan(scores), args.missing_eos_reward, scores)
+    results = {"reward": rewards, "score": scores}
     for name, row in zip(functions, values, strict=True):
         results[f"reward_{name}"] = row
     return texts, ends, results
@@ -3443,17 +4080,19 @@ def list_reward_columns(
     """All keyword arguments that a reward function may have: the data's columns, and TRL's."""
     columns = {}
     for name in dict.fromkeys(name for example in chosen for name in example["row"]):
-        columns[name] = [example["row"].get(name) for example in chosen]
+        # Copies, because a function may change what it gets
+        columns[name] = [copy.deepcopy(example["row"].get(name)) for example in chosen]
     prompts = columns[args.prompt_column]
     columns["prompts"] = prompts
     columns["completions"] = match_form(prompts[0], texts)
     columns["completion_ids"] = ids
-    columns["references"] = [example["completion"] for example in chosen]
+    columns["reference_completions"] = [example["completion"] for example in chosen]
+    columns.setdefault("references", columns["reference_completions"])  # or the data's own
     return columns
 
 
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-GIVEN_COLUMNS = ("prompts", "completions", "completion_ids", "references")  # besides the data's
+GIVEN_COLUMNS = ("prompts", "completions", "completion_ids")  # besides the data's
 
 
 def check_columns(args: Args, name: str, function: Callable, columns: Collection[str]) -> None:
@@ -3461,7 +4100,10 @@ def check_columns(args: Args, name: str, function: Callable, columns: Collection
     for parameter in inspect.signature(function).parameters.values():
         required = parameter.default is parameter.empty and parameter.kind in NAMED
         if required and parameter.name not in columns:
-            reason = f"{name} needs a column {parameter.name}, which the data lack"
+            column = parameter.name
+            if column in ("references", "reference_completions"):
+                column = args.completion_column
+            reason = f"{name} needs a column {column}, which the data lack"
             communicators.refuse(args, "reward", reason, any_rank=True)
 
 
@@ -3471,40 +4113,103 @@ def call_reward(args: Args, name: str, function: Callable, columns: dict[str, li
     It gets the columns that its signature names, and all others but `prompt` and `completion` if
     it has **kwargs.
     """
-    check_columns(args, name, function, columns)
     parameters = inspect.signature(function).parameters.values()
     names = {parameter.name for parameter in parameters} & columns.keys()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names |= columns.keys() - {"prompt", "completion"}
-    rewards = function(**{key: columns[key] for key in names})
+        names |= columns.keys() - {"prompt", "completion", "reference_completions"}
+    try:
+        rewards = function(**{key: columns[key] for key in names})
+        if inspect.isawaitable(rewards):
+            rewards = get_event_loop().run_until_complete(rewards)
+        if isinstance(rewards, str | dict):
+            raise TypeError(f"rewards must be numbers, not {type(rewards).__name__}")
+        rewards = [math.nan if reward is None else float(reward) for reward in rewards]
+    except asyncio.CancelledError as error:  # is no Exception, and must save progress as one
+        raise RuntimeError(f"--reward {name} was cancelled") from error
+    except Exception as error:
+        error.add_note(f"--reward {name} has raised this")
+        raise
     number = len(columns["completions"])
     if len(rewards) != number:
         reason = f"{name} returns {len(rewards)} rewards for {number} completions"
         communicators.refuse(args, "reward", reason, any_rank=True)
-    return [math.nan if reward is None else reward for reward in rewards]
+    return rewards
+
+
+@functools.cache
+def get_event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of all asynchronous reward functions, whose clients may live longer than a call."""
+    return asyncio.new_event_loop()
+
+
+@contextlib.contextmanager
+def saving_progress(run: Run, state: dict[str, list], steps: int) -> Iterator[None]:
+    """Where a reward function, or a server, fails, write a checkpoint of so many steps and end.
+
+    In training the present step has changed nothing yet, and all ranks end together. In an
+    evaluation others wait elsewhere, so that only a single process saves this step.
+    """
+    failure = None
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        failure = error
+    is_training = steps < run.iteration
+    failed = torch.full((len(run.exchange.agents), 1), int(failure is not None))
+    if is_training:
+        failed = run.exchange.all_gather(failed)
+    if not failed.any():
+        return
+    run.iteration = steps
+    if steps and (is_training or run.exchange.world_size == 1):
+        run.save(state)
+    if failure is None:
+        sys.exit(1)
+    line = f"go on with --resume {run.folder}"
+    if not isinstance(failure, SystemExit):
+        failure.add_note(line)
+    elif line not in str(failure.args):
+        print(line, file=sys.stderr, flush=True)
+    raise failure
+
+
+def misses_evaluation(args: Args, run: Run) -> bool:
+    """Whether a resumed run has no evaluation of its last step, in which a reward failed."""
+    if run.exchange.world_size > 1 or not run.due(args.eval_every):
+        return False
+    with open(run.folder / "evaluations.csv", newline="") as file:
+        return str(run.iteration) not in {row["step"] for row in csv.DictReader(file)}
 
 
 # --- evaluation, and logs of completions ---
 
 
 def evaluate(
-    args: Args, run: Run, model, tokenizer, functions: dict, tests: dict[str, list[dict]]
+    args: Args,
+    run: Run,
+    model,
+    tokenizer,
+    functions: dict,
+    tests: dict[str, list[dict]],
+    server: "Server | None" = None,
 ) -> None:
     """Every agent completes the held-out prompts of every task, greedily; completions.jsonl has all
     completions.
 
-    With --eval-samples it also samples completions, with the same random numbers in every
-    evaluation and placement.
+    With --eval-samples it also samples completions, with the same random numbers, or requests to
+    the server, in every evaluation and placement: rows with a `sample`, their number.
     """
     held = run.exchange.agents
     size = choose_evaluation_batch_size(args)
     written = []  # rows of completions.jsonl
+    sampled = []
     results = [{task: {} for task in tests} for _ in held]
-    with select_adapters("policy"):
+    with select_adapters("policy"), serving(server, run, model) as complete:
         for task, examples in tests.items():
             for first in range(0, len(examples), size):
                 selected = examples[first : first + size]
-                rows = complete_greedily(args, model, tokenizer, functions, selected, held)
+                inputs = args, complete, model, tokenizer, functions, selected, held
+                rows = complete_greedily(*inputs)
                 for row in rows:
                     columns = results[row["agent"] - held.start][task]
                     example = row["example"]
@@ -3517,29 +4222,38 @@ def evaluate(
                         "reference": example["completion"],
                     }
                     written.append(completion | row["scores"])
+                    for sample in row["samples"]:
+                        sampled.append(completion | sample)
                     for name, value in (row["scores"] | row["measures"]).items():
                         columns.setdefault(name, []).append(value)
     run.log_evaluation(results)
     if args.save_adapters:
         save_best_adapters(args, run, model, tokenizer)
-    run.write_json_lines("completions.jsonl", written)
+    run.write_json_lines("completions.jsonl", written + sampled)
     if run.chief:
         show_completions(args, run, tests, written)
 
 
 def complete_greedily(
-    args: Args, model, tokenizer, functions: dict, examples: list[dict], held: range
+    args: Args,
+    complete: Callable,
+    model,
+    tokenizer,
+    functions: dict,
+    examples: list[dict],
+    held: range,
 ) -> list[dict]:
     """The greedy completions of these examples by each agent held, agent after agent.
 
-    Each has its agent, example, text, scores, which completions.jsonl has too, and other measures:
-    length, end, and means over sampled completions.
+    complete: `generate`, or by a server. Each has its agent, example, text, scores, which
+    completions.jsonl has too, other measures (length, end, and means over sampled completions) and
+    the sampled completions.
     """
     agents = [i for i in held for _ in examples]
     chosen = examples * len(held)
     prompts = [example["ids"] for example in chosen]
     no_uniforms = torch.zeros(len(chosen), 1, args.response_length)
-    outputs = generate(
+    outputs = complete(
         model,
         prompts,
         no_uniforms,
@@ -3553,8 +4267,10 @@ def complete_greedily(
     )
     hide_diverged(scores, logprobs, model)
     measures = {"length": lengths.tolist(), "eos_rate": ends}
+    samples = [[] for _ in chosen]
     if args.eval_samples:
-        means = sample_evaluation(args, model, tokenizer, functions, chosen, agents)
+        sampled = sample_evaluation(args, complete, model, tokenizer, functions, chosen, agents)
+        means, samples = sampled
         for name, column in means.items():
             measures[name] = [float(value) for value in column]
     rows = []
@@ -3562,6 +4278,7 @@ def complete_greedily(
         row = {"agent": agents[n], "example": example, "completion": texts[n]}
         row["scores"] = {name: float(column[n]) for name, column in scores.items()}
         row["measures"] = {name: column[n] for name, column in measures.items()}
+        row["samples"] = samples[n]
         rows.append(row)
     return rows
 
@@ -3623,20 +4340,21 @@ def hide_diverged(scores: dict[str, np.ndarray], logprobs: Tensor, model) -> Non
 
 def sample_evaluation(
     args: Args,
+    complete: Callable,
     model,
     tokenizer,
     functions: dict,
     chosen: list[dict],
     agents: list[int],
-) -> dict[str, list[float]]:
+) -> tuple[dict[str, list[float]], list[list[dict]]]:
     """Columns with the means over --eval-samples completions of each example, the [n]-th by
-    agents[n]."""
+    agents[n], and these completions: number, text and scores."""
     uniforms = []
     for i, example in zip(agents, chosen, strict=True):
         seed = derive_seed(args.seed, i, example["id"], TEST_SAMPLING)
         generator = torch.Generator().manual_seed(seed)
         uniforms.append(torch.rand(args.eval_samples, args.response_length, generator=generator))
-    tokens, lengths, logprobs = generate(
+    tokens, lengths, logprobs = complete(
         model,
         [example["ids"] for example in chosen],
         torch.stack(uniforms),
@@ -3648,17 +4366,24 @@ def sample_evaluation(
     repeated = [example for example in chosen for _ in range(args.eval_samples)]
     agents = [i for i in agents for _ in range(args.eval_samples)]
     rows = tokens.flatten(0, 1)
-    _, ends, scores = score_completions(
+    texts, ends, scores = score_completions(
         args, functions, tokenizer, repeated, agents, rows, lengths.flatten()
     )
     hide_diverged(scores, logprobs.flatten(0, 1), model)
     shape = (len(chosen), args.eval_samples)
     rewards = scores["reward"].reshape(shape)
-    return {
+    means = {
         "sampled_reward": [communicators.mean(row[~np.isnan(row)]) for row in rewards],
         "sampled_length": lengths.double().mean(1).tolist(),
         "sampled_eos_rate": np.reshape(ends, shape).mean(1).tolist(),
     }
+    samples = [[] for _ in chosen]
+    for n, text in enumerate(texts):
+        example, number = divmod(n, args.eval_samples)
+        sample = {"sample": number, "completion": text}
+        sample |= {name: float(column[n]) for name, column in scores.items()}
+        samples[example].append(sample)
+    return means, samples
 
 
 class CompletionLog:
@@ -3696,7 +4421,7 @@ class CompletionLog:
             "advantage": batch["advantages"][..., 0].flatten().tolist(),
         }
         for name, column in scores.items():
-            columns[name] = column.tolist()
+            columns.setdefault(name, column.tolist())
         rows = []
         for k, path in enumerate(self.paths):
             rows_of_agent = []
@@ -3709,7 +4434,9 @@ class CompletionLog:
                     "completion": texts[n],
                     "reward": rewards[n],
                 }
-                rows_of_agent.append(row | {name: column[n] for name, column in columns.items()})
+                for name, column in columns.items():
+                    row.setdefault(name, column[n])
+                rows_of_agent.append(row)
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows_of_agent)
@@ -3749,7 +4476,7 @@ def check_args(args: Args) -> None:
     check_rewards(args)
     check_generation(args)
     check_training(args)
-    has_influence = args.kl_coef > 0 or args.aggregation != "policy"
+    has_influence = args.kl_coef + args.reward_kl_coef > 0 or args.aggregation != "policy"
     communicators.check_communicator(args, make_communicator, has_influence)
 
 
@@ -3760,12 +4487,8 @@ def check_data(args: Args) -> None:
     if len(args.dataset) not in (1, n):
         reason = f"must be one for all, or one for each of the {n} agents"
         communicators.refuse(args, "dataset", reason)
-    if separate and not args.eval_dataset:
-        if args.eval_prompts:
-            communicators.refuse(args, "eval_dataset", "must be there, or --eval-prompts 0")
-        if args.communicator == "similarity":
-            reason = "must compare on common held-out prompts: --eval-dataset"
-            communicators.refuse(args, "communicator", reason)
+    if separate and not args.eval_dataset and args.eval_prompts:
+        communicators.refuse(args, "eval_dataset", "must be there, or --eval-prompts 0")
     if separate and args.partition == "topic":
         reason = "must be iid: every agent has a data set of its own"
         communicators.refuse(args, "partition", reason)
@@ -3773,6 +4496,12 @@ def check_data(args: Args) -> None:
         communicators.refuse(args, "topics", "must name each topic once")
     if args.partition == "topic" and len(args.topics) not in (0, n):
         communicators.refuse(args, "topics", f"must be {n} topics")
+    options = None
+    with contextlib.suppress(ValueError):
+        options = json.loads(args.chat_template_kwargs)
+    if not isinstance(options, dict):
+        reason = """must be a JSON object, such as '{"enable_thinking": false}'"""
+        communicators.refuse(args, "chat_template_kwargs", reason)
 
 
 def check_batches(args: Args) -> None:
@@ -3859,11 +4588,15 @@ def list_special_settings(config: dict) -> list[str]:
 
 def check_rewards(args: Args) -> None:
     """Every reward can be loaded, and has a weight if any has."""
+    replaces = args.missing_eos_reward is not None
+    if replaces and args.missing_eos_penalty != Args.missing_eos_penalty:
+        reason = "must be left out: --missing-eos-reward takes its place"
+        communicators.refuse(args, "missing_eos_penalty", reason)
     if "rouge" in args.reward and not importlib.util.find_spec("rouge_score"):
         communicators.refuse(args, "reward", "the package rouge-score is not installed")
     for name in args.reward:
         is_file = Path(name.partition(":")[0]).exists()
-        if not is_file and not re.fullmatch(r"rouge|[\w-]+/[\w.-]+", name):
+        if name.endswith(".py") or not (is_file or re.fullmatch(r"rouge|[\w-]+/[\w.-]+", name)):
             reason = (
                 "must be rouge, an existing FILE.py:function, or a reward model's folder or hub id"
             )
@@ -3898,17 +4631,22 @@ def check_generation(args: Args) -> None:
     if args.log_completions > args.batch_size:
         reason = f"must be at most the batch of {args.batch_size} prompts"
         communicators.refuse(args, "log_completions", reason)
-    if args.generate_with and not re.match(r"https?://[^/]+", args.generate_with):
-        communicators.refuse(args, "generate_with", "must begin with http:// or https://")
+    check_server(args)
     if "" in args.stop_strings:
         communicators.refuse(args, "stop_strings", "must be texts, not empty")
 
 
+def check_server(args: Args) -> None:
+    """--generate-with is the URL of a server."""
+    if args.generate_with and not re.match(r"https?://[^/]+", args.generate_with):
+        communicators.refuse(args, "generate_with", "must begin with http:// or https://")
+
+
 def check_training(args: Args) -> None:
-    """Importance weights and the start of the value model are possible."""
-    if 0 < args.importance_cap < 1:
-        reason = "must be at least 1, or 0 for no weights"
-        communicators.refuse(args, "importance_cap", reason)
+    """Rewards of tokens and the start of the value model are possible."""
+    if args.reward_kl_coef > 0 and args.algorithm == "grpo":
+        reason = "must be 0 for GRPO, whose tokens have no rewards; see --kl-coef"
+        communicators.refuse(args, "reward_kl_coef", reason)
     if args.value_init == "base" or args.algorithm != "ppo":
         return
     if args.value_init == "adapter":

@@ -4,6 +4,7 @@
     python benchmark/judge.py runs/NAME --against runs/OTHER --server URL --model Qwen/Qwen3-32B
     python benchmark/judge.py runs/NAME --reward-model runs/docstrings/judge
     python benchmark/judge.py runs/NAME --reward-model MODEL --before  # where training began
+    python benchmark/judge.py runs/NAME --reward-model MODEL --sampled  # those of --eval-samples
 
 The judge is a language model behind any OpenAI-compatible server (vLLM, `transformers serve`, ...),
 with the paper's prompt and sampling (figure 6, table 6), or, offline, a reward model: one that the
@@ -14,8 +15,9 @@ and 1, and an answer that was cut off, is invalid and left out. A completion sco
 valid verdicts: 0, 0.5 or 1. Prompts are the unit of replication: both orders and all agents'
 completions of a prompt are resampled with it (bootstrap, 95 %). Every answer is written to --cache
 at once: started again, the program only sends the requests that have no answer yet. Win rates are
-printed, and written to win_rates.csv in each run's folder, from which
-`benchmark/table.py --measure win_rate` takes them.
+printed, and written to win_rates.csv in each run's folder, from which `--measure win_rate` of
+table.py and plot.py takes them; those of sampled completions to sampled_win_rates.csv, for
+`--measure sampled_win_rate`.
 """
 
 import hashlib
@@ -101,6 +103,9 @@ class Args:
     """another run's folder: its completions of the same prompts take the place of the references"""
     before: bool = False
     """judge the agents' completions from before training: where they began"""
+    # judge the completions that prpo_llm.py --eval-samples sampled, at the temperature of training,
+    # in place of the greedy ones
+    sampled: bool = False
     tasks: tuple[str, ...] = ("validation",)
     """what is judged: validation, or topics by their names (none: everything)"""
     # file with another prompt: {prompt}, {response0}, {response1}, other braces doubled (default:
@@ -258,12 +263,17 @@ class Judge:
         return {"0": 1.0, "1": 0.0}.get(answer[-1:], np.nan)
 
 
-def read_completions(folder: str, before: bool = False) -> pd.DataFrame:
-    """The rows of a run's last evaluation, or of that before training."""
+def read_completions(folder: str, before: bool = False, sampled: bool = False) -> pd.DataFrame:
+    """The greedy completions of a run's last evaluation, or of that before training, or those that
+    it sampled, which have a column `sample`, their number.
+    """
     path = Path(folder, "completions.jsonl")
     if not path.is_file():
         sys.exit(f"{folder}: has no completions.jsonl")
-    rows = pd.DataFrame(read_json_lines(path))
+    rows = [row for row in read_json_lines(path) if ("sample" in row) == sampled]
+    if sampled and not rows:
+        refuse(f"--sampled: {folder} has no sampled completions; prpo_llm.py --eval-samples")
+    rows = pd.DataFrame(rows)
     if not {"step", "agent", "task", "id", "completion", "reference"} <= {*rows.columns}:
         sys.exit(f"{path}: is no log of completions")
     step = 0 if before else rows.step.max()
@@ -378,12 +388,14 @@ def check_args(args: Args) -> None:
 
 def read_pairs(folder: str, args: Args) -> pd.DataFrame:
     """What is to be judged of a run: prompt, completion, other."""
-    rows = read_completions(folder, args.before)
+    rows = read_completions(folder, args.before, args.sampled)
     if args.tasks:
         rows = rows[rows.task.isin(args.tasks)]
     if args.against:
         key = ["agent", "task", "id", "reference"]  # which tells data sets apart
-        others = read_completions(args.against)[[*key, "completion"]]
+        if args.sampled:
+            key.append("sample")
+        others = read_completions(args.against, sampled=args.sampled)[[*key, "completion"]]
         rows = rows.merge(others.rename(columns={"completion": "other"}), on=key)
     else:
         rows = rows.assign(other=rows.reference)
@@ -457,7 +469,7 @@ def main(args: Args) -> pd.DataFrame:
         table.insert(0, "judge", args.reward_model or args.model)
         table.insert(0, "run", folder)
         if not (args.against or args.before):
-            path = Path(folder, "win_rates.csv")
+            path = Path(folder, f"{'sampled_' if args.sampled else ''}win_rates.csv")
             write(path, "", add_other_tasks(path, table))
         tables.append(table)
     win_rates = pd.concat(tables)

@@ -3,7 +3,7 @@ data.
 
     python benchmark/llm_memory.py --csv benchmark/results/llm_memory.csv  # of docs/prpo_llm.md
     python benchmark/llm_memory.py --sizes 1.5B --held 7 --micro-batch-size 1 --batch-size 4
-    python benchmark/llm_memory.py --sizes 1.5B --task runs/llm-task-300 --write runs/1.5B
+    python benchmark/llm_memory.py --sizes 1.5B --prompt-tokens 300 --write runs/1.5B
 
 The defaults are the settings of `bash benchmark/llm.sh`, GRPO, with one of seven agents on a
 GPU. The model is built, and a micro-batch is passed through it, under PyTorch's FakeTensorMode;
@@ -11,12 +11,14 @@ what autograd would keep is counted there. The cache of sampling and the states 
 products of sizes. Not counted: CUDA's own context, and memory that the allocator holds in pieces
 too small to be used.
 
---write stores a model of that size with random weights: prpo_llm.py trains it like any other, and
-logs the memory that it takes.
+--write stores a model of that size with random weights, and prompts of --prompt-tokens random words
+unless --task has others: prpo_llm.py trains it like any other, and logs the memory that it takes.
 """
 
 import csv
 import io
+import json
+import random
 import shutil
 import sys
 from dataclasses import dataclass
@@ -24,8 +26,14 @@ from pathlib import Path
 
 import torch
 from arguments import read_flags, refuse
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import communicators
@@ -33,6 +41,8 @@ import prpo_llm
 
 # Size -> what NAMES are
 MODELS = {
+    "tiny": (64, 128, 2, 4, 2, 512, True),  # of tests
+    "135M": (576, 1536, 30, 9, 3, 49_152, True),  # SmolLM2
     "0.5B": (896, 4864, 24, 14, 2, 151_936, True),  # Qwen 2.5
     "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),  # Qwen 2.5
     "7B": (4096, 14_336, 32, 32, 8, 32_000, False),  # Mistral v0.2
@@ -47,6 +57,7 @@ NAMES = (
     "vocab_size",
     "tie_word_embeddings",
 )
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass
@@ -63,9 +74,9 @@ class Args:
     """tokens of a completion, at most"""
     group_size: int = 8
     """completions per prompt"""
-    batch_size: int = 64
+    batch_size: int = 8
     """prompts per agent and step"""
-    micro_batch_size: int = 8
+    micro_batch_size: int = 1
     """prompts per agent that pass through the model at once in an update"""
     rollout_batch_size: int = 0
     """prompts per agent that are completed at once (0: the whole batch)"""
@@ -76,7 +87,7 @@ class Args:
     write: str = ""
     """folder to write a model of the first size to instead, with random weights"""
     task: str = ""
-    """folder with its tokenizer and prompts, which trl_grpo.py --prepare makes"""
+    """folder with its tokenizer and prompts, which trl_grpo.py --prepare makes (default: words)"""
 
 
 class Lengths:
@@ -113,14 +124,6 @@ def count_kept(model, args: Args) -> int:
     return kept
 
 
-def attend_on_gpu(query, key, value, **options):
-    """Attention as it is there, where heads that share keys get copies."""
-    copies = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(copies, dim=1)
-    value = value.repeat_interleave(copies, dim=1)
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)
-
-
 def make_config(shape: tuple, **options) -> LlamaConfig:
     """The configuration of a model of these sizes."""
     sizes = dict(zip(NAMES, shape, strict=True))
@@ -134,22 +137,55 @@ def build_model(shape: tuple) -> torch.nn.Module:
     return model.eval().requires_grad_(False)
 
 
+def write_words(args: Args, size: int) -> None:
+    """A tokenizer whose tokens are words without meaning, and prompts of them."""
+    vocabulary = {f"w{k}": k for k in range(size - 1)} | {"<eos>": size - 1}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(args.write)
+    rng = random.Random(0)
+    with open(Path(args.write, "prompts.jsonl"), "w") as file:
+        for _ in range(1000):
+            lengths = {"prompt": args.prompt_tokens, "completion": 20}
+            row = {}
+            for name, length in lengths.items():
+                row[name] = " ".join(f"w{rng.randrange(size - 1)}" for _ in range(length))
+            file.write(json.dumps(row) + "\n")
+
+
+@torch.no_grad()
+def never_end(model, eos: int) -> None:
+    """Let the end of a text have no probability, so that all completions have full length.
+
+    The first number of every token's embedding is large and positive, that of the end in the head
+    is negative.
+    """
+    model.get_input_embeddings().weight[:, 0] = 1.0
+    model.get_output_embeddings().weight[eos, 0] = -1.0
+
+
 def write_model(args: Args, shape: tuple) -> None:
     """A folder to train from: a model of these sizes with random weights, tokenizer, prompts."""
-    tokenizer = AutoTokenizer.from_pretrained(args.task)
+    if args.task:
+        tokenizer = AutoTokenizer.from_pretrained(args.task)
+        tokenizer.save_pretrained(args.write)
+        shutil.copy(Path(args.task, "prompts.jsonl"), args.write)
+    else:
+        write_words(args, shape[NAMES.index("vocab_size")])
+        tokenizer = AutoTokenizer.from_pretrained(args.write)
     config = make_config(shape, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
     torch.manual_seed(0)
     with communicators.set_device("auto"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    never_end(model, tokenizer.eos_token_id)
     model.save_pretrained(args.write)
-    tokenizer.save_pretrained(args.write)
-    shutil.copy(Path(args.task, "prompts.jsonl"), args.write)
 
 
 def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str, float]:
     """Bytes of each part of a process."""
     hidden, intermediate, layers, heads, key_heads, vocabulary, tied = shape
-    settings = prpo_llm.Args(num_agents=args.agents)
+    settings = prpo_llm.Args(num_agents=args.agents, lora_targets=TARGETS)
     model = build_model(shape)
     decoder = sum(parameter.nbytes for parameter in model.get_decoder().parameters())
     trained, snapshots = prpo_llm.add_adapters(settings, model, args.held)
@@ -160,7 +196,7 @@ def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str,
     cached = prompts * (args.prompt_tokens + args.group_size * args.response_length)
     keys = 2 * layers * key_heads * hidden // heads  # and values, of a token
     of_layer = 3 * intermediate + 4 * hidden  # of a token, while a layer computes
-    tokens = args.held * args.batch_size * args.group_size * args.response_length
+    tokens = args.held * args.micro_batch_size * args.group_size * args.response_length
     resident = {
         "base model, head in float32": decoder + 4 * vocabulary * hidden,
         "adapters, gradients, AdamW": 4 * trained.nbytes,
@@ -171,7 +207,7 @@ def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str,
         "rollout: keys and values": 2 * cached * keys,
         "rollout: a layer of all prompts": 2 * prompts * args.prompt_tokens * of_layer,
     }
-    states = {"update: states of references": 2 * tokens * hidden * (args.agents + 1)}
+    states = {"update: states of references": 2 * tokens * hidden * args.agents}
     update = states | {
         "update: logits of a part of the tokens": 4 * logits_at_once * (args.agents + 5),
         "update: activations with --gradient-checkpointing": inputs + whole // layers,
@@ -193,14 +229,11 @@ def main(args: Args) -> None:
     if unknown or not args.sizes:
         refuse(f"--sizes {' '.join(unknown)}: choose from {', '.join(MODELS)}")
     if args.write:
-        if not Path(args.task, "prompts.jsonl").is_file():
+        if args.task and not Path(args.task, "prompts.jsonl").is_file():
             refuse(f"--task {args.task}: must be a folder with tokenizer and prompts.jsonl")
         return write_model(args, MODELS[args.sizes[0]])
-    on_processor = prpo_llm.attend_with_shared_heads
-    prpo_llm.attend_with_shared_heads = attend_on_gpu
     with FakeTensorMode(allow_non_fake_inputs=True):
         columns = [estimate(args, MODELS[size]) for size in args.sizes]
-    prpo_llm.attend_with_shared_heads = on_processor
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["GB", *args.sizes])

@@ -1,5 +1,5 @@
-"""What lies between TRL's commands in the pipeline of benchmark/pipeline.sh: data, merged adapters,
-held-out accuracy.
+"""What lies between TRL's commands in the pipeline of benchmark/pipeline.sh: data, merged and
+joined adapters, held-out accuracy.
 
     python benchmark/pipeline.py data --out runs/docstrings
     python benchmark/pipeline.py merge --model runs/docstrings/sft-adapter --out runs/docstrings/sft
@@ -16,6 +16,10 @@ turn, test pairs all.
 
 merge: a LoRA adapter, of a language model or a reward model, and its base in one folder, in
 float32, since bfloat16 would lose most of a small update.
+
+join: the reward model as one adapter of the base model, for prpo_llm.py --value-init. --model is an
+adapter of the base with --adapter merged; the result has the sum of their ranks, and their layers,
+which must be the same.
 
 accuracy: how often a reward model ranks held-out pairs rightly, by kind of the rejected text, with
 Wilson's interval, in which all pairs of a prompt count as one; where the kinds are those above also
@@ -39,9 +43,10 @@ import transformers
 import tyro
 from arguments import read_flags, read_json, read_json_lines, refuse
 from datasets import load_dataset
-from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftConfig
 from rouge_score.rouge_scorer import RougeScorer
 from runs import comments_of, read_table, wilson_interval
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import prpo_llm
@@ -54,15 +59,17 @@ PARTS = {"sft": 0.3, "reward-pairs": 0.6, "judge-pairs": 0.75, "prompts": 1.0}
 
 @dataclass
 class Args:
-    step: tyro.conf.Positional[Literal["data", "merge", "accuracy"]]
+    step: tyro.conf.Positional[Literal["data", "merge", "join", "accuracy"]]
     """what to do"""
     model: str = ""
-    """merge: folder of the adapter; accuracy: the reward model, a folder or hub id"""
+    """merge, join: folder of the adapter; accuracy: the reward model, a folder or hub id"""
+    adapter: str = ""
+    """join: folder of the adapter that was merged before the other one was trained"""
     # accuracy: pairs, a JSONL file or the validation split of a hub id: prompt, chosen, rejected,
     # kind or not
     pairs: str = ""
     out: str = ""
-    """data, merge: folder to write; accuracy: CSV file, which gets rows for each reward model"""
+    """data, merge, join: folder to write; accuracy: CSV file, with rows for each reward model"""
     max_prompt_tokens: int = 128
     """data: longer prompts are left out"""
     limit: int = 0
@@ -270,6 +277,35 @@ def merge_adapter(args: Args) -> None:
     print(f"{args.model} and its base in {args.out}")
 
 
+def join_adapters(args: Args) -> None:
+    """Write two adapters, of which --model was trained on the base with --adapter merged, as one
+    adapter of the base: B A + B' A' is the product of [B B'] and [A; A'].
+    """
+    configs = []
+    weights = []
+    for folder in (args.adapter, args.model):
+        configs.append(PeftConfig.from_pretrained(folder))
+        weights.append(load_file(Path(folder, "adapter_model.safetensors")))
+    before, after = weights
+    layers = [{name for name in sides if ".lora_" in name} for sides in weights]
+    if layers[0] != layers[1]:
+        refuse(f"--adapter {args.adapter}: must have the layers of --model {args.model}")
+    joined = dict(after)  # with the score head
+    for name in layers[0]:
+        sides = [before[name].float(), after[name].float()]
+        if ".lora_A." in name:
+            joined[name] = torch.cat(sides)
+        else:
+            scales = [config.lora_alpha / config.r for config in configs]
+            joined[name] = torch.cat([scales[0] * sides[0], scales[1] * sides[1]], dim=1)
+    config = configs[1]
+    config.r = config.lora_alpha = configs[0].r + configs[1].r
+    config.base_model_name_or_path = configs[0].base_model_name_or_path
+    config.save_pretrained(args.out)
+    save_file(joined, Path(args.out, "adapter_model.safetensors"))
+    print(f"{args.adapter} and {args.model} in {args.out}")
+
+
 def compute_interval(share: float, pairs_of_prompts: np.ndarray) -> tuple[float, float]:
     """Wilson's 95 % interval of the share of pairs that are ranked rightly, where prompts are the
     samples, not pairs.
@@ -368,6 +404,7 @@ def add_to_file(path: Path, table: pd.DataFrame) -> None:
 STEPS = {
     "data": (write_data, ("out",)),
     "merge": (merge_adapter, ("model", "out")),
+    "join": (join_adapters, ("model", "adapter", "out")),
     "accuracy": (measure_accuracy, ("model", "pairs")),
 }
 

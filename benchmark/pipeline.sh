@@ -13,11 +13,12 @@ of the repository as working directory. benchmark/run.py executes them and goes 
 
 data    what the others read
 sft     supervised fine-tuning of an adapter, and the adapter merged into its base
-reward  a reward model on top of that, merged, and its accuracy on held-out pairs
+reward  a reward model on top of that, merged, and its accuracy on held-out pairs; without --quick also as an
+        adapter of the base model, for prpo_llm.py --value-init
 judge   --quick: a second one, on pairs that the first has not seen, for benchmark/judge.py --reward-model
 
 (default)  the paper's tables 3 and 4 on trl-lib/tldr and trl-lib/tldr-preference, into runs/tldr: one GPU of 80 GB.
-           16,722 examples in two epochs are 2,090 steps of 16, which the whole split gives without a repetition
+           The first 16,722 posts are for sft alone (benchmark/tldr_sft.yaml); benchmark/llm.sh takes the others
 --quick    SmolLM2 on documentation, into runs/docstrings, no hub: half an hour on two cores that do nothing else. The
            adapter has the shape of prpo_llm.py's, which starts from it with --adapter runs/docstrings/sft-adapter
 END
@@ -38,17 +39,17 @@ esac
 
 # Tables 3 and 4: rank, alpha, dropout, layers; batch x accumulation; AdamW and its rate; lengths
 folder=runs/tldr base=mistral-community/Mistral-7B-v0.2
-sft_data=trl-lib/tldr pairs=trl-lib/tldr-preference test_pairs=trl-lib/tldr-preference
+sft_data="--config benchmark/tldr_sft.yaml" pairs=trl-lib/tldr-preference test_pairs=trl-lib/tldr-preference
 lora="--lora_r 16 --lora_alpha 32 --lora_dropout 0 --lora_target_modules q_proj k_proj v_proj o_proj"
 sft_lora=$lora
 common="--use_peft --dtype bfloat16 --report_to none --save_strategy no --seed 1 --optim adamw_torch"
-sft_steps="--max_steps 2090 --per_device_train_batch_size 4 --gradient_accumulation_steps 4 --learning_rate 1e-5"
+sft_steps="--num_train_epochs 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 4 --learning_rate 1e-5"
 sft_steps+=" --max_length 1024"
 reward_steps="--num_train_epochs 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 8"
 reward_steps+=" --learning_rate 1e-5 --max_length 1024 --gradient_checkpointing False"
 if [[ $mode == --quick ]]; then
     folder=runs/docstrings base=$folder/base
-    sft_data=$folder/sft pairs=$folder/reward-pairs test_pairs=$folder/reward-pairs/test.jsonl
+    sft_data="--dataset_name $folder/sft" pairs=$folder/reward-pairs test_pairs=$folder/reward-pairs/test.jsonl
     sft_lora="--lora_r 64 --lora_alpha 16 --lora_dropout 0"
     sft_lora+=" --lora_target_modules q_proj k_proj v_proj gate_proj up_proj down_proj"
     common+=" --use_cpu --gradient_checkpointing False --lr_scheduler_type cosine --warmup_steps 5"
@@ -64,7 +65,7 @@ data() {
 }
 
 sft() {
-    echo "trl sft --model_name_or_path $base --dataset_name $sft_data $sft_lora $common $sft_steps" \
+    echo "trl sft --model_name_or_path $base $sft_data $sft_lora $common $sft_steps" \
         "--output_dir $folder/sft-adapter"
     echo "python benchmark/pipeline.py merge --model $folder/sft-adapter --out $folder/sft"
 }
@@ -80,6 +81,10 @@ model() {
 
 reward() {
     model reward "$pairs"
+    if [[ $mode != --quick ]]; then
+        echo "python benchmark/pipeline.py join --adapter $folder/sft-adapter --model $folder/reward-adapter" \
+            "--out $folder/value-adapter"
+    fi
 }
 
 judge() {

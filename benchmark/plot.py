@@ -2,6 +2,7 @@
 
     python benchmark/plot.py --runs runs/minigrid-quick --out minigrid-quick
     python benchmark/plot.py --search --runs runs/skills-tune --out search
+    python benchmark/plot.py --search --measure win_rate --runs runs/llm --methods "*-ppo_*"
     python benchmark/plot.py --conditions "common goals (%)" --runs runs/agreement-results
     python benchmark/plot.py --from-csv --out benchmark/results/minigrid  # again, from CSV files
 
@@ -19,6 +20,7 @@ import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -49,6 +51,7 @@ AXES = {
     "steps": ("steps", "training reward\n(of a step, "),
     "settings": ("settings tried", "evaluation of the best\n("),
 }
+WIN_RATES = ("win_rate", "sampled_win_rate")
 
 
 @dataclass
@@ -68,6 +71,8 @@ class Args:
     # draw what a search finds: the best evaluation to be expected of 1, 2, ... settings that are
     # tried
     search: bool = False
+    # of --search: the win rates are those of benchmark/judge.py (the paper's figures 2 and 3)
+    measure: Literal["evaluation", "win_rate", "sampled_win_rate"] = "evaluation"
     conditions: str = ""
     """draw methods under conditions, which are this: the label under the figure"""
     agents: int = 0
@@ -99,14 +104,16 @@ def make_curves(groups: Groups) -> pd.DataFrame:
     return pd.concat(tables)
 
 
-def make_search(rows: pd.DataFrame) -> pd.DataFrame:
+def make_search(rows: pd.DataFrame, measure: str = "evaluation") -> pd.DataFrame:
     """Expected validation performance (paper, figures 2 and 3) over the settings that are tried.
 
     The mean over the seeds' searches; the limits are a standard deviation within a search away.
     """
+    if measure not in rows:
+        refuse(f"--measure {measure}: the runs have none; see benchmark/judge.py")
     curves = []
     for (env, method), search in split_search(rows).items():
-        bests = expected_best(search, "evaluation", f"{env}, {method}")
+        bests = expected_best(search, measure, f"{env}, {method}")
         mean, variance = bests.mean(axis=0)
         curve = {"env": env, "method": method, "settings": np.arange(1, len(mean) + 1)}
         curve |= {"mean": mean, "ci_low": mean - variance**0.5, "ci_high": mean + variance**0.5}
@@ -149,11 +156,11 @@ def add_legend(figure, columns: int) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
-def draw_curves(curves: pd.DataFrame, png_path: Path):
+def draw_curves(curves: pd.DataFrame, png_path: Path, measure: str = "evaluation"):
     """A panel per task, a line per method; returns the figure.
 
     Intervals lie behind all curves, and do not decide what part of the axis is shown: those of two
-    or three seeds can be huge.
+    or three seeds can be huge. measure: of a search.
     """
     x = curves.columns[2]  # timesteps, or settings
     styles = style_methods(curves.method.unique())
@@ -176,11 +183,16 @@ def draw_curves(curves: pd.DataFrame, png_path: Path):
         axis.set_title(name_task(env))
         x_label, y_label = AXES[x if x == "settings" else "control" if control else "steps"]
         axis.set_xlabel(x_label)
+        if measure in WIN_RATES:
+            y_label = y_label.replace("evaluation", measure.replace("_", " "))
         if axis is axes[0][0]:
             axis.set_ylabel(f"{y_label}mean over agents)")
         axis.set_xlim(left=1 if x == "settings" else 0)
         low = min(0, panel["mean"].min())
         high = max(1 if control else 0.3, panel["mean"].max())
+        if measure in WIN_RATES:
+            low = curves.ci_low.min()
+            high = curves.ci_high.max()
         axis.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
         axis.grid(alpha=0.3)
     for method, line in lines.items():
@@ -290,7 +302,8 @@ def draw(csv_path: Path, png_path: Path):
         label = re.search("^# conditions: (.*)$", comments_of(csv_path), re.MULTILINE)[1]
         return draw_conditions(table, label, png_path)
     read_table(csv_path, ("env", "method", "mean", "ci_low", "ci_high", "seeds"))
-    return draw_curves(table, png_path)
+    measure = re.search("^# measure: (.*)$", comments_of(csv_path), re.MULTILINE)
+    return draw_curves(table, png_path, measure[1] if measure else "evaluation")
 
 
 def main(args: Args) -> None:
@@ -305,8 +318,13 @@ def main(args: Args) -> None:
         runs = read_runs(args.runs, args.methods)
         groups = group_runs(runs, per_task=not args.search, task=args.task)
         rows = make_rows(groups, args.threshold)
-        curves = make_search(rows) if args.search else make_curves(groups)
-        write(path, header(runs), curves)
+        comments = header(runs)
+        if args.search:
+            curves = make_search(rows, args.measure)
+            comments += f"# measure: {args.measure}\n"
+        else:
+            curves = make_curves(groups)
+        write(path, comments, curves)
         write(Path(f"{args.out}_runs.csv"), header(runs), rows)
         if args.matrix:
             write(matrix, header(runs), make_matrix(runs))

@@ -426,11 +426,11 @@ def score_topics(run: Run) -> tuple[float, float]:
     return matrix[diagonal].mean(), others
 
 
-def read_win_rate(run: Run) -> float:
+def read_win_rate(run: Run, file: str) -> float:
     """The share of common prompts that benchmark/judge.py found a run's agents to win, at the end
     of its training; NaN where it has not judged them.
     """
-    path = run.folder / "win_rates.csv"
+    path = run.folder / file
     if not path.is_file():
         return np.nan
     rates = read_table(path, comment=None)
@@ -454,14 +454,15 @@ def make_rows(groups: Groups, threshold: float = SOLVED) -> pd.DataFrame:
             row["timesteps"] = run.summary.get("timesteps_per_agent", curve.index[-1])
             row["evaluation"] = run.evaluation
             row["own_topic"], row["others_topics"] = score_topics(run)
-            row["win_rate"] = read_win_rate(run)
+            row["win_rate"] = read_win_rate(run, "win_rates.csv")
+            row["sampled_win_rate"] = read_win_rate(run, "sampled_win_rates.csv")
             row["mean_training_return"] = score.mean()
             row["final"] = score.iloc[-1]
             reached = curve.index[curve >= threshold]
             row[f"steps_to_{threshold:g}"] = reached[0] if len(reached) else np.nan
             rows.append(row)
     table = pd.DataFrame(rows)
-    optional = ["own_topic", "others_topics", "win_rate"]
+    optional = ["own_topic", "others_topics", "win_rate", "sampled_win_rate"]
     return table.drop(columns=[name for name in optional if table[name].isna().all()])
 
 

@@ -338,7 +338,8 @@ def read_held_out(folder: Path, datasets: list[str], rare: str) -> pd.DataFrame:
     the reward of this name; `kind`, the rare skill or others; `when`.
     """
     examples = [example for name in datasets for example in read_json_lines(Path(name))]
-    rows = pd.DataFrame(read_json_lines(folder / "completions.jsonl"))
+    logged = read_json_lines(folder / "completions.jsonl")
+    rows = pd.DataFrame([row for row in logged if "sample" not in row])
     rows = rows.drop_duplicates(["step", "agent", "id"])
     rows["prompt"] = [examples[k]["prompt"] for k in rows.id]
     rows["exact"] = exact(rows.completion, [examples[k]["completion"] for k in rows.id])
@@ -349,7 +350,8 @@ def read_held_out(folder: Path, datasets: list[str], rare: str) -> pd.DataFrame:
 
 def tabulate(args: Args) -> pd.DataFrame:
     """A row per run and agent, from its held-out prompts before and after training: see
-    `measure_skills` and `measure_preferences`.
+    `measure_skills` and `measure_preferences`; and `training`, the share of all completions in
+    training that are exact, whatever the agent's --reward-weights.
     """
     # Not above: whoever imports the reward only need not load it
     from runs import header, read_runs, write
@@ -360,8 +362,12 @@ def tabulate(args: Args) -> pd.DataFrame:
     rows = []
     for run in runs:
         held_out = read_held_out(run.folder, list_evaluated_data(run.settings), args.rare)
+        metrics = pd.read_csv(run.folder / "metrics.csv")
         for agent, values in measure(args, held_out).items():
-            rows.append({"method": run.name, "seed": run.seed, "agent": agent} | values)
+            row = {"method": run.name, "seed": run.seed, "agent": agent} | values
+            if "reward_skills.exact" in metrics:
+                row["training"] = metrics["reward_skills.exact"][metrics.agent == agent].mean()
+            rows.append(row)
     table = pd.DataFrame(rows)
     if args.csv:
         write(Path(args.csv), header(runs), table)

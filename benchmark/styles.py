@@ -97,6 +97,10 @@ STYLES = {
     "isolated-ppo": ("isolated PPO", GREY, "--"),
     "fedavg-ppo": ("FedAvg-PPO", VERMILION, "--"),
     "pr-ppo": ("PR-PPO", BLUE, "--"),
+    "pr0.6-grpo": ("PR-GRPO, self-preferred 0.6", PURPLE),
+    "pr0.2-grpo": ("PR-GRPO, self-preferred 0.2", PURPLE, ":"),
+    "pr0.6-ppo": ("PR-PPO, self-preferred 0.6", PURPLE, "--"),
+    "pr0.2-ppo": ("PR-PPO, self-preferred 0.2", PURPLE, "-."),
     "fedavg-private-grpo": ("FedAvg-GRPO, last layer private", ORANGE),
     # Agents in text worlds, and with preferences of their own
     "local": ("isolated", GREY),
@@ -104,6 +108,7 @@ STYLES = {
     "fedagent": ("FedAgent", VERMILION),
     "pr-uniform-grpo": ("PR-GRPO, uniform", BLUE),
     "pr-uniform-linear-grpo": ("PR-GRPO, uniform, coefficient falls to 0", BLUE, "--"),
+    "pr-reward-linear-grpo": ("PR-GRPO, reward, coefficient falls to 0", GREEN, "--"),
     "pr-self0.6-grpo": ("PR-GRPO, self-preferred 0.6", PURPLE),
     "pr-self0.6-linear-grpo": ("PR-GRPO, self-preferred 0.6, falls to 0", PURPLE, "--"),
     "fedavg-private-ppo": ("FedAvg-PPO, last layer private", ORANGE, "--"),

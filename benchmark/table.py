@@ -46,8 +46,8 @@ class Args:
     methods: tuple[str, ...] = ("*",)
     """of --runs: only the experiments with these names, in which * stands for anything"""
     # evaluation: after training; auc: training return, mean over the run; final: at its end;
-    # win_rate: of language models, by benchmark/judge.py
-    measure: Literal["evaluation", "auc", "final", "win_rate"] = "evaluation"
+    # win_rate, sampled_win_rate: of language models, by benchmark/judge.py
+    measure: Literal["evaluation", "auc", "final", "win_rate", "sampled_win_rate"] = "evaluation"
     task: str = ""
     """judge all agents of a run by this task of its evaluations, instead of each by its own"""
     minus: str = ""

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 
 import pytest
@@ -93,6 +94,14 @@ def whole_run(once):
 def use_smooth_adam(monkeypatch):
     """The optimizers of `smooth_adam`."""
     smooth_adam(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_reward_files():
+    """What a run in this process has put on Python's path, which child processes inherit."""
+    yield
+    if "prpo_llm" in sys.modules:
+        sys.modules["prpo_llm"].forget_reward_files()
 
 
 class Crash(BaseException):

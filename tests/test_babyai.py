@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command import parse_args
+from completion_server import CompletionServer
 from helpers import REPOSITORY, only_run, refusal, scalars_of
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -26,7 +27,7 @@ from test_docs import metrics_of_page, name_in_page
 from test_llm_training import in_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed import distributed_c10d
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import communicators
 import prpo_babyai
@@ -433,7 +434,8 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages(monkeypatch):
     for dual_clip in (0.0, 3.0):
         args = prpo_babyai.Args(dual_clip=dual_clip, ent_coef=0.0)
         states = log_policy.view(1, size, 1, 1, 2)
-        inputs = args, None, states, mb, place, torch.ones(1), 0.0
+        reference = prpo_llm.Reference([torch.ones(1)], [], [])
+        inputs = args, None, states, mb, place, reference, 0.0
         losses[dual_clip] = prpo_llm.compute_token_losses(*inputs)[0].tolist()
     assert losses[0.0] == pytest.approx([-1.0, -2.0, -2.4, 1.6, 2.0, 16.0], rel=1e-4)
     assert losses[3.0] == pytest.approx([-1.0, -2.0, -2.4, 1.6, 2.0, 6.0], rel=1e-4)
@@ -551,6 +553,43 @@ def test_one_agent_makes_the_update_of_plain_transformers(tiny, tmp_path, monkey
     assert F.cosine_similarity(moved, flat(expected) - flat(start), dim=0) > 0.9999
 
 
+@pytest.mark.parametrize("cap", [0.0, 1.2])
+def test_importance_weights_are_those_of_trainer_and_sampler(tiny, tmp_path, monkeypatch, cap):
+    """In bfloat16, in the first optimizer step, whose ratios are 1: each token's advantage counts
+    min(p / q, cap) times; q is that of a sampler which is off by more than rounding."""
+    collate = prpo_babyai.collate
+
+    def spoil(*inputs):
+        batch, counts = collate(*inputs)
+        generator = torch.Generator().manual_seed(0)
+        batch["sampled"] += torch.randn(batch["sampled"].shape, generator=generator)
+        return batch, counts
+
+    monkeypatch.setattr(prpo_babyai, "collate", spoil)
+    batches = []
+    learn = prpo_babyai.learn
+
+    def keep(args, model, trained, optimizer, batch, *inputs):
+        batches.append(dict(batch))
+        return learn(args, model, trained, optimizer, batch, *inputs)
+
+    monkeypatch.setattr(prpo_babyai, "learn", keep)
+    once = {"total_steps": 1, "minibatch_size": 0, "micro_batch_size": 500, "eval_episodes": 0}
+    prpo_babyai.main(tiny(precision="bfloat16", importance_cap=cap, batch_size=4, **once))
+    (batch,) = batches
+    weights = torch.exp(batch["logprobs"] - batch["sampled"]).clamp(max=cap)
+    weights = weights if cap else torch.ones_like(weights)
+    rows = rows_of(only_run(tmp_path / "runs"))
+    for row, weights_of_agent, mask, advantages in zip(
+        rows, weights, batch["mask"], batch["advantages"], strict=True
+    ):
+        assert float(row["first_log_ratio"]) < 1e-5
+        expected = -(weights_of_agent * advantages * mask).sum() / mask.sum()
+        assert float(row["policy_loss"]) == pytest.approx(float(expected), abs=1e-5)
+        unweighted = -(advantages * mask).sum() / mask.sum()
+        assert (abs(float(expected - unweighted)) > 1e-3) == (cap > 0)
+
+
 def test_coefficient_of_the_kl_penalty_falls(tiny, tmp_path, monkeypatch):
     """What the update of every step gets, and what is logged."""
     coefs = []
@@ -611,6 +650,61 @@ def test_episodes_side_by_side_are_those_played_alone(tiny, tmp_path):
         expected = sum((6 * k + e) * len(t.answer) for e in range(6) for t in row[e].turns)
         assert float(spread[k].sum()) == expected
     assert not batch["mask"][0, counts[0] :].any()
+
+
+@pytest.fixture
+def server(folder):
+    """A server of the tiny model."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with CompletionServer(model, AutoTokenizer.from_pretrained(folder)).running() as server:
+        yield server
+
+
+def test_a_server_plays_with_the_agents_adapters(tiny, server, tmp_path, monkeypatch):
+    """Every turn's prompt is sent once, with the adapter of its agent; the old log-probabilities
+    are computed here; greedily the evaluations are those of this process."""
+    options = {"num_agents": 2, "eval_temperature": 0.0, "rollout_batch_size": 0}
+    options |= {"learning_rate": 1e-3}
+    prpo_babyai.main(tiny("plain", **options))
+    batches = []
+    learn = prpo_babyai.learn
+
+    def keep(args, model, trained, optimizer, batch, *inputs):
+        if not any(batch is other for other in batches):
+            batches.append(batch)
+        assert server.loaded == {}
+        return learn(args, model, trained, optimizer, batch, *inputs)
+
+    monkeypatch.setattr(prpo_babyai, "learn", keep)
+    monkeypatch.setattr(prpo_llm, "compare_with_plain", lambda *_: None)
+    monkeypatch.setattr(prpo_llm, "generate", None)  # no completion is computed here
+    prpo_babyai.main(tiny("served", generate_with=server.url, **options))
+    run = only_run(tmp_path / "served")
+    before = {}
+    for name in ("plain", "served"):
+        lines = (only_run(tmp_path / name) / "episodes.jsonl").read_text().splitlines()
+        before[name] = [row for row in map(json.loads, lines) if row["step"] == 0]
+    assert before["served"] == before["plain"] and len(before["plain"]) == 2 * 2
+    assert server.loaded == {} and not (run / "serving").exists()
+
+    sent = [body for path, body in server.requests if path == "/v1/completions"]
+    sent = [body for body in sent[1:] if body["temperature"]]  # without the check and evaluations
+    assert {(body["n"], body["max_tokens"], body["temperature"]) for body in sent} == {(1, 5, 1.0)}
+    requested = [(body["model"].rpartition("-")[0], tuple(body["prompt"])) for body in sent]
+    played = []
+    assert len(batches) == 2
+    for step, batch in enumerate(batches, 1):
+        agents, turns = batch["mask"].shape[:2]
+        for n, prompt in enumerate(batch["prompts"]):
+            if batch["mask"][n // turns, n % turns].any():
+                played.append((f"{run.name}-agent_{n // turns}-step_{step}", tuple(prompt)))
+        assert agents == 2 and batch["logprobs"] is not batch["sampled"]
+        mask = batch["mask"]
+        computed = batch["logprobs"][mask]
+        torch.testing.assert_close(computed, batch["sampled"][mask], rtol=0, atol=1e-4)
+        assert not torch.equal(computed, batch["sampled"][mask])
+    assert sorted(requested) == sorted(played)
+    assert all(0 < float(row["sampling_gap"]) < 1e-4 for row in rows_of(run))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -801,8 +895,6 @@ def test_who_trains_in_a_round():
     assert len({client for clients in rounds for client in clients}) > 20
     fixed = dataclasses.replace(args, aggregation="none")
     assert prpo_babyai.draw_clients(fixed, 1) == prpo_babyai.draw_clients(fixed, 30)
-    share = prpo_babyai.Args(num_agents=50, participation=0.1)
-    assert share.agents_at_once == 5
     everybody = prpo_babyai.Args(num_agents=4, aggregation="weights")
     assert prpo_babyai.draw_clients(everybody, 7) == [0, 1, 2, 3]
 
@@ -872,6 +964,19 @@ def test_fedagent_averages_and_starts_each_round_afresh(tiny, tmp_path, monkeypa
     assert clients[:2] == clients[2:4] != clients[4:6] == clients[6:]
     assert all(not a & b for a, b in zip(tasks[::2], tasks[1::2], strict=True))
     assert float(rows[-1]["peak_memory"]) > 0
+
+
+def test_one_client_a_round_hands_its_policy_on(tiny, tmp_path):
+    """The paper's figure 3: the next client starts from the last one's adapter, with a fresh
+    optimizer, and is held by the first policy."""
+    options = {"num_agents": 8, "agents_per_round": 1, "aggregation": "weights"}
+    args = tiny(**options, total_steps=3, eval_episodes=0, minibatch_size=0)
+    assert parse_args(prpo_babyai, flags(args)).agents_at_once == 1
+    prpo_babyai.main(args)
+    rows = rows_of(only_run(tmp_path / "runs"))
+    assert len({row["client"] for row in rows}) == 3
+    distances = [float(row["kl_reference"]) for row in rows]
+    assert distances[0] < 1e-6 < 1e-3 < distances[1] and distances[2] > 1e-3
 
 
 @pytest.fixture
@@ -1047,10 +1152,10 @@ def test_evaluations_are_of_held_out_tasks(tiny, monkeypatch):
     evaluated = []
     play = prpo_babyai.play
 
-    def watch(args, model, tokenizer, episodes, temperature, numbers=None):
+    def watch(args, model, tokenizer, episodes, temperature, numbers=None, complete=None):
         if numbers is not None:
             evaluated.append((episodes, temperature, numbers))
-        play(args, model, tokenizer, episodes, temperature, numbers)
+        play(args, model, tokenizer, episodes, temperature, numbers, complete)
 
     monkeypatch.setattr(prpo_babyai, "play", watch)
     prpo_babyai.main(tiny(total_steps=1, eval_episodes=2, eval_temperature=0.7))
@@ -1074,6 +1179,88 @@ def test_an_episode_counts_once_in_a_world_without_categories(tiny, tmp_path):
     rows = rows_of(only_run(tmp_path / "runs"), "evaluations")
     assert {row["task"] for row in rows} == {"all"}
     assert {row["episodes"] for row in rows} == {"3"}
+
+
+SCORES = """
+import gymnasium
+from gymnasium import spaces
+
+class Shop(gymnasium.Env):
+    observation_space = action_space = spaces.Text(9)
+
+    def __init__(self, index):
+        self.index = index
+
+    def reset(self):
+        return "x", FIRST
+
+    def step(self, action):
+        score = self.index % 5 / 4
+        return "y", 10.0 * (score == 1), True, False, {"score": score}
+
+def make(split, index):
+    return Shop(index)
+"""
+
+
+@pytest.mark.parametrize("first", [{"score": 0}, {}])
+def test_scores_of_a_world_are_in_its_evaluations(tiny, tmp_path, first):
+    """The mean of the episodes' last scores; none where the first observations have none."""
+    path = tmp_path / "shop.py"
+    path.write_text(SCORES.replace("FIRST", repr(first)))
+    prpo_babyai.main(tiny(env=f"{path}:make", categories=(), eval_episodes=5, total_steps=1))
+    run = only_run(tmp_path / "runs")
+    rows = rows_of(run, "evaluations")
+    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    assert len(episodes) == 2 * 3 * 5
+    if not first:
+        assert not any("score" in row for row in rows + episodes)
+        return
+    for episode in episodes:
+        ended = any(action is not None for action in episode["actions"])
+        assert episode["score"] == (episode["task"] % 5 / 4 if ended else 0)
+    assert len({episode["score"] for episode in episodes}) == 5
+    for row in rows:
+        key = int(row["step"]), int(row["agent"])
+        scores = [row["score"] for row in episodes if (row["step"], row["agent"]) == key]
+        assert float(row["score"]) == pytest.approx(np.mean(scores))
+
+
+WEB_AGENT_ENV = """
+class WebAgentTextEnv:
+    instruction_text = "a red shoe"
+
+    def __init__(self, server=None, **options):
+        self.server = server or self
+        self.goals = [{"category": "fashion"}] * 600
+
+    def reset(self, session):
+        return f"page {session}", None
+
+    def step(self, action):
+        return "bought", 0.75 if "blue" in action else 1.0, True, None
+
+    def get_available_actions(self):
+        return {"clickables": ["red", "blue"], "has_search_bar": False}
+"""
+
+
+def test_webshop_gives_the_task_score(tmp_path, monkeypatch):
+    """What the shop pays for a purchase; only a whole score is a success."""
+    package = tmp_path / "web_agent_site" / "envs"
+    package.mkdir(parents=True)
+    (package / "web_agent_text_env.py").write_text(WEB_AGENT_ENV)
+    monkeypatch.syspath_prepend(tmp_path)
+    world = runpy.run_path(str(REPOSITORY / "benchmark" / "worlds" / "webshop.py"))
+    for action, score in (("click[blue]", 0.75), ("click[red]", 1.0)):
+        episode = prpo_babyai.Episode(prpo_babyai.Args(), world["make"], "train", 0)
+        assert (episode.observation, episode.score) == ("page 500", 0)
+        assert episode.category == "fashion"
+        take(episode, f"<action>{action}</action>")
+        assert episode.ended and episode.score == score
+        assert (episode.success, episode.total) == (score == 1, 10 * (score == 1))
+    for name in [name for name in sys.modules if name.startswith("web_agent_site")]:
+        del sys.modules[name]
 
 
 def test_tasks_are_labelled_by_what_the_first_policy_solves(tiny, tmp_path, monkeypatch):
@@ -1182,7 +1369,6 @@ def test_what_the_ranks_cannot_share_is_named(monkeypatch):
     for argv in (
         ["--centralised", "--aggregation", "none"],
         ["--agents-per-round", "3", "--num-agents", "4"],
-        ["--participation", "0.5", "--num-agents", "6"],
     ):
         message = refusal(parse_args, prpo_babyai, argv)
         assert message.startswith(argv[0])
@@ -1369,6 +1555,8 @@ WORLDS = {
             "--communicator surrogate: is neither a communicator of this script",
         ),
         ({"dual_clip": 0.5}, "--dual-clip 0.5: must be 0 or above 1"),
+        ({"importance_cap": 0.5}, "--importance-cap 0.5: must be 0 or above 1"),
+        ({"generate_with": "x/v1"}, "--generate-with x/v1: must begin with http://"),
         ({"base_model": "runs/babyai/model"}, "--base-model runs/babyai/model: is not there yet"),
         (
             {"aggregation": "weights", "agents_per_round": 2, "communicator": "reward"},
@@ -1378,14 +1566,8 @@ WORLDS = {
             {"aggregation": "weights", "local_updates": 3},
             "--total-steps 2: must be a multiple of --local-updates 3",
         ),
-        ({"participation": 0.5, "agents_per_round": 1}, "--participation 0.5: does not go with"),
-        ({"participation": 0.5, "centralised": True}, "--participation 0.5: does not go with"),
         ({"agents_per_round": 1, "centralised": True}, "--agents-per-round 1: does not go with"),
         ({"aggregation": "weights", "centralised": True}, "--centralised True: does not go with"),
-        (
-            {"kl_direction": "forward", "kl_estimator": "k3"},
-            "--kl-estimator k3: must be full for the forward KL",
-        ),
     ],
 )
 def test_bad_flags_end_in_one_line(tiny, monkeypatch, tmp_path, changes, line):

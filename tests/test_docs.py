@@ -63,6 +63,7 @@ BENCHMARKS = (
     "throughput",
     "bound",
     "crowd",
+    "decode",
     "docstrings",
     "partition",
     "llm_memory",
@@ -72,6 +73,7 @@ BENCHMARKS = (
     "zeroth",
     "text_loop",
     "zeroth_loop",
+    "gpu",
 )
 # Of torchrun, transformers, TensorBoard, pip, trl, pytest, sbatch and bash scripts
 OTHERS = {
@@ -91,6 +93,8 @@ OTHERS = {
     "--shutdown-timeout",  # of torchrun
     # vLLM
     "--max-loras",
+    "--enable-sleep-mode",
+    "--gpu-memory-utilization",
     "--max-lora-rank",
     "--logprobs-mode",
 }
@@ -99,6 +103,8 @@ PAST = {
     "--scales",
     "--skills",
     "--tune",
+    "--adam-beta1",
+    "--adam-beta2",
     "--missions",
     "--levels-per-agent",
     "--eval-only",
@@ -110,6 +116,7 @@ PAST = {
     "--update-every",
     "--distill-epochs",
     "--communication-end",
+    "--participation",
     "--participations",
     "--dp-clip",
     "--dp-noise",

@@ -226,6 +226,32 @@ def test_in_bfloat16_the_first_ratio_is_one(algorithm, checkpointing, files, tmp
     assert any(float(row["approx_kl"]) > 1e-4 for row in rows)
 
 
+def test_a_graph_generates_what_single_launches_do(files, tmp_path, monkeypatch):  # noqa: F811
+    """The same tokens, over several sizes of buffers."""
+    args = tiny_llm(files, tmp_path, num_agents=2)
+    model, tokenizer = prpo_llm.load_base(args, torch.device("cuda"))
+    prpo_llm.add_adapters(args, model, 2)
+    monkeypatch.setitem(prpo_llm.PACES, "cuda", (16, 4))
+    uniforms = torch.rand(4, 3, 40, generator=torch.Generator().manual_seed(1))
+    prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 1]]
+    recorded = []
+    record = prpo_llm.record
+
+    def watch(function):
+        repeat = record(function)
+        recorded.append(repeat != function)
+        return repeat
+
+    outputs = []
+    for replacement in (watch, lambda function: function):
+        monkeypatch.setattr(prpo_llm, "record", replacement)
+        with prpo_llm.select_adapters("policy"):
+            outputs.append(prpo_llm.generate(model, prompts, uniforms, tokenizer.ends, 1.0))
+    assert recorded and all(recorded)
+    assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1], outputs[1][1])
+    torch.testing.assert_close(outputs[0][2], outputs[1][2], rtol=1e-5, atol=1e-5)
+
+
 def test_the_logged_memory_is_the_gpu_s(files, tmp_path):  # noqa: F811
     torch.cuda.reset_peak_memory_stats()
     prpo_llm.main(tiny_llm(files, tmp_path, device="cuda", eval_prompts=0))

@@ -259,6 +259,40 @@ def test_where_training_began(server, tmp_path):
     assert not list(tmp_path.glob("runs/*/win_rates.csv"))  # these are for what has been trained
 
 
+def add_samples(run, texts):
+    """Sampled completions of each agent's first prompts at the end: [agent][prompt][sample]."""
+    rows = []
+    for agent, of_agent in enumerate(texts):
+        for k, samples in enumerate(of_agent):
+            row = {"step": 9, "agent": agent, "task": "validation", "id": k}
+            row["reference"] = f"human {k}"
+            for number, text in enumerate(samples):
+                rows.append(row | {"sample": number, "completion": text})
+    path = run / "completions.jsonl"
+    path.write_text(path.read_text() + "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_sampled_and_greedy_completions_are_judged_apart(server, tmp_path):
+    """Greedy ones as if there were no others; all samples of a prompt count; against another run
+    the same numbers are compared."""
+    run = make_run(tmp_path)
+    refused = refusal(run_judge, server, tmp_path, run, sampled=True)
+    assert refused.startswith(f"--sampled: {run} has no sampled completions")
+    add_samples(run, [[["good", "bad one"], ["good", "good"]], [["bad one", "bad one"]]])
+    assert run_judge(server, tmp_path, run).win_rate.tolist() == [0.75, 0.75, 0.75]
+    rates = run_judge(server, tmp_path, run, sampled=True)
+    # The bad ones are as bad as the human ones: of prompt 0 (1, 0.5, 0.5, 0.5), of prompt 1 (1, 1)
+    assert rates.win_rate.tolist() == pytest.approx([0.875, 0.5, (0.625 + 1) / 2])
+    assert rates.loc["all", "prompts"] == 2 and rates.loc["all", "answers"] == 12
+    written = [pd.read_csv(run / name) for name in ("win_rates.csv", "sampled_win_rates.csv")]
+    assert [table.win_rate.iloc[-1] for table in written] == pytest.approx([0.75, 0.8125])
+    other = make_run(tmp_path)
+    add_samples(other, [[["bad one", "good"], ["good", "bad one"]], [["good", "good"]]])
+    rates = run_judge(server, tmp_path, run, sampled=True, against=str(other))
+    assert rates.win_rate.tolist() == pytest.approx([0.625, 0, (0.25 + 0.75) / 2])
+    assert rates.loc["all", "answers"] == 12
+
+
 def test_judging_other_tasks_keeps_the_rates_of_the_first(server, tmp_path):
     """In win_rates.csv, from which table.py takes those of the held-out prompts; those of another
     judge are gone.

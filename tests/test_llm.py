@@ -289,6 +289,55 @@ def test_sampled_generation_follows_its_own_tokens(stacked):
             assert below - 1e-4 <= u <= float(cumulative[a, g, t, token]) + 1e-4
 
 
+@pytest.mark.parametrize("pace", [(4, 3), (7, 1), (64, 16)])
+@pytest.mark.parametrize("stops", [False, True])
+def test_completions_do_not_depend_on_those_beside_them(stacked, monkeypatch, pace, stops):
+    """Of different lengths, dropped when they have ended, in buffers that grow: as if each were
+    alone in its batch."""
+    model, _, eos = stacked
+    prompts = [ids for ids in PROMPTS for _ in range(2)]
+    prompts[1] = prompts[1][:1]
+    uniforms = torch.rand(6, 4, 30, generator=torch.Generator().manual_seed(5))
+    options = {"ends": [eos, 7], "temperature": 1.0}
+    if stops:
+        options["is_stopped"] = lambda ids: ids[-2:] in ([3, 4], [5, 5]) or ids[-1] == 9
+    monkeypatch.setitem(prpo_llm.PACES, "cpu", pace)
+    with prpo_llm.select_adapters("policy"):
+        tokens, lengths, logprobs = prpo_llm.generate(model, prompts, uniforms, **options)
+    assert lengths.min() < 4 and lengths.max() > 10
+    for n, prompt in enumerate(prompts):
+        for g in range(4):
+            alone = uniforms[n : n + 1, g : g + 1]
+            monkeypatch.setitem(prpo_llm.PACES, "cpu", (30, 1))
+            with prpo_llm.select_adapters("policy", (n // 2,)):
+                expected = prpo_llm.generate(model, [prompt], alone, **options)
+            assert torch.equal(tokens[n, g], expected[0][0, 0])
+            assert lengths[n, g] == expected[1]
+            torch.testing.assert_close(logprobs[n, g], expected[2][0, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_look_at_several_tokens_keeps_their_numbers_of_passes(stacked, monkeypatch):
+    """Between two looks the completions that have ended go on, unseen, to the next look."""
+    model, _, eos = stacked
+    passes = []
+    advance = prpo_llm.Decoding.advance
+
+    def count(self):
+        passes.append(self)
+        advance(self)
+
+    monkeypatch.setattr(prpo_llm.Decoding, "advance", count)
+    uniforms = torch.zeros(3, 1, 30)
+    for looks_every, expected in ((1, 4), (3, 6)):
+        passes.clear()
+        monkeypatch.setitem(prpo_llm.PACES, "cpu", (30, looks_every))
+        with prpo_llm.select_adapters("policy"):
+            _, lengths, _ = prpo_llm.generate(
+                model, PROMPTS, uniforms, [-1], 1.0, is_stopped=lambda ids: len(ids) == 5
+            )
+        assert (lengths == 5).all() and len(passes) == expected
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 2**31),
@@ -319,20 +368,28 @@ def test_an_agent_that_has_diverged_samples_tokens_of_the_vocabulary():
     assert (tokens >= 0).all() and (tokens < 27).all()
 
 
-def test_lengths_reach_up_to_and_including_the_first_eos(files):
-    """A completion that ends at the limit, one that ends at once, and one that never ends."""
-    model = plain_model(files)
-    # The tokens, whatever the tokens before
-    scripts = torch.tensor([[5, 6, 0], [0, 9, 9], [5, 0, 0], [5, 6, 7]])
-    step = {"now": -1}
+def follow(scripts, model, monkeypatch):
+    """Let the model choose these tokens [completions, tokens], whatever the tokens before."""
+    choose = prpo_llm.Decoding.choose
+
+    def choose_scripted(self, hidden):
+        self.model.get_output_embeddings().wanted = scripts[self.places, self.step]
+        choose(self, hidden)
 
     class Head(torch.nn.Module):
         def forward(self, hidden):
-            step["now"] += 1
-            return F.one_hot(scripts[:, step["now"]], len(WORDS)).float()
+            return F.one_hot(self.wanted, len(WORDS)).float()
 
+    model.set_output_embeddings(Head())
+    monkeypatch.setattr(prpo_llm.Decoding, "choose", choose_scripted)
+
+
+def test_lengths_reach_up_to_and_including_the_first_eos(files, monkeypatch):
+    """A completion that ends at the limit, one that ends at once, and one that never ends."""
+    model = plain_model(files)
+    scripts = torch.tensor([[5, 6, 0], [0, 9, 9], [5, 0, 0], [5, 6, 7]])
     model.config._attn_implementation = "shared_prefix"
-    model.lm_head = Head()
+    follow(scripts, model, monkeypatch)
     tokens, lengths, _ = prpo_llm.generate(
         model, [[1, 2]], torch.zeros(1, 4, 3), [0], temperature=0.0
     )
@@ -905,7 +962,7 @@ def test_nothing_but_adapters_and_declared_scalars_leaves_a_rank(spread, algorit
         moved = [(dtype, math.prod(size)) for _, tensors in calls for dtype, size in tensors]
         # As float32 adapters (at the start also those of the value model), and rows of C and of
         # distances; metrics as float64; as int64 the run's stamp, a hash of the settings, and of
-        # each agent the three checkpoints that it can go on from
+        # each agent the three checkpoints that it can go on from, and whether its reward has failed
         assert {dtype for dtype, _ in moved} == {"float32", "float64", "int64"}
         float32 = [numel for dtype, numel in moved if dtype == "float32"]
         assert all(numel >= size or numel == 2 for numel in float32)
@@ -988,9 +1045,12 @@ def test_curves_and_a_table_of_language_models(files, tmp_path):
 def test_metrics_are_those_of_the_page(files, tmp_path):
     """What PPO with averages and GRPO with mixtures log, and nothing else."""
     tags = set()
-    for algorithm, aggregation in (("ppo", "weights"), ("grpo", "policy")):
-        changes = ALGORITHMS[algorithm] | {"aggregation": aggregation}
-        folder, _ = train(files, tmp_path / algorithm, **changes)
+    settings_of = {
+        "ppo": {"aggregation": "weights", "reward_kl_coef": 0.1},
+        "grpo": {"aggregation": "policy"},
+    }
+    for algorithm, changes in settings_of.items():
+        folder, _ = train(files, tmp_path / algorithm, **ALGORITHMS[algorithm] | changes)
         tags |= {name_in_page(tag) for tag in scalars_of(folder)}
     rewards = {tag for tag in tags if tag.startswith("objective/reward_")}
     rewards.discard("objective/reward_std")
@@ -1031,8 +1091,7 @@ BAD = {
         ["--communicator", "surrogate"],
         ["--communicator surrogate", "neither a communicator of this script"],
     ),
-    "no moments": (["--adam-beta2", "1"], ["--adam-beta2 1.0", "[0, 1)"]),
-    "weights below 1 only": (["--importance-cap", "0.5"], ["--importance-cap 0.5", "at least 1"]),
+    "weights below 1 only": (["--importance-cap", "0.5"], ["--importance-cap 0.5", "0 or above 1"]),
     "a value model of no adapter": (
         ["--algorithm", "ppo", "--value-init", "adapter"],
         ["--value-init adapter", "--adapter"],
@@ -1048,10 +1107,6 @@ BAD = {
     "unknown communicator": (
         ["--communicator", "uniforn"],
         ["--communicator uniforn", "neither a communicator of this script"],
-    ),
-    "nothing to compare": (
-        ["--communicator", "similarity", "--dataset", "agent_{i}", "--eval-prompts", "0"],
-        ["--communicator similarity", "--eval-dataset"],
     ),
     "no such reward": (["--reward", "bleu"], ["--reward bleu", "FILE.py:function"]),
     "estimator of the forward KL": (
@@ -1074,6 +1129,18 @@ BAD = {
         ["--value-lora-alpha", "-1"],
         ["--value-lora-alpha -1", "at least 1"],
     ),
+    "two ways to treat a missing end": (
+        ["--missing-eos-penalty", "3", "--missing-eos-reward", "-3"],
+        ["--missing-eos-penalty 3.0", "--missing-eos-reward"],
+    ),
+    "no number for a missing end": (
+        ["--missing-eos-reward", "nan"],
+        ["--missing-eos-reward nan", "finite"],
+    ),
+    "GRPO with rewards of tokens": (
+        ["--reward-kl-coef", "0.1"],
+        ["--reward-kl-coef 0.1", "GRPO", "--kl-coef"],
+    ),
     "no completion is long enough": (
         ["--min-response-tokens", "59"],
         ["--min-response-tokens 59", "at most --response-length 58"],
@@ -1091,6 +1158,7 @@ def test_bad_input_ends_with_one_line(case):
 
 GOOD = {
     "as many tokens as there may be": ["--min-response-tokens", "58"],
+    "a reward in place of the default penalty": ["--missing-eos-reward", "-3"],
     "a single round": ["--local-updates", "4", "--total-steps", "4"],
     "isolated agents": ["--local-updates", "5", "--total-steps", "4", "--aggregation", "none"],
     "agents without senders": [
@@ -1100,6 +1168,9 @@ GOOD = {
         "4",
         "--communicator",
         "identity",
+    ],
+    "peers that are heard through rewards": [
+        *("--algorithm", "ppo", "--kl-coef", "0", "--reward-kl-coef", "0.1"),
     ],
     "one agent": ["--local-updates", "5", "--total-steps", "4", "--num-agents", "1"],
     "similarity without evaluations": ["--communicator", "similarity", "--eval-prompts", "0"],
@@ -1123,7 +1194,7 @@ GOOD = {
     ],
     "normalised rewards of undivided groups": ["--norm-reward", "on", "--loss-type", "dr-grpo"],
     "normalised rewards against the others": ["--norm-reward", "on", "--advantage-type", "rloo"],
-    "weights of at most 1": ["--importance-cap", "1"],
+    "weights of at most 2": ["--importance-cap", "2"],
 }
 
 

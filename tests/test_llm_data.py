@@ -9,13 +9,16 @@ import importlib
 import json
 import math
 import multiprocessing
+import os
 import re
 import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn as nn
@@ -284,28 +287,45 @@ def test_columns_have_the_names_that_flags_give_them(files, tokenizer, tmp_path)
     assert (example["prompt"], example["completion"], example["topic"]) == ("a b", "c", "7")
     args = tiny(files, tmp_path, **names, topic_column="source")
     message = refusal(prpo_llm.load_examples, args, tokenizer, name)
-    assert f"--dataset {name}: must have the columns question and answer and source" in message
+    assert message.startswith(f"--dataset {name}: row 1: no source in ")
+    args = tiny(files, tmp_path, prompt_column="question", completion_column="reply")
+    message = refusal(prpo_llm.load_examples, args, tokenizer, name)
+    assert message.startswith(f"--dataset {name}: row 1: no reply in ")
+
+
+image = {"type": "image", "image": "a.png"}
 
 
 @pytest.mark.parametrize(
-    ("rows", "row"),
+    ("rows", "problem"),
     [
-        ([{"text": "a"}], "row 1 is {'text': 'a'}"),
-        ([], "row 1 is {}"),
-        ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], "row 2"),
-        ([{"prompt": "a", "completion": "b"}, {"prompt": [], "completion": "b"}], "row 2"),
-        ([{"prompt": 3, "completion": "b"}], "row 1"),
-        (["prompt"], "row 1 is prompt"),
+        ([{"text": "a"}], "row 1: no prompt in {'text': 'a'}"),
+        ([], "is empty"),
+        ([{"prompt": "a"}, {"prompt": None}], "row 2: no prompt in {'prompt': None}"),
+        (
+            [{"prompt": "a"}, {"prompt": []}],
+            "row 2: column prompt: neither a text nor messages: []",
+        ),
+        ([{"prompt": 3}], "row 1: column prompt: neither a text nor messages: 3"),
+        (
+            [{"prompt": "a", "completion": {"b": 1}}],
+            "row 1: column completion: neither a text nor messages: {'b': 1}",
+        ),
+        (
+            [{"prompt": [{"role": "user"}]}],
+            "row 1: column prompt: no message with a role and a content: {'role': 'user'}",
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": [image]}]}],
+            "row 1: column prompt: a part of type image, where only texts are read",
+        ),
     ],
 )
-def test_a_data_set_without_the_columns(files, tmp_path, rows, row):
+def test_rows_that_cannot_be_used(files, tmp_path, rows, problem):
     """Whichever row it is, the line is printed before training."""
     name = write(tmp_path / "bad.jsonl", rows)
     message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", dataset=name))
-    assert (
-        message.startswith(f"--dataset {name}: must have the columns prompt and completion, ")
-        and row in message
-    )
+    assert message == f"--dataset {name}: {problem}"
     assert not (tmp_path / "runs").exists()
 
 
@@ -324,7 +344,9 @@ def test_lines_of_a_file_end_as_in_json(files, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content"), [("broken.jsonl", "{"), ("nothing", None), ("latin.jsonl", "é")]
 )
-def test_data_that_cannot_be_read_end_with_one_line(files, tmp_path, monkeypatch, name, content):
+def test_data_that_cannot_be_read_end_with_one_line(
+    files, tmp_path, monkeypatch, capfd, name, content
+):
     """Before there is a run's folder."""
     monkeypatch.chdir(tmp_path)
     if content is None:
@@ -334,6 +356,289 @@ def test_data_that_cannot_be_read_end_with_one_line(files, tmp_path, monkeypatch
     message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", dataset=name))
     assert message.startswith(f"--dataset {name}: cannot be read: ")
     assert not (tmp_path / "runs").exists()
+    assert capfd.readouterr() == ("", "")
+
+
+ROWS = [{"prompt": "a b", "completion": "c", "level": 1}, {"prompt": "d", "completion": "e f"}]
+WRITERS = {
+    "data.jsonl": lambda table, path: table.to_json(path, orient="records", lines=True),
+    "data.json": lambda table, path: table.to_json(path, orient="records"),
+    "data.csv": lambda table, path: table.to_csv(path, index=False),
+    "data.tsv": lambda table, path: table.to_csv(path, index=False, sep="\t"),
+    "data.parquet": lambda table, path: table.to_parquet(path),
+    "folder/train-00000.parquet": lambda table, path: table.to_parquet(path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_has_the_same_rows(files, tokenizer, tmp_path, capfd, name):
+    """And nothing else is printed."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    WRITERS[name](pd.DataFrame(ROWS), path)
+    place = path if path.parent == tmp_path else path.parent
+    examples = prpo_llm.load_examples(tiny(files, tmp_path), tokenizer, str(place))
+    rows = {example["prompt"]: example["row"] for example in examples}
+    assert rows == {row["prompt"]: {"level": None} | row for row in ROWS}
+    (example,) = prpo_llm.load_examples(tiny(files, tmp_path), tokenizer, f"{place}:train[1:]")
+    assert example["prompt"] == "d"
+    assert capfd.readouterr() == ("", "")
+
+
+CARD = """---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main.jsonl}, {split: test, path: test.jsonl}]
+- config_name: other
+  data_files: other.jsonl
+---
+"""
+
+
+@pytest.fixture
+def several(tmp_path):
+    """A folder with two configurations."""
+    folder = tmp_path / "several"
+    folder.mkdir()
+    (folder / "README.md").write_text(CARD)
+    for name in ("main", "test", "other"):
+        write(folder / f"{name}.jsonl", [{"prompt": name[0], "completion": "b"}])
+    return folder
+
+
+def test_a_data_set_may_have_several_configurations(files, tokenizer, several):
+    args = tiny(files, "runs")
+    expected = {"#main": "m", "#main:train": "m", "#main:test": "t", "#other": "o"}
+    for suffix, prompt in expected.items():
+        (example,) = prpo_llm.load_examples(args, tokenizer, f"{several}{suffix}")
+        assert example["prompt"] == prompt
+    refused = {
+        "": "Config name is missing. Please pick one among the available configs: ['main', ",
+        "#third": "BuilderConfig 'third' not found. Available: ['main', 'other']",
+        "#other:test": "Unknown split \"test\". Should be one of ['train'].",
+    }
+    for suffix, problem in refused.items():
+        name = f"{several}{suffix}"
+        message = refusal(prpo_llm.load_examples, args, tokenizer, name, "eval-dataset")
+        assert message.startswith(f"--eval-dataset {name}: cannot be read: {problem}")
+
+
+def test_a_hub_id_is_read_from_the_cache_without_a_network(
+    files, tokenizer, several, tmp_path, monkeypatch
+):
+    """With its configuration and split; what is not there ends with one line."""
+    cache = tmp_path / "cache"
+    datasets.load_dataset(str(several), "main", cache_dir=cache)
+    (cache / "several").rename(cache / "owner___several")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    args = tiny(files, "runs")
+    (example,) = prpo_llm.load_examples(args, tokenizer, "owner/several#main:test")
+    assert example["prompt"] == "t"
+    for name in ("owner/several#other", "owner/nothing:test"):
+        message = refusal(prpo_llm.load_examples, args, tokenizer, name)
+        assert message.startswith(f"--dataset {name}: cannot be read: Couldn't ")
+
+
+def test_a_changed_file_is_read_anew(files, tokenizer, tmp_path):
+    """Also with the time and the size that it had."""
+    args = tiny(files, tmp_path)
+    for prompt in "ab":
+        name = write(tmp_path / "data.jsonl", [{"prompt": prompt, "completion": "b"}])
+        os.utime(name, (10**9, 10**9))
+        (example,) = prpo_llm.load_examples(args, tokenizer, name)
+        assert example["prompt"] == prompt
+
+
+def test_numbers_are_texts_where_texts_are_needed(files, tokenizer, tmp_path):
+    """A reward function gets what stands in the data."""
+    (tmp_path / "near.py").write_text(
+        "def near(completions, answer, references):\n"
+        "    return [own + len(text) for own, text in zip(answer, references)]\n"
+    )
+    rows = [{"prompt": "a", "answer": 7, "level": 2}, {"prompt": "b", "answer": 12, "level": 3}]
+    name = write(tmp_path / "data.jsonl", rows)
+    columns = {"completion_column": "answer", "topic_column": "level"}
+    args = tiny(files, tmp_path, reward=f"{tmp_path / 'near.py'}:near", **columns)
+    examples = prpo_llm.load_examples(args, tokenizer, name)
+    read = {example["prompt"]: (example["completion"], example["topic"]) for example in examples}
+    assert read == {"a": ("7", "2"), "b": ("12", "3")}
+    functions = prpo_llm.make_reward(args, torch.device("cpu"))
+    _, _, columns = score(args, tokenizer, functions, ["c", "d"], rows)
+    assert columns["score"].tolist() == [7 + 1, 12 + 2]
+    functions = prpo_llm.make_reward(tiny(files, tmp_path, reward="rouge"), torch.device("cpu"))
+    _, _, columns = score(args, tokenizer, functions, ["c", "d"], rows)
+    assert columns["score"].tolist() == [0.0, 0.0]
+
+
+def test_contents_may_be_parts(files, tokenizer, chatty, reward_model, tmp_path):
+    """Texts, of prompts and completions; reward functions get them as they stand, a reward model
+    their texts."""
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    talk = [{"role": "system", "content": "c"}, {"role": "user", "content": parts}]
+    answer = [{"role": "assistant", "content": [{"type": "text", "text": "d e"}]}]
+    name = write(tmp_path / "parts.jsonl", [{"prompt": talk, "completion": answer}])
+    args = tiny(files, tmp_path, reward=("rouge", str(reward_model)))
+    (example,) = prpo_llm.load_examples(args, chatty, name)
+    assert example["prompt"] == "s c u a b z z " and example["completion"] == "d e"
+    assert example["topic"] == "a b"
+    (plain,) = prpo_llm.load_examples(args, tokenizer, name)
+    assert plain["prompt"] == "c\n\na b"
+    functions = prpo_llm.make_reward(args, torch.device("cpu"))
+    seen = []
+    functions["see"] = lambda prompts: seen.extend(prompts) or [0.0]
+    args.reward = (*functions,)
+    _, _, columns = score(args, chatty, functions, ["d e"], [example["row"]])
+    assert columns["reward_rouge"].tolist() == [1.0] and seen == [talk]
+    whole = AutoTokenizer.from_pretrained(reward_model)("s c u a b a d e", add_special_tokens=False)
+    model = LlamaForSequenceClassification.from_pretrained(reward_model)
+    expected = model(torch.tensor([whole["input_ids"]])).logits.item()
+    assert columns["reward_judge"].tolist() == pytest.approx([expected], abs=1e-5)
+
+
+def test_messages_have_one_place_whatever_other_rows_have(files, chatty, tmp_path):
+    """A table gives all messages the keys that any of them has."""
+    talk = [{"role": "user", "content": "a"}]
+    other = [{"role": "user", "content": "b", "name": "c"}]
+    alone = pd.DataFrame({"prompt": [talk], "completion": "d"})
+    both = pd.DataFrame({"prompt": [talk, other], "completion": "d"})
+    places = []
+    for name, table in (("alone", alone), ("both", both)):
+        table.to_parquet(tmp_path / f"{name}.parquet")
+        path = str(tmp_path / f"{name}.parquet")
+        examples = prpo_llm.load_examples(tiny(files, tmp_path), chatty, path)
+        places.append({example["prompt"]: example["place"] for example in examples}["u a z z "])
+    assert places[0] == places[1]
+
+
+THINKING = (
+    "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'y ' if thinks else 'n ' }}{{ mood }}{% endif %}"
+)
+
+
+def test_the_chat_template_gets_arguments(files, tokenizer, tmp_path):
+    """Of the flag, and of a row, which come first."""
+    tokenizer.chat_template = THINKING
+    talk = [{"role": "user", "content": "a"}]
+    rows = [{"prompt": talk, "chat_template_kwargs": {"thinks": True}}]
+    rows.append({"prompt": [{"role": "user", "content": "b"}], "chat_template_kwargs": None})
+    rows.append(
+        {"prompt": [{"role": "user", "content": "c"}], "chat_template_kwargs": {"other": 1}}
+    )
+    args = tiny(files, tmp_path, chat_template_kwargs='{"thinks": false, "mood": "m"}')
+    for name in ("data.jsonl", "data.parquet"):
+        writer = WRITERS[name]
+        writer(pd.DataFrame(rows), tmp_path / name)
+        examples = prpo_llm.load_examples(args, tokenizer, str(tmp_path / name))
+        assert {example["prompt"] for example in examples} == {"a y m", "b n m", "c n m"}
+    for text in ('["a"]', "thinks=1", "{"):
+        line = refusal(parse_args, prpo_llm, ["--chat-template-kwargs", text])
+        assert line.startswith(f"--chat-template-kwargs {text}: must be a JSON object, such as ")
+    # What this script itself gives cannot be given
+    args.chat_template_kwargs = '{"tokenize": true}'
+    message = refusal(prpo_llm.load_examples, args, tokenizer, str(tmp_path / name))
+    assert "row 1: does not suit the model's chat template: " in message
+
+
+def test_a_last_message_of_the_assistant_is_continued(
+    files, tokenizer, chatty, reward_model, tmp_path
+):
+    """By the completion: there is no new turn. A reward model reads both as one message, a reward
+    function gets them apart."""
+    talk = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    name = write(tmp_path / "data.jsonl", [{"prompt": talk, "completion": "e"}])
+    args = tiny(files, tmp_path, reward=str(reward_model))
+    (example,) = prpo_llm.load_examples(args, chatty, name)
+    assert example["prompt"] == "u a b a c d" and example["topic"] == "a b"
+    (plain,) = prpo_llm.load_examples(args, tokenizer, name)
+    assert plain["prompt"] == "a b\n\nc d"
+    seen = []
+    see = {"see": lambda prompts, completions: seen.extend([prompts, completions]) or [0.0]}
+    score(args, chatty, see, ["e f"], [example["row"]])
+    assert seen == [[talk], [[{"role": "assistant", "content": "e f"}]]]
+    judge = AutoTokenizer.from_pretrained(reward_model)
+    model = LlamaForSequenceClassification.from_pretrained(reward_model)
+    join = functools.partial(prpo_llm.join_texts, judge, [talk])
+    completion = [{"role": "assistant", "content": " e f"}]
+    assert join([completion]) == (["u a b a c d e f "], True)
+    whole = judge("u a b a c d e f", add_special_tokens=False)["input_ids"]
+    expected = model(torch.tensor([whole])).logits.item()
+    function = prpo_llm.make_reward(args, torch.device("cpu"))["judge"]
+    scores = function(prompts=[talk], completions=[completion])
+    assert scores == pytest.approx([expected], abs=1e-5)
+    judge.chat_template = None
+    assert join([completion]) == (["a b\n\nc d e f<eos>"], False)
+
+
+def test_a_continuation_keeps_the_space_before_it(files, tmp_path):
+    """Of a message that has begun, as of a text."""
+    tokenizer = sentence_pieces(DECODERS["metaspace"])
+    args = tiny(files, tmp_path)
+    talk = [{"role": "user", "content": "a"}]
+    begun = [*talk, {"role": "assistant", "content": "I"}]
+    ids = tokenizer("I am")["input_ids"]
+    for prompt, text in ((talk, "am"), (begun, " am")):
+        example = {"row": {"prompt": prompt}, "ids": ids[:1]}
+        assert prpo_llm.decode(args, tokenizer, example, ids[1:]) == text
+
+
+def test_rows_with_a_prompt_only(files, tmp_path, monkeypatch):
+    """They are trained on and evaluated; there are no public states, and so no distances."""
+    rows = [json.loads(line) for line in (files / "data.jsonl").read_text().splitlines()]
+    rows = [{"prompt": row["prompt"], "answer": row["completion"]} for row in rows]
+    name = write(tmp_path / "data.jsonl", rows)
+    (tmp_path / "own.py").write_text(
+        "def own(completions, answer):\n"
+        "    return [len({*a.split()} & {*c.split()}) for a, c in zip(answer, completions)]\n"
+    )
+    changes = {"dataset": name, "reward": f"{tmp_path / 'own.py'}:own", "total_steps": 2}
+    folder, summary = train(files, tmp_path / "runs", **changes)
+    assert summary["completed"]
+    evaluated = [json.loads(line) for line in (folder / "completions.jsonl").open()]
+    assert {row["reference"] for row in evaluated} == {""}
+    distances = pd.read_csv(folder / "communicator.csv").query("listener != peer").distance
+    assert len(distances) and distances.isna().all()
+    monkeypatch.setattr(prpo_llm, "load_base", None)
+    args = tiny(files, tmp_path / "no", **changes | {"reward": "rouge"})
+    line = "--reward rouge: rouge needs a column completion, which the data lack"
+    assert refusal(prpo_llm.main, args) == line
+    args = tiny(files, tmp_path / "no", **changes, communicator="similarity")
+    none = "must compare on completions of held-out prompts, and there are none"
+    assert refusal(prpo_llm.main, args) == f"--communicator similarity: {none}"
+    assert not (tmp_path / "no").exists()
+    write(tmp_path / "data.jsonl", [row | {"completion": ""} for row in rows])
+    assert refusal(prpo_llm.main, args) == f"--communicator similarity: {none}"
+    # Of agents with data of their own, too, where nothing is held out
+    apart = {"dataset": (name, name), "eval_prompts": 0}
+    args = tiny(files, tmp_path / "no", **changes | apart, communicator="similarity")
+    assert refusal(prpo_llm.main, args) == f"--communicator similarity: {none}"
+
+
+def test_prompts_that_are_left_out_are_counted(
+    many, files, tokenizer, tmp_path, capsys, monkeypatch
+):
+    """Of a common data set once, of each agent's own by its process."""
+    rows = [json.loads(line) for line in Path(many).read_text().splitlines()]
+    names = []
+    for k in range(2):
+        long = [{"prompt": f"{chr(97 + n)} " * 9, "completion": "a"} for n in range(k + 1)]
+        far_too_long = [{"prompt": "b " * 999, "completion": "a"}]
+        names.append(write(tmp_path / f"{k}.jsonl", rows[:20] + long + far_too_long))
+    limit = "prompts are left out, longer than --max-prompt-tokens 8\n"
+    changes = {"max_prompt_tokens": 8, "batch_size": 1}
+    monkeypatch.setattr(prpo_llm, "check_number", lambda *_: None)
+    args = tiny(files, "runs", dataset=names[0], eval_dataset=names[1], **changes)
+    expected = f"--dataset {names[0]}: 2 {limit}--eval-dataset {names[1]}: 3 {limit}"
+    for rank, output in (("0", expected), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        prpo_llm.deal(args, tokenizer, range(2))
+        assert capsys.readouterr().out == output
+    args = tiny(files, "runs", dataset=(*names,), eval_prompts=0, **changes)
+    prpo_llm.deal(args, tokenizer, range(1, 2))
+    assert capsys.readouterr().out == f"--dataset {names[1]}: 3 {limit}"
 
 
 # --- who gets what ---
@@ -737,7 +1042,8 @@ def test_public_states_do_not_depend_on_evaluations(many, files, tokenizer, tmp_
     args.eval_dataset = ""
     args.dataset = (write(tmp_path / "all.jsonl", rest),)
     line = refusal(prpo_llm.deal, args, tokenizer, range(2))
-    assert line == "--communicator similarity: must compare on held-out prompts, and there are none"
+    none = "must compare on completions of held-out prompts, and there are none"
+    assert line == f"--communicator similarity: {none}"
     args.communicator = "uniform"
     assert prpo_llm.deal(args, tokenizer, range(2))[2] == []
 
@@ -838,7 +1144,9 @@ def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
     functions = prpo_llm.make_reward(args, torch.device("cpu"))
     rows = [{"prompt": "a b", "answer": "c", "level": 1}, {"prompt": "d", "answer": "e f"}]
     texts, ends, columns = score(args, tokenizer, functions, ["c", "e"], rows)
-    seen = functions["own.everything"].__globals__["seen"]
+    seen = sys.modules["own"].seen
+    for name in ("trainer_state", "log_metric", "log_extra"):
+        assert seen.pop(name)
     letters = [tokenizer(text)["input_ids"] + [0] for text in ("c", "e")]
     assert seen == {
         "prompts": ["a b", "d"],
@@ -854,12 +1162,8 @@ def test_reward_functions_have_trls_signature(files, tokenizer, tmp_path):
     assert columns["score"].tolist() == [0.5, 2.0] == columns["reward"].tolist()
     talk = [{"prompt": [{"role": "user", "content": "a"}], "answer": "c"}] * 2
     score(args, tokenizer, functions, ["c", "d"], talk)
-    assert functions["own.everything"].__globals__["seen"]["completions"] == [
-        [{"role": "assistant", "content": text}] for text in "cd"
-    ]
-    assert functions["own.everything"].__globals__["seen"]["prompts"] == [
-        row["prompt"] for row in talk
-    ]
+    assert seen["completions"] == [[{"role": "assistant", "content": text}] for text in "cd"]
+    assert seen["prompts"] == [row["prompt"] for row in talk]
 
 
 def test_a_reward_that_names_a_column_gets_it_beside_all_others():
@@ -892,12 +1196,11 @@ def test_columns_of_any_row_are_passed_and_none_takes_the_place_of_what_is_bound
         expected = [len(row.get("answer", "")) for row in order]
         assert columns["reward_own.own"].tolist() == expected
         assert columns["reward_rouge"].tolist() == [1.0, 1.0]
-    message = refusal(score, args, tokenizer, functions, ["b"], rows[:1])
-    assert message.endswith("own.own needs a column answer, which the data lack")
     # A run ends before the model is loaded
     args = tiny(files, tmp_path, reward=args.reward, base_model=str(files / "model"))
     monkeypatch.setattr(prpo_llm, "load_base", None)
-    assert refusal(prpo_llm.main, args) == message
+    message = refusal(prpo_llm.main, args)
+    assert message.endswith("own.own needs a column answer, which the data lack")
 
 
 def test_penalties_are_taken_from_the_reward_and_not_from_the_score(files, tokenizer, tmp_path):
@@ -915,6 +1218,21 @@ def test_penalties_are_taken_from_the_reward_and_not_from_the_score(files, token
     assert "one returns 1 rewards for 4 completions" in refusal(
         score, args, tokenizer, functions, ["a"] * 4, rows
     )
+
+
+def test_a_reward_takes_the_place_of_that_of_a_completion_without_an_end(
+    files, tokenizer, tmp_path
+):
+    """Whatever its score is, and for one that is too short; an unknown reward stays unknown."""
+    args = tiny(files, tmp_path, missing_eos_reward=-3.0, min_response_tokens=3)
+    args.missing_eos_penalty = prpo_llm.Args.missing_eos_penalty
+    functions = {"one": lambda completions, **_: [1.0, math.nan, -7.0, 4]}
+    rows = [{"prompt": "a", "completion": "b"}] * 4
+    _, _, columns = score(args, tokenizer, functions, ["a b", "a b", "a b", "a"], rows)
+    np.testing.assert_equal(columns["score"], [1.0, math.nan, -7.0, 4.0])
+    np.testing.assert_equal(columns["reward"], [1.0, math.nan, -7.0, -3.0])
+    _, _, columns = score(args, tokenizer, functions, ["a b c"] * 4, rows, ended=False)
+    np.testing.assert_equal(columns["reward"], [-3.0, math.nan, -3.0, -3.0])
 
 
 def test_rouge_reads_messages_and_texts_alike(files, tokenizer, tmp_path):
@@ -1611,3 +1929,17 @@ def test_the_commands_of_the_page_run(many, files, tmp_path, monkeypatch):
 def docstrings_args(words):
     """As the tool reads them."""
     return partition.read_flags(docstrings.Args, words)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_data_set_saved_by_the_library_is_read(tmp_path, splits):
+    """`save_to_disk` of a data set, or of a dictionary of them by split."""
+    datasets = importlib.import_module("datasets")
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    data = datasets.Dataset.from_list(rows)
+    if splits:
+        data = datasets.DatasetDict({"train": data, "test": datasets.Dataset.from_list(rows[:1])})
+    data.save_to_disk(tmp_path / "saved")
+    assert prpo_llm.read_rows(str(tmp_path / "saved")) == rows
+    if splits:
+        assert prpo_llm.read_rows(f"{tmp_path / 'saved'}:test") == rows[:1]

@@ -353,6 +353,27 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
         )
         assert float(row["sampled_eos_rate"]) == pytest.approx(np.mean(ended), abs=1e-5)
         assert float(row["sampled_reward"]) != float(row["mean_reward"])
+    # Their texts and rewards, beside the greedy ones
+    lines = (folder / "completions.jsonl").read_text().splitlines()
+    logged = [line for line in map(json.loads, lines) if line["task"] == "validation"]
+    for agent, row in enumerate(rows):
+        of_agent = [line for line in logged if (line["step"], line["agent"]) == (0, agent)]
+        greedy = [line for line in of_agent if "sample" not in line]
+        samples = [line for line in of_agent if "sample" in line]
+        assert len(greedy) == 3
+        assert [line["sample"] for line in samples] == [0, 1, 2, 3] * 3
+        assert [line["id"] for line in samples] == [line["id"] for line in greedy for _ in range(4)]
+        texts = []
+        for completion, length in zip(tokens[agent].tolist(), lengths[agent].tolist(), strict=True):
+            words = [WORDS[token] for token in completion[:length] if token]
+            texts.append(words)
+        assert [line["completion"].split() for line in samples] == texts
+        assert np.mean([line["reward"] for line in greedy]) == pytest.approx(
+            float(row["mean_reward"]), abs=1e-5
+        )
+        assert np.mean([line["reward"] for line in samples]) == pytest.approx(
+            float(row["sampled_reward"]), abs=1e-5
+        )
 
 
 def test_without_samples_evaluations_are_as_before(files, tmp_path):  # noqa: F811
@@ -578,8 +599,9 @@ def test_a_server_completes_with_the_agents_adapters(files, server, tmp_path, mo
     folder, _ = train(files, tmp_path, generate_with=server.url, **changes)
     assert server.loaded == {} and not (folder / "serving").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name]
-    # The first is the check
-    sent = [body for path, body in server.requests if path == "/v1/completions"][1:]
+    requests = [body for path, body in server.requests if path == "/v1/completions"]
+    # The first is the check; evaluations are greedy
+    sent = [body for body in requests[1:] if body["temperature"]]
     assert len(sent) == 4 * 3 * 2 and len({body["seed"] for body in sent}) == len(sent)
     for body in sent:
         assert (body["n"], body["max_tokens"], body["temperature"], body["stop"]) == (
@@ -595,9 +617,11 @@ def test_a_server_completes_with_the_agents_adapters(files, server, tmp_path, mo
             1,
         )
     names = loaded_names(server.requests)[1:]
+    evaluated = [0, 1, 2, 3, 4, 4]  # before and after the training
     assert [name.rpartition("-")[0] for name in names] == [
-        f"{folder.name}-agent_{i}-step_{step}" for step in range(1, 5) for i in range(3)
+        f"{folder.name}-agent_{i}-step_{step}" for step in evaluated for i in range(3)
     ]
+    assert len({*names}) == len(names)
     gone = [
         body["lora_name"] for path, body in server.requests if path == "/v1/unload_lora_adapter"
     ][1:]
@@ -666,7 +690,7 @@ REFUSED = {
     "no-logprobs": ["sends no token ids and log-probabilities"],
     "raw-logprobs": ["its log-probabilities are off by", "--logprobs-mode processed_logprobs"],
     "ignored-adapter": ["its log-probabilities are off by", "serve the same --base-model"],
-    "one-choice": ["sends 1 completions instead of 3"],
+    "one-choice": ["sends 1 completions instead of 2"],
 }
 
 
@@ -691,7 +715,7 @@ def test_a_server_that_is_not_running_is_refused(files, tmp_path, monkeypatch): 
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
         message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", generate_with=url))
-    assert f"--generate-with {url}: cannot load adapters ({url}/load_lora_adapter" in message
+    assert f"--generate-with {url}: {url.removesuffix('/v1')}/is_sleeping: " in message
     assert "Connection refused" in message and waits == [1, 4]
 
 
@@ -743,18 +767,18 @@ def test_an_end_without_its_token_is_an_error(files, tmp_path):  # noqa: F811
         "logprobs": {"token_logprobs": [-1.0, -2.0]},
         "finish_reason": "length",
     }
-    assert client.read_choice(choice) == ([3, 4], [-1.0, -2.0])
+    assert client.read_choice(choice, 6) == ([3, 4], [-1.0, -2.0])
     with pytest.raises(ValueError, match="without an end-of-text token"):
-        client.read_choice(choice | {"finish_reason": "stop"})
+        client.read_choice(choice | {"finish_reason": "stop"}, 6)
     ended = choice | {"token_ids": [3, 0, 5], "logprobs": {"token_logprobs": [-1.0, -2.0, -3.0]}}
-    assert client.read_choice(ended | {"finish_reason": "stop"}) == ([3, 0], [-1.0, -2.0])
+    assert client.read_choice(ended | {"finish_reason": "stop"}, 6) == ([3, 0], [-1.0, -2.0])
     with pytest.raises(ValueError, match="2 tokens, 1 log-probabilities"):
-        client.read_choice(choice | {"logprobs": {"token_logprobs": [-1.0]}})
+        client.read_choice(choice | {"logprobs": {"token_logprobs": [-1.0]}}, 6)
     with pytest.raises(ValueError, match="0 tokens"):
-        client.read_choice(choice | {"token_ids": [], "logprobs": {"token_logprobs": []}})
+        client.read_choice(choice | {"token_ids": [], "logprobs": {"token_logprobs": []}}, 6)
     with pytest.raises(ValueError, match="7 tokens"):
         client.read_choice(
-            choice | {"token_ids": [1] * 7, "logprobs": {"token_logprobs": [-1.0] * 7}}
+            choice | {"token_ids": [1] * 7, "logprobs": {"token_logprobs": [-1.0] * 7}}, 6
         )
 
 
@@ -768,15 +792,117 @@ def test_a_diverged_agent_is_not_loaded_into_the_server(files, server, stacked, 
     exchange = SimpleNamespace(agents=range(3))
     run = SimpleNamespace(folder=tmp_path, name=tmp_path.name, iteration=7, exchange=exchange)
     client.load_policies(run, model)
-    names = [f"{tmp_path.name}-agent_{i}-step_7-{client.began}" for i in (0, 2)]
-    assert [*server.loaded] == names
-    tokens, lengths, logprobs = client.complete([0, 1, 2], PROMPTS, [1, 2, 3], "cpu")
+    names = [f"{tmp_path.name}-agent_{i}-step_7" for i in (0, 2)]
+    assert [name.rpartition("-")[0] for name in server.loaded] == names
+    with prpo_llm.select_adapters("policy"):
+        outputs = client.complete(model, PROMPTS, torch.rand(3, 1, 6), [eos], 1.0)
+    tokens, lengths, logprobs = outputs
     assert tokens.shape == (3, 1, 6) and lengths[1] == 1 and tokens[1, 0, 0] == eos
     assert (
         logprobs[1, 0, 0].isnan()
         and logprobs[[0, 2]].isfinite().all()
         and (logprobs[[0, 2], 0, 0] < 0).all()
     )
+
+
+def read_completions(folder, step):
+    """The greedy completions of an evaluation: their texts and scores."""
+    lines = (folder / "completions.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["step"] == step]
+    return [row for row in rows if "sample" not in row]
+
+
+def test_a_server_completes_evaluations(files, server, tmp_path, monkeypatch):  # noqa: F811
+    """Greedily they are those of this process; --eval-samples are of the nucleus, with the same
+    seeds in every evaluation and other ones for each agent and prompt."""
+    changes = {"eval_samples": 3, "eval_top_p": 0.6, "total_steps": 1, "learning_rate": 1e-12}
+    changes |= {"stop_strings": ("c", "e f")}
+    plain, _ = train(files, tmp_path / "plain", **changes)
+    with monkeypatch.context() as patch:  # no completion is computed here
+        patch.setattr(prpo_llm, "compare_with_plain", lambda *_: None)
+        patch.setattr(prpo_llm, "generate", None)
+        folder, _ = train(files, tmp_path / "served", generate_with=server.url, **changes)
+    for step in (0, 1):
+        expected = read_completions(plain, step)
+        assert read_completions(folder, step) == expected
+        assert len(expected) == 2 * 2
+    sent = [body for path, body in server.requests if path == "/v1/completions"][1:]
+    greedy = [body for body in sent if body["temperature"] == 0]
+    sampled = [body for body in sent if body["top_p"] == 0.6]
+    assert len(greedy) == len(sampled) == 2 * 2 * 2
+    assert {body["n"] for body in greedy} == {1}
+    assert {(body["n"], body["temperature"]) for body in sampled} == {(3, 1.0)}
+    seeds = [body["seed"] for body in sampled]
+    assert sorted(seeds[:4]) == sorted(seeds[4:]) and len({*seeds}) == 4
+    rows = [row for row in read_evaluations(folder) if row["task"] == "validation"]
+    assert len(rows) == 4 and all(0 < float(row["sampled_length"]) <= 6 for row in rows)
+
+
+def test_a_server_sleeps_while_agents_learn(files, server, tmp_path, monkeypatch):  # noqa: F811
+    """It is awake for every rollout and evaluation, sleeps without adapters in between, and is
+    woken up by the next run; completions are those of a server that never sleeps."""
+    changes = {"total_steps": 2, "eval_every": 1, "learning_rate": 1e-3}
+    awake, _ = train(files, tmp_path / "awake", generate_with=server.url, **changes)
+    assert not any("sleep" in path or "wake" in path for path, _ in server.requests)
+    server.reset()
+    server.sleep_mode = True
+    server.asleep = True  # as an interrupted run leaves it
+    learn = prpo_llm.learn
+
+    def watch(*inputs):
+        assert server.asleep and server.loaded == {}
+        return learn(*inputs)
+
+    monkeypatch.setattr(prpo_llm, "learn", watch)
+    folder, _ = train(files, tmp_path / "asleep", generate_with=server.url, **changes)
+    for weights, expected in zip(weights_of(folder), weights_of(awake), strict=True):
+        assert torch.equal(weights, expected)
+    assert (folder / "completions.jsonl").read_text() == (awake / "completions.jsonl").read_text()
+    kinds = {"/sleep?level=1": "sleep", "/wake_up": "wake", "/v1/completions": "complete"}
+    order = [kinds[path] for path, _ in server.requests if path in kinds]
+    phases = [kind for k, kind in enumerate(order) if [kind] != order[k - 1 : k]]
+    used = ["complete", "sleep", "wake"]
+    # Two checks; then an evaluation, and each of two steps with another one
+    assert phases == ["wake", *used, *(used * 5)[:-1]]
+    assert server.asleep
+
+
+def test_a_server_that_forgets_its_adapters_in_sleep_is_refused(files, server, tmp_path):  # noqa: F811
+    server.sleep_mode = True
+    server.faults = {"amnesia"}
+    message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", generate_with=server.url))
+    assert "its log-probabilities are off by" in message and " after it has slept; " in message
+
+
+def test_one_rank_of_a_machine_puts_its_server_to_sleep(files, server, tmp_path, monkeypatch):  # noqa: F811
+    """The others neither check nor wake it; all wait before and after, so that nobody completes
+    meanwhile."""
+    server.sleep_mode = True
+    events = []
+
+    def meet():
+        events.append((len(server.requests), server.asleep))
+
+    run = SimpleNamespace(exchange=SimpleNamespace(wait_for_all=meet), folder=tmp_path)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        args = tiny(files, tmp_path, generate_with=server.url)
+        model, tokenizer = prpo_llm.load_base(args, torch.device("cpu"))
+        prpo_llm.add_adapters(args, model, 2)
+        client = prpo_llm.start_server(args, range(2), tokenizer, model, [1, 2])
+        monkeypatch.setattr(client, "load_policies", lambda *_: None)
+        assert client.can_sleep == (rank == "0")
+        events.clear()
+        for _ in range(2):
+            with prpo_llm.serving(client, run, model) as complete:
+                assert complete == client.complete and not server.asleep
+        number = len(server.requests)
+        asleep = [state for _, state in events]
+        if rank == "0":
+            assert asleep == [False, False, False, True, True, False, False, True]
+            server.asleep = False
+        else:
+            assert asleep == [False] * 8 and {count for count, _ in events} == {number}
 
 
 @pytest.mark.slow

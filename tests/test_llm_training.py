@@ -289,6 +289,10 @@ def plain_advantages(args, agent, groups):
         length = len(one["completion"])
         values = [*one["values"].tolist(), 0.0]
         rewards = [0.0] * (length - 1) + [0.0 if math.isnan(one["reward"]) else one["scaled"]]
+        rewards = [
+            reward - args.reward_kl_coef * float(gap)
+            for reward, gap in zip(rewards, one["gaps"], strict=True)
+        ]
         deltas = [rewards[t] + args.gamma * values[t + 1] - values[t] for t in range(length)]
         decay = args.gamma * args.gae_lambda
         raw = [sum(decay ** (s - t) * deltas[s] for s in range(t, length)) for t in range(length)]
@@ -321,6 +325,7 @@ def plain_reference(args, one, i, C, agents, peers, start):
         one["reference"] = Categorical(probs=mixed)
     else:
         one["reference"] = Categorical(logits=mixed)
+    one["gaps"] = one["logprob"] - one["reference"].log_prob(torch.tensor(one["completion"]))
     one["anchor"] = start.distributions(args, one["prompt"], one["completion"])
 
 
@@ -478,9 +483,8 @@ def plain_training(files, args, examples):  # noqa: F811
             groups.append(
                 {"params": [parameter for name, parameter in learned if name not in policy]}
             )
-        betas = (args.adam_beta1, args.adam_beta2)
         optimizers.append(
-            torch.optim.AdamW(groups, args.learning_rate, betas, weight_decay=args.weight_decay)
+            torch.optim.AdamW(groups, args.learning_rate, weight_decay=args.weight_decay)
         )
     C = np.eye(args.num_agents)  # nothing has been sent yet
     for step in range(1, args.total_steps + 1):
@@ -488,11 +492,11 @@ def plain_training(files, args, examples):  # noqa: F811
         kl_coef = args.kl_coef * (left if args.kl_schedule == "linear" else 1)
         for i, agent in enumerate(agents):
             groups = plain_rollout(args, agent, i, step, examples[i])
-            plain_advantages(args, agent, groups)
             with torch.no_grad():
                 for one in (one for group in groups for one in group):
                     row = C if args.aggregation == "policy" else np.eye(args.num_agents)
                     plain_reference(args, one, i, row, agents, peers, start)
+            plain_advantages(args, agent, groups)
             updates = []
             optimizers[i].param_groups[0]["lr"] = plain_rate(args, step, args.learning_rate)
             for group in optimizers[i].param_groups[1:]:
@@ -520,6 +524,8 @@ def plain_training(files, args, examples):  # noqa: F811
                 "reward": np.nanmean(rewards),
                 "nan_rewards": np.isnan(rewards).sum(),
             }
+            if args.reward_kl_coef:
+                row["kl"] = np.mean([float(one["gaps"].sum()) for group in groups for one in group])
             completions = [one["completion"] for group in groups for one in group]
             completions = [
                 tokens
@@ -555,14 +561,25 @@ PLAIN = {
         "value_learning_rate": 2e-2,
         "value_clip_coef": 0.03,
         "importance_cap": 1.1,
-        "adam_beta2": 0.95,
         "weight_decay": 0.5,
+    },
+    "PPO, KL in the reward": {
+        "algorithm": "ppo",
+        "batch_size": 8,
+        "minibatch_size": 4,
+        "prompts_per_agent": 10,
+        "reward_kl_coef": 0.6,
+        "kl_coef": 0.1,
+        "mixture": "geometric",
+        "self_reference": "behaviour",
+        "micro_batch_size": 2,
+        "local_updates": 2,
+        "total_steps": 3,
     },
     "GSPO": {
         "loss_type": "gspo",
         "importance_cap": 1.2,
         "ent_coef": 0.1,
-        "adam_beta1": 0.7,
         "clip_coef": 0.03,
     },
     "GRPO, geometric, behaviour, anchor": {
@@ -576,7 +593,9 @@ PLAIN = {
         "kl_schedule": "linear",
         "total_steps": 3,
     },
-    "DAPO, no truncated ones, frozen A": {
+    "DAPO in one pass, anchor, no truncated ones, frozen A": {
+        "update_epochs": 1,
+        "sft_anchor": 0.2,
         "loss_type": "dapo",
         "advantage_type": "rloo",
         "clip_higher": 0.2,
@@ -595,6 +614,7 @@ PLAIN = {
         "aggregation": "weights",
         "lora_average": "frozen-a",
         "norm_reward": "off",
+        "reward_kl_coef": 0.4,
         "value_clip_coef": 0.0,
         "kl_direction": "reverse",
         "kl_estimator": "k3",
@@ -645,6 +665,7 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
     monkeypatch.setattr(
         prpo_llm, "generate", lambda *given, **options: shift(generate(*given, **options))
     )
+    monkeypatch.setattr(prpo_llm, "compare_with_plain", lambda *_: None)  # which would find it
     prpo_llm.main(args)
     run = only_run(tmp_path)
     _, tokenizer = prpo_llm.load_base(args)
@@ -939,26 +960,28 @@ def test_an_agents_own_part_of_its_reference_goes_by_its_number(monkeypatch):
     model = SimpleNamespace(device="cpu")
     batch = {
         "mask": torch.ones(2, 1, 1, 2, dtype=torch.bool),
-        "tokens": torch.zeros(2, 1, 1, 2, dtype=torch.long),
+        "lengths": torch.full((2, 1, 1), 2),
+        "logprobs": torch.zeros(2, 1, 1, 2),
+        "prompts": [[1], [1]],
     }
-    batch["sampled"] = torch.zeros(2, 1, 1, 2)
 
-    def remember(args, model, batch, name, numbers=None):
+    def tell(model, batch):
+        name, numbers, *_ = prpo_llm.Adapters.selection
         filled = torch.tensor(numbers if name == "snapshot" else [-1, -1])
         return filled.float().view(2, 1, 1, 1, 1).expand(2, 1, 1, 2, 4).clone()
 
-    monkeypatch.setattr(prpo_llm, "collect_hidden", remember)
-    monkeypatch.setattr(prpo_llm, "split_tokens", lambda *_: [])
+    monkeypatch.setattr(prpo_llm, "compute_hidden", tell)
     C = torch.tensor([[0.2, 0.3, 0.5], [0.4, 0.6, 0.0], [0.3, 0.3, 0.4]])
     for self_reference, expected in (
         ("behaviour", [[0, -1], [0, 1, -1]]),
         ("snapshot", [[0, 1], [0, 1, 2]]),
     ):
         args = prpo_llm.Args(self_reference=self_reference)
-        references, weights = prpo_llm.compute_references(args, model, range(1, 3), C, batch)
+        reference = prpo_llm.choose_reference(args, range(1, 3), C)
+        references = prpo_llm.compute_references(args, model, reference, batch)
         for k, peers in enumerate(expected):
             assert references["peers"][k, 0, : len(peers), 0, 0, 0].tolist() == peers
-            assert weights[k].tolist() == C[k + 1][C[k + 1] > 0].tolist()
+            assert reference.weights[k].tolist() == C[k + 1][C[k + 1] > 0].tolist()
 
 
 def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
@@ -1079,6 +1102,55 @@ def test_gradients_of_estimated_kls(old_is_new):
         torch.testing.assert_close(slopes["k2"], reverse_slope)
         torch.testing.assert_close((values["k3"], slopes["k3"]), (reverse, forward_slope))
         assert (reverse_slope - forward_slope).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("gap", [-30.0, -6.0, -0.3, 0.0, 0.3, 4.9, 6.0, 30.0])
+def test_k3_is_exact_for_ordinary_gaps_and_bounded_beyond(gap):
+    """Its value and gradient, of a token to which the reference gives e^gap of the policy's
+    probability."""
+    log_policy = torch.tensor([[-31.0, -0.1]], dtype=torch.double).requires_grad_()
+    log_reference = log_policy.detach() + torch.tensor([[gap, 0.0]], dtype=torch.double)
+    args = prpo_llm.Args(kl_estimator="k3")
+    token = torch.tensor([0])
+    kl = prpo_llm.compute_reference_kl(log_policy, log_reference, token, torch.ones(1), args)
+    (slope,) = torch.autograd.grad(kl.sum(), log_policy)
+    value = float(kl.detach())
+    if gap <= 5:
+        assert value == pytest.approx(math.expm1(gap) - gap, abs=1e-12)
+        assert slope.tolist() == [[pytest.approx(-math.expm1(gap), abs=1e-12), 0.0]]
+    else:  # the tangent: still towards the reference, and steepest here
+        assert slope.tolist() == [[pytest.approx(1 - math.exp(5)), 0.0]]
+        assert value == pytest.approx(math.exp(5) - 6 + (math.exp(5) - 1) * (gap - 5))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+@pytest.mark.parametrize("logratio", [-30.0, 0.1, 4.9, 30.0])
+def test_a_token_that_has_become_likely_has_a_bounded_gradient(loss_type, logratio, monkeypatch):
+    """Clipping does not bound the loss where the advantage is negative."""
+    args = prpo_llm.Args(loss_type=loss_type, kl_coef=0.0)
+    monkeypatch.setattr(prpo_llm, "compute_log_probs", lambda _args, _model, states: states)
+    states = torch.tensor([-0.01, -40.0]).expand(1, 1, 1, 1, 2).clone().requires_grad_()
+    mb = {
+        "tokens": torch.zeros(1, 1, 1, 1, dtype=torch.long),
+        "logprobs": torch.full((1, 1, 1, 1), -0.01 - logratio),
+        "advantages": torch.full((1, 1, 1, 1), -2.0),
+        "mean_logratio": torch.full((1, 1, 1), logratio),
+        "peers": states.detach()[:, :, None],
+    }
+    place = (0, *[torch.zeros(1, dtype=torch.long)] * 3)
+    reference = prpo_llm.Reference([torch.ones(1)], [], [])
+    loss, terms = prpo_llm.compute_token_losses(
+        args, None, states, mb, place, reference, kl_coef=0.0
+    )
+    loss.sum().backward()
+    slope = float(states.grad[..., 0])
+    if logratio < 0:  # the clip range's lower end
+        assert slope == 0 and float(loss.detach()) == pytest.approx(2 * 0.8)
+    else:
+        assert slope == pytest.approx(2 * math.exp(min(logratio, 5.0)), rel=1e-4)
+    assert float(terms["ratio"]) == pytest.approx(
+        math.exp(min(logratio, 5)) * (1 + max(logratio - 5, 0)), rel=1e-4
+    )
 
 
 def from_logs(log_probs):

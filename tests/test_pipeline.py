@@ -204,7 +204,8 @@ def test_a_model_without_a_score_head_is_no_scorer(base):
 
 def make_adapter(base, folder, kind, **options):
     """A LoRA adapter that does something, saved as TRL saves it: with the tokenizer."""
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], **options)
+    defaults = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}
+    config = LoraConfig(**defaults | options)
     model = get_peft_model(kind.from_pretrained(base, dtype=torch.float32), config)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -257,6 +258,46 @@ def test_a_merged_reward_model_scores_as_its_adapter_does(base, tmp_path):
     args = prpo_llm.Args(reward=(str(tmp_path / "reward"),), precision="float32")
     rewards = prpo_llm.make_reward(args, torch.device("cpu"))
     assert rewards["reward"](**texts) == pytest.approx([long, short], abs=1e-5)
+
+
+def test_joined_adapters_are_the_reward_model(base, tmp_path):
+    """One adapter of the base, by PEFT and as the start of a value model; rank and scale of both
+    parts count."""
+    make_adapter(base, tmp_path / "sft", AutoModelForCausalLM, task_type="CAUSAL_LM")
+    merge(tmp_path / "sft", tmp_path / "merged")
+    options = {"task_type": "SEQ_CLS", "modules_to_save": ["score"], "lora_alpha": 3, "r": 2}
+    kind = _one_label(AutoModelForSequenceClassification)
+    make_adapter(tmp_path / "merged", tmp_path / "reward", kind, **options)
+    join = pipeline.Args("join", model=str(tmp_path / "reward"), adapter=str(tmp_path / "sft"))
+    join.out = str(tmp_path / "value")
+    pipeline.main(join)
+    load = AutoPeftModelForSequenceClassification.from_pretrained
+    options = {"num_labels": 1, "dtype": torch.float32}
+    expected = load(tmp_path / "reward", **options)
+    joined = load(tmp_path / "value", **options)
+    assert joined.peft_config["default"].base_model_name_or_path == str(base)
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        score = expected(ids).logits.item()
+        assert joined(ids).logits.item() == pytest.approx(score, abs=1e-5)
+    targets = {"lora_targets": ("q_proj", "o_proj"), "precision": "float32", "algorithm": "ppo"}
+    ranks = {"value_lora_rank": 6, "value_lora_alpha": 5, "num_agents": 2}
+    args = prpo_llm.Args(base_model=str(base), value_init=join.out, **targets, **ranks)
+    prpo_llm.check_training(args)
+    model, _ = prpo_llm.load_base(args)
+    prpo_llm.add_adapters(args, model, 2)
+    batch = {
+        "prompts": [[3, 4, 5]] * 2,
+        "tokens": torch.tensor([6, 7, 8, 9, 1]).expand(2, 1, 1, -1),
+        "lengths": torch.full((2, 1, 1), 5),
+    }
+    with torch.no_grad(), prpo_llm.select_adapters("value"):
+        values = prpo_llm.compute_values(model, prpo_llm.compute_hidden(model, batch))
+    assert values[:, 0, 0, 4].tolist() == pytest.approx([score] * 2, abs=1e-5)
+    make_adapter(base, tmp_path / "wide", AutoModelForCausalLM, target_modules=["q_proj", "k_proj"])
+    join.adapter = str(tmp_path / "wide")
+    message = f"--adapter {join.adapter}: must have the layers of --model {join.model}"
+    assert refusal(pipeline.main, join) == message
 
 
 def _one_label(kind):
@@ -434,12 +475,38 @@ def test_the_printed_commands_are_understood():
         assert paper["gradient_accumulation_steps"] == accumulated
         assert paper["learning_rate"] == 1e-5
         assert paper["max_length"] == 1024
-    assert parsed["sft",]["max_steps"] == 2 * 16_722 // 16
+    assert parsed["sft",]["num_train_epochs"] == 2
+    (posts,) = parsed["sft",]["datasets"]
+    assert (posts.path, posts.split) == ("trl-lib/tldr", "train[:16722]")
     assert parsed["reward",]["num_train_epochs"] == 1
     assert parsed["reward",]["gradient_checkpointing"] is False
     for key in (("reward",), ("reward", "--quick")):
         assert parsed[key]["lora_task_type"] == "SEQ_CLS"
         assert parsed[key]["lora_modules_to_save"] == ["score"]
+
+
+def test_no_agent_trains_on_the_posts_of_the_supervised_model(base, tmp_path):
+    """What the printed commands name, from a folder in the hub's place: all posts, each once."""
+    rows = [{"prompt": f"post {k}", "completion": str(k)} for k in range(16_800)]
+    pd.DataFrame(rows).to_json(tmp_path / "train.jsonl", orient="records", lines=True)
+    (sft,) = [line for line in print_commands("sft") if line.startswith("trl sft ")]
+    parser = importlib.import_module("trl.scripts.sft").make_parser()
+    argv = [*shlex.split(sft)[2:], "--use_cpu"]
+    *_, mixture = parser.parse_args_and_config(argv)
+    name = mixture.datasets[0].path
+    mixture.datasets[0].path = str(tmp_path)
+    supervised = importlib.import_module("trl").get_dataset(mixture)["train"]["completion"]
+    sweep = ["bash", "benchmark/llm.sh"]
+    printed = subprocess.run(sweep, cwd=REPOSITORY, capture_output=True, text=True).stdout
+    lines = [shlex.split(line) for line in printed.splitlines()]
+    (dataset,) = {words[words.index("--dataset") + 1] for words in lines}
+    assert dataset.startswith(f"{name}:")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    path = dataset.replace(name, str(tmp_path))
+    examples = prpo_llm.load_examples(prpo_llm.Args(), tokenizer, path)
+    agents = [example["completion"] for example in examples]
+    assert len(supervised) == 16_722
+    assert sorted([*supervised, *agents]) == sorted(row["completion"] for row in rows)
 
 
 @pytest.mark.parametrize("words", [["every"], [], ["sft", "--results"]])

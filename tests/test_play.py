@@ -383,15 +383,16 @@ def test_other_sizes_and_what_is_no_picture_are_errors(tmp_path):
 @on([PRPO_MINIGRID, PRPO_ATARI, S2ZPO])
 def test_films_without_an_encoder_are_refused_first(script, run_of, tmp_path, monkeypatch):
     """Where ffmpeg is missing, and where it does not start."""
+    folder = run_of(script)
     forbid_playing(monkeypatch)
     films = str(tmp_path / "films")
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path / "nowhere"))
-    line = refusal(play_run, run_of(script), video=films)
+    line = refusal(play_run, folder, video=films)
     assert line.startswith("--video: films need imageio-ffmpeg; ")
     assert "nowhere" in line
     monkeypatch.delenv("IMAGEIO_FFMPEG_EXE")
     monkeypatch.setattr(imageio_ffmpeg._utils, "_get_ffmpeg_exe", lambda: None)
-    assert "No ffmpeg exe could be found" in refusal(play_run, run_of(script), video=films)
+    assert "No ffmpeg exe could be found" in refusal(play_run, folder, video=films)
     assert not Path(films).exists()
 
 

@@ -250,6 +250,9 @@ def test_language_models_have_topics_and_win_rates(tmp_path):
     assert (first["own_topic"], first["others_topics"]) == pytest.approx((0.35, 0.3))
     assert second["own_topic"] == pytest.approx(0.45) and np.isnan(second["others_topics"])
     assert first["win_rate"] == 0.7 and np.isnan(second["win_rate"])
+    pd.DataFrame(rates).to_csv(folder / "sampled_win_rates.csv", index=False)
+    first, _ = runs.make_rows(read_groups(tmp_path)).to_dict("records")
+    assert first["sampled_win_rate"] == 0.7
     (folder / "win_rates.csv").unlink()
     # No run has one of the end any more
     assert "win_rate" not in runs.make_rows(read_groups(tmp_path))
@@ -294,6 +297,45 @@ def test_a_search_is_drawn_by_the_settings_that_are_tried(tmp_path):
     assert drawn.ci_low["pr-uniform", 1] == pytest.approx(0.4 - deviation)
     with pytest.raises(SystemExit, match="not every seed has tried the same settings"):
         plot.make_search(rows.iloc[:-1])
+
+
+def test_a_search_is_drawn_by_win_rates(tmp_path):
+    """The paper's figures 2 and 3: two methods with two settings each, in two regimes."""
+    rates = {("iid", "pr0.6-ppo"): (0.6, 0.8), ("iid", "isolated-ppo"): (0.5, 0.7)}
+    rates |= {("topic", "pr0.6-ppo"): (0.4, 0.9), ("topic", "isolated-ppo"): (0.6, 0.6)}
+    for (partition, method), of_method in rates.items():
+        root = tmp_path / "runs" / partition
+        for setting, rate in enumerate(of_method):
+            folder = language_run(
+                root, 1, f"{method}_kl{setting}_every3", 0.5, 0.2, partition=partition
+            )
+            row = {"task": "validation", "step": 2, "agent": "all", "win_rate": rate}
+            for name, shift in (("win_rates.csv", 0.0), ("sampled_win_rates.csv", 0.1)):
+                table_of_run = pd.DataFrame([row | {"win_rate": rate + shift}])
+                table_of_run.to_csv(folder / name, index=False)
+    args = {"runs": (str(tmp_path / "runs"),), "out": str(tmp_path / "evp"), "search": True}
+    for measure, shift in (("win_rate", 0.0), ("sampled_win_rate", 0.1)):
+        plot.main(plot.Args(**args, measure=measure))
+        drawn = runs.read_table(tmp_path / "evp.csv")
+        for (partition, method), (low, high) in rates.items():
+            curve = drawn[(drawn.env == f"docstrings, {partition}") & (drawn.method == method)]
+            assert curve["mean"].tolist() == pytest.approx(
+                [(low + high) / 2 + shift, max(low, high) + shift]
+            )
+            assert (curve.ci_high - curve["mean"]).tolist() == pytest.approx(
+                [abs(high - low) / 2, 0], abs=1e-9
+            )
+    figure = plot.draw(tmp_path / "evp.csv", tmp_path / "evp.png")
+    assert figure.axes[0].get_ylabel().startswith("sampled win rate of the best")
+    labels = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert labels == {"isolated PPO (1 seeds)", "PR-PPO, self-preferred 0.6 (1 seeds)"}
+    (folder / "win_rates.csv").unlink()
+    with pytest.raises(SystemExit, match="not every seed has tried the same settings"):
+        plot.main(plot.Args(**args, measure="win_rate"))
+    for path in (tmp_path / "runs").rglob("win_rates.csv"):
+        path.unlink()
+    message = refusal(plot.main, plot.Args(**args, measure="win_rate"))
+    assert message.startswith("--measure win_rate: the runs have none")
 
 
 def test_settings_are_ranked_on_the_same_seeds(tmp_path, capsys):

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections import Counter
 
+import pandas as pd
 import pytest
 import torch
 from command import parse_args
@@ -349,7 +350,10 @@ def test_the_demonstration_runs(task, tmp_path, monkeypatch, capsys):
     (out / "demo" / "control" / "summary.json").write_text(json.dumps(summary))
     table = skills.tabulate(skills.Args(runs=str(out / "demo"), rare="upper"))
     assert list(table.agent) == [0, 1]
+    metrics = pd.read_csv(run / "metrics.csv")
     for row in table.to_dict("records"):
+        rewards = metrics["reward_skills.exact"][metrics.agent == row["agent"]]
+        assert row["training"] == pytest.approx(rewards.mean())
         for kind in ("upper", "others"):
             for step, when in enumerate(("before", "after")):
                 right, prompts = count_exact(run, step, row["agent"], kind)

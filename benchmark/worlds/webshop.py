@@ -32,7 +32,7 @@ def make(split: str, index: int) -> gym.Env:
     session = index + HELD_OUT if split == "train" else index
     if session >= (goals if split == "train" else min(goals, HELD_OUT)):
         raise IndexError(f"{split} has no task {index}")
-    return Purchase(session)
+    return Purchase(session, load_shop().server.goals[session]["category"])
 
 
 class Purchase(gym.Env):
@@ -40,10 +40,10 @@ class Purchase(gym.Env):
 
     observation_space = spaces.Text(20_000)
     action_space = spaces.Text(200, charset=CHARACTERS)
-    category = "purchase"
 
-    def __init__(self, session: int):
+    def __init__(self, session: int, category: str):
         self.session = session
+        self.category = category  # of the product, such as beauty
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """The first page."""
@@ -61,10 +61,13 @@ class Purchase(gym.Env):
         return text, 10.0 * (score == 1.0), bool(done), False, self.inform(score)
 
     def inform(self, score: float) -> dict:
-        """What goes with every observation; where one may search, any text is admissible."""
+        """What goes with every observation; where one may search, any text is admissible.
+
+        score: the task score that the paper reports, 0 to 1, of the purchase.
+        """
         available = self.browser.get_available_actions()
         actions = [f"click[{name}]" for name in available["clickables"] if name != "search"]
         if available["has_search_bar"]:
             actions = []
         task = self.browser.instruction_text
-        return {"task": task, "actions": actions, "success": score == 1.0}
+        return {"task": task, "actions": actions, "success": score == 1.0, "score": score}

@@ -30,7 +30,8 @@ class CompletionServer:
     not tempered), ignored-adapter, one-choice, no-end (end-of-text tokens are cut off), old (token
     ids in vLLM's earlier form). failures: HTTP statuses of the next requests for completions, in
     turn (200: none); None closes the connection. broken_adapter: requests for adapters whose name
-    contains it fail.
+    contains it fail. sleep_mode: it has vLLM's routes for it, and does nothing else while
+    `asleep`; with the fault `amnesia` adapters have no effect once it has slept.
     """
 
     def __init__(self, model, tokenizer):
@@ -49,6 +50,8 @@ class CompletionServer:
         self.failures = []
         self.requests = []
         self.broken_adapter = ""
+        self.sleep_mode = False
+        self.asleep = False
 
     @contextlib.contextmanager
     def running(self):
@@ -57,6 +60,10 @@ class CompletionServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
+                if self.path == "/is_sleeping":
+                    status = 200 if owner.sleep_mode else 404
+                    self.reply(status, json.dumps({"is_sleeping": owner.asleep}))
+                    return
                 names = ["base", *owner.loaded]
                 self.reply(
                     200, json.dumps({"object": "list", "data": [{"id": name} for name in names]})
@@ -91,6 +98,13 @@ class CompletionServer:
 
     def answer(self, path, body):
         """(status, text) for a request."""
+        if self.sleep_mode and path in ("/sleep?level=1", "/wake_up"):
+            self.asleep = path != "/wake_up"
+            if "amnesia" in self.faults:
+                self.faults.add("ignored-adapter")
+            return 200, ""
+        if self.asleep:
+            return 503, "asleep"
         if path == "/v1/load_lora_adapter" and "no-adapters" not in self.faults:
             return self.load(body["lora_name"], Path(body["lora_path"]))
         if path == "/v1/unload_lora_adapter" and "no-adapters" not in self.faults:
@@ -106,6 +120,8 @@ class CompletionServer:
                 return status, "overloaded,\nmaybe"
             if body["model"] not in self.loaded:
                 return 404, json.dumps({"error": {"message": "The model does not exist."}})
+            if body["n"] > 1 and body["temperature"] == 0:
+                return 400, "n must be 1 when using greedy sampling"
             return 200, json.dumps({"choices": self.complete(body)})
         return 404, json.dumps({"detail": "Not Found"})
 
@@ -146,8 +162,13 @@ class CompletionServer:
                         logits = self.model(row).logits[0, -1]
                 else:
                     logits = self.model(row).logits[0, -1]
-                tempered = (logits / body["temperature"]).log_softmax(-1)
-                token = int(torch.multinomial(tempered.exp(), 1, generator=generator))
+                tempered = (logits / (body["temperature"] or 1)).log_softmax(-1)
+                if body["temperature"] == 0:
+                    token = int(logits.argmax())
+                else:
+                    probs, inds = tempered.exp().sort(descending=True)
+                    probs[probs.cumsum(0) - probs >= body["top_p"]] = 0
+                    token = int(inds[torch.multinomial(probs, 1, generator=generator)])
                 reported = logits.log_softmax(-1) if "raw-logprobs" in self.faults else tempered
                 ids.append(token)
                 values.append(float(reported[token]))
