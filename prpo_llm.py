@@ -472,7 +472,7 @@ def compute_advantages(args: Args, model, batch: dict, statistics: Tensor) -> di
     if args.algorithm == "grpo":
         advantages = compute_group_advantages(rewards, args.loss_type, args.advantage_type)
         return {"advantages": advantages[..., None].expand(mask.shape)}
-    hidden = collect_hidden(args, model, batch, "value")
+    hidden = collect_value_states(args, model, batch)
     first = (count_before == 0) & (statistics[:, 0] > 0)
     if first.any():
         scaled = batch | {"scaled_rewards": rewards}
@@ -2363,17 +2363,15 @@ def split_prompts(args: Args, batch: dict) -> Iterator[tuple[Tensor, dict]]:
 
 
 @torch.no_grad()
-def collect_hidden(
-    args: Args, model, batch: dict, name: str, numbers: tuple[int, ...] | None = None
-) -> Tensor:
-    """`compute_hidden` with these adapters for the batch, in micro-batches.
+def collect_value_states(args: Args, model, batch: dict) -> Tensor:
+    """`compute_hidden` by the value models for the batch, in micro-batches.
 
     Returns [agents, prompts, group, tokens, hidden], in the precision of the base model, because
     its head computes in float32.
     """
     shape = (*batch["tokens"].shape, model.get_output_embeddings().in_features)
     states = model.get_input_embeddings().weight.new_zeros(shape)
-    with select_adapters(name, numbers):
+    with select_adapters("value"):
         for inds, mb in split_prompts(args, batch):
             hidden = compute_hidden(model, mb)
             states[:, inds, :, : hidden.shape[3]] = hidden

@@ -1170,7 +1170,7 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
     lengths = torch.tensor([[[3], [1], [2], [4]]]).expand(3, -1, -1)
     mask = torch.arange(4) < lengths[..., None]
     hidden = torch.randn(3, 4, 1, 4, 5, generator=generator)
-    monkeypatch.setattr(prpo_llm, "collect_hidden", lambda *_: hidden)
+    monkeypatch.setattr(prpo_llm, "collect_value_states", lambda *_: hidden)
     head = torch.randn(3, 5, generator=generator)
     model = SimpleNamespace(value_head=head.clone(), value_bias=torch.full((3, 1), 7.0))
     args = prpo_llm.Args(
@@ -1242,7 +1242,7 @@ def test_advantages_of_ppo_are_whitened_over_what_is_known(monkeypatch):
         [[[1.0], [math.nan], [3.0]], [[2.0], [math.nan], [math.nan]], [[math.nan]] * 3]
     )
     batch = {"lengths": lengths, "rewards": rewards, "mask": torch.arange(4) < lengths[..., None]}
-    monkeypatch.setattr(prpo_llm, "collect_hidden", lambda *_: torch.ones(3, 3, 1, 4, 1))
+    monkeypatch.setattr(prpo_llm, "collect_value_states", lambda *_: torch.ones(3, 3, 1, 4, 1))
     model = SimpleNamespace(
         value_head=torch.tensor([[0.1], [0.2], [0.3]]), value_bias=torch.zeros(3, 1)
     )
@@ -1260,7 +1260,7 @@ def first_advantages(monkeypatch, args, rewards, mask):
     """Advantages of one agent's first batch, and its value model afterwards. Hidden states are 1 at
     every token, and the value head scores them with 0.5.
     """
-    monkeypatch.setattr(prpo_llm, "collect_hidden", lambda *_: torch.ones(*mask.shape, 1))
+    monkeypatch.setattr(prpo_llm, "collect_value_states", lambda *_: torch.ones(*mask.shape, 1))
     model = SimpleNamespace(value_head=torch.tensor([[0.5]]), value_bias=torch.zeros(1, 1))
     batch = {"lengths": torch.full(mask.shape[:3], mask.shape[3]), "mask": mask}
     batch["rewards"] = torch.tensor(rewards)[None, :, None]
