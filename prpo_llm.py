@@ -598,12 +598,17 @@ def compute_old_logprobs(args: Args, model, batch: dict) -> Tensor:
     with select_adapters("policy"):
         for inds, mb in split_prompts(args, batch):
             hidden = compute_hidden(model, mb)
-            of_prompts = torch.zeros(mb["mask"].shape, device=model.device)
-            for place in split_tokens(model, mb["mask"]):
-                log_policy = compute_log_probs(args, model, hidden[place])
-                tokens = mb["tokens"][place][:, None]
-                of_prompts[place] = log_policy.gather(-1, tokens).squeeze(-1)
-            logprobs[:, inds] = of_prompts
+            logprobs[:, inds] = compute_token_logprobs(args, model, hidden, mb)
+    return logprobs
+
+
+def compute_token_logprobs(args: Args, model, hidden: Tensor, mb: dict) -> Tensor:
+    """The log-probabilities of the tokens of a micro-batch from its hidden states, 0 outside the
+    mask, [agents, prompts, group, tokens]."""
+    logprobs = torch.zeros(mb["mask"].shape, device=hidden.device)
+    for place in split_tokens(model, mb["mask"]):
+        log_policy = compute_log_probs(args, model, hidden[place])
+        logprobs[place] = gather_log_probs(log_policy, mb["tokens"][place])
     return logprobs
 
 
@@ -662,8 +667,7 @@ def compute_token_kl(args: Args, model, reference: Reference, batch: dict) -> di
         of_prompts = torch.zeros(mb["mask"].shape, device=model.device)
         for place in split_tokens(model, mb["mask"]):
             log_reference = compute_log_reference(args, model, peers, place, reference)
-            tokens = mb["tokens"][place][:, None]
-            of_prompts[place] = log_reference.gather(-1, tokens).squeeze(-1)
+            of_prompts[place] = gather_log_probs(log_reference, mb["tokens"][place])
         token_kl[:, inds] = ((logprobs[:, inds] - of_prompts) * mb["mask"]).nan_to_num(
             0.0, 0.0, 0.0
         )
@@ -705,7 +709,7 @@ def compute_reference_kl(
     if args.kl_estimator == "full":
         direction = choose_kl_direction(args)
         return communicators.kl_to_reference(log_policy, log_reference, direction)
-    x = (log_reference - log_policy).gather(-1, tokens[:, None]).squeeze(-1)
+    x = gather_log_probs(log_reference - log_policy, tokens)
     if args.kl_estimator == "k1":
         return -x * ratio
     if args.kl_estimator == "k2":
@@ -801,11 +805,8 @@ def compute_sequence_logratios(args: Args, model, hidden: Tensor, mb: dict) -> T
     https://arxiv.org/abs/2507.18071; hidden: the new policies' states [agents, prompts, group,
     tokens, hidden]. Returns [agents, prompts, group].
     """
-    logratios = torch.zeros(mb["mask"].shape, device=hidden.device)
-    for place in split_tokens(model, mb["mask"]):
-        log_policy = compute_log_probs(args, model, hidden[place])
-        newlogprobs = log_policy.gather(-1, mb["tokens"][place][:, None]).squeeze(-1)
-        logratios[place] = newlogprobs - mb["logprobs"][place]
+    newlogprobs = compute_token_logprobs(args, model, hidden, mb)
+    logratios = torch.where(mb["mask"], newlogprobs - mb["logprobs"], 0.0)
     return logratios.sum(-1) / mb["mask"].sum(-1).clamp(min=1)
 
 
@@ -827,7 +828,7 @@ def compute_token_losses(
     k, m, g, _ = place
     tokens = mb["tokens"][place]
     log_policy = compute_log_probs(args, model, states[place])  # [tokens, vocabulary]
-    newlogprobs = log_policy.gather(-1, tokens[:, None]).squeeze(-1)
+    newlogprobs = gather_log_probs(log_policy, tokens)
     logratio = newlogprobs - mb["logprobs"][place]
     token_ratio = exponentiate(logratio)
     ratio = token_ratio
@@ -1610,17 +1611,11 @@ class Decoding:
         as the one with most: some that have ended fill the places.
         """
         self.store()
-        blocks = self.running.any(1).view(
-            count_selected_adapters(self.model), -1
-        )  # [adapters, prompts]
-        number = int(blocks.sum(1).max())
-        order = blocks.int().argsort(dim=1, descending=True, stable=True)[:, :number].sort(1).values
-        first = torch.arange(len(blocks), device=order.device)[:, None] * blocks.shape[1]
-        rows = (first + order).flatten()
-        running = self.running[rows]
-        group_size = int(running.sum(1).max())
-        order = running.int().argsort(dim=1, descending=True, stable=True)
-        columns = order[:, :group_size].sort(1).values
+        adapters = count_selected_adapters(self.model)
+        prompts = self.running.any(1).view(adapters, -1)
+        first = torch.arange(adapters, device=prompts.device)[:, None] * prompts.shape[1]
+        rows = (first + find_columns(prompts)).flatten()
+        columns = find_columns(self.running[rows])
         self.groups.keep(rows, columns, size)
         self.prompt_lengths = self.prompt_lengths[rows]
         names = ("tokens", "logprobs", "lengths", "places", "uniforms")
@@ -1631,6 +1626,16 @@ class Decoding:
         """What `generate` returns."""
         self.store()
         return self.results["tokens"], self.results["lengths"], self.results["logprobs"]
+
+
+def find_columns(chosen: Tensor) -> Tensor:
+    """The columns that each row has chosen, in their order, and as many others as a row lacks.
+
+    chosen: bool [rows, columns]. Returns [rows, number], of the row with most.
+    """
+    number = int(chosen.sum(1).max())
+    order = chosen.int().argsort(dim=1, descending=True, stable=True)
+    return order[:, :number].sort(1).values
 
 
 # Of each kind of device: tokens in the first buffers of completions, and between two looks at who
@@ -2444,6 +2449,11 @@ def compute_log_probs(args: Args, model, hidden: Tensor) -> Tensor:
     return (compute_logits(model, hidden) / args.temperature).log_softmax(-1)
 
 
+def gather_log_probs(log_probs: Tensor, tokens: Tensor) -> Tensor:
+    """Of log_probs [..., vocabulary] those of the tokens [...]."""
+    return log_probs.gather(-1, tokens[..., None]).squeeze(-1)
+
+
 def compute_values(model: nn.Module, hidden: Tensor) -> Tensor:
     """The value models' outputs: hidden states [agents, ..., hidden] -> [agents, ...], float32."""
     ones = [1] * (hidden.dim() - 2)
@@ -3245,7 +3255,7 @@ def compare_with_plain(args: Args, model) -> None:
         tokens, _, sampled = generate(model, [prompt], uniforms, no_end, temperature=1.0)
         batch = {"prompts": [prompt], "tokens": tokens[None], "lengths": lengths}
         hidden = compute_hidden(model, batch)[0]
-        packed = gather_log_probs(compute_logits(model, hidden), tokens)
+        packed = gather_log_probs(compute_logits(model, hidden).log_softmax(-1), tokens)
         return tokens[0], sampled[0], packed[0], compute_plain(tokens[0])
 
     def compute_plain(completions: Tensor) -> Tensor:
@@ -3255,7 +3265,7 @@ def compare_with_plain(args: Args, model) -> None:
         keep = response + 1
         logits = model(input_ids=rows, use_cache=False, logits_to_keep=keep).logits
         model.set_attn_implementation("shared_prefix")
-        return gather_log_probs(logits[:, -keep:-1].float(), completions)
+        return gather_log_probs(logits[:, -keep:-1].float().log_softmax(-1), completions)
 
     def measure_gap(one: Tensor, other: Tensor) -> float:
         return (one - other).abs().mean().item()
@@ -3282,11 +3292,6 @@ def compare_with_plain(args: Args, model) -> None:
         if not gap < limits[place]:
             reason = f"cannot be trained: log-probabilities are off by {gap:.2g} in {place}"
             communicators.refuse(args, "base_model", reason)
-
-
-def gather_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probabilities of tokens [...] by logits [..., vocabulary]."""
-    return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def lacks_memory(error: Exception) -> bool:

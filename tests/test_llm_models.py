@@ -364,7 +364,8 @@ def measure_sampling_gap(args):
         batch = {"prompts": PROMPTS, "tokens": tokens.view(*shape, -1)}
         batch["lengths"] = lengths.view(shape)
         hidden = prpo_llm.compute_hidden(model, batch).flatten(0, 1)
-        trained = prpo_llm.gather_log_probs(prpo_llm.compute_logits(model, hidden), tokens)
+        log_probs = prpo_llm.compute_logits(model, hidden).log_softmax(-1)
+        trained = prpo_llm.gather_log_probs(log_probs, tokens)
     return (trained - sampled).abs().mean().item()
 
 
