@@ -3427,22 +3427,25 @@ def is_continued(prompt: str | list[dict]) -> bool:
     return isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
 
 
-def split_name(name: str) -> tuple[str, str | None, str]:
+def split_name(name: str, default: str = "train") -> tuple[str, str | None, str]:
     """The path or hub id, the configuration and the split of `PATH#CONFIGURATION:SPLIT`."""
     if Path(name).exists():
-        return name, None, "train"
+        return name, None, default
     path, configuration, split = re.fullmatch(
         r"(.+?)(?:#([^:]+))?(?::([^/].*))?", name, re.S
     ).groups()
-    return path, configuration, split or "train"
+    return path, configuration, split or default
 
 
-def read_rows(name: str) -> list[dict]:
-    """The rows of a data set, whatever the library `datasets` reads; no code of it is executed."""
+def read_rows(name: str, default: str = "train") -> list[dict]:
+    """The rows of a data set, whatever the library `datasets` reads; no code of it is executed.
+
+    default: the split where the name has none.
+    """
     datasets = importlib.import_module("datasets")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    path, configuration, split = split_name(name)
+    path, configuration, split = split_name(name, default)
     options = {"name": configuration, "split": split, "keep_in_memory": True}
     if not Path(path).exists():
         return [*datasets.load_dataset(path, **options)]

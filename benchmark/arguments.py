@@ -5,6 +5,7 @@ command has failed) ends with 1. The scripts' module with the same functions is 
 because it loads torch, which takes seconds.
 """
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -30,6 +31,21 @@ class Damaged(SystemExit):
 def read_json(path: Path) -> dict:
     """The JSON object in a file; raises Damaged."""
     return parse_object(path, read_text(path))
+
+
+def append_row(path: Path, row: dict) -> None:
+    """Append a row to a CSV file, whose first row has the columns."""
+    is_new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def read_greedy_completions(path: Path) -> list[dict]:
+    """The rows of a completions.jsonl without those that were sampled."""
+    return [row for row in read_json_lines(path) if "sample" not in row]
 
 
 def read_json_lines(path: Path) -> list[dict]:

@@ -7,7 +7,6 @@ A step completes every sequence by one token. Two rollouts are measured that dif
 their completions only, so that prompts and whatever happens once cancel out.
 """
 
-import csv
 import json
 import sys
 import time
@@ -18,7 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from arguments import read_flags, refuse
+from arguments import append_row, read_flags, refuse
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -88,16 +87,6 @@ def measure_seconds(rollout, repeats: int) -> float:
             torch.cuda.synchronize()
         durations.append(time.perf_counter() - began)
     return median(durations)
-
-
-def append_row(path: Path, row: dict) -> None:
-    """Append a row to a CSV file, whose first row has the columns."""
-    is_new = not path.exists()
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def main(args: Args) -> None:

@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments import read_flags
+from arguments import append_row, read_flags
 
 COLUMNS = ("work", "contender", "finished", "speed", "train_seconds", "peak_gib", "command")
 
@@ -71,17 +71,12 @@ def main(args: Args) -> None:
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, *shlex.split(args.command), "--run-dir", folder]
         code = execute(words, args.seconds)
-        row = {"work": args.work, "contender": args.contender, "finished": code == 0}
+        row = dict.fromkeys(COLUMNS, "")
+        row |= {"work": args.work, "contender": args.contender, "finished": code == 0}
         row |= read_run(Path(folder))
     row["command"] = f"python {args.command}"
-    path = Path(args.csv)
-    is_new = not path.exists()
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
-    print(f"{args.contender}: {row.get('speed', 'no speed')} per second")
+    append_row(Path(args.csv), row)
+    print(f"{args.contender}: {row['speed'] or 'no speed'} per second")
     if code:
         sys.exit(1)
 

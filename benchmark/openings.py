@@ -101,13 +101,13 @@ def tabulate(args: Args) -> None:
     """A row for each run and agent."""
     # Not above: whoever imports a reward need not load these
     import pandas as pd
-    from arguments import read_json_lines
+    from arguments import read_greedy_completions
     from runs import header, read_runs, write
 
     runs = read_runs((args.runs,))
     rows = []
     for run in runs:
-        held_out = pd.DataFrame(read_json_lines(run.folder / "completions.jsonl"))
+        held_out = pd.DataFrame(read_greedy_completions(run.folder / "completions.jsonl"))
         metrics = pd.read_csv(run.folder / "metrics.csv")
         for agent in sorted(held_out.agent.unique()):
             row = measure_agent(agent, held_out, metrics)

@@ -42,7 +42,6 @@ import torch
 import transformers
 import tyro
 from arguments import read_flags, read_json, read_json_lines, refuse
-from datasets import load_dataset
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftConfig
 from rouge_score.rouge_scorer import RougeScorer
 from runs import comments_of, read_table, wilson_interval
@@ -109,19 +108,19 @@ def read_rows(
     prompt: str = "prompt",
     completion: str = "completion",
 ) -> list[dict]:
-    """The rows of a JSONL file, or of a split of a local folder or hub id (:split); or the
-    docstrings.
+    """The rows of what prpo_llm.py calls a --dataset, of this split if its name has none.
 
     What prpo_llm.py calls --prompt-column and --completion-column are texts here; `messages` is a
     prompt of messages.
     """
     if name == "docstrings":
         name = docstrings.cached(prpo_llm.get_cached_folder)
-    if Path(name).is_file():
+    if Path(name).suffix in (".json", ".jsonl"):
         rows = read_json_lines(Path(name))
+    elif Path(name).is_file():
+        rows = prpo_llm.read_rows(name)  # which has a single split
     else:
-        name, _, named_split = name.partition(":")
-        rows = load_dataset(name, split=named_split or split).to_list()
+        rows = prpo_llm.read_rows(name, split)
     for row in rows:
         value = row.get(prompt)
         row.pop("messages", None)  # a column of the data with the whole conversation

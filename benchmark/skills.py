@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `--reward benchmark/skills
 from arguments import (  # noqa: E402
     list_evaluated_data,
     read_flags,
+    read_greedy_completions,
     read_json,
     read_json_lines,
     refuse,
@@ -338,8 +339,7 @@ def read_held_out(folder: Path, datasets: list[str], rare: str) -> pd.DataFrame:
     the reward of this name; `kind`, the rare skill or others; `when`.
     """
     examples = [example for name in datasets for example in read_json_lines(Path(name))]
-    logged = read_json_lines(folder / "completions.jsonl")
-    rows = pd.DataFrame([row for row in logged if "sample" not in row])
+    rows = pd.DataFrame(read_greedy_completions(folder / "completions.jsonl"))
     rows = rows.drop_duplicates(["step", "agent", "id"])
     rows["prompt"] = [examples[k]["prompt"] for k in rows.id]
     rows["exact"] = exact(rows.completion, [examples[k]["completion"] for k in rows.id])

@@ -571,3 +571,20 @@ def test_the_pipeline_runs(tmp_path):
     methods = [name.partition("_")[0] for name in written.method]
     assert methods == ["isolated-grpo", "pr0.6-grpo"]
     assert written.win_rate.tolist() == pytest.approx(of_all.tolist(), abs=1e-5)
+
+
+def test_data_are_read_as_prpo_llm_reads_them(tmp_path):
+    """A table, and a split of a configuration; a split of the name comes before the tool's own."""
+    (tmp_path / "rows.csv").write_text("prompt,completion\na,b\n")
+    expected = [{"prompt": "a", "completion": "b"}]
+    assert pipeline.read_rows(str(tmp_path / "rows.csv"), split="validation") == expected
+    folder = tmp_path / "data"
+    folder.mkdir()
+    files = [{"split": split, "path": f"{split}.csv"} for split in ("train", "validation")]
+    configs = [{"config_name": "own", "data_files": files}]
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    for split in ("train", "validation"):
+        (folder / f"{split}.csv").write_text(f"prompt,completion\n{split},b\n")
+    for name, prompt in ((f"{folder}#own", "validation"), (f"{folder}#own:train", "train")):
+        (row,) = pipeline.read_rows(name, split="validation")
+        assert row["prompt"] == prompt
