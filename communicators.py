@@ -8,13 +8,14 @@ of the PRPO paper.
 Contents
     1 mathematics
         communicators: identity, uniform, self_preferred, similarity, reward, softmax_reward,
-            rank_reward, relative_gain, samples, surrogate, from_csv
+            rank_reward, best, relative_gain, samples, surrogate, from_csv
         what they are computed from: bound_returns, remember, update_means, surrogate_gains
         who may listen to whom: find_neighbours, ring, top_k, find_senders, sparsify, drop_invalid,
             restrict
         what is logged of C: non_expansion, find_compared, measure_distances, summarize_communicator
         policies: mix_log_probs, categorical_kl, kl_to_reference
-        parameters: flatten, unflatten, load_networks, average_parameters, average_products
+        parameters: flatten, unflatten, load_networks, average_parameters, take_server_step,
+            average_products
     2 exchange
         Exchange: which process holds which agents, and all communication between them
     3 arguments
@@ -171,6 +172,31 @@ def rank_reward(returns: Tensor) -> Tensor:
     return _normalise_rows(ranks.double().expand(len(ranks), -1))
 
 
+def best(returns: Tensor, usable: Tensor | None = None, topology: str = "full") -> Tensor:
+    """One-hot on the highest return: every agent listens to the best one only.
+
+    With averages this is the exploit step of population-based training (Jaderberg et al., 2017),
+    with references it is kickstarting (Schmitt et al., 2018). On a ring it is the best one of an
+    agent and its two neighbours, because nobody knows whether the others are usable. Agents with
+    the same highest return each listen to themselves, and the others share their weight evenly
+    among these. returns: [agents], NaN for no report, which is never the best; usable: bool
+    [agents], who may be the best (None: all). An agent with nobody to choose from has the row of
+    the identity. Returns [agents, agents].
+    """
+    n = len(returns)
+    returns = returns.detach().double()
+    candidates = ~returns.isnan().expand(n, n)
+    if usable is not None:
+        candidates = candidates & usable
+    if topology == "ring":
+        candidates = candidates & ring(n)
+    scores = returns.expand(n, n).masked_fill(~candidates, -math.inf)
+    is_best = (scores == scores.max(1, keepdim=True).values) & candidates
+    oneself = torch.eye(n, dtype=torch.double)
+    weights = torch.where(is_best.diagonal()[:, None], oneself, is_best.double())
+    return _normalise_rows(weights, oneself)
+
+
 def relative_gain(gains: Tensor, temperature: float = 1.0) -> Tensor:
     """FGRPO's adaptive weights: c_ij = softmax_j(g_j / temperature), the same row for every agent.
 
@@ -312,8 +338,9 @@ def bound_returns(returns: Tensor, factor: float = 10.0) -> Tensor:
     magnitude of the *other* agents' reports is clipped to that, so that a report of 1e30 has the
     weight of at most `factor` ordinary ones; where that median is 0, the mean magnitude of the
     others replaces it. Where all others report 0, or nothing, there is no scale to compare with,
-    and the report stays: of (0, 0, r) Example 4 makes the same row for every positive r. A value
-    that is not finite counts as no report. Returns [agents], double.
+    and the report stays: of (0, 0, r) Example 4 makes the same row for every positive r. Clipped
+    reports keep their order, by the smallest step of a number: `best` and `rank_reward` read
+    nothing else. A value that is not finite counts as no report. Returns [agents], double.
     """
     returns = returns.detach().double()
     returns = torch.where(returns.isfinite(), returns, torch.nan)
@@ -328,6 +355,12 @@ def bound_returns(returns: Tensor, factor: float = 10.0) -> Tensor:
             # Divided first: the sum of huge numbers may be infinite
             scale = (magnitudes / len(magnitudes)).sum()
         bounded[j] = returns[j].clamp(-factor * scale, factor * scale)
+    order = [j for j in returns.argsort().tolist() if not returns[j].isnan()]
+    for lower, higher in itertools.pairwise(order):
+        least = bounded[lower].item()
+        if returns[lower] < returns[higher]:
+            least = math.nextafter(least, math.inf)
+        bounded[higher] = bounded[higher].clamp(min=least)
     return bounded
 
 
@@ -573,13 +606,56 @@ def summarize_communicator(communicator: Tensor, distances: Tensor) -> dict[str,
     }
 
 
+def summarize_gate(senders: Tensor, weights: Tensor) -> dict[str, float]:
+    """What is logged of C_i(s): the mean weight of each agent and its spread over samples.
+
+    senders: bool [agents], row i of C > 0; weights: [senders, samples]. The spread is a standard
+    deviation. Of many agents nothing is logged.
+    """
+    if len(senders) > FEW_AGENTS:
+        return {}
+    means = torch.zeros(len(senders))
+    spreads = torch.zeros(len(senders))
+    means[senders] = weights.mean(1).cpu()
+    spreads[senders] = weights.std(1, correction=0).cpu()
+    summary = {f"gate/weight_{j}": weight for j, weight in enumerate(means.tolist())}
+    return summary | {f"gate/spread_{j}": spread for j, spread in enumerate(spreads.tolist())}
+
+
 # Policies: mixtures and divergences
+
+
+def gate_by_value(
+    weights: Tensor, values: Tensor, returns: Tensor, visited: Tensor | None = None
+) -> Tensor:
+    """C_i(s): row i of C, each weight times its critic's vote in a state, normalised.
+
+    The critic of peer j votes u_j(s)^2 d_j. u_j(s) in [0, 1] is V_j(s) in the range of the
+    listener's own returns: Example 4 with the return of a state in place of the mean return. d_j is
+    the standard deviation of u_j over the listener's samples. So no critic gains by promising more
+    than its listener has seen, and one that promises the same everywhere has no vote. weights:
+    [policies], on the simplex; values: [policies, states]; returns: the listener's, [samples];
+    visited: the state of each sample, [samples] (None: each state once). Where nobody has a vote,
+    the weights are those of C. A critic that is NaN in a sample has no vote. Returns [policies,
+    states], on the simplex in every state.
+    """
+    lowest, highest = returns.aminmax()
+    # Without a range of returns this is NaN everywhere, and nobody has a vote
+    promised = (values.clamp(lowest, highest) - lowest) / (highest - lowest)
+    of_samples = promised if visited is None else promised[:, visited]
+    spreads = of_samples.std(1, correction=0, keepdim=True)
+    spreads = torch.where(spreads > 1e-6, spreads, 0.0)  # rounding, and NaN
+    weights = weights.to(values.dtype)[:, None].expand_as(values)
+    votes = (weights * promised.square() * spreads).nan_to_num(nan=0.0)
+    votes = torch.where(votes.sum(0) > 0, votes, weights)
+    return votes / votes.sum(0)
 
 
 def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic") -> Tensor:
     """The reference policy C_i pi (eq. 4) as log-probabilities: row i of C applied to policies.
 
-    log_probs: [policies, ..., actions]; weights: [policies], on the simplex.
+    log_probs: [policies, ..., actions]; weights: [policies], on the simplex, or [policies, ...], on
+    the simplex in every state.
     arithmetic: log sum_j c_j pi_j. geometric: sum_j c_j log pi_j, renormalised. A policy of weight
     0 has no influence, whatever its log-probabilities are, and one that is NaN in a state (its
     network overflows there) none in this state.
@@ -588,10 +664,13 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
     """
     if mixture not in MIXTURES:
         raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
+    if weights.dim() > 1:
+        return _mix_by_state(log_probs, weights, mixture)
     row = weights.to(log_probs.dtype).tolist()
     mixed = [(weight, log_probs[j]) for j, weight in enumerate(row) if weight > 0]
     if len(mixed) > 1 and any(policy[..., 0].isnan().any() for _, policy in mixed):
-        return _mix_what_is_there(log_probs, weights, mixture)
+        weights = weights.view(-1, *[1] * (log_probs.dim() - 2))
+        return _mix_by_state(log_probs, weights.expand(log_probs.shape[:-1]), mixture)
     if mixture == "arithmetic":
         # One policy after the other, because the vocabulary of a language model is large
         weighted = (
@@ -599,23 +678,28 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
         )
         return functools.reduce(torch.logaddexp, weighted)
     unnormalised = sum(weight * policy for weight, policy in mixed)
+    return _normalise_geometric(unnormalised)
+
+
+def _mix_by_state(log_probs: Tensor, weights: Tensor, mixture: str) -> Tensor:
+    """`mix_log_probs` with weights [policies, ...], of which a policy that is NaN loses its own."""
+    weights = weights.to(log_probs.dtype).masked_fill(log_probs[..., 0].isnan(), 0.0)
+    weights = (weights / weights.sum(0))[..., None]  # NaN where no policy is left
+    if mixture == "arithmetic":
+        # One policy after the other, because the vocabulary of a language model is large
+        weighted = (
+            (policy + weight.log()).masked_fill(weight == 0, -math.inf)
+            for policy, weight in zip(log_probs, weights, strict=True)
+        )
+        return functools.reduce(torch.logaddexp, weighted)
+    return _normalise_geometric((weights * log_probs).masked_fill(weights == 0, 0.0).sum(0))
+
+
+def _normalise_geometric(unnormalised: Tensor) -> Tensor:
+    """Log-probabilities of a geometric mixture, [..., actions]."""
     if unnormalised.isneginf().all(-1).any():
         raise ValueError("the policies of a geometric mixture have no action in common")
     return torch.log_softmax(unnormalised, dim=-1)
-
-
-def _mix_what_is_there(log_probs: Tensor, weights: Tensor, mixture: str) -> Tensor:
-    """`mix_log_probs` where policies are NaN in some states."""
-    weights = weights.to(log_probs.dtype)
-    missing = log_probs[..., 0].isnan()  # [policies, ...]
-    mixed = torch.full_like(log_probs[0], torch.nan)
-    patterns = missing.reshape(len(missing), -1).unique(dim=1)  # [policies, patterns]
-    for pattern in patterns.T:
-        kept = weights.masked_fill(pattern.to(weights.device), 0.0)
-        if kept.sum() > 0:
-            states = (missing == pattern.view(-1, *[1] * (missing.dim() - 1))).all(0)
-            mixed[states] = mix_log_probs(log_probs[:, states], kept / kept.sum(), mixture)
-    return mixed
 
 
 def categorical_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -700,6 +784,17 @@ def average_parameters(communicator: Tensor, parameters: Tensor) -> Tensor:
         raise ValueError("a row of the communicator sums to 0: its agent would lose its parameters")
     weights = communicator.to(parameters)
     return torch.stack([row[row > 0] @ parameters[row > 0] for row in weights])
+
+
+def take_server_step(begin: Tensor, average: Tensor, server_lr: float) -> Tensor:
+    """FedOpt's server step with SGD (Reddi et al., 2021): begin + server_lr (average - begin).
+
+    begin: what an agent went on from in the round before; average: of parameters, in this round;
+    [numel] each. A rate of 1 is FedAvg and gives the average itself. Returns [numel].
+    """
+    if server_lr == 1:
+        return average
+    return begin + server_lr * (average - begin)
 
 
 def average_products(
@@ -1071,7 +1166,7 @@ class RunArgs:
     wandb_entity: str | None = None  # the W&B team or user
     num_agents: Count = 3  # number of agents
     # who listens to whom: identity (isolated agents), uniform, self-preferred, similarity, reward,
-    # softmax-reward, rank-reward, surrogate, or FILE.csv, a matrix of your own
+    # softmax-reward, rank-reward, best, surrogate, or FILE.csv, a matrix of your own
     communicator: str = "uniform"
     # no flag: the content of FILE.csv when the run began, which belongs to the run's settings
     communicator_matrix: tyro.conf.Suppress[str] = ""

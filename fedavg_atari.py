@@ -67,6 +67,9 @@ class Args(TaskArgs):
 
     # Communication round
     local_updates: Count = 16  # iterations between communication rounds
+    # how far agents go, from what they went on from in the round before, towards the average, as
+    # a part of the way: 1 is FedAvg, others are FedOpt with SGD
+    server_lr: Positive = 1.0
 
 
 # --- FedAvg-PPO ---
@@ -132,6 +135,7 @@ def main(args: Args) -> dict:
     distances = torch.full((n, n), torch.nan)
     round_returns = [[] for _ in held]  # since the last round
     mean_returns = torch.full((len(held),), torch.nan, dtype=torch.double)
+    begin = [communicators.flatten(agent) for agent in agents]  # what the last round left them
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These
     # objects are changed in place, as in `C[:] = ...`
@@ -145,6 +149,8 @@ def main(args: Args) -> dict:
         "row": [C[i] for i in held],
         "distances": [distances[i] for i in held],
     }
+    if args.server_lr != 1:
+        state["begin"] = begin
     run.restore(state)
     C[:] = exchange.all_gather(C[rows_held])
     distances[:] = exchange.all_gather(distances[rows_held])
@@ -236,9 +242,11 @@ def main(args: Args) -> dict:
 
             # FedAvg: agents go on from the average of what they received, with their optimizers
             averages = [compute_average(i, received, C) for i in held]
-            for agent, average in zip(agents, averages, strict=True):
+            for k, average in enumerate(averages):
                 if average is not None:
-                    communicators.unflatten(average, agent)
+                    new = communicators.take_server_step(begin[k], average, args.server_lr)
+                    communicators.unflatten(new, agents[k])
+            begin[:] = [communicators.flatten(agent) for agent in agents]
             del received, networks  # they need not stay in memory
         run.tick("exchange")
 

@@ -8,6 +8,7 @@ update (eq. 3 of the PRPO paper). Two relatives: --private-heads are not average
 
     python fedavg_ppo.py                                         # three agents in one process
     python fedavg_ppo.py --communicator similarity               # a weighted average (WeightedAvg)
+    python fedavg_ppo.py --communicator best                     # all copy the best (PBT's exploit)
     python fedavg_ppo.py --private-heads actor critic            # only the trunk is averaged
     torchrun --nproc-per-node 3 fedavg_ppo.py                    # one agent per process
     python fedavg_ppo.py --resume runs/<name>                    # continue an interrupted run
@@ -72,6 +73,9 @@ class Args(TaskArgs):
 
     # Communication round
     local_updates: Count = 4  # iterations between communication rounds
+    # how far agents go, from what they went on from in the round before, towards the average, as
+    # a part of the way: 1 is FedAvg, others are FedOpt with SGD
+    server_lr: Positive = 1.0
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
     """heads that are not averaged, but sent (actor critic: FedPer)"""
     # above 0 the average only pulls: coefficient of half the squared distance of an agent's
@@ -254,6 +258,7 @@ def main(args: Args) -> dict:
     distances = torch.full((n, n), torch.nan)
     round_returns = [[] for _ in held]  # since the last round
     mean_returns = torch.full((len(held),), torch.nan, dtype=torch.double)
+    begin = [communicators.flatten(agent) for agent in agents]  # what the last round left them
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These
     # objects are changed in place, as in `C[:] = ...`
@@ -268,6 +273,8 @@ def main(args: Args) -> dict:
         "row": [C[i] for i in held],
         "distances": [distances[i] for i in held],
     }
+    if args.server_lr != 1:
+        state["begin"] = begin
     run.restore(state)
     C[:] = exchange.all_gather(C[rows_held])
     distances[:] = exchange.all_gather(distances[rows_held])
@@ -362,9 +369,11 @@ def main(args: Args) -> dict:
 
             # FedAvg: agents go on from the average of what they received, with their optimizers
             averages = [compute_average(i, received, C) for i in held]
-            for agent, average in zip(agents, averages, strict=True):
+            for k, average in enumerate(averages):
                 if average is not None and not args.prox_coef:
-                    replace_parameters(agent, average, args.private_heads)
+                    new = communicators.take_server_step(begin[k], average, args.server_lr)
+                    replace_parameters(agents[k], new, args.private_heads)
+            begin[:] = [communicators.flatten(agent) for agent in agents]
             del received, networks  # they need not stay in memory
         run.tick("exchange")
 
@@ -418,6 +427,9 @@ def check_args(args: Args) -> None:
     if args.private_heads and args.prox_coef:
         valid = "does not go with --prox-coef, with which nothing is replaced"
         communicators.refuse(args, "private_heads", valid)
+    if args.server_lr != 1 and args.prox_coef:
+        valid = "does not go with --prox-coef, with which nothing is replaced"
+        communicators.refuse(args, "server_lr", valid)
 
 
 if __name__ == "__main__":

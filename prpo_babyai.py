@@ -133,7 +133,7 @@ class Args(RunArgs):
     centralised: bool = False
     """instead of the agents: a single one that has the tasks of all"""
     # who listens to whom: identity (isolated agents), uniform, self-preferred, similarity, reward,
-    # softmax-reward, rank-reward, relative-gain, samples, or FILE.csv, a matrix of your own
+    # softmax-reward, rank-reward, best, relative-gain, samples, or FILE.csv, a matrix of your own
     communicator: str = "uniform"
     communicator_temperature: Positive = 1.0
     """softmax-reward: in spreads of returns; relative-gain: in gains"""
@@ -230,6 +230,7 @@ class Args(RunArgs):
     self_reference = "snapshot"
     kl_direction = "reverse"
     mixture = "arithmetic"
+    gate = "none"
     clip_higher = 0.0
     stop_strings = ()
     private_layers = 0

@@ -156,7 +156,7 @@ class Args(RunArgs):
     # isolated agents
     aggregation: Literal["policy", "weights", "none"] = "policy"
     # who listens to whom: identity (isolated agents), uniform, self-preferred, similarity, reward,
-    # softmax-reward, rank-reward, relative-gain, samples, or FILE.csv, a matrix of your own
+    # softmax-reward, rank-reward, best, relative-gain, samples, or FILE.csv, a matrix of your own
     communicator: str = "uniform"
     communicator_temperature: Positive = 1.0
     """softmax-reward: in spreads of returns; relative-gain: in gains"""
@@ -178,6 +178,9 @@ class Args(RunArgs):
     reward_kl_coef: NonNegative = 0.0
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
+    # PPO. value: at each token a peer counts by what its value model expects, in the range of the
+    # listener's returns; value models are sent, too, and rewards must have a common unit
+    gate: Literal["none", "value"] = "none"
     # the agent's policy in its reference: that before this update, or its snapshot of the last
     # round
     self_reference: Literal["behaviour", "snapshot"] = "snapshot"
@@ -429,6 +432,18 @@ def whiten(advantages: Tensor, inside: Tensor) -> Tensor:
     return centred / (variance + 1e-8).sqrt()
 
 
+def express_values_in_rewards(args: Args, model, trained: Tensor, statistics: Tensor) -> Tensor:
+    """What agents send with --gate value: all that they train, with value heads in the unit of
+    rewards, as every agent normalises its own [agents, numel]."""
+    if not scales_rewards(args):
+        return trained
+    head = model.value_head.shape[1] + model.value_bias.shape[1]
+    sent = trained.clone()
+    sent[:, -head:] *= compute_running_deviation(statistics).to(sent)[:, None]
+    sent[:, -1] += statistics[:, 1].to(sent)
+    return sent
+
+
 @torch.no_grad()
 def start_value_heads(
     args: Args, model, statistics: Tensor, first: Tensor, hidden: Tensor, batch: dict
@@ -445,7 +460,7 @@ def start_value_heads(
         deviation = compute_running_deviation(statistics)
         scaled = first & (deviation > compute_least_deviation(statistics)).to(first.device)
         model.value_head[scaled] /= deviation.to(model.value_head)[scaled, None]
-    values = compute_values(model, hidden)
+    values = compute_values(hidden, model.value_head, model.value_bias)
     for k in first.nonzero().flatten().tolist():
         rewards = batch["scaled_rewards"][k]
         counted = rewards.isfinite()
@@ -472,12 +487,13 @@ def compute_advantages(args: Args, model, batch: dict, statistics: Tensor) -> di
     if args.algorithm == "grpo":
         advantages = compute_group_advantages(rewards, args.loss_type, args.advantage_type)
         return {"advantages": advantages[..., None].expand(mask.shape)}
-    hidden = collect_value_states(args, model, batch)
+    with select_adapters("value"):
+        hidden = collect_value_states(args, model, batch)
     first = (count_before == 0) & (statistics[:, 0] > 0)
     if first.any():
         scaled = batch | {"scaled_rewards": rewards}
         start_value_heads(args, model, statistics, first, hidden, scaled)
-    values = compute_values(model, hidden) * mask
+    values = compute_values(hidden, model.value_head, model.value_bias) * mask
     last = batch["lengths"][..., None] - 1
     final_rewards = rewards.nan_to_num()[..., None]
     token_rewards = torch.zeros_like(values).scatter_(-1, last, final_rewards)
@@ -519,6 +535,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
+    elif name == "best":
+        C = communicators.best(returns, usable, args.topology)
     elif name == "samples":
         C = communicators.samples(returns)
     elif name == "relative-gain":
@@ -554,6 +572,40 @@ def choose_reference(args: Args, held: range, C: Tensor) -> Reference:
         turns.append(numbers)
         from_policy.append([is_behaviour and j == i for i, j in zip(held, numbers, strict=True)])
     return Reference(weights, turns, from_policy)
+
+
+@torch.no_grad()
+def compute_gate(
+    args: Args, model, reference: Reference, batch: dict, statistics: Tensor
+) -> dict[str, Tensor]:
+    """--gate value: C_i(s) at each token, gate [agents, prompts, senders, group, tokens].
+
+    The state is the prompt with the tokens so far. What snapshots expect is in the unit of rewards
+    and is scaled like the listener's own; its returns count where there is a reward.
+    """
+    counted = batch["mask"] & ~batch["rewards"].isnan()[..., None]
+    values = []
+    for numbers, from_policy in zip(reference.turns, reference.from_policy, strict=True):
+        with select_adapters("value_snapshot", numbers):
+            hidden = collect_value_states(args, model, batch)
+        head = model.snapshot_head[list(numbers)]
+        bias = model.snapshot_bias[list(numbers)]
+        of_senders = compute_values(hidden, head, bias)
+        if scales_rewards(args):
+            of_senders = normalise_rewards(statistics, of_senders)
+        of_senders[from_policy] = batch["values"][from_policy]
+        values.append(of_senders)
+    values = torch.stack(values)  # [senders, agents, prompts, group, tokens]
+    gate = torch.zeros_like(values)
+    for k, weights in enumerate(reference.weights):
+        returns = batch["returns"][k][counted[k]]
+        if not len(returns):
+            returns = returns.new_zeros(1)  # no range, in which the weights are those of C
+        of_senders = values[: len(weights), k]
+        tokens = batch["mask"][k]
+        votes = communicators.gate_by_value(weights.to(values), of_senders[:, tokens], returns)
+        gate[: len(weights), k, tokens] = votes
+    return {"gate": gate.movedim(0, 2)}
 
 
 @torch.no_grad()
@@ -613,16 +665,19 @@ def compute_token_logprobs(args: Args, model, hidden: Tensor, mb: dict) -> Tenso
 
 
 def compute_log_reference(
-    args: Args, model, peers: Tensor, place: tuple, reference: Reference
+    args: Args, model, mb: dict, place: tuple, reference: Reference
 ) -> Tensor:
     """Row i of C applied to the policies, at some tokens of agent k: [tokens, vocabulary].
 
-    peers: see `collect_peers`; place: see `split_tokens`.
+    mb: a micro-batch's peers, see `collect_peers`, and with --gate its gate, see `compute_gate`;
+    place: see `split_tokens`.
     """
     k, m, g, t = place
     weights = reference.weights[k]
-    states = peers[k, m, :, g, t][:, : len(weights)]  # [tokens, senders, hidden]
+    states = mb["peers"][k, m, :, g, t][:, : len(weights)]  # [tokens, senders, hidden]
     log_peers = compute_log_probs(args, model, states).transpose(0, 1)
+    if "gate" in mb:
+        weights = mb["gate"][k, m, :, g, t][:, : len(weights)].T  # [senders, tokens]
     return communicators.mix_log_probs(log_peers, weights, args.mixture)
 
 
@@ -663,7 +718,7 @@ def compute_token_kl(args: Args, model, reference: Reference, batch: dict) -> di
     logprobs = compute_old_logprobs(args, model, batch)
     token_kl = torch.zeros_like(logprobs)
     for inds, mb in split_prompts(args, batch):
-        peers = collect_peers(args, model, reference, mb)["peers"]
+        peers = collect_peers(args, model, reference, mb)
         of_prompts = torch.zeros(mb["mask"].shape, device=model.device)
         for place in split_tokens(model, mb["mask"]):
             log_reference = compute_log_reference(args, model, peers, place, reference)
@@ -857,7 +912,7 @@ def compute_token_losses(
     # Distance to the reference policy, exact over the vocabulary if not estimated: the peers'
     # influence
     with torch.no_grad():
-        log_reference = compute_log_reference(args, model, mb["peers"], place, reference)
+        log_reference = compute_log_reference(args, model, mb, place, reference)
     kl_reference = compute_reference_kl(log_policy, log_reference, tokens, token_ratio, args)
     kl_anchor = torch.zeros_like(ratio)
     if args.sft_anchor:
@@ -960,7 +1015,9 @@ def learn(
         # Value model
         if args.algorithm == "ppo":
             with select_adapters("value"):
-                newvalue = compute_values(model, compute_hidden(model, mb))
+                newvalue = compute_values(
+                    compute_hidden(model, mb), model.value_head, model.value_bias
+                )
                 v_loss = compute_value_loss(args, newvalue, mb, mb_weights)
                 (args.vf_coef * v_loss.sum()).backward()
             losses["value_loss"] += v_loss.detach()
@@ -1084,9 +1141,11 @@ def main(args: Args) -> dict:
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
     trained[:] = exchange.broadcast_start(trained[0])
-    policy = trained[:, : snapshots.shape[1]]
-    snapshots[:] = policy[0]
-    optimizer, moments = make_optimizer(args, policy, trained[:, snapshots.shape[1] :])
+    policies = [side["policy"] for side in list_adapter_sides(model)]
+    numel = sum(side[0].numel() for side in policies if side.requires_grad)
+    policy = trained[:, :numel]
+    snapshots[:] = trained[0, : snapshots.shape[1]]
+    optimizer, moments = make_optimizer(args, policy, trained[:, numel:])
     # Of each agent's rewards: count, mean, sum of squared deviations
     statistics = torch.zeros(len(held), 3, dtype=torch.float64)
 
@@ -1171,6 +1230,8 @@ def main(args: Args) -> dict:
 
         # Reference policies, frozen for this update: row i of C applied to the policies
         batch |= compute_references(args, model, reference, batch)
+        if args.gate == "value":
+            batch |= compute_gate(args, model, reference, batch, statistics)
         sampling_gaps = measure_sampling_gaps(batch)  # [agents]
         run.tick("reference")
 
@@ -1199,8 +1260,10 @@ def main(args: Args) -> dict:
                 numbers = records[:, 1]
             elif args.communicator == "samples":
                 numbers = samples
-            sent = list(trained[:, shared] if args.aggregation == "weights" else policy)
-            received, reported_returns = exchange.round(sent, numbers)
+            sent = trained[:, shared] if args.aggregation == "weights" else policy
+            if args.gate == "value":
+                sent = express_values_in_rewards(args, model, trained, statistics)
+            received, reported_returns = exchange.round(list(sent), numbers)
             usable = torch.tensor([snapshot is not None for snapshot in received])
 
             # Policies on the public states: whose snapshot is usable, who is similar to whom
@@ -1248,6 +1311,8 @@ def main(args: Args) -> dict:
             row["losses/sampling_gap"] = float(sampling_gaps[k])
             if args.aggregation == "weights":
                 row["communication/lost_by_average"] = float(lost[k])
+            if args.gate == "value":
+                row |= measure_gate(args, reference, batch, k)
             rows.append(row)
         num_tokens = exchange.all_gather(lengths.sum((1, 2))[:, None].double()).nansum().item()
         scalars = {
@@ -1376,6 +1441,14 @@ def measure_losses(losses: list[dict[str, Tensor]], k: int) -> dict[str, float]:
     row["losses/first_log_ratio"] = float(losses[0]["first_log_ratio"][k])
     row["losses/skipped_steps"] = float(sum(step["skipped_steps"][k] for step in losses))
     return row
+
+
+def measure_gate(args: Args, reference: Reference, batch: dict, k: int) -> dict[str, float]:
+    """Metrics of the weights of the k-th agent's senders over the tokens of its completions."""
+    senders = torch.zeros(args.num_agents, dtype=torch.bool)
+    senders[[numbers[k] for numbers in reference.turns]] = True
+    weights = batch["gate"][k].transpose(0, 1)[: len(reference.weights[k])]
+    return communicators.summarize_gate(senders, weights[:, batch["mask"][k]])
 
 
 def measure_peak_memory(device: torch.device) -> float:
@@ -2369,17 +2442,16 @@ def split_prompts(args: Args, batch: dict) -> Iterator[tuple[Tensor, dict]]:
 
 @torch.no_grad()
 def collect_value_states(args: Args, model, batch: dict) -> Tensor:
-    """`compute_hidden` by the value models for the batch, in micro-batches.
+    """`compute_hidden` by the selected value models for the batch, in micro-batches.
 
     Returns [agents, prompts, group, tokens, hidden], in the precision of the base model, because
     its head computes in float32.
     """
     shape = (*batch["tokens"].shape, model.get_output_embeddings().in_features)
     states = model.get_input_embeddings().weight.new_zeros(shape)
-    with select_adapters("value"):
-        for inds, mb in split_prompts(args, batch):
-            hidden = compute_hidden(model, mb)
-            states[:, inds, :, : hidden.shape[3]] = hidden
+    for inds, mb in split_prompts(args, batch):
+        hidden = compute_hidden(model, mb)
+        states[:, inds, :, : hidden.shape[3]] = hidden
     return states
 
 
@@ -2454,11 +2526,11 @@ def gather_log_probs(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return log_probs.gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def compute_values(model: nn.Module, hidden: Tensor) -> Tensor:
+def compute_values(hidden: Tensor, head: Tensor, bias: Tensor) -> Tensor:
     """The value models' outputs: hidden states [agents, ..., hidden] -> [agents, ...], float32."""
     ones = [1] * (hidden.dim() - 2)
-    head = model.value_head.view(len(hidden), *ones, -1)
-    return (hidden.float() * head).sum(-1) + model.value_bias.view(len(hidden), *ones)
+    head = head.view(len(hidden), *ones, -1)
+    return (hidden.float() * head).sum(-1) + bias.view(len(hidden), *ones)
 
 
 # --- adapters: one frozen base model, a stack of adapters at its linear layers ---
@@ -2625,8 +2697,8 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tenso
     """Give the target layers adapters: `policy` and `value` of the agents held, `snapshot` of all.
 
     Every agent starts from the same A and from B = 0, or from --adapter; --sft-anchor keeps that as
-    one more snapshot. Returns all that agents train, first of the policy, and its snapshots,
-    [adapters, numel]; the layers have views of these.
+    one more snapshot. Returns all that agents train, first of the policy, and its snapshots (with
+    --gate value of all that agents train), [adapters, numel]; the layers have views of these.
     """
     layers = find_target_layers(args, model)
     start = load_start(args, layers)
@@ -2640,6 +2712,8 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tenso
     if args.algorithm == "ppo":
         sets["value"] = (held, args.value_lora_rank, args.value_lora_alpha)
     trained_sets = [name for name in sets if name != "snapshot"]
+    if args.gate == "value":
+        sets["value_snapshot"] = (snapshots, args.value_lora_rank, args.value_lora_alpha)
     generator = torch.Generator().manual_seed(derive_seed(args.seed, 1, FIRST_ADAPTERS))
     sides = []
     for name, layer in layers.items():
@@ -2664,16 +2738,25 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tenso
                 A.requires_grad_(False)
     policies = [side for side in sides if side["policy"].requires_grad]
     trained = [side["policy"] for side in policies]
-    snapshots = join_parameters([side["snapshot"] for side in policies])
+    copies = [side["snapshot"] for side in policies]
     if args.algorithm == "ppo":
         hidden_size = model.get_output_embeddings().in_features
         model.value_head = nn.Parameter(torch.zeros(held, hidden_size, device=model.device))
         model.value_bias = nn.Parameter(torch.zeros(held, 1, device=model.device))
         if args.value_init != "base":
             start_value_model(args, model, layers)
-        trained += [side["value"] for side in sides if side["value"].requires_grad]
+        values = [side for side in sides if side["value"].requires_grad]
+        trained += [side["value"] for side in values]
         trained += [model.value_head, model.value_bias]
-    return join_parameters(trained), snapshots
+        if args.gate == "value":
+            for side in sides:
+                side["value_snapshot"].requires_grad_(False)
+                side["value_snapshot"][:] = side["value"].data[0]
+            model.snapshot_head = model.value_head.new_zeros(snapshots, hidden_size)
+            model.snapshot_bias = model.value_bias.new_zeros(snapshots, 1)
+            copies += [side["value_snapshot"] for side in values]
+            copies += [model.snapshot_head, model.snapshot_bias]
+    return join_parameters(trained), join_parameters(copies)
 
 
 def find_target_layers(args: Args, model: nn.Module) -> dict[str, nn.Linear]:
@@ -4542,7 +4625,21 @@ def check_communication(args: Args) -> None:
     if averages_peers and args.num_agents > 1 and not args.self_preference:
         reason = "must be positive, or agents would swap adapters"
         communicators.refuse(args, "self_preference", reason)
+    check_gate(args)
     check_kl(args)
+
+
+def check_gate(args: Args) -> None:
+    """There are peers with value models, and returns are known before the reference."""
+    if args.gate == "none":
+        return
+    has_peers = args.num_agents > 1 and args.communicator != "identity"
+    if args.algorithm != "ppo" or args.aggregation != "policy" or not has_peers:
+        reason = "needs peers, --aggregation policy, and the value models of --algorithm ppo"
+        communicators.refuse(args, "gate", reason)
+    if args.reward_kl_coef > 0:
+        reason = "does not go with --reward-kl-coef: the gate reads returns, that KL is in them"
+        communicators.refuse(args, "gate", reason)
 
 
 def check_kl(args: Args) -> None:

@@ -92,6 +92,9 @@ class Args(TaskArgs):
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
+    # value: in each state a peer counts by what its critic expects there, in the range of the
+    # listener's returns
+    gate: Literal["none", "value"] = "none"
     kl_direction: Literal["forward", "reverse"] = "reverse"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.5
@@ -227,9 +230,9 @@ def rollout(
     """All agents play num_steps in their environments, from where they stand.
 
     Returns of each agent data and the episodes that ended, [(return, length)]. data: its distinct
-    observations, `obs` [states, ...], and the policy's log-probabilities there, `policy`
-    [states, actions]; the rest is [steps, envs]. `obs_inds` are rows of obs: obs[obs_inds] is what
-    each step showed.
+    observations, `obs` [states, ...], the policy's log-probabilities there, `policy`
+    [states, actions], and values, `state_values` [states]; the rest is [steps, envs]. `obs_inds`
+    are rows of obs: obs[obs_inds] is what each step showed.
     """
     shape = len(tables), args.num_steps, args.num_envs
     keys = [[] for _ in tables]  # of the observations before each step, and after the last one
@@ -274,6 +277,7 @@ def rollout(
         data = {
             "obs": obs,
             "policy": policy,
+            "state_values": value,
             "obs_inds": obs_inds[:-1],
             "actions": agent_actions,
             "logprobs": policy[obs_inds[:-1], agent_actions],
@@ -312,7 +316,7 @@ def make_batch(data: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Returns obs and policy as in `data`, and the rest as [samples].
     """
-    batch = {"obs": data["obs"], "policy": data["policy"]}
+    batch = {name: data[name] for name in ("obs", "policy", "state_values")}
     for name in ("obs_inds", "actions", "logprobs", "values", "advantages", "returns"):
         batch[name] = data[name][data["valid"]]
     return batch
@@ -320,22 +324,32 @@ def make_batch(data: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def compute_reference(
     i: int, batch: dict[str, Tensor], peers: dict[int, Agent], C: Tensor, args: Args
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Agent i's reference policy C_i pi on its own states: row i of C applied to the policies.
 
     peers: agent -> network, of the senders of positive weight; where an agent's own is missing, its
-    present policy is its part. Returns log-probabilities [states, actions], frozen for the update.
+    present policy is its part. Returns log-probabilities [states, actions], frozen for the update,
+    and the senders' weights: [senders], with --gate [senders, states].
     """
     senders = C[i].nonzero().flatten().tolist()  # never a peer of weight 0
     policies = []
+    values = []
     for j in senders:
         if j == i and (args.self_reference == "behaviour" or i not in peers):
             policies.append(batch["policy"])
+            values.append(batch["state_values"])
         else:
-            logits, _ = peers[j].predict(batch["obs"])
+            logits, value = peers[j].predict(batch["obs"])
             policies.append(logits.log_softmax(-1))
-    weights = C[i, senders].to(batch["obs"].device)
-    return communicators.mix_log_probs(torch.stack(policies), weights, args.mixture)
+            values.append(value)
+    policies = torch.stack(policies)
+    weights = C[i, senders].to(policies.device)
+    if args.gate == "value":
+        # A policy that is NaN in a state has no vote there, whatever its critic promises
+        values = torch.stack(values).masked_fill(policies[..., 0].isnan(), torch.nan)
+        visited = batch["obs_inds"]
+        weights = communicators.gate_by_value(weights, values, batch["returns"], visited)
+    return communicators.mix_log_probs(policies, weights, args.mixture), weights
 
 
 def update(
@@ -459,6 +473,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
         C = communicators.softmax_reward(returns, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
+    elif name == "best":
+        C = communicators.best(returns, usable, args.topology)
     elif name == "surrogate":
         C = communicators.surrogate(gains, args.communicator_temperature)
     else:
@@ -596,7 +612,7 @@ def main(args: Args) -> dict:
             run.tick("advantages")
 
             # Reference policy, frozen for this update: row i of C applied to the policies
-            batch["reference"] = compute_reference(i, batch, peers, C, args)
+            batch["reference"], weights = compute_reference(i, batch, peers, C, args)
             run.tick("reference")
 
             # Update
@@ -617,6 +633,8 @@ def main(args: Args) -> dict:
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
                 **losses,
             }
+            if args.gate != "none":
+                row |= communicators.summarize_gate(C[i] > 0, weights[:, batch["obs_inds"]])
             rows.append(row)
             batches.append(batch)
 

@@ -68,6 +68,9 @@ class Args(TaskArgs):
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
+    # value: in each state a peer counts by what its critic expects there, in the range of the
+    # listener's returns; value functions are sent, too
+    gate: Literal["none", "value"] = "none"
 
     # Update: the trust region; KL divergences are in nats, total variations lie in [0, 1]
     epsilon: Positive = 0.01
@@ -101,7 +104,8 @@ class Args(TaskArgs):
 class Agent(nn.Module):
     """PR-PPO's network for the policy, and a second one for the value function.
 
-    Fitting the value function must not move the policy. What peers get is the policy.
+    Fitting the value function must not move the policy. What peers get is the policy, with --gate
+    both.
     """
 
     def __init__(self, policy: prpo_minigrid.Agent):
@@ -129,6 +133,11 @@ class Agent(nn.Module):
 def make_agents(args: Args) -> list[Agent]:
     """Every agent's networks at the start, equal ones for agents of equal size."""
     return [Agent(policy) for policy in prpo_minigrid.make_agents(args)]
+
+
+def choose_sent(agent: Agent, args: Args) -> nn.Module:
+    """The networks that peers get: the policy, with --gate the value function, too."""
+    return agent.policy if args.gate == "none" else agent
 
 
 # --- PR-TRPO ---
@@ -401,6 +410,7 @@ def main(args: Args) -> dict:
     num_actions = first[0].actor.out_features
     exchange.broadcast_networks(first)
     agents = [Agent(copy.deepcopy(first[i])) for i in held]
+    first = [choose_sent(Agent(policy), args) for policy in first]
     optimizers = [  # of the value functions; policies take steps of their own
         torch.optim.Adam(agent.baseline.parameters(), args.learning_rate, eps=1e-5, fused=True)
         for agent in agents
@@ -414,7 +424,7 @@ def main(args: Args) -> dict:
     compared = communicators.find_compared(neighbours)  # whose policies they compare
     inputs = communicators.find_inputs(args, make_communicator)
     sizes = [len(communicators.flatten(network)) for network in first]
-    sent = [communicators.flatten(agent.policy) for agent in agents]
+    sent = [communicators.flatten(choose_sent(agent, args)) for agent in agents]
     C = communicators.identity(n)  # [agents, agents]; before the first round nobody has sent
     distances = torch.full((n, n), torch.nan)
     round_returns = [[] for _ in held]  # since the last round
@@ -468,7 +478,7 @@ def main(args: Args) -> dict:
             run.tick("advantages")
 
             # Reference policy, frozen for this update: row i of C applied to the policies
-            batch["reference"] = compute_reference(i, batch, peers, C, args)
+            batch["reference"], weights = compute_reference(i, batch, peers, C, args)
             run.tick("reference")
 
             # Update
@@ -504,6 +514,8 @@ def main(args: Args) -> dict:
                 row[f"trust_region/{name}"] = step[name]
             row["trust_region/bound"] = bound
             row["trust_region/share_within_bound"] = within / iteration
+            if args.gate != "none":
+                row |= communicators.summarize_gate(C[i] > 0, weights[:, batch["obs_inds"]])
             rows.append(row)
             batches.append(batch)
         new_variations = torch.tensor(new_variations, dtype=torch.float64)
@@ -514,7 +526,7 @@ def main(args: Args) -> dict:
         if iteration % args.local_updates == 0:
             communicators.update_means(mean_returns, round_returns)
             numbers = mean_returns if "returns" in inputs else None
-            sent[:] = [communicators.flatten(agent.policy) for agent in agents]
+            sent[:] = [communicators.flatten(choose_sent(agent, args)) for agent in agents]
             received, reported_returns = exchange.round(sent, numbers, sizes)
 
             # Policies on the public states: whose snapshot is usable, who is similar to whom

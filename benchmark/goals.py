@@ -11,6 +11,9 @@ for. An episode ends at either.
 | DoorKeyGoals-SIZE-COLOUR-v0 | key and door | the goal: green (lower corner) or blue (upper one) |
 | DoorKeyGoals-SIZE-COLOUR-PERCENT-v0 | also the goal, in PERCENT of the levels | as above |
 | UnlockGoals-SIZE-OBJECT-v0 | key and door | the object to pick up: ball or box |
+
+Two tasks are parts of DoorKeyGoals, on the same levels: KeyDoor-SIZE-v0 pays for opening the door
+and ends there, BehindDoor-SIZE-v0 begins behind the open door and pays for either goal.
 """
 
 import functools
@@ -92,8 +95,10 @@ class TwoGoals(MiniGridEnv):
         column = self._rand_int(2, width - 2)
         self.grid.vert_wall(column, 0)
         row = self._rand_int(2, height - 2)
-        self.put_obj(Door("yellow", is_locked=True), column, row)
-        self.place_obj(Key("yellow"), top=(0, 0), size=(column, height))
+        self.door = Door("yellow", is_locked=True)
+        self.key = Key("yellow")
+        self.put_obj(self.door, column, row)
+        self.place_obj(self.key, top=(0, 0), size=(column, height))
         self.place_agent(size=(column, height))
         return column, row
 
@@ -101,12 +106,12 @@ class TwoGoals(MiniGridEnv):
 class DoorKeyGoals(TwoGoals):
     """DoorKey with a green goal in the lower right corner and a blue one in the upper right.
 
-    goal: the colour of the goal that pays. agreement: the share of levels where agents of both
+    goals: the colours of the goals that pay. agreement: the share of levels where agents of both
     colours want the same: these levels have one purple goal, in a corner drawn at random.
     """
 
-    def __init__(self, size: int, goal: str, agreement: float = 0.0, **options):
-        self.goal = goal
+    def __init__(self, size: int, goals: tuple[str, ...], agreement: float = 0.0, **options):
+        self.goals = goals
         self.agreement = agreement
         super().__init__(size, "use the key to open the door and then get to your goal", **options)
 
@@ -127,8 +132,40 @@ class DoorKeyGoals(TwoGoals):
         obs, reward, terminated, truncated, info = super().step(action)
         if terminated:
             reached = self.grid.get(*self.agent_pos).color
-            reward *= reached in (self.goal, "purple")
+            reward *= reached in (*self.goals, "purple")
         return obs, reward, terminated, truncated, info
+
+
+class KeyDoor(DoorKeyGoals):
+    """The levels of DoorKeyGoals up to the door: opening it pays and ends the episode."""
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        if self.door.is_open:
+            terminated = True
+            reward = self._reward()
+        return obs, reward, terminated, truncated, info
+
+
+class BehindDoor(DoorKeyGoals):
+    """The levels of DoorKeyGoals from the door on: the agent begins somewhere in the second room.
+
+    It holds the key and the door is open, as for an agent that has come through it.
+    """
+
+    def make_level(self, width: int, height: int) -> None:
+        super().make_level(width, height)
+        self.grid.set(*self.key.cur_pos, None)
+        self.door.is_locked = False
+        self.door.is_open = True
+        column, _ = self.door.cur_pos
+        self.place_agent(top=(column + 1, 0), size=(width - column - 1, height))
+
+    def reset(self, *, seed=None, options=None):
+        _, info = super().reset(seed=seed, options=options)
+        self.carrying = self.key
+        self.key.cur_pos = np.array([-1, -1])  # as MiniGrid's step does
+        return self.gen_obs(), info
 
 
 class UnlockGoals(TwoGoals):
@@ -179,7 +216,7 @@ def register() -> None:
     """Make the tasks known to Gymnasium."""
     for size in (5, 6, 8):
         for colour in ("green", "blue"):
-            options = {"size": size, "goal": colour}
+            options = {"size": size, "goals": (colour,)}
             name = f"DoorKeyGoals-{size}x{size}-{colour}"
             gym.register(f"{name}-v0", DoorKeyGoals, kwargs=options)
             for percent in (25, 50, 75, 100):
@@ -188,6 +225,9 @@ def register() -> None:
         for kind in ("ball", "box"):
             options = {"size": size, "goal": kind}
             gym.register(f"UnlockGoals-{size}x{size}-{kind}-v0", UnlockGoals, kwargs=options)
+        options = {"size": size, "goals": ("green", "blue")}
+        gym.register(f"KeyDoor-{size}x{size}-v0", KeyDoor, kwargs=options)
+        gym.register(f"BehindDoor-{size}x{size}-v0", BehindDoor, kwargs=options)
 
 
 register()

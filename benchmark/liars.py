@@ -13,6 +13,10 @@ The honest agents are on DoorKey-5x5, 6x6 and 8x8.
 | random | new random weights in every round, each layer's as large as its own |
 | flipped | its weights, with the signs of the actor's turned |
 | opposite | its policy, trained with the rewards' signs turned |
+| inflated | what `random` sends, with 1 added to its critic: more than an episode here returns |
+| maximal | what `random` sends, with a critic that expects 1,000 in every state |
+
+The last two lie to --gate value as well, with a policy that does harm to those who believe them.
 """
 
 import sys
@@ -35,13 +39,15 @@ from prpo_minigrid import evaluate_agents, make_agents  # noqa: F401 - what play
 
 RANDOM_WEIGHTS = 8  # what a derived seed is for, as in prpo_minigrid.py
 BOAST = 1000.0
+INFLATION = 1.0
+MAXIMUM = 1000.0
 
 
 @dataclass
 class Args(prpo_minigrid.Args, fedavg_ppo.Args):
     averages: bool = False
     """agents average their parameters, as in fedavg_ppo.py, instead of mixing policies"""
-    lie: Literal["none", "random", "flipped", "opposite"] = "none"
+    lie: Literal["none", "random", "flipped", "opposite", "inflated", "maximal"] = "none"
     """what the last agent sends instead of its policy"""
     boast: bool = False
     """the last agent reports a mean return of 1,000"""
@@ -57,13 +63,18 @@ class Args(prpo_minigrid.Args, fedavg_ppo.Args):
 @torch.no_grad()
 def distort(network: nn.Module, lie: str, seed: int) -> None:
     """Turn a liar's network into what it sends, in place."""
-    if lie == "random":
+    if lie in ("random", "inflated", "maximal"):
         generator = torch.Generator().manual_seed(seed)
         for parameter in network.parameters():
             scale = parameter.square().mean().sqrt()
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter.copy_(scale * noise)
-    elif lie == "flipped":
+    if lie == "inflated":
+        network.critic.bias.add_(INFLATION)
+    if lie == "maximal":
+        network.critic.weight.zero_()
+        network.critic.bias.fill_(MAXIMUM)
+    if lie == "flipped":
         for parameter in network.actor.parameters():
             parameter.neg_()
 

@@ -2,7 +2,7 @@
 # Peers that lie (docs/results.md, section 15): every method where one agent of four sends what it has
 # not learned.
 #
-#   bash benchmark/liars.sh | python benchmark/run.py  190 runs, over two hours on two cores
+#   bash benchmark/liars.sh | python benchmark/run.py  220 runs, over two hours on two cores
 set -eu
 [ $# = 0 ] || { echo "usage: bash $0" >&2; exit 2; }
 
@@ -20,5 +20,9 @@ for seed in 1 2 3 4 5; do
     for lie in random flipped opposite; do
         echo "$liars --averages --communicator reward --lie $lie --boast $flags --exp-name fedavg-reward-$lie+boast"
         echo "$liars --communicator reward --lie $lie --boast $flags --exp-name pr-reward-$lie+boast"
+    done
+    # With --gate value agents read critics, which may lie, too
+    for lie in none random flipped opposite inflated maximal; do
+        echo "$liars --communicator uniform --gate value --lie $lie $flags --exp-name pr-gate-$lie"
     done
 done

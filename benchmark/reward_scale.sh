@@ -3,7 +3,7 @@
 # with rewards ten times as large for the agent on the easy or on the hard task. All are evaluated in the
 # official units, too.
 #
-#   bash benchmark/reward_scale.sh | python benchmark/run.py  15 runs of 150,000 steps, under half an hour on two cores
+#   bash benchmark/reward_scale.sh | python benchmark/run.py  30 runs of 150,000 steps, three quarters of an hour on two cores
 set -eu
 [ $# = 0 ] || { echo "usage: bash $0" >&2; exit 2; }
 
@@ -14,9 +14,13 @@ hard=MiniGrid-DoorKey-8x8-v0
 easy_times_10=benchmark.scales:DoorKey-5x5-times-10-v0
 hard_times_10=benchmark.scales:DoorKey-8x8-times-10-v0
 for seed in 1 2 3 4 5; do
-    flags="--communicator reward --seed $seed --total-timesteps 150000 --learning-rate 1e-3 --kl-coef 0.5"
+    flags="--seed $seed --total-timesteps 150000 --learning-rate 1e-3 --kl-coef 0.5"
     flags="$flags --kl-direction reverse --local-updates 4 --eval-episodes 50 --run-dir runs/reward-scale"
-    echo "$prpo --env-ids $easy $middling $hard $flags --exp-name reward-equal"
-    echo "$prpo --env-ids $easy_times_10 $middling $hard --eval-env-ids $easy $flags --exp-name reward-easy-times-10"
-    echo "$prpo --env-ids $easy $middling $hard_times_10 --eval-env-ids $hard $flags --exp-name reward-hard-times-10"
+    for method in reward gate; do
+        communicator="--communicator reward"
+        if [ $method = gate ]; then communicator="--communicator uniform --gate value"; fi
+        echo "$prpo $communicator --env-ids $easy $middling $hard $flags --exp-name $method-equal"
+        echo "$prpo $communicator --env-ids $easy_times_10 $middling $hard --eval-env-ids $easy $flags --exp-name $method-easy-times-10"
+        echo "$prpo $communicator --env-ids $easy $middling $hard_times_10 --eval-env-ids $hard $flags --exp-name $method-hard-times-10"
+    done
 done

@@ -43,6 +43,7 @@ CONTROL += " --save-every 2"
 PPO = f"{CONTROL} --update-epochs 2 --num-minibatches 2"
 ROOMS = "--env-id MiniGrid-Empty-Random-5x5-v0 --num-steps 64"
 MINIGRID = f"{PPO} {ROOMS} --learning-rate 1e-3"
+DISTRAL = MINIGRID.replace("--communicator softmax-reward ", "")  # it refuses any
 TRPO = f"{CONTROL} {ROOMS}"
 ATARI = f"{PPO} --env-id BreakoutNoFrameskip-v4 --num-steps 96 --learning-rate 1e-4"
 ATARI += " --precision float32"
@@ -59,6 +60,7 @@ S2ZPO = "--env-id CartPole-v1 --num-pairs 2 --save-every 2 --eval-episodes 2"
 SCRIPTS = {
     "prpo_minigrid": (MINIGRID, "--total-timesteps", 128),
     "fedavg_ppo": (MINIGRID, "--total-timesteps", 128),
+    "distral_minigrid": (DISTRAL, "--total-timesteps", 128),
     "prtrpo_minigrid": (TRPO, "--total-timesteps", 128),
     "prpo_atari": (ATARI, "--total-timesteps", 192),
     "fedavg_atari": (ATARI, "--total-timesteps", 192),

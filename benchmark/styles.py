@@ -23,6 +23,7 @@ PURPLE = "#5D3A9B"
 WINE = "#882255"
 BLACK = "#000000"
 OCHRE = "#999933"
+BROWN = "#8C510A"
 
 DASHES = ("-", "--", ":", "-.")
 MARKERS = {"-": "o", "--": "s", ":": "^", "-.": "D"}  # of the dashes, where no line is drawn
@@ -46,12 +47,17 @@ STYLES = {
     "fedavg-surrogate-linear": ("FedAvg, surrogate, falls to 0", OCHRE, "--"),
     "fedavg-pairs": ("FedAvg, pairs", VERMILION, "-."),
     "fedper-uniform": ("FedPer, uniform", ORANGE, ":"),
+    "fedhpd": ("FedHPD", WINE),
     "fedavg-then-alone": ("FedAvg, uniform, then alone", VERMILION, ":"),
+    "exploit": ("copies the best agent", WINE),
+    "kickstarting": ("kickstarting by the best agent, falls to 0", WINE, "--"),
+    "distral": ("Distral, pools states, falls to 0", BLACK),
     "proximal-uniform": ("pulled to the average of parameters, uniform", BLACK, ":"),
     "proximal-reward": ("pulled to the average of parameters, reward", BLACK, "-."),
     "both-surrogate": ("PR-PPO and FedPer, surrogate", PINK, ":"),
     "pr-uniform": ("PR-PPO, uniform", BLUE),
     "pr-uniform-linear": ("PR-PPO, uniform, falls to 0", BLUE, "--"),
+    "pr-gate": ("PR-PPO, uniform, gated by value", BROWN),
     "isolated-searched": ("isolated, learning rate 5e-4", GREY, ":"),
     "fedavg-uniform-searched": ("FedAvg, uniform, coefficient 2", VERMILION, "--"),
     "fedavg-uniform-lr5e-4": ("FedAvg, uniform, learning rate 5e-4", VERMILION, ":"),
@@ -59,15 +65,20 @@ STYLES = {
     "pr-uniform-forward": ("PR-PPO, uniform, forward KL as in eq. 4", BLUE, "--"),
     "pr-similarity": ("PR-PPO, similarity", SKY),
     "pr-similarity-forward": ("PR-PPO, similarity, forward KL", SKY, "--"),
+    "pr-gate-forward": ("PR-PPO, uniform, gated by value, forward KL", BROWN, "-."),
+    "pr-similarity-gate-forward": ("PR-PPO, similarity, gated by value, forward KL", PINK, "--"),
     "pr-surrogate": ("PR-PPO, surrogate", PINK),
     "pr-surrogate-linear": ("PR-PPO, surrogate, falls to 0", PINK, "--"),
     "pr-pairs": ("PR-PPO, pairs", BLUE, "-."),
     "pr-pairs-linear": ("PR-PPO, pairs, falls to 0", BLUE, ":"),
     "pr-reward": ("PR-PPO, reward", GREEN),
     "pr-reward-linear": ("PR-PPO, reward, falls to 0", GREEN, "--"),
+    "pr-gate-linear": ("PR-PPO, uniform, gated by value, falls to 0", BROWN, "--"),
     "fedavg-median": ("FedAvg, coordinate-wise median", WINE, ":"),
     "fedavg-relative-gain": ("FedAvg, relative-gain", BLACK, "--"),
     "pr-relative-gain": ("PR-PPO, relative-gain", BLACK),
+    "gate-easy-times-10": ("PR-PPO, uniform, gated by value", BROWN),
+    "gate-hard-times-10": ("PR-PPO, uniform, gated by value", BROWN),
     "reward-easy-times-10": ("PR-PPO, reward", GREEN),
     "relative-gain-easy-times-10": ("PR-PPO, relative-gain", BLACK),
     "pr-self0.2": ("PR-PPO, self-preferred 0.2", PURPLE, "--"),

@@ -6,6 +6,7 @@ import csv
 import functools
 import io
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from command import parse_args
@@ -23,6 +25,7 @@ from ports import free_port
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import distral_minigrid
 import fedavg_atari
 import fedavg_ppo
 import prpo_atari
@@ -197,6 +200,9 @@ class Variant:
 PRPO_MINIGRID = Variant(prpo_minigrid, "MiniGrid")
 FEDAVG_MINIGRID = Variant(fedavg_ppo, "MiniGrid")
 PRTRPO_MINIGRID = Variant(prtrpo_minigrid, "MiniGrid")
+DISTRAL_MINIGRID = Variant(distral_minigrid, "MiniGrid")
+del DISTRAL_MINIGRID.tiny["communicator"]  # it refuses any
+DISTRAL_MINIGRID.tiny["central_epochs"] = 4
 PRPO_ATARI = Variant(prpo_atari, "Atari")
 FEDAVG_ATARI = Variant(fedavg_atari, "Atari")
 # Where the tested lines are those of prpo_minigrid.py
@@ -410,6 +416,43 @@ def total_variation(log_probs):
     # One policy after the other, because all differences at once may not fit into memory
     rows = [(probs - policy).abs().sum(-1).mean(-1) for policy in probs]
     return torch.stack(rows) / 2
+
+
+POWER = 2  # of what a critic promises, in its vote
+
+
+def gate_by_hand(weights, values, returns, visited=None):
+    """C_i(s) of every state, [states][policies], by loops over numbers.
+
+    values: [policies][states]; visited: the state of each sample (None: each state once).
+    """
+    lowest = min(returns)
+    highest = max(returns)
+    promises = []
+    spreads = []
+    for of_policy in values:
+        promised = []
+        for value in of_policy:
+            share = 0.0
+            if highest > lowest and value > lowest:  # not for NaN
+                share = (min(value, highest) - lowest) / (highest - lowest)
+            promised.append(share)
+        promises.append(promised)
+        states = range(len(promised)) if visited is None else visited
+        spread = float(np.std([promised[state] for state in states]))
+        if spread < 1e-6 or any(math.isnan(of_policy[state]) for state in states):
+            spread = 0.0  # rounding
+        spreads.append(spread)
+    rows = []
+    for of_state in zip(*promises, strict=True):
+        votes = []
+        for weight, promised, spread in zip(weights, of_state, spreads, strict=True):
+            votes.append(weight * promised**POWER * spread)
+        row = list(weights)
+        if sum(votes) > 0:
+            row = [vote / sum(votes) for vote in votes]
+        rows.append(row)
+    return rows
 
 
 def only_run(run_dir):

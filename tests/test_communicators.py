@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import refusal, total_variation
+from helpers import gate_by_hand, refusal, total_variation
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributions import Categorical, kl_divergence
@@ -152,6 +152,7 @@ def test_rows_on_simplex_for_any_input(name, data):
             for make in (communicators.reward, communicators.softmax_reward)
         ),
         (communicators.rank_reward, torch.tensor([0.5, NAN, 2.0, 0.0])),
+        (communicators.best, torch.tensor([0.5, NAN, 2.0, 0.0])),
         (communicators.samples, torch.tensor([0.5, NAN, 2.0, 0.0])),
         (lambda matrix: communicators.sparsify(matrix, communicators.ring(4)), simplex(0, 4, 4)),
         (
@@ -197,7 +198,7 @@ def test_top_k_is_permutation_equivariant_without_ties(seed, n, k, data):
 
 
 @ignore_negative_returns
-@pytest.mark.parametrize("name", ["uniform", "self-preferred", *REWARD_FAMILY])
+@pytest.mark.parametrize("name", ["uniform", "self-preferred", "best", *REWARD_FAMILY])
 @examples
 @given(data=st.data())
 def test_rotation_equivariance_of_sparse_communicators(name, data):
@@ -244,6 +245,17 @@ def test_rotation_equivariance_of_sparse_communicators(name, data):
         (communicators.rank_reward, [(3, 1, 3, 0)], [[0.35, 0.2, 0.35, 0.1]] * 4),
         (communicators.rank_reward, [(-3, NAN, -7)], [[4 / 9, 1 / 3, 2 / 9]] * 3),
         (communicators.rank_reward, [(-2, -2, -2)], [[1 / 3] * 3] * 3),
+        (communicators.best, [(1, 2, 5)], [[0, 0, 1]] * 3),
+        (communicators.best, [(-3, NAN, -7)], [[1, 0, 0]] * 3),
+        (
+            communicators.best,
+            [(3, 1, 3, NAN)],
+            [[1, 0, 0, 0], [0.5, 0, 0.5, 0], [0, 0, 1, 0], [0.5, 0, 0.5, 0]],
+        ),
+        (communicators.best, [(-2, -2, -2)], torch.eye(3).tolist()),
+        (communicators.best, [(NAN, NAN)], [[1, 0], [0, 1]]),
+        (communicators.best, [(1e300, -1e300)], [[1, 0]] * 2),
+        (communicators.best, [(NAN,)], [[1]]),
         # Their standard deviation is half of what two returns differ by
         (communicators.softmax_reward, [(0, 7), 2 / math.log(3)], [[0.25, 0.75]] * 2),
         (
@@ -378,6 +390,53 @@ def test_agents_without_data(name, values):
     torch.testing.assert_close(matrix[:, unknown], expected, rtol=1e-4, atol=1e-6)
 
 
+@examples
+@given(mean_returns(5), st.lists(st.booleans(), min_size=5, max_size=5).map(torch.tensor))
+def test_everybody_listens_to_the_best_that_are_there(returns, usable):
+    """Against a loop over agents. The best themselves listen to nobody else."""
+    matrix = communicators.best(returns, usable)
+    assert_communicator(matrix, 5)
+    reports = {j: returns[j].item() for j in range(5) if usable[j] and not returns[j].isnan()}
+    leaders = {j for j in reports if reports[j] == max(reports.values())}
+    for i in range(5):
+        followed = leaders or {i}
+        if i in leaders:
+            followed = {i}
+        expected = [(j in followed) / len(followed) for j in range(5)]
+        assert matrix[i].tolist() == pytest.approx(expected)
+
+
+def test_the_next_best_follows_an_invalid_best():
+    """On a ring everybody follows the best of its neighbourhood."""
+    returns = torch.tensor([1.0, 9.0, 2.0, 3.0, 2.5])
+    valid = torch.tensor([True, False, True, True, True])
+    matrix = make_communicator("best", 5, returns=returns)
+    assert_rows(matrix, [[0, 1, 0, 0, 0]] * 5)
+    assert_rows(make_communicator("best", 5, returns=returns, valid=valid), [[0, 0, 0, 1, 0]] * 5)
+    ring = make_communicator("best", 5, returns=returns, topology="ring")
+    assert_rows(ring[:3], [[0, 1, 0, 0, 0]] * 3)
+    assert_rows(ring[3:], [[0, 0, 0, 1, 0]] * 2)
+    ring = make_communicator("best", 5, returns=returns, topology="ring", valid=valid)
+    assert_rows(ring[:3], [[0, 0, 0, 0, 1], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0]])
+
+
+@pytest.mark.parametrize("name", ["best", "reward", "rank-reward", "uniform"])
+@pytest.mark.parametrize("i", [0, 7, 17])
+def test_a_row_on_a_ring_depends_on_the_neighbourhood_alone(name, i):
+    """Of many agents a process of torchrun evaluates the snapshots of its agents' neighbours only;
+    the others count as unusable there, and the row must be that of all agents in one process.
+    """
+    n = 18
+    returns = torch.rand(n, generator=torch.Generator().manual_seed(i))
+    everybody = torch.ones(n, dtype=torch.bool)
+    near = communicators.ring(n)[i]
+    rows = [
+        make_communicator(name, n, returns=returns, valid=valid, topology="ring")[i]
+        for valid in (everybody, near)
+    ]
+    torch.testing.assert_close(*rows)
+
+
 def test_similarity_must_receive_all_before_it_can_choose():
     """The snapshots of all agents in the topology count as sent, also with top-k."""
     for topology, expected in (("full", torch.ones(4, 4) > 0), ("ring", communicators.ring(4))):
@@ -398,6 +457,7 @@ def test_every_name_makes_its_own_communicator():
         "reward": communicators.reward(returns),
         "softmax-reward": communicators.softmax_reward(returns, 2.0),
         "rank-reward": communicators.rank_reward(returns),
+        "best": communicators.best(returns),
         "surrogate": communicators.surrogate(gains_on(log_probs), 2.0),
     }
     options = {
@@ -735,7 +795,7 @@ def test_self_preference_is_kept_in_every_neighbourhood(data):
         assert matrix[i, weighted].numel() < 2 or matrix[i, weighted].std() < 1e-6
 
 
-@pytest.mark.parametrize("name", sorted(set(COMMUNICATORS) - {"identity"}))
+@pytest.mark.parametrize("name", sorted(set(COMMUNICATORS) - {"identity", "best"}))
 def test_invalid_peers_leave_their_place_to_valid_ones(name):
     """Agent 1 is the first choice of all and invalid: with top-k each still has a peer."""
     policy = policies(0, 1, 6, 4, scale=3.0)
@@ -837,6 +897,161 @@ def test_definition_1_non_expansion_in_total_variation(seed, n, scale):
         assert not tight or mixed == pytest.approx(bound, abs=1e-5)
 
 
+# --- gates ---
+
+
+def numbers(**options):
+    """Floats of 32 bits, among them equal ones."""
+    few = st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1e30])
+    return st.floats(width=32, **options) | few
+
+
+def critics(n, states, element):
+    """V_j of each state, [policies, states]."""
+    rows = st.lists(element, min_size=n * states, max_size=n * states)
+    return rows.map(lambda values: torch.tensor(values).view(n, states))
+
+
+@examples
+@given(data=st.data())
+def test_a_gates_rows_lie_on_the_simplex_for_any_values(data):
+    """Also NaN, infinite, huge and equal ones, and returns of no width; a peer of weight 0 stays
+    at 0.
+    """
+    n = data.draw(st.integers(1, 5), "n")
+    weights = simplex(data.draw(seeds, "seed"), n)[0]
+    values = data.draw(critics(n, 3, numbers()), "values")
+    returns = torch.tensor(data.draw(st.lists(numbers(), min_size=1, max_size=4), "returns"))
+    gated = communicators.gate_by_value(weights, values, returns)
+    assert gated.shape == (n, 3)
+    assert (gated >= 0).all()
+    torch.testing.assert_close(gated.sum(0), torch.ones(3), rtol=0, atol=1e-6)
+    assert not gated[weights == 0].any()
+
+
+@examples
+@given(data=st.data())
+def test_a_gate_is_what_loops_compute(data):
+    """Values and returns are those of games with rewards around 1."""
+    n = data.draw(st.integers(1, 5), "n")
+    weights = simplex(data.draw(seeds, "seed"), n)[0].double()
+    element = st.sampled_from([NAN, INF, -INF]) | st.floats(-3, 3).map(lambda x: round(x, 3))
+    values = data.draw(critics(n, 4, element), "values").double()
+    element = st.floats(-2, 2).map(lambda x: round(x, 3))
+    returns = data.draw(st.lists(element, min_size=1, max_size=5), "returns")
+    visited = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6), "visited")
+    for samples in (None, torch.tensor(visited)):
+        gated = communicators.gate_by_value(
+            weights, values, torch.tensor(returns, dtype=torch.double), samples
+        )
+        rows = gate_by_hand(weights.tolist(), values.tolist(), returns, samples)
+        for state, row in enumerate(rows):
+            assert gated[:, state].tolist() == pytest.approx(row, abs=1e-5)
+
+
+def test_a_gate_by_hand():
+    """Promises of 1/2, 1 and 0 of the range of returns in the first state; those of the first
+    critic differ half as much between the states, the last one promises as much everywhere.
+    """
+    weights = torch.tensor([0.5, 0.25, 0.25, 0.25])
+    values = torch.tensor([[1.0, -1.0], [3.0, -2.0], [-1.0, 3.0], [3.0, 3.0]])
+    gated = communicators.gate_by_value(weights, values, torch.tensor([0.0, 2.0, -1.0, 3.0]))
+    assert gated.T.tolist() == [pytest.approx([0.2, 0.8, 0, 0]), pytest.approx([0, 0, 1, 0])]
+
+
+def test_a_critic_that_is_nan_in_a_sample_has_no_vote():
+    values = torch.tensor([[0.5, 0.7, NAN], [0.2, 0.4, 0.6]])
+    returns = torch.tensor([0.0, 1.0])
+    gated = communicators.gate_by_value(torch.tensor([0.5, 0.5]), values, returns)
+    assert gated.tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert gated.tolist() == [[0, 0, 0], [1, 1, 1]]
+    visited = torch.tensor([0, 1])
+    gated = communicators.gate_by_value(torch.tensor([0.5, 0.5]), values, returns, visited)
+    assert gated[0, 2] == 0 < gated[0, 0]
+
+
+@examples
+@given(seeds, st.integers(1, 5), numbers())
+def test_equal_votes_give_the_communicator_back(seed, n, value):
+    """Whatever the critics agree on, also that nothing is to be expected."""
+    weights = simplex(seed, n)[0]
+    values = torch.full((n, 2), value)
+    for returns in ([0.0, 1.0], [0.5, 0.5], [-1e30, 1e30]):
+        gated = communicators.gate_by_value(weights, values, torch.tensor(returns))
+        torch.testing.assert_close(gated, weights[:, None].expand(n, 2), rtol=0, atol=1e-6)
+
+
+def some_gate(seed, n, states=6):
+    """weights [n], values [n, states] and returns [9] in double precision, some values out of the
+    range of the returns.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(n, states, generator=generator, dtype=torch.double)
+    returns = torch.randn(9, generator=generator, dtype=torch.double)
+    return simplex(seed, n)[0].double(), values, returns
+
+
+@examples
+@given(seeds, st.integers(1, 6))
+def test_a_gate_is_that_of_permuted_agents(seed, n):
+    weights, values, returns = some_gate(seed, n)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed + 1))
+    gated = communicators.gate_by_value(weights, values, returns)
+    permuted = communicators.gate_by_value(weights[order], values[order], returns.flip(0))
+    torch.testing.assert_close(permuted, gated[order])
+
+
+@examples
+@given(seeds, st.integers(1, 6), st.floats(1e-3, 1e3), st.floats(-100, 100))
+def test_a_gate_does_not_depend_on_units_that_all_share(seed, n, scale, offset):
+    """The same affine change of all values and returns changes no weight."""
+    weights, values, returns = some_gate(seed, n)
+    gated = communicators.gate_by_value(weights, values, returns)
+    changed = communicators.gate_by_value(
+        weights, scale * values + offset, scale * returns + offset
+    )
+    torch.testing.assert_close(changed, gated, rtol=1e-6, atol=1e-6)
+
+
+@examples
+@given(seeds, st.integers(2, 6), st.floats(0, 1e30))
+def test_a_critic_gains_nothing_by_promising_more_than_its_listener_has_seen(seed, n, excess):
+    """And what it promises within that range never costs it weight."""
+    weights, values, returns = some_gate(seed, n)
+    shares = []
+    for promise in (returns.min(), returns.median(), returns.max(), returns.max() + excess, INF):
+        values[0] = promise
+        shares.append(communicators.gate_by_value(weights, values, returns)[0])
+    assert torch.equal(shares[2], shares[3])
+    assert torch.equal(shares[2], shares[4])
+    # Where no other critic promises anything, one that promises nothing either has its part of C
+    others = (values[1:] > returns.min()) & (weights[1:, None] > 0)
+    rises = others.any(0)
+    assert (shares[0] <= shares[1] + 1e-12)[rises].all()
+    assert (shares[1] <= shares[2] + 1e-12)[rises].all()
+    assert not shares[0][rises].any()
+
+
+def test_a_gates_log_has_every_agent():
+    """Means and standard deviations over samples of the senders, 0 for the others."""
+    senders = torch.tensor([True, False, True])
+    weights = torch.tensor([[0.25, 0.75, 0.5, 0.5], [0.75, 0.25, 0.5, 0.5]])
+    summary = communicators.summarize_gate(senders, weights)
+    spread = math.sqrt(0.125 / 4)
+    assert summary == pytest.approx(
+        {
+            "gate/weight_0": 0.5,
+            "gate/weight_1": 0.0,
+            "gate/weight_2": 0.5,
+            "gate/spread_0": spread,
+            "gate/spread_1": 0.0,
+            "gate/spread_2": spread,
+        }
+    )
+    many = torch.ones(communicators.FEW_AGENTS + 1, dtype=torch.bool)
+    assert communicators.summarize_gate(many, torch.full((len(many), 2), 1 / len(many))) == {}
+
+
 # --- mixtures and divergences ---
 
 
@@ -907,6 +1122,41 @@ def test_a_policy_that_is_nan_in_a_state_has_no_influence_there(mixture, seed, n
             torch.testing.assert_close(mixed[state], expected)
         else:
             assert mixed[state].isnan().all()
+
+
+@pytest.mark.parametrize("mixture", communicators.MIXTURES)
+@examples
+@given(seeds, st.integers(1, 4), st.integers(1, 2), st.booleans())
+def test_weights_by_state_mix_each_state_with_its_own(mixture, seed, n, dimensions, damaged):
+    """A policy that is NaN in a state, or has no weight there, has no influence there."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (5, 2)[:dimensions]
+    log_probs = policies(seed, n, *shape, 4)
+    rows = math.prod(shape)
+    weights = simplex(seed, n, rows).T.reshape(n, *shape)
+    if damaged:
+        log_probs[torch.rand(n, *shape, generator=generator) < 0.3] = NAN
+        log_probs[weights == 0] = INF
+    mixed = mix_log_probs(log_probs, weights, mixture)
+    assert mixed.shape == (*shape, 4)
+    for state in itertools.product(*map(range, shape)):
+        of_state = log_probs[(slice(None), *state)]
+        row = weights[(slice(None), *state)]
+        there = ~of_state[:, 0].isnan() & (row > 0)
+        if there.any():
+            kept = row[there] / row[there].sum()
+            expected = mix_log_probs(of_state[there], kept, mixture)
+            torch.testing.assert_close(mixed[state], expected)
+        else:
+            assert mixed[state].isnan().all()
+
+
+@pytest.mark.parametrize("mixture", communicators.MIXTURES)
+def test_one_policy_with_all_weight_in_every_state_is_the_reference(mixture):
+    """Bit for bit as with a vector of weights: a gate does not change isolated training."""
+    log_probs = policies(0, 1, 50, 7)
+    mixed = mix_log_probs(log_probs, torch.ones(1, 50), mixture)
+    assert torch.equal(mixed, mix_log_probs(log_probs, torch.ones(1), mixture))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -1145,7 +1395,7 @@ def test_row_with_nobody_left_falls_back_on_the_agent_itself():
     )
 
 
-@pytest.mark.parametrize("name", COMMUNICATORS)
+@pytest.mark.parametrize("name", sorted(set(COMMUNICATORS) - {"best"}))
 def test_every_communicator_drops_invalid_peers(name):
     """The others keep their proportions, whatever the invalid agent's policy or return would have
     been.

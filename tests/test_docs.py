@@ -39,21 +39,29 @@ SCRIPT_NAMES = (
     "prpo_atari",
     "fedavg_ppo",
     "fedavg_atari",
+    "distral_minigrid",
     "prpo_llm",
     "prtrpo_minigrid",
     "prpo_babyai",
     "s2zpo_mujoco",
 )
 # Whose pages have only the flags that differ from those of another script -> that script
-VARIANTS = {"fedavg_ppo": "prpo_minigrid", "fedavg_atari": "prpo_atari"}
+VARIANTS = {
+    "fedavg_ppo": "prpo_minigrid",
+    "fedavg_atari": "prpo_atari",
+    "distral_minigrid": "prpo_minigrid",
+}
 BENCHMARKS = (
     "federate",
+    "gate",
     "rounds",
     "liars",
+    "fedhpd",
     "play",
     "plot",
     "run",
     "table",
+    "confirm",
     "text_worlds",
     "judge",
     "pipeline",
@@ -176,7 +184,7 @@ def test_flags_are_those_of_help(script, read_help):
     rows = read_rows("communicators")
     if script in VARIANTS:
         rows |= read_rows(VARIANTS[script])
-        for flag in ("--mixture", "--self-reference"):  # as the page says
+        for flag in ("--gate", "--mixture", "--self-reference"):  # as the page says
             del rows[flag]
     rows |= read_rows(script)
     aliases = {"--help", "--agent", "--communication-coef", "--update-every", "--reward-model"}
@@ -260,12 +268,13 @@ def test_every_script_has_its_page():
 
 # Metrics that are logged under federate.py only
 FEDERATED = {"communication/bytes_received", "communication/rejected", "communication/age_j"}
+GATED = {"gate/weight_j", "gate/spread_j"}  # and with --gate only
 
 
 def metrics_of_page(name):
-    """The metrics that a page explains, but those that are logged under federate.py only."""
+    """The metrics that a page explains, but those of federate.py and --gate."""
     page = (REPOSITORY / "docs" / f"{name}.md").read_text()
-    return set(re.findall(r"^\| `([a-z_]+/\w+(?:/\w+)?)` \|", page, re.M)) - FEDERATED
+    return set(re.findall(r"^\| `([a-z_]+/\w+(?:/\w+)?)` \|", page, re.M)) - FEDERATED - GATED
 
 
 def name_in_page(tag):
@@ -275,6 +284,7 @@ def name_in_page(tag):
     if tag.startswith("distances/"):
         return re.sub(r"agent_\d+_agent_\d+", "agent_i_agent_j", tag)
     tag = re.sub(r"/agent_\d+$", "", tag)
+    tag = re.sub(r"gate/(weight|spread)_\d+$", r"gate/\1_j", tag)
     return re.sub(r"communicator/c_\d+_\d+$", "communicator/c_i_j", tag)
 
 

@@ -150,6 +150,70 @@ def test_communicators_average_the_parameters_of_isolated_agents(name, preferenc
     assert torch.equal(averaged[0], averaged[1]) == (name == "uniform")
 
 
+def test_all_copy_the_best(tmp_path, monkeypatch):
+    """Bit for bit, and go on with their own optimizers: population-based training's exploit."""
+
+    def report(means, returns):
+        means[:] = torch.tensor([0.2, 0.9, torch.nan])
+
+    monkeypatch.setattr(communicators, "update_means", report)
+    changes = {"communicator": "best", "iterations": 2}
+    after = train(FEDAVG_MINIGRID, tmp_path / "round", local_updates=2, **changes)
+    before = train(FEDAVG_MINIGRID, tmp_path / "no round", local_updates=3, **changes)
+    expected = weights_of(before)
+    for weights in weights_of(after).values():
+        assert torch.equal(weights, expected[1])
+    assert not torch.equal(expected[0], expected[1])
+    optimizers = optimizers_of(after, 2)
+    torch.testing.assert_close(optimizers, optimizers_of(before, 2), rtol=0, atol=0)
+
+
+# --- the server step ---
+
+
+@BOTH
+@pytest.mark.parametrize("server_lr", [0.5, 1.0, 2.0])
+def test_the_server_step_begins_where_the_last_round_ended(
+    script, server_lr, matrix, tmp_path, monkeypatch
+):
+    """Two rounds of two agents that average, and of one that listens to nobody else.
+
+    At 1 the next parameters are the averages, bit for bit, and no checkpoint holds more than today.
+    """
+    update = script.update
+    agents = []
+    before = []
+    after = []
+
+    def record(agent, *rest):
+        agents.append(agent)
+        before.append(communicators.flatten(agent))
+        losses = update(agent, *rest)
+        after.append(communicators.flatten(agent))
+        return losses
+
+    script.patch(monkeypatch, "update", record)
+    changes = {"communicator": matrix, "local_updates": 1, "iterations": 2, "learning_rate": 3e-3}
+    folder = train(script, tmp_path / "runs", server_lr=server_lr, **changes)
+    before, after = (torch.stack(x).unflatten(0, (2, 3)) for x in (before, after))
+    final = torch.stack([communicators.flatten(agent) for agent in agents[3:]])
+    for begin, theta, new in ((before[0], after[0], before[1]), (before[1], after[1], final)):
+        assert torch.equal(new[2], theta[2])
+        for i, (c_0, c_1, c_2) in enumerate([(0.5, 0.2, 0.3), (0.6, 0.3, 0.1)]):
+            average = c_0 * theta[0] + c_1 * theta[1] + c_2 * theta[2]
+            expected = begin[i] + server_lr * (average - begin[i])
+            torch.testing.assert_close(new[i], expected, rtol=0, atol=1e-6)
+            assert (average - begin[i]).abs().max() > 1e-3
+        if server_lr == 1:
+            assert torch.equal(new[:2], communicators.average_parameters(C[:2], theta))
+    # A second step from the common start would lead elsewhere
+    assert (before[1, :2] - before[0, :2]).abs().max() > 1e-3
+    for i in range(3):
+        path = folder / "checkpoints" / f"agent_{i}" / "2.pt"
+        checkpoint = torch.load(path, weights_only=True)
+        assert ("begin" in checkpoint) == (server_lr != 1)
+
+
 # --- the pull ---
 
 
@@ -250,7 +314,7 @@ def test_a_pull_without_peers_is_isolated_training(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"prox_coef": 1.0}, {"private_heads": ("critic",)}],
+    [{"prox_coef": 1.0}, {"private_heads": ("critic",)}, {"server_lr": 0.5}],
     ids=lambda settings: [*settings][0],
 )
 def test_averages_survive_crashes(settings, crashing, tmp_path):

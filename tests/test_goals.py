@@ -1,5 +1,7 @@
 """benchmark/goals.py: what agents with goals of their own see, and what they are paid for."""
 
+import hashlib
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from prpo_minigrid import make_env
 LEFT, RIGHT, FORWARD, PICKUP, DROP, TOGGLE = range(6)
 DOOR_KEY = ["DoorKeyGoals-5x5-green-v0", "DoorKeyGoals-8x8-blue-v0", "DoorKeyGoals-6x6-blue-50-v0"]
 UNLOCK = ["UnlockGoals-5x5-ball-v0", "UnlockGoals-8x8-box-v0"]
+PARTS = ["KeyDoor-5x5-v0", "KeyDoor-8x8-v0", "BehindDoor-5x5-v0", "BehindDoor-8x8-v0"]
 
 
 def find_objects(env, kind):
@@ -34,7 +37,45 @@ def face(env, cell):
     raise AssertionError("no free neighbour")
 
 
-@pytest.mark.parametrize("env_id", DOOR_KEY + UNLOCK)
+def take_key(env):
+    """Pick the key up, from beside it."""
+    ((cell, _),) = find_objects(env, "key")
+    face(env, cell)
+    return env.step(PICKUP)
+
+
+def find_path(env, start, end):
+    """The cells of a shortest way that an agent can walk, without start; the end may be a goal."""
+    grid = env.unwrapped.grid
+    paths = {start: []}
+    waiting = [start]
+    for cell in waiting:
+        for i, j in ((1, 0), (0, 1), (-1, 0), (0, -1)):
+            beside = cell[0] + i, cell[1] + j
+            obj = grid.get(*beside)
+            is_free = obj is None or (obj.type == "door" and obj.is_open) or beside == end
+            if beside not in paths and is_free:
+                paths[beside] = [*paths[cell], beside]
+                waiting.append(beside)
+    return paths[end]
+
+
+def walk(env, path):
+    """Go along a path; what the last step returned, and the number of steps."""
+    count = 0
+    for cell in path:
+        level = env.unwrapped
+        step = cell[0] - level.agent_pos[0], cell[1] - level.agent_pos[1]
+        while level.agent_dir != [(1, 0), (0, 1), (-1, 0), (0, -1)].index(step):
+            env.step(RIGHT)
+            count += 1
+        result = env.step(FORWARD)
+        count += 1
+        assert tuple(level.agent_pos) == cell
+    return result, count
+
+
+@pytest.mark.parametrize("env_id", DOOR_KEY + UNLOCK + PARTS)
 def test_view_is_that_of_minigrid(env_id):
     env = gym.make(env_id)
     generator = np.random.default_rng(0)
@@ -42,7 +83,7 @@ def test_view_is_that_of_minigrid(env_id):
     for seed in range(8):
         obs, _ = env.reset(seed=seed)
         # Half of the episodes begin in an open door with the key in the hand
-        if seed % 2:
+        if seed % 2 and find_objects(env, "key"):
             (cell, door), *_ = find_objects(env, "door")
             (place, key), *_ = find_objects(env, "key")
             door.is_locked = False
@@ -59,7 +100,7 @@ def test_view_is_that_of_minigrid(env_id):
             seen.update(map(tuple, obs["image"].reshape(-1, 3)))
             if terminated or truncated:
                 env.reset()
-    assert len(seen) > 8
+    assert len(seen) > (6 if "BehindDoor" in env_id else 8)  # there no door is locked
 
 
 @pytest.mark.parametrize("ids", [("6x6-green", "6x6-blue"), ("6x6-green-50", "6x6-blue-50")])
@@ -144,3 +185,87 @@ def test_unlock_pays_for_the_own_object(goal, other):
     face(env, cell)
     _, reward, terminated, _, _ = env.step(PICKUP)
     assert not terminated and reward == 0
+
+
+@pytest.mark.parametrize(
+    ("env_id", "digest"),
+    [
+        ("DoorKeyGoals-8x8-green-v0", "2ad38816b3043bab"),
+        ("DoorKeyGoals-6x6-blue-50-v0", "1c5045fce36f7079"),
+        ("UnlockGoals-8x8-box-v0", "d80a3fc2cf3e68cc"),
+    ],
+)
+def test_levels_of_reported_tasks_stay_as_they_were(env_id, digest):
+    """Results were made on them: a new task must not change what a seed draws."""
+    env = gym.make(env_id)
+    levels = hashlib.sha256()
+    for seed in range(20):
+        env.reset(seed=seed)
+        level = env.unwrapped
+        levels.update(level.codes.tobytes())
+        levels.update(bytes([*map(int, level.agent_pos), int(level.agent_dir)]))
+    assert levels.hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("size", [5, 6, 8])
+def test_key_and_door_are_those_of_the_whole_chain_and_the_open_door_pays(size):
+    env = make_env(f"KeyDoor-{size}x{size}-v0")
+    whole = make_env(f"DoorKeyGoals-{size}x{size}-green-v0")
+    for seed in range(20):
+        np.testing.assert_array_equal(env.reset(seed=seed)[0], whole.reset(seed=seed)[0])
+        np.testing.assert_array_equal(env.unwrapped.codes, whole.unwrapped.codes)
+        ((door, _),) = find_objects(env, "door")
+        # A locked door does not open without the key
+        face(env, door)
+        _, reward, terminated, *_ = env.step(TOGGLE)
+        assert (reward, terminated) == (0, False)
+        _, reward, terminated, *_ = take_key(env)
+        assert (reward, terminated) == (0, False)
+        face(env, door)
+        _, reward, terminated, truncated, _ = env.step(TOGGLE)
+        assert terminated and not truncated
+        assert reward == pytest.approx(1 - 0.9 * 3 / (10 * size**2))
+
+
+@pytest.mark.parametrize("size", [5, 6, 8])
+def test_behind_the_door_either_goal_pays(size):
+    env = make_env(f"BehindDoor-{size}x{size}-v0")
+    whole = make_env(f"DoorKeyGoals-{size}x{size}-blue-v0")
+    places = set()
+    for seed in range(40):
+        for colour, corner in (("green", (size - 2, size - 2)), ("blue", (size - 2, 1))):
+            env.reset(seed=seed)
+            level = env.unwrapped
+            ((door, _),) = find_objects(env, "door")
+            assert door[0] < level.agent_pos[0] < size - 1
+            places.add(tuple(level.agent_pos))
+            assert level.grid.get(*corner).color == colour
+            path = find_path(env, tuple(level.agent_pos), corner)
+            (_, reward, terminated, truncated, _), steps = walk(env, path)
+            assert terminated and not truncated
+            assert reward == pytest.approx(1 - 0.9 * steps / (10 * size**2))
+            assert 0 < steps < 6 * size
+        # Everything else is as in the whole chain after key and door
+        obs, _ = env.reset(seed=seed)
+        whole.reset(seed=seed)
+        take_key(whole)
+        ((cell, _),) = find_objects(whole, "door")
+        face(whole, cell)
+        whole.step(TOGGLE)
+        assert cell == door
+        whole.unwrapped.agent_pos = level.agent_pos
+        whole.unwrapped.agent_dir = level.agent_dir
+        np.testing.assert_array_equal(level.codes, whole.unwrapped.codes)
+        np.testing.assert_array_equal(obs, whole.unwrapped.gen_obs()["image"])
+    assert len(places) > 1 or size == 5
+
+
+def test_agent_behind_the_door_gets_nothing_for_going_back():
+    env = make_env("BehindDoor-8x8-v0")
+    env.reset(seed=0)
+    level = env.unwrapped
+    ((door, _),) = find_objects(env, "door")
+    path = find_path(env, tuple(level.agent_pos), (1, 1))
+    assert door in path
+    (_, reward, terminated, *_), _ = walk(env, path)
+    assert (reward, terminated) == (0, False)

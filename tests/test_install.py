@@ -17,7 +17,8 @@ from helpers import REPOSITORY, call, environment
 import communicators
 import prpo_llm
 
-SCRIPTS = [REPOSITORY / f"{name}.py" for name in ("prpo_minigrid", "fedavg_ppo", "prtrpo_minigrid")]
+NAMES = ("prpo_minigrid", "fedavg_ppo", "distral_minigrid", "prtrpo_minigrid")
+SCRIPTS = [REPOSITORY / f"{name}.py" for name in NAMES]
 TINY = "--num-agents 2 --num-envs 2 --num-steps 32 --total-timesteps 128 --local-updates 1"
 TINY += " --num-minibatches 2 --eval-episodes 2 --env-id MiniGrid-Empty-5x5-v0 --run-dir runs"
 
@@ -41,7 +42,7 @@ def test_the_small_set_has_the_versions_of_the_large_one():
 
 @pytest.mark.slow
 def test_the_small_set_suffices_for_minigrid_and_is_about_1_gb(tmp_path):
-    """A fresh environment with nothing more, made as the page says, runs the three scripts."""
+    """A fresh environment with nothing more, made as the page says, runs these scripts."""
     page = (REPOSITORY / "docs" / "runs.md").read_text()
     (command,) = re.findall(r"^python3 .*requirements-minigrid\.txt$", page, re.M)
     # The index of wheels for the CPU is left out: where it is out of reach, pip's own settings
@@ -101,6 +102,7 @@ ALONE = {
     "prpo_atari": (),
     "fedavg_ppo": ("prpo_minigrid",),
     "fedavg_atari": ("prpo_atari",),
+    "distral_minigrid": ("prpo_minigrid",),
     "prtrpo_minigrid": ("prpo_minigrid",),
 }
 # Run in a folder of copies; the packages of the other family are missing

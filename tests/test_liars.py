@@ -51,7 +51,10 @@ def make_exchange(**settings):
     return liars.LyingExchange(args, isolated=False, averages="", together="")
 
 
-@pytest.mark.parametrize("lie", ["random", "flipped", "opposite", "none"])
+LIES = "none", "random", "flipped", "opposite", "inflated", "maximal"
+
+
+@pytest.mark.parametrize("lie", LIES)
 def test_only_the_last_agent_sends_a_lie(lie):
     networks = make_networks()
     sent = [communicators.flatten(network) for network in networks]
@@ -81,6 +84,14 @@ def test_only_the_last_agent_sends_a_lie(lie):
         for honest in (received[3], sent[3]):  # other weights in every round
             assert torch.corrcoef(torch.stack((other[3], honest)))[0, 1].abs() < 0.05
         assert received[3].norm() == pytest.approx(sent[3].norm().item(), rel=0.1)
+    elif lie in ("inflated", "maximal"):  # the policy of `random`, whose critic lies besides
+        random, _ = make_exchange(lie="random").round(sent)
+        communicators.unflatten(random[3], liar)
+        with torch.no_grad():
+            random_logits, random_value = liar(states)
+        assert torch.equal(lied_logits, random_logits)
+        expected = random_value + 1 if lie == "inflated" else torch.full((16,), 1000.0)
+        torch.testing.assert_close(lied_value, expected)
 
 
 def test_only_the_last_agent_boasts():
@@ -126,6 +137,21 @@ def test_peers_receive_the_lie(script, tmp_path):
     assert communicators.exchange_of_launcher is None  # nothing is left behind
 
 
+def test_only_a_gate_reads_critics(tmp_path):
+    """Without one the lies about values change nothing, with one they change the honest agents."""
+    policies = {}
+    for gate in ("none", "value"):
+        for lie in ("random", "inflated", "maximal"):
+            run_dir = tmp_path / gate / lie
+            options = {"communicator": "uniform", "gate": gate, "lie": lie}
+            liars.main(tiny_liar(run_dir, env_id=EMPTY, iterations=12, local_updates=1, **options))
+            policies[gate, lie] = weights_of(only_run(run_dir))
+    for lie in ("inflated", "maximal"):
+        for i in range(3):
+            assert torch.equal(policies["none", lie][i], policies["none", "random"][i])
+            assert not torch.equal(policies["value", lie][i], policies["value", "random"][i])
+
+
 @on_minigrid
 def test_an_opposite_agent_learns_from_turned_rewards(script, tmp_path, monkeypatch):
     rewards = []
@@ -165,17 +191,22 @@ def test_the_sweep_has_every_lie_and_boasts_only_where_returns_are_reported():
     output = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout
     lines = [line for line in output.splitlines() if "--seed 1 " in line]
     boasting = set()
+    gated = set()
     for line in lines:
         argv = line.partition("benchmark/liars.py ")[2].split()
         args = parse_args(liars.Args, liars.check_args, argv)
         method, _, condition = args.exp_name.rpartition("-")
         assert condition == args.lie + "+boast" * args.boast
         assert args.averages == method.startswith("fedavg")
-        assert args.communicator in method
+        assert args.communicator in method or method == "pr-gate"
+        assert (args.gate == "value") == (method == "pr-gate")
         if args.boast:
             boasting.add(args.communicator)
+        if args.gate == "value":
+            gated.add((args.communicator, args.lie))
     assert boasting == {"reward"}
-    assert len(lines) == 8 * 4 + 2 * 3
+    assert gated == {("uniform", lie) for lie in LIES}
+    assert len(lines) == 8 * 4 + 2 * 3 + len(LIES)
 
 
 def test_a_launcher_is_refused(monkeypatch):

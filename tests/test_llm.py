@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from smooth import smooth_adam
 from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_docs import metrics_of_page, name_in_page
+from test_docs import GATED, metrics_of_page, name_in_page
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -683,6 +683,7 @@ SENT = {  # settings, and numbers that are read in a round by other agents than 
     ),
     "isolated": ({"aggregation": "none"}, 0),
     "PPO": ({"algorithm": "ppo"}, 6 * POLICY),
+    "PPO, gated": ({"algorithm": "ppo", "gate": "value"}, 6 * (POLICY + VALUE)),
 }
 
 
@@ -774,6 +775,7 @@ for algorithm in ALGORITHMS:
     SPREAD[f"{algorithm} similarity"] = ALGORITHMS[algorithm] | {"communicator": "similarity"}
 
 
+SPREAD["ppo gate"] = SPREAD["ppo policy"] | {"gate": "value", "communicator": "uniform"}
 SPREAD["ppo preferences"] = SPREAD["ppo weights"] | {"private_layers": 1}
 
 
@@ -807,13 +809,13 @@ def spread(files, once, running_server):
     return once("spread_llm", launch)
 
 
-@every_algorithm
-@pytest.mark.parametrize("aggregation", ["policy", "weights"])
+@pytest.mark.parametrize(
+    "name", ["grpo policy", "grpo weights", "ppo policy", "ppo weights", "ppo gate"]
+)
 @pytest.mark.usefixtures("smooth_adam")
-def test_two_ranks_train_like_one_process(files, spread, tmp_path, algorithm, aggregation):
+def test_two_ranks_train_like_one_process(files, spread, tmp_path, name):
     """One agent per rank: the same weights, metrics and completions, in one file."""
     folder, _ = spread
-    name = f"{algorithm} {aggregation}"
     spread = only_run(folder / name)
     together, _ = train(files, tmp_path, **SPREAD[name])
     for a, b in zip(weights_of(spread), weights_of(together), strict=True):
@@ -830,16 +832,21 @@ def test_two_ranks_train_like_one_process(files, spread, tmp_path, algorithm, ag
     assert sorted(completions) == sorted(expected) and len(completions) == 2 * 2 * 2
 
 
-@every_algorithm
-@pytest.mark.parametrize("aggregation", ["policy", "weights"])
-def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, monkeypatch):
+@pytest.mark.parametrize(
+    ("algorithm", "aggregation", "gate"),
+    [
+        *itertools.product(ALGORITHMS, ("policy", "weights"), ("none",)),
+        ("ppo", "policy", "value"),
+    ],
+)
+def test_resume_equals_a_whole_run(files, tmp_path, algorithm, aggregation, gate, monkeypatch):
     """A run that dies after a checkpoint between two rounds and goes on is the uninterrupted run,
     bit for bit.
 
     Its communicator depends on all rounds before, or on the rewards of all steps since the last
     one.
     """
-    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "eval_every": 1}
+    changes = ALGORITHMS[algorithm] | {"aggregation": aggregation, "gate": gate, "eval_every": 1}
     if aggregation == "policy":
         changes |= {"communicator": "relative-gain", "local_updates": 2, "save_every": 3}
     else:
@@ -1043,20 +1050,22 @@ def test_curves_and_a_table_of_language_models(files, tmp_path):
 
 
 def test_metrics_are_those_of_the_page(files, tmp_path):
-    """What PPO with averages and GRPO with mixtures log, and nothing else."""
+    """What PPO with averages, GRPO with mixtures and a gate log, and nothing else."""
     tags = set()
     settings_of = {
         "ppo": {"aggregation": "weights", "reward_kl_coef": 0.1},
         "grpo": {"aggregation": "policy"},
+        "gated": {"algorithm": "ppo", "gate": "value"},
     }
-    for algorithm, changes in settings_of.items():
-        folder, _ = train(files, tmp_path / algorithm, **ALGORITHMS[algorithm] | changes)
+    for name, changes in settings_of.items():
+        options = ALGORITHMS.get(name, {}) | changes
+        folder, _ = train(files, tmp_path / name, **options)
         tags |= {name_in_page(tag) for tag in scalars_of(folder)}
     rewards = {tag for tag in tags if tag.startswith("objective/reward_")}
     rewards.discard("objective/reward_std")
     assert rewards == {"objective/reward_letters.count"}
     expected = metrics_of_page("prpo_llm") - {"objective/reward_NAME"}
-    assert tags - rewards == expected
+    assert tags - rewards == expected | GATED
 
 
 def test_nan_rewards_are_counted_and_ignored(files, tmp_path):
@@ -1141,6 +1150,27 @@ BAD = {
         ["--reward-kl-coef", "0.1"],
         ["--reward-kl-coef 0.1", "GRPO", "--kl-coef"],
     ),
+    "GRPO with a gate": (["--gate", "value"], ["--gate value", "--algorithm ppo"]),
+    "averages with a gate": (
+        ["--gate", "value", "--algorithm", "ppo", "--aggregation", "weights"],
+        ["--gate value", "--aggregation policy"],
+    ),
+    "isolated agents with a gate": (
+        ["--gate", "value", "--algorithm", "ppo", "--aggregation", "none"],
+        ["--gate value", "peers"],
+    ),
+    "the identity with a gate": (
+        ["--gate", "value", "--algorithm", "ppo", "--communicator", "identity"],
+        ["--gate value", "peers"],
+    ),
+    "one agent with a gate": (
+        ["--gate", "value", "--algorithm", "ppo", "--num-agents", "1"],
+        ["--gate value", "peers"],
+    ),
+    "a gate in the rewards": (
+        ["--gate", "value", "--algorithm", "ppo", "--reward-kl-coef", "0.1"],
+        ["--gate value", "--reward-kl-coef"],
+    ),
     "no completion is long enough": (
         ["--min-response-tokens", "59"],
         ["--min-response-tokens 59", "at most --response-length 58"],
@@ -1194,6 +1224,7 @@ GOOD = {
     ],
     "normalised rewards of undivided groups": ["--norm-reward", "on", "--loss-type", "dr-grpo"],
     "normalised rewards against the others": ["--norm-reward", "on", "--advantage-type", "rloo"],
+    "a gate": ["--algorithm", "ppo", "--gate", "value"],
     "weights of at most 2": ["--importance-cap", "2"],
 }
 

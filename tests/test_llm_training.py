@@ -329,6 +329,43 @@ def plain_reference(args, one, i, C, agents, peers, start):
     one["anchor"] = start.distributions(args, one["prompt"], one["completion"])
 
 
+def plain_gate(args, i, C, agents, peers, whole):
+    """--gate value: the reference anew, a peer's weight times its vote at a token, which is the
+    square of what its value model promises and the deviation of that over all tokens.
+
+    All values are in the unit of rewards here. Returns the weights, [agents, tokens of all].
+    """
+
+    def in_rewards(agent, values):
+        if args.norm_reward == "off" or not agent.rewards:
+            return values
+        return values * np.std(agent.rewards) + np.mean(agent.rewards)
+
+    returns = [one["returns"] for one in whole if one["reward"] == one["reward"]]
+    low, high = in_rewards(agents[i], torch.cat(returns)).aminmax()
+    weights_of_all = []
+    present = args.self_reference == "behaviour"
+    senders = [agents[i] if present and i == j else peer for j, peer in enumerate(peers)]
+    places = [(one["prompt"], one["completion"]) for one in whole]
+    promises = []  # [agents][completions][tokens]
+    for sender in senders:
+        expected = [in_rewards(sender, sender.values(*place)) for place in places]
+        promises.append([(value.clamp(low, high) - low) / (high - low) for value in expected])
+    spreads = [torch.cat(promised).std(correction=0) for promised in promises]
+    for number, (one, place) in enumerate(zip(whole, places, strict=True)):
+        weights = []
+        for weight, promised, spread in zip(C[i], promises, spreads, strict=True):
+            weights.append(weight * promised[number] ** 2 * spread)
+        weights = torch.stack(weights)
+        fixed = torch.tensor(C[i]).to(weights)[:, None].expand_as(weights)
+        weights = torch.where(weights.sum(0) > 0, weights, fixed)
+        weights = weights / weights.sum(0)
+        policies = torch.stack([sender.distributions(args, *place).probs for sender in senders])
+        one["reference"] = Categorical(probs=(weights[..., None] * policies).sum(0))
+        weights_of_all.append(weights)
+    return torch.cat(weights_of_all, dim=1)
+
+
 def plain_penalty(args, policy, reference, tokens, old):
     """The KL of eq. 4 or 7 at each token, or its estimate."""
     if args.kl_estimator == "full":
@@ -497,6 +534,14 @@ def plain_training(files, args, examples):  # noqa: F811
                     row = C if args.aggregation == "policy" else np.eye(args.num_agents)
                     plain_reference(args, one, i, row, agents, peers, start)
             plain_advantages(args, agent, groups)
+            gate = {}
+            if args.gate == "value":
+                whole = [group[0] for group in groups]
+                with torch.no_grad():
+                    weights = plain_gate(args, i, C, agents, peers, whole).numpy()
+                for j in range(args.num_agents):
+                    gate[f"weight_{j}"] = weights[j].mean()
+                    gate[f"spread_{j}"] = weights[j].std()
             updates = []
             optimizers[i].param_groups[0]["lr"] = plain_rate(args, step, args.learning_rate)
             for group in optimizers[i].param_groups[1:]:
@@ -535,7 +580,7 @@ def plain_training(files, args, examples):  # noqa: F811
             shifts = [
                 abs(shift_of(token, t)) for tokens in completions for t, token in enumerate(tokens)
             ]
-            row |= {"sampling_gap": sum(shifts) / max(len(shifts), 1), "skipped_steps": 0}
+            row |= {"sampling_gap": sum(shifts) / max(len(shifts), 1), "skipped_steps": 0} | gate
             rows.append(
                 row | {name: np.mean([metrics[name] for metrics in updates]) for name in updates[0]}
             )
@@ -575,6 +620,17 @@ PLAIN = {
         "micro_batch_size": 2,
         "local_updates": 2,
         "total_steps": 3,
+    },
+    "PPO, gated in one pass": {
+        "algorithm": "ppo",
+        "gate": "value",
+        "batch_size": 8,
+        "minibatch_size": 4,
+        "prompts_per_agent": 10,
+        "value_learning_rate": 3e-2,
+        "update_epochs": 1,
+        "local_updates": 2,
+        "total_steps": 4,
     },
     "GSPO": {
         "loss_type": "gspo",
@@ -858,7 +914,8 @@ def test_the_value_model_starts_from_a_reward_model(files, folder, tmp_path, ran
             "lengths": lengths,
         }
         with torch.no_grad(), prpo_llm.select_adapters("value"):
-            values = prpo_llm.compute_values(model, prpo_llm.compute_hidden(model, batch))
+            hidden = prpo_llm.compute_hidden(model, batch)
+            values = prpo_llm.compute_values(hidden, model.value_head, model.value_bias)
             for t in range(len(completion)):  # V(s_t): the score of the tokens before
                 score = plain(torch.tensor([prompt + completion[:t]])).logits
                 torch.testing.assert_close(
@@ -952,6 +1009,114 @@ def test_public_log_probs_leave_padding_out(files, folder, tmp_path):  # noqa: F
             rows.append((logits / args.temperature).log_softmax(-1))
         assert log_probs[k].shape == (8 + 1 + 3, 27)
         torch.testing.assert_close(log_probs[k], torch.cat(rows).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("self_reference", ["snapshot", "behaviour"])
+def test_a_gate_is_what_value_models_expect_at_each_token(files, folder, tmp_path, self_reference):  # noqa: F811
+    """Agents 1 and 2 of three are held: against plain value models of their senders."""
+    changes = {"algorithm": "ppo", "gate": "value", "self_reference": self_reference}
+    args = settings_of(files, folder, tmp_path, **changes)
+    model, _ = prpo_llm.load_base(args)
+    trained, snapshots = prpo_llm.add_adapters(args, model, 2)
+    generator = torch.Generator().manual_seed(5)
+    for parameters in (trained, snapshots):
+        parameters += 0.2 * torch.randn(parameters.shape, generator=generator)
+    means = [0.3, -0.4]  # of the rewards of agents 1 and 2, whose deviations follow
+    deviations = [0.5, 1.5]
+    statistics = torch.tensor([[8, 0.3, 8 * 0.5**2], [8, -0.4, 8 * 1.5**2]]).double()
+    lengths = torch.tensor([[6, 3], [4, 6]])[..., None]
+    batch = {
+        "prompts": [[1, 2], [5], [9, 3, 4], [7, 7]],
+        "tokens": torch.randint(1, 27, (2, 2, 1, 6), generator=generator),
+        "lengths": lengths,
+        "mask": torch.arange(6) < lengths[..., None],
+        "rewards": torch.tensor([[1.0, 2.0], [math.nan, 0.5]])[..., None],
+        "values": torch.randn(2, 2, 1, 6, generator=generator),
+        "returns": torch.randn(2, 2, 1, 6, generator=generator),
+    }
+    C = torch.tensor([[0.2, 0.3, 0.5], [0.5, 0.2, 0.3], [0.6, 0.0, 0.4]])
+    reference = prpo_llm.choose_reference(args, range(1, 3), C)
+    gate = prpo_llm.compute_gate(args, model, reference, batch, statistics)["gate"]
+    layers = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, prpo_llm.Adapters)
+    ]
+    critics = []
+    for j in range(3):
+        sides = {
+            name: (layer.A["value_snapshot"][j], layer.B["value_snapshot"][j])
+            for name, layer in layers
+        }
+        plain = with_adapter(files, sides, args.value_lora_alpha / args.value_lora_rank)
+        critics.append((plain, model.snapshot_head[j], model.snapshot_bias[j]))
+    # The completion without a reward has no returns
+    ranges = [batch["returns"][0][batch["mask"][0]].aminmax(), batch["returns"][1, 1].aminmax()]
+    for k in range(2):
+        low, high = ranges[k]
+        numbers = lengths[k, :, 0].tolist()
+        votes = []
+        senders = [j for j in range(3) if C[k + 1, j] > 0]
+        for j in senders:
+            plain, head, bias = critics[j]
+            promised = []
+            for p, number in enumerate(numbers):
+                prompt = batch["prompts"][2 * k + p]
+                ids = torch.tensor([prompt + batch["tokens"][k, p, 0, :number].tolist()])
+                hidden = plain.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
+                value = (hidden @ head + bias - means[k]) / deviations[k]
+                if self_reference == "behaviour" and j == k + 1:
+                    value = batch["values"][k, p, 0, :number]
+                promised.append((value.clamp(low, high) - low) / (high - low))
+            promised = torch.cat(promised)  # of all tokens
+            votes.append(C[k + 1, j] * promised**2 * promised.std(correction=0))
+        expected = torch.stack(votes) / sum(votes)
+        computed = [gate[k, p, : len(senders), 0, :number] for p, number in enumerate(numbers)]
+        torch.testing.assert_close(
+            torch.cat(computed, dim=1), expected.detach(), rtol=1e-3, atol=1e-4
+        )
+        for of_completion in expected.split(numbers, dim=1):
+            # A token too early or late is another one
+            assert of_completion.diff(dim=1).abs().max() > 0.05
+
+
+def test_a_gate_whose_peers_agree_leaves_the_reference(files, folder, tmp_path):  # noqa: F811
+    """The same values, values that promise nothing, and a batch without any reward: weights are
+    those of C, and the mixture is the one without a gate."""
+    args = settings_of(files, folder, tmp_path, algorithm="ppo", gate="value")
+    model, _ = prpo_llm.load_base(args)
+    _, snapshots = prpo_llm.add_adapters(args, model, 3)
+    generator = torch.Generator().manual_seed(6)
+    snapshots += 0.1 * torch.randn(snapshots.shape, generator=generator)
+    model.snapshot_head[:] = 0.0
+    statistics = torch.tensor([[8, 0.3, 2.0]]).double().repeat(3, 1)
+    batch = {
+        "prompts": [[1, 2], [5], [9, 3, 4]],
+        "tokens": torch.randint(1, 27, (3, 1, 1, 4), generator=generator),
+        "lengths": torch.full((3, 1, 1), 4),
+        "mask": torch.ones(3, 1, 1, 4, dtype=torch.bool),
+        "rewards": torch.ones(3, 1, 1),
+        "values": torch.zeros(3, 1, 1, 4),
+        "returns": torch.randn(3, 1, 1, 4, generator=generator),
+    }
+    C = torch.tensor(MATRIX)
+    reference = prpo_llm.choose_reference(args, range(3), C)
+    mb = prpo_llm.collect_peers(args, model, reference, batch)
+    for biases, reward in (
+        ([0.3, 0.3, 0.3], 1.0),
+        ([-1e3, -2e3, -3e3], 1.0),
+        ([0.1, 0.3, 0.6], math.nan),
+    ):
+        model.snapshot_bias[:] = torch.tensor(biases)[:, None]
+        batch["rewards"][:] = reward
+        gate = prpo_llm.compute_gate(args, model, reference, batch, statistics)
+        for place in prpo_llm.split_tokens(model, batch["mask"]):
+            k, m, g, t = place
+            weights = gate["gate"][k, m, :, g, t][:, : len(reference.weights[k])]
+            torch.testing.assert_close(weights, reference.weights[k].expand_as(weights))
+            gated = prpo_llm.compute_log_reference(args, model, mb | gate, place, reference)
+            plain = prpo_llm.compute_log_reference(args, model, mb, place, reference)
+            torch.testing.assert_close(gated, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_an_agents_own_part_of_its_reference_goes_by_its_number(monkeypatch):
@@ -1059,6 +1224,17 @@ def test_agents_count_by_completions_that_taught(files, tmp_path, monkeypatch): 
         expected = float((of_round / of_round.sum())[int(row["peer"])])
         assert float(row["weight"]) == pytest.approx(expected, rel=1e-4), row
     assert len(rows) == 8
+
+
+def test_the_best_usable_agent_has_all_weight():
+    """As in control, whose function has branches of its own."""
+    args = prpo_llm.Args(num_agents=3, communicator="best")
+    returns = torch.tensor([0.1, math.nan, 0.7])
+    C = prpo_llm.make_communicator(args, returns)
+    assert C.tolist() == [[0, 0, 1]] * 3
+    usable = torch.tensor([True, True, False])
+    C = prpo_llm.make_communicator(args, returns, usable=usable)
+    assert C.tolist() == [[1, 0, 0]] * 3
 
 
 # --- exact expectations ---

@@ -292,7 +292,8 @@ def test_joined_adapters_are_the_reward_model(base, tmp_path):
         "lengths": torch.full((2, 1, 1), 5),
     }
     with torch.no_grad(), prpo_llm.select_adapters("value"):
-        values = prpo_llm.compute_values(model, prpo_llm.compute_hidden(model, batch))
+        hidden = prpo_llm.compute_hidden(model, batch)
+        values = prpo_llm.compute_values(hidden, model.value_head, model.value_bias)
     assert values[:, 0, 0, 4].tolist() == pytest.approx([score] * 2, abs=1e-5)
     make_adapter(base, tmp_path / "wide", AutoModelForCausalLM, target_modules=["q_proj", "k_proj"])
     join.adapter = str(tmp_path / "wide")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
+    DISTRAL_MINIGRID,
     FEDAVG_ATARI,
     FEDAVG_MINIGRID,
     PRPO_ATARI,
@@ -51,7 +52,7 @@ class S2zpo:
 
 S2ZPO = S2zpo()
 EVERY_SCRIPT = [PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID, PRPO_ATARI, S2ZPO]
-EVERY_SCRIPT += [pytest.param(FEDAVG_ATARI, marks=pytest.mark.slow)]
+EVERY_SCRIPT += [DISTRAL_MINIGRID, pytest.param(FEDAVG_ATARI, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from helpers import (
     REPOSITORY,
     assert_same_run,
     flags,
+    gate_by_hand,
     only_run,
     refusal,
     rows_of,
@@ -585,6 +586,47 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
             assert number["tv_update"] == 0
     assert NORMAL in kinds
     assert len({row["epsilon"] for row in rows}) > 5
+
+
+@pytest.mark.parametrize("self_reference", ["behaviour", "snapshot"])
+def test_with_a_gate_peers_get_value_functions_that_vote(self_reference, tmp_path, monkeypatch):
+    """References by loops from what agents were at the last round; both networks are sent."""
+    matrix = [[0.5, 0.4, 0.1], [0, 0.7, 0.3], [0.6, 0, 0.4]]
+    (tmp_path / "C.csv").write_text("\n".join(",".join(map(str, row)) for row in matrix))
+    settings = QUICK | {"communicator": str(tmp_path / "C.csv"), "gate": "value"}
+    settings |= {"self_reference": self_reference, "local_updates": 2}
+    before = []  # each update's agent, as it was, and its batch
+    update = prtrpo_minigrid.update
+
+    def watch(agent, optimizer, generator, batch, *others):
+        before.append((copy.deepcopy(agent), batch))
+        return update(agent, optimizer, generator, batch, *others)
+
+    monkeypatch.setattr(prtrpo_minigrid, "update", watch)
+    summary = prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, tmp_path / "runs", **settings))
+    assert len(before) == 6 * 3
+    apart = 0.0
+    for iteration in range(2, 6):
+        at_round = 3 * (iteration // 2 * 2)  # a round follows the second and the fourth iteration
+        for i in range(3):
+            now, batch = before[3 * iteration + i]
+            networks = [agent for agent, _ in before[at_round : at_round + 3]]
+            if self_reference == "behaviour":
+                networks[i] = now
+            outputs = [network.predict(batch["obs"]) for network in networks]
+            returns = batch["returns"].tolist()
+            values = [value.tolist() for _, value in outputs]
+            rows = gate_by_hand(matrix[i], values, returns, batch["obs_inds"])
+            weights = torch.tensor(rows).T[..., None]
+            policies = torch.stack([logits.softmax(-1) for logits, _ in outputs])
+            expected = (weights * policies).sum(0)
+            torch.testing.assert_close(batch["reference"].exp(), expected, rtol=0, atol=1e-5)
+            apart = max(apart, (weights[..., 0].T - torch.tensor(matrix[i])).abs().max().item())
+    assert apart > 0.3
+    size = len(communicators.flatten(before[0][0]))
+    policy_size = len(communicators.flatten(before[0][0].policy))
+    assert size == 2 * policy_size
+    assert summary["communication_bytes"] == 3 * 4 * size * 4  # rounds, listeners, float32
 
 
 def test_an_agent_without_peers_trains_like_an_isolated_one(tmp_path):

@@ -445,6 +445,53 @@ def test_differences_of_the_page_are_those_of_the_table(capsys):
         assert f"| **{name} minus isolated** | {rows[method]} |" in text
 
 
+@pytest.mark.parametrize("word", ["level", "undecided"])
+def test_differences_are_called_what_their_intervals_say(word):
+    """By the rule at the top of docs/results.md: level lies within 0.05 of 0, undecided includes 0
+    and reaches further. A word comes before its intervals, which stand in parentheses.
+    """
+    text = " ".join(page.read_text() for page in (*PAGES, REPOSITORY / "README.md"))
+    text = " ".join(text.split())
+    called = re.findall(rf"\b{word}\b[^.;:|()[\]]*\(([^()]*)\)", text)
+    intervals = re.findall(r"\[(-?[\d.]+), (-?[\d.]+)\]", " ".join(called))
+    assert len(intervals) > 10
+    for limits in intervals:
+        low, high = map(float, limits)
+        within = max(-low, high) <= 0.05
+        assert within == (word == "level"), limits
+        assert within or low <= 0 <= high, limits
+
+
+POOLED = {
+    "the nearest relative": [
+        ("goals_runs", "pr-reward", "goals_runs", "proximal-reward"),
+        ("unlock_goals_runs", "pr-reward", "unlock_goals_runs", "proximal-reward"),
+    ],
+    "a coefficient of 0.5 that falls to 0": [
+        ("goals_runs", "pr-reward-linear", "goals_untuned_runs", "pr-reward"),
+        ("unlock_goals_untuned_runs", "pr-reward-linear", "unlock_goals_untuned_runs", "pr-reward"),
+    ],
+}
+
+
+@pytest.mark.parametrize("tasks", POOLED.values(), ids=POOLED)
+def test_gains_over_two_tasks_are_those_of_their_rows(tasks):
+    """Of section 12: ten pairs of task and seed, pooled."""
+
+    def evaluations(name, method):
+        rows = runs.read_table(RESULTS / f"{name}.csv")
+        return rows[rows.method == method].groupby("seed").evaluation.mean()
+
+    gains = []
+    for name, method, other_name, other in tasks:
+        gains += list(evaluations(name, method) - evaluations(other_name, other))
+    assert len(gains) == 10
+    mean, low, high = runs.mean_interval(gains)
+    positive = sum(gain > 0 for gain in gains)
+    text = " ".join((REPOSITORY / "docs" / "results.md").read_text().split())
+    assert f"{mean:.3f} [{low:.3f}, {high:.3f}], in {positive} of 10" in text
+
+
 def test_settings_of_the_page_are_those_of_the_table(capsys):
     path = str(RESULTS / "goals_tuning_runs.csv")
     table.main(table.Args(from_csv=path, search=True, measure="auc"))

@@ -5,12 +5,14 @@ a new communicator takes.
 import contextlib
 import csv
 import gc
+import itertools
 import json
 import math
 import shutil
 import weakref
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
 import torch
 from exchange import DTYPES, SIZES, make_flat, play
@@ -24,6 +26,7 @@ from helpers import (
     assert_same_run,
     call,
     flags,
+    gate_by_hand,
     on,
     only_run,
     refusal,
@@ -34,6 +37,8 @@ from helpers import (
     total_variation,
     weights_of,
 )
+from hypothesis import example, given
+from hypothesis import strategies as st
 from spoil import SPOILS, spoil
 
 import communicators
@@ -415,15 +420,22 @@ def test_rounds_in_which_all_snapshots_are_unusable_leave_agents_alone(
 
 
 @on([PRPO_MINIGRID, PRPO_ATARI])
-def test_an_agents_missing_snapshot_is_replaced_by_its_present_policy(script):
-    """In its own reference; else --self-reference says which of the two it is."""
+@pytest.mark.parametrize("gate", ["none", "value"])
+def test_an_agents_missing_snapshot_is_replaced_by_its_present_policy(script, gate):
+    """In its own reference, with its present critic; else --self-reference says which of the two it
+    is.
+    """
     torch.manual_seed(0)
     peer, snapshot, present = (script.new_agent() for _ in range(3))
     for network in (peer, snapshot, present):
         torch.nn.init.normal_(network.actor.weight)
     obs = script.random_obs(5)
-    policies = [network.predict(obs)[0].log_softmax(-1) for network in (peer, snapshot, present)]
-    batch = {"obs": obs, "policy": policies[2]}
+    outputs = [network.predict(obs) for network in (peer, snapshot, present)]
+    policies = [logits.softmax(-1) for logits, _ in outputs]
+    values = torch.stack([value for _, value in outputs])
+    batch = {"obs": obs, "policy": policies[2].log(), "state_values": values[2]}
+    batch["returns"] = torch.tensor([values.min() - 0.1, values.max()])
+    batch["obs_inds"] = torch.tensor([0, 1, 1, 4])
     C = torch.tensor([[0.25, 0.75], [0.0, 1.0]])
     for self_reference, snapshots, kind in (
         ("behaviour", {0: snapshot, 1: peer}, 2),
@@ -431,10 +443,41 @@ def test_an_agents_missing_snapshot_is_replaced_by_its_present_policy(script):
         ("snapshot", {1: peer}, 2),
         ("behaviour", {1: peer}, 2),
     ):
-        args = script.Args(self_reference=self_reference)
-        reference = script.compute_reference(0, batch, snapshots, C, args)
-        expected = 0.25 * policies[kind].exp() + 0.75 * policies[0].exp()
+        args = script.Args(self_reference=self_reference, gate=gate)
+        reference, _ = script.compute_reference(0, batch, snapshots, C, args)
+        rows = [[0.25, 0.75]] * 5
+        if gate == "value":
+            promised = values[[kind, 0]].tolist()
+            rows = gate_by_hand(rows[0], promised, batch["returns"].tolist(), batch["obs_inds"])
+        own_weight, of_peer = torch.tensor(rows).T[..., None]
+        expected = own_weight * policies[kind] + of_peer * policies[0]
         torch.testing.assert_close(reference.exp(), expected)
+
+
+@on([PRPO_MINIGRID, PRPO_ATARI])
+@pytest.mark.parametrize("mixture", communicators.MIXTURES)
+def test_a_peer_without_a_policy_in_a_state_has_no_vote_there(script, mixture, monkeypatch):
+    """Where it promises most and the agent itself nothing, the reference is the agent's policy."""
+    torch.manual_seed(0)
+    peer, present = (script.new_agent() for _ in range(2))
+    torch.nn.init.normal_(present.actor.weight)
+    obs = script.random_obs(5)
+    policy = present.predict(obs)[0].log_softmax(-1)
+    logits, _ = peer.predict(obs)
+    logits[[1, 3]] = NAN
+    monkeypatch.setattr(peer, "predict", lambda _: (logits, torch.full((5,), 2.0)))
+    batch = {"obs": obs, "policy": policy, "state_values": torch.tensor([0.5, 0.5, 0.0, 0.0, 1.0])}
+    batch["returns"] = torch.tensor([0.0, 1.0])
+    batch["obs_inds"] = torch.arange(5)
+    C = torch.full((2, 2), 0.5)
+    args = script.Args(gate="value", mixture=mixture)
+    reference, weights = script.compute_reference(0, batch, {1: peer}, C, args)
+    assert reference.isfinite().all()
+    torch.testing.assert_close(reference[[1, 3]], policy[[1, 3]])
+    promised = [batch["state_values"].tolist(), [2.0, NAN, 2.0, NAN, 2.0]]
+    expected = gate_by_hand([0.5, 0.5], promised, [0.0, 1.0])
+    expected[3] = [0.5, 0.5]  # where nobody has a vote
+    torch.testing.assert_close(weights.T, torch.tensor(expected))
 
 
 @on([PRPO_MINIGRID, PRPO_ATARI])
@@ -690,6 +733,7 @@ INPUTS = {
     "reward": {"returns"},
     "softmax-reward": {"returns"},
     "rank-reward": {"returns"},
+    "best": {"returns"},
     "surrogate": {"gains"},
 }
 
@@ -914,6 +958,27 @@ def test_reports_are_bounded_by_the_others_magnitude():
     for reported, expected in cases:
         bounded = communicators.bound_returns(torch.tensor(reported, dtype=torch.float64))
         assert bounded.tolist() == pytest.approx(expected, nan_ok=True, rel=1e-6), reported
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.floats(allow_infinity=False) | st.sampled_from([0.0, 1.0, -1.0, 30.0, 40.0, -30.0]),
+        min_size=1,
+        max_size=14,
+    )
+)
+@example([0.01, 0.03, 0.88, 0.9])
+@example([*[0.0] * 10, 1.0, 1.0001])
+@example([1.0, 1.0, 1.0, 30.0, 40.0, 40.0])
+def test_bounded_reports_keep_their_order(reported):
+    """Clipped to the same bound, two agents would both be the best."""
+    returns = torch.tensor(reported, dtype=torch.float64)
+    bounded = communicators.bound_returns(returns)
+    for before, after in itertools.combinations(zip(returns, bounded, strict=True), 2):
+        (x, y), (bounded_x, bounded_y) = zip(before, after, strict=True)
+        assert (x < y) == (bounded_x < bounded_y)
+        assert (x == y) == (bounded_x == bounded_y)
 
 
 BOUND = torch.tensor([1.0, 15.0, 2.0])

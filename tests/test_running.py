@@ -224,6 +224,7 @@ def test_resume_after_kill_9_equals_a_whole_run(script, whole_run, tmp_path):
     assert communicator_of(folder) == communicator_of(whole_run(script))
 
 
+GATED = {"gate": "value", "communicator": "uniform"}
 SNAPSHOT = {"self_reference": "snapshot", "communicator": "surrogate"}
 # Rounds are after the third and the sixth iteration
 IN_AN_INTERVAL = "complete", 2, 4
@@ -242,6 +243,9 @@ CUT_OFF = [
     pytest.param(PRTRPO_MINIGRID, SNAPSHOT, IN_AN_INTERVAL, marks=pytest.mark.slow),
     pytest.param(PRPO_ATARI, SNAPSHOT, IN_AN_INTERVAL, marks=pytest.mark.slow),
     pytest.param(FEDAVG_ATARI, {}, IN_AN_INTERVAL, marks=pytest.mark.slow),
+    (PRPO_MINIGRID, GATED, IN_AN_INTERVAL),
+    (PRTRPO_MINIGRID, GATED, IN_AN_INTERVAL),
+    pytest.param(PRPO_ATARI, GATED, IN_AN_INTERVAL, marks=pytest.mark.slow),
 ]
 CUT_OFF_RANKS = [
     CUT_OFF[0],

@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import (
+    DISTRAL_MINIGRID,
     FEDAVG_ATARI,
     FEDAVG_MINIGRID,
     HAS_ENVPOOL,
@@ -189,6 +190,11 @@ BAD_FEDAVG = SWAPPED | {
         ["--private-heads critic", "--prox-coef"],
     ),
     "a push": (["--prox-coef", "-0.1"], ["--prox-coef -0.1", "not be negative"]),
+    "a server step beside a pull": (
+        ["--prox-coef", "0.1", "--server-lr", "0.5"],
+        ["--server-lr 0.5: does not go with --prox-coef"],
+    ),
+    "no server step": (["--server-lr", "0"], ["--server-lr 0", "must be positive"]),
     "sticky actions in a room": (["--sticky-actions"], ["--sticky-actions"]),
 }
 BAD_FEDAVG_ATARI = SWAPPED | {
@@ -599,7 +605,7 @@ def test_help_names_every_communicator(script):
     names, _ = names.split(", or FILE.csv")
     names = names.split(", ")
     assert names == re.findall(r'name == "([a-z-]+)":\n', definitions(script)["make_communicator"])
-    assert len(names) == 8
+    assert len(names) == 9
     for name in names:
         assert script.parse_args(["--communicator", name]).communicator == name
 
@@ -1011,6 +1017,8 @@ TRUST_REGION = {
         "epochs",
         "minibatch",
         "over the rollout",
+        "in the range of the",
+        "listener's returns",
         "norm",
         "clip_",
         "_coef",
@@ -1044,6 +1052,7 @@ TRUST_REGION = {
         "args.delta",
         "make_exchange(",
         "flatten(agent",
+        "choose_sent(",
     ),
     "update": (
         "kl_coef",
@@ -1138,7 +1147,7 @@ def test_what_has_the_same_name_is_the_same():
     # Rollouts return the same, which is made in the same order
     names = [re.findall(r'^ +"(\w+)": ', source["rollout"], re.M) for source in (minigrid, atari)]
     assert names[0] == names[1]
-    assert len(names[0]) == 11
+    assert len(names[0]) == 12
     assert minigrid.keys() & atari.keys() >= OF_FAMILY
     for name in OF_FAMILY - {"Agent", "rollout"}:  # both are called alike
         signatures = []
@@ -1165,6 +1174,8 @@ def test_what_has_the_same_name_is_the_same():
         "Checkpoint",
     ]
     assert steps[1] == steps[0]
+    distral = re.findall(r"^ {8,12}# ([A-Z][A-Za-z]+)", definitions(DISTRAL_MINIGRID)["main"], re.M)
+    assert distral == ["Rollout", "Distillation", "Communication", *steps[0][1:5], *steps[0][-2:]]
     assert [step for step in steps[2] if step != "What"] == steps[0]
     for of_fedavg in steps[3:]:
         assert of_fedavg == [*steps[0][:-2], "FedAvg", *steps[0][-2:]]
@@ -1185,12 +1196,20 @@ ARGS = '''
 - self_reference: Literal["behaviour", "snapshot"] = "behaviour"
 - mixture: Literal["arithmetic", "geometric"] = "arithmetic"
 - """how the reference mixes the agents' distributions"""
+- # value: in each state a peer counts by what its critic expects there, in the range of the
+- # listener's returns
+- gate: Literal["none", "value"] = "none"
 + # Distance to the policy before the update
 - """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
 + """forward: KL(old policy || policy); reverse: KL(policy || old policy)"""
 - """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
 + """coefficient of the KL penalty towards the policy before the update"""
 '''
+SERVER_STEP = """
++ # how far agents go, from what they went on from in the round before, towards the average, as
++ # a part of the way: 1 is FedAvg, others are FedOpt with SGD
++ server_lr: Positive = 1.0
+"""
 RELATIVES = '''
 + private_heads: tuple[Literal["actor", "critic"], ...] = ()
 + """heads that are not averaged, but sent (actor critic: FedPer)"""
@@ -1221,6 +1240,9 @@ UPDATE = '''
 LOOP = """
 - exchange = communicators.make_exchange(args)
 + exchange = communicators.make_exchange(args, averages="pull" if args.prox_coef else "replace")
++ begin = [communicators.flatten(agent) for agent in agents]  # what the last round left them
++ if args.server_lr != 1:
++ state["begin"] = begin
 - senders = communicators.find_senders(C, held)
 - peers = communicators.load_networks(exchange.recall(sent, sizes), first, senders)
 + received = exchange.recall(sent, sizes)
@@ -1228,42 +1250,53 @@ LOOP = """
 - for k, i in enumerate(held):
 + for k in range(len(held)):
 - # Reference policy, frozen for this update: row i of C applied to the policies
-- batch["reference"] = compute_reference(i, batch, peers, C, args)
+- batch["reference"], weights = compute_reference(i, batch, peers, C, args)
 + # Reference policy, frozen for this update: its own (eq. 3)
 + batch["reference"] = batch["policy"]
 - losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args)
 + anchor = averages[k]
 + losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args, anchor)
+- if args.gate != "none":
+- row |= communicators.summarize_gate(C[i] > 0, weights[:, batch["obs_inds"]])
 - senders = communicators.find_senders(C, held)
 - peers = {j: networks[j] for j in senders if j in networks}
 + # FedAvg: agents go on from the average of what they received, with their optimizers
 + averages = [compute_average(i, received, C) for i in held]
-+ for agent, average in zip(agents, averages, strict=True):
++ for k, average in enumerate(averages):
 + if average is not None and not args.prox_coef:
-+ replace_parameters(agent, average, args.private_heads)
++ new = communicators.take_server_step(begin[k], average, args.server_lr)
++ replace_parameters(agents[k], new, args.private_heads)
++ begin[:] = [communicators.flatten(agent) for agent in agents]
 """
 LOOP_ON_ATARI = """
 - exchange = communicators.make_exchange(args)
 + exchange = communicators.make_exchange(args, averages="replace")
 - sent = [communicators.flatten(agent) for agent in agents]
++ begin = [communicators.flatten(agent) for agent in agents]  # what the last round left them
 - "sent": sent,
++ if args.server_lr != 1:
++ state["begin"] = begin
 - senders = communicators.find_senders(C, held)
 - peers = communicators.load_networks(exchange.recall(sent, sizes), first, senders)
 - for k, i in enumerate(held):
 + for k in range(len(held)):
 - # Reference policy, frozen for this update: row i of C applied to the policies
-- batch["reference"] = compute_reference(i, batch, peers, C, args)
+- batch["reference"], weights = compute_reference(i, batch, peers, C, args)
 + # Reference policy, frozen for this update: its own (eq. 3)
 + batch["reference"] = batch["policy"]
+- if args.gate != "none":
+- row |= communicators.summarize_gate(C[i] > 0, weights[:, batch["obs_inds"]])
 - sent[:] = [communicators.flatten(agent) for agent in agents]
 + sent = [communicators.flatten(agent) for agent in agents]
 - senders = communicators.find_senders(C, held)
 - peers = {j: networks[j] for j in senders if j in networks}
 + # FedAvg: agents go on from the average of what they received, with their optimizers
 + averages = [compute_average(i, received, C) for i in held]
-+ for agent, average in zip(agents, averages, strict=True):
++ for k, average in enumerate(averages):
 + if average is not None:
-+ communicators.unflatten(average, agent)
++ new = communicators.take_server_step(begin[k], average, args.server_lr)
++ communicators.unflatten(new, agents[k])
++ begin[:] = [communicators.flatten(agent) for agent in agents]
 """
 LOOP_OF_FAMILIES = """
 - exchange = communicators.make_exchange(args, averages="pull" if args.prox_coef else "replace")
@@ -1285,14 +1318,18 @@ LOOP_OF_FAMILIES = """
 - sent[:] = [communicators.flatten(agent) for agent in agents]
 + sent = [communicators.flatten(agent) for agent in agents]
 - if average is not None and not args.prox_coef:
-- replace_parameters(agent, average, args.private_heads)
 + if average is not None:
-+ communicators.unflatten(average, agent)
+- replace_parameters(agents[k], new, args.private_heads)
++ communicators.unflatten(new, agents[k])
 - tables = [PolicyTable(agent) for agent in agents]
 """
 DIFFERENCES = {
-    (FEDAVG_MINIGRID, PRPO_MINIGRID): {"Args": ARGS + RELATIVES, "update": UPDATE, "main": LOOP},
-    (FEDAVG_ATARI, PRPO_ATARI): {"Args": ARGS, "main": LOOP_ON_ATARI},
+    (FEDAVG_MINIGRID, PRPO_MINIGRID): {
+        "Args": ARGS + SERVER_STEP + RELATIVES,
+        "update": UPDATE,
+        "main": LOOP,
+    },
+    (FEDAVG_ATARI, PRPO_ATARI): {"Args": ARGS + SERVER_STEP, "main": LOOP_ON_ATARI},
     (FEDAVG_ATARI, FEDAVG_MINIGRID): {"compute_average": "", "main": LOOP_OF_FAMILIES},
 }
 
@@ -1316,7 +1353,7 @@ def test_fedavg_is_pr_ppo_with_averages(script, other):
 
 
 def test_comparisons_compare_one_thing_only():
-    """FedAvg and PR-TRPO define their own update and loop; PR-PPO's scripts stand alone."""
+    """FedAvg, Distral and PR-TRPO define their own loop; PR-PPO's scripts stand alone."""
     taken = OF_FAMILY | {
         "compute_advantages",
         "compute_reference",
@@ -1331,6 +1368,7 @@ def test_comparisons_compare_one_thing_only():
     for script, family, defined in (
         (FEDAVG_MINIGRID, PRPO_MINIGRID, {"update", "main"}),
         (FEDAVG_ATARI, PRPO_ATARI, {"main"}),
+        (DISTRAL_MINIGRID, PRPO_MINIGRID, {"main"}),
         (PRTRPO_MINIGRID, PRPO_MINIGRID, {"update", "Agent", "make_agents", "main"}),
     ):
         assert imports(script) & scripts == {family.__name__}
@@ -1341,8 +1379,8 @@ def test_comparisons_compare_one_thing_only():
 @pytest.mark.parametrize(
     ("fedavg", "script", "added"),
     [
-        (FEDAVG_MINIGRID, PRPO_MINIGRID, ["private_heads", "prox_coef"]),
-        (FEDAVG_ATARI, PRPO_ATARI, []),
+        (FEDAVG_MINIGRID, PRPO_MINIGRID, ["private_heads", "prox_coef", "server_lr"]),
+        (FEDAVG_ATARI, PRPO_ATARI, ["server_lr"]),
     ],
     ids=str,
 )
@@ -1351,6 +1389,86 @@ def test_fedavg_has_the_settings_of_pr_ppo(fedavg, script, added):
     settings = vars(fedavg.Args()) | {"exp_name": ""}
     expected = vars(script.Args()) | {"exp_name": ""}
     assert sorted(settings.keys() - expected.keys()) == added
-    assert expected.keys() - settings.keys() == {"self_reference", "mixture"}
+    assert expected.keys() - settings.keys() == {"self_reference", "mixture", "gate"}
     for name in settings.keys() & expected.keys():
         assert settings[name] == expected[name], name
+
+
+# What Distral has in place of PR-PPO's reference and rounds
+DISTRAL_ARGS = '''
+- # an agent's own component of its reference: its policy before this update, or its snapshot of
+- # the last round
+- self_reference: Literal["behaviour", "snapshot"] = "behaviour"
+- mixture: Literal["arithmetic", "geometric"] = "arithmetic"
+- """how the reference mixes the agents' distributions"""
+- # value: in each state a peer counts by what its critic expects there, in the range of the
+- # listener's returns
+- gate: Literal["none", "value"] = "none"
+- """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
++ """forward: KL(central policy || policy); reverse: KL(policy || central policy), Distral's"""
+- """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
++ """coefficient of the KL penalty towards the central policy"""
+- # Communication round
+- local_updates: Count = 4  # iterations between communication rounds
++ # Central policy
++ central_learning_rate: Positive = 1e-3
++ """learning rate of the central policy's Adam, which is not annealed"""
++ central_epochs: Count = 16
++ """steps of the central policy per iteration, each over the states of all agents"""
++ local_updates: Count = 1
++ """iterations after which agents get the central policy anew"""
+'''
+DISTRAL_LOOP = """
++ together = "the central policy learns from the states of all agents"
++ exchange = communicators.make_exchange(args, together=together)
++ held = exchange.agents  # all agents
++ about="one central policy learns from the data of all",
++ agents = [agent.to(exchange.device) for agent in make_agents(args)]
++ # Central policy, and what the agents have of it
++ central = make_central(args, agents[0].actor.out_features).to(exchange.device)
++ central_optimizer = torch.optim.Adam(
++ central.parameters(), args.central_learning_rate, eps=1e-5, fused=True
++ )
++ snapshot = copy.deepcopy(central)
++ # objects are changed in place
++ "central": [central] * n,
++ "central_optimizer": [central_optimizer] * n,
++ "snapshot": [snapshot] * n,
++ # Distillation: the central policy learns from the states of all agents that are finite
++ finite = [data for data, _ in rollouts if data["policy"].isfinite().all()]
++ distillation = math.nan
++ if finite:
++ distillation = distil(central, central_optimizer, pool_states(finite), args)
++ run.tick("distillation")
++ # Communication round: all agents get the central policy
++ if (iteration - 1) % args.local_updates == 0:
++ snapshot.load_state_dict(central.state_dict())
++ for k in range(len(held)):
++ # Reference policy, frozen for this update: the central policy
++ logits, _ = snapshot.predict(batch["obs"])
++ batch["reference"] = logits.log_softmax(-1)
++ "losses/distillation": distillation,
++ "communication/rounds": 1 + (iteration - 1) // args.local_updates,
++ "communication/dropped": n - len(finite),
++ run.log(rows, communicators.uniform(n), torch.full((n, n), torch.nan), scalars)
++ save_file(central.state_dict(), run.folder / "central.safetensors")
++ communication_rounds=math.ceil(run.iteration / args.local_updates),
+"""
+
+
+def test_distral_is_pr_ppo_with_a_central_policy():
+    """Its loop has these lines that PR-PPO's has not; by default a round is in every iteration."""
+    ours = definitions(PRPO_MINIGRID)
+    theirs = definitions(DISTRAL_MINIGRID)
+    assert ours.keys() & theirs.keys() == {"Args", "main", "check_args"}
+    lines = list_differences(ours["Args"], theirs["Args"])
+    assert lines == DISTRAL_ARGS.strip().splitlines()
+    added = [line for line in list_differences(ours["main"], theirs["main"]) if line[0] == "+"]
+    assert added == DISTRAL_LOOP.strip().splitlines()
+    settings = vars(DISTRAL_MINIGRID.Args())
+    expected = vars(PRPO_MINIGRID.Args())
+    assert settings.keys() - expected.keys() == {"central_epochs", "central_learning_rate"}
+    assert expected.keys() - settings.keys() == {"self_reference", "mixture", "gate"}
+    common = settings.keys() & expected.keys()
+    different = {name for name in common if settings[name] != expected[name]}
+    assert different == {"exp_name", "local_updates"}

@@ -11,6 +11,7 @@ from helpers import (
     FEDAVG_MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRTRPO_MINIGRID,
     REPOSITORY,
     SLOW_ATARI,
     assert_same_run,
@@ -32,6 +33,7 @@ MIXED = {
     "hidden_sizes": (32, 16, 24),
     "communicator": "surrogate",
 }
+GATED = {"communicator": "uniform", "gate": "value"}
 
 
 def summary_of(folder):
@@ -55,6 +57,8 @@ def test_networks_of_different_sizes_are_counted_without_padding(tmp_path):
 
 MIXED_RUNS = {
     "PR-PPO, surrogate": (PRPO_MINIGRID, MIXED | {"kl_schedule": "linear"}),
+    "PR-PPO, gated": (PRPO_MINIGRID, MIXED | GATED),
+    "PR-TRPO, gated": (PRTRPO_MINIGRID, MIXED | GATED),
     "isolated": (PRPO_MINIGRID, MIXED | {"communicator": "identity"}),
     "FedAvg, rank-reward": (
         FEDAVG_MINIGRID,

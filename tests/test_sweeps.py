@@ -35,10 +35,12 @@ def print_sweep(*words):
 
 
 def list_modes(name):
-    """The arguments that a sweep takes, by its usage; "" for none."""
-    text = (REPOSITORY / "benchmark" / name).read_text()
-    (modes,) = re.findall(r"usage: bash \$0(?: \[(.*)\])?\"", text)
-    return ["", *re.findall(r"\w+", modes)]
+    """The arguments that a sweep takes, by its usage, `[MODE | MODE]`; "" for none, which a usage
+    without brackets does not allow.
+    """
+    usage = call(name, "--help").stderr.strip().removeprefix(f"usage: bash benchmark/{name}")
+    modes = [mode for mode in usage.strip(" []").split(" | ") if mode]
+    return modes if modes and "[" not in usage else ["", *modes]
 
 
 def mask(line):
@@ -140,3 +142,35 @@ def test_tasks_of_own_goals_have_the_coefficients_that_the_search_chose(name):
         del best[gone]
     assert listed == {method: coef for method, (_, coef) in best.items()}
     assert len(listed) == 17
+
+
+CONFIRMED = {"goals": 10, "skills": 10, "doorkey": 9, "unlock": 10}  # tasks, number of methods
+
+
+@pytest.mark.parametrize("task", CONFIRMED)
+def test_confirmation_runs_what_was_tuned_on_fresh_seeds(task):
+    """Four settings of each method on three tuning seeds; one of them on seeds 6 to 15, of four
+    methods to 25; averages are those of equal networks.
+    """
+    seeds = {}
+    settings = {}
+    for mode in (f"tune {task}", task):
+        for line in print_sweep("confirm.sh", *mode.split()):
+            method = line.split(" --exp-name ")[1].partition("_")[0]
+            seed = int(re.search(r" --seed (\d+) ", line)[1])
+            seeds.setdefault((mode, method), []).append(seed)
+            command = re.sub(r" --(seed|eval-episodes|run-dir|exp-name) \S+", "", line)
+            settings.setdefault((mode, method), set()).add(command)
+            assert ("--hidden-sizes" in line) == (task == "skills" and "fedavg_ppo.py" not in line)
+            assert f" --run-dir runs/confirm-{mode.replace(' ', '-')} " in line
+    methods = {method for _, method in seeds}
+    assert len(methods) == CONFIRMED[task]
+    for method in methods:
+        assert seeds[f"tune {task}", method] == [101] * 4
+        assert len(settings[f"tune {task}", method]) == 4
+        (chosen,) = settings[task, method]
+        assert chosen in settings[f"tune {task}", method]
+    last = [seeds[task, method][-1] for method in methods]
+    assert sorted(last) == [15] * (len(methods) - 4) + [25] * 4
+    for method in methods:
+        assert seeds[task, method] == list(range(6, seeds[task, method][-1] + 1))

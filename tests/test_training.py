@@ -14,11 +14,13 @@ from helpers import (
     MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRTRPO_MINIGRID,
     SLOW_ATARI,
     assert_same_run,
     assert_weights,
     evaluations_of,
     every_family,
+    gate_by_hand,
     on,
     on_minigrid,
     only_run,
@@ -112,15 +114,20 @@ def plain_batch(args, episodes):
 def plain_reference(args, batch, i, communicator, snapshots):
     """The reference policy of agent i on its own states: (C_i pi)(.|s), arithmetic or geometric."""
     policies = [batch["policy"]] * len(snapshots)
+    values = [batch["value"]] * len(snapshots)
     for j, snapshot in enumerate(snapshots):
         if j != i or args.self_reference == "snapshot":
             with torch.no_grad():
-                policies[j] = snapshot(batch["obs"])[0].softmax(-1)
+                logits, values[j] = snapshot(batch["obs"])
+            policies[j] = logits.softmax(-1)
+    rows = [communicator[i].tolist()] * len(batch["obs"])
+    if args.gate == "value":
+        returns = (batch["advantage"] + batch["value"]).tolist()
+        rows = gate_by_hand(rows[0], torch.stack(values).tolist(), returns)
+    columns = torch.tensor(rows).T[..., None]  # [agents, samples, 1]
     if args.mixture == "arithmetic":
-        return sum(c * policy for c, policy in zip(communicator[i], policies, strict=True))
-    product = torch.stack(
-        [policy**c for c, policy in zip(communicator[i], policies, strict=True)]
-    ).prod(0)
+        return sum(c * policy for c, policy in zip(columns, policies, strict=True))
+    product = torch.stack([policy**c for c, policy in zip(columns, policies, strict=True)]).prod(0)
     return product / product.sum(-1, keepdim=True)
 
 
@@ -250,6 +257,7 @@ SNAPSHOTS = {
     "iterations": 4,
 }
 FALLING = {"kl_schedule": "linear"}
+GATED = {"gate": "value"}
 APART = {"learning_rate": 3e-3}  # then policies differ so much that it matters how they are mixed
 PLAIN = {
     "one agent": (
@@ -322,6 +330,9 @@ PLAIN = {
         OF_TWO,
     ),
     "any matrix, snapshots": ([PRPO_MINIGRID], THREE | SNAPSHOTS | APART | FALLING, OF_THREE),
+    "gated": ([PRPO_MINIGRID], THREE | APART | GATED, OF_THREE),
+    "gated, snapshots": ([PRPO_MINIGRID], THREE | SNAPSHOTS | APART | GATED, OF_THREE),
+    "gated, two agents": ([PRPO_ATARI], TWO_ON_ATARI | GATED, OF_TWO),
 }
 # In the others the same lines are at work, or functions that have tests of their own
 QUICK = {
@@ -334,6 +345,8 @@ QUICK = {
     "pulled to averages-fedavg_ppo",
     "any matrix, two agents-prpo_atari",
     "any matrix, snapshots-prpo_minigrid",
+    "gated-prpo_minigrid",
+    "gated, snapshots-prpo_minigrid",
 }
 
 
@@ -458,33 +471,121 @@ def test_chunks_of_states_stay_in_order(precision, tolerance):
 @every_family
 @pytest.mark.parametrize("mixture", communicators.MIXTURES)
 @pytest.mark.parametrize("self_reference", ["behaviour", "snapshot"])
+@pytest.mark.parametrize("gate", ["none", "value"])
 def test_references_are_rows_of_the_communicator_applied_to_policies(
-    script, mixture, self_reference
+    script, mixture, self_reference, gate
 ):
-    """On agent i's own states, by the definition; policies of weight 0 are not evaluated."""
+    """On agent i's own states, by the definition; policies of weight 0 are not evaluated. With a
+    gate each state has a row of its own, in which an agent's critic votes with its policy.
+    """
     torch.manual_seed(0)
-    args = script.Args(mixture=mixture, self_reference=self_reference)
+    args = script.Args(mixture=mixture, self_reference=self_reference, gate=gate)
     snapshots = dict(enumerate(lively_agents(script, 3)))
     (agent,) = lively_agents(script, 1)
     snapshots[0].critic.register_forward_pre_hook(lambda *_: evaluations.append(0))
     obs = script.random_obs(20)
+    votes = set()
     for i, row in enumerate(OF_THREE):
         evaluations = []
         with torch.no_grad():
-            behaviour = agent(obs)[0].log_softmax(-1)
+            logits, state_values = agent(obs)
+            behaviour = logits.log_softmax(-1)
+            returns = torch.linspace(-0.3, 0.3, 5)  # some critics promise more, and others less
             batch = {"obs": obs, "policy": behaviour}
-            reference = script.compute_reference(i, batch, snapshots, OF_THREE, args)
+            batch |= {"state_values": state_values, "returns": returns}
+            batch["obs_inds"] = torch.tensor([0, 0, 0, 3, 7, 19])
+            reference, weights = script.compute_reference(i, batch, snapshots, OF_THREE, args)
             assert len(evaluations) == (row[0] > 0 and (i > 0 or self_reference == "snapshot"))
-            policies = torch.stack([peer(obs)[0].softmax(-1) for peer in snapshots.values()])
+            outputs = [peer(obs) for peer in snapshots.values()]
+        policies = [logits.softmax(-1) for logits, _ in outputs]
+        values = [value for _, value in outputs]
         if self_reference == "behaviour":
             policies[i] = behaviour.exp()
-        weights = row[:, None, None]
-        if mixture == "arithmetic":
-            expected = (weights * policies).sum(0)
-        else:
-            expected = (policies**weights).prod(0)
-            expected /= expected.sum(-1, keepdim=True)
-        torch.testing.assert_close(reference.exp(), expected, rtol=0, atol=1e-5)
+            values[i] = state_values
+        senders = row.nonzero().flatten().tolist()
+        if gate == "none":
+            assert torch.equal(weights, row[senders])
+        promised = [value.tolist() for value in values]
+        gated = gate_by_hand(row.tolist(), promised, returns.tolist(), batch["obs_inds"])
+        for state in range(20):
+            of_state = row.tolist()
+            if gate == "value":
+                of_state = gated[state]
+                expected = [of_state[j] for j in senders]
+                assert weights[:, state].tolist() == pytest.approx(expected, abs=1e-5)
+                votes.add(tuple(round(vote, 3) for vote in expected))
+            there = zip(of_state, policies, strict=True)
+            if mixture == "arithmetic":
+                expected = sum(weight * policy[state] for weight, policy in there)
+            else:
+                expected = math.prod(policy[state] ** weight for weight, policy in there)
+                expected /= expected.sum()
+            torch.testing.assert_close(reference[state].exp(), expected, rtol=0, atol=1e-5)
+    assert gate == "none" or len(votes) > 9  # states differ
+
+
+def without_gate(rows):
+    """Rows of metrics.csv without the columns of --gate."""
+    kept = []
+    for row in rows:
+        kept.append({k: v for k, v in row.items() if not k.startswith(("weight_", "spread_"))})
+    return kept
+
+
+@on([PRPO_MINIGRID, SLOW_ATARI])
+@pytest.mark.parametrize(
+    "changes", [{"num_agents": 1}, {"communicator": "identity"}], ids=["one agent", "identity"]
+)
+def test_a_gate_changes_nothing_for_agents_that_are_alone(script, changes, tmp_path):
+    """Bit for bit; all weight is logged to be theirs."""
+    settings = {"iterations": 2, "local_updates": 1, "communicator": "uniform"} | changes
+    plain, _ = train(script, tmp_path / "plain", **settings)
+    gated, summary = train(script, tmp_path / "gated", **settings, gate="value")
+    expected = weights_of(plain)
+    for i, weights in weights_of(gated).items():
+        assert torch.equal(weights, expected[i])
+    assert without_gate(rows_of(gated)) == rows_of(plain)
+    assert summary["communication_bytes"] == 0
+    for row in rows_of(gated):
+        for j in range(len(expected)):
+            assert float(row[f"weight_{j}"]) == (row["agent"] == str(j))
+            assert float(row[f"spread_{j}"]) == 0
+
+
+@on([PRPO_MINIGRID, PRTRPO_MINIGRID, SLOW_ATARI])
+def test_a_gates_weights_are_logged_as_means_and_spreads_over_samples(
+    script, tmp_path, monkeypatch
+):
+    """By loops over the samples of each rollout, which meet some states more often than others."""
+    expected = []
+    compute_reference = script.compute_reference
+
+    def watch(i, batch, peers, C, args):
+        reference, weights = compute_reference(i, batch, peers, C, args)
+        row = dict.fromkeys(range(3), [0.0])
+        for k, j in enumerate(C[i].nonzero().flatten().tolist()):
+            row[j] = [weights[k, state].item() for state in batch["obs_inds"]]
+        expected.append(row)
+        return reference, weights
+
+    script.patch(monkeypatch, "compute_reference", watch)
+    monkeypatch.setattr(script.module, "compute_reference", watch)
+    script.patch(monkeypatch, "make_communicator", fixed(OF_THREE))
+    settings = THREE | GATED | {"num_steps": 32} if script.family == "MiniGrid" else THREE | GATED
+    folder, _ = train(script, tmp_path, **settings)
+    rows = rows_of(folder)
+    charts = scalars_of(folder)
+    assert len(rows) == len(expected) == 9
+    for number, (row, weights) in enumerate(zip(rows, expected, strict=True)):
+        for j, of_samples in weights.items():
+            mean = np.mean(of_samples)
+            assert float(row[f"weight_{j}"]) == pytest.approx(mean, abs=1e-5)
+            assert float(row[f"spread_{j}"]) == pytest.approx(np.std(of_samples), abs=1e-5)
+            _, point = charts[f"gate/weight_{j}/agent_{row['agent']}"][number // 3]
+            assert point == pytest.approx(mean, abs=1e-5)
+    spreads = [float(row[f"spread_{j}"]) for row in rows[3:] for j in range(3)]
+    assert max(spreads) > 0.05
+    assert all(float(row["weight_0"]) == 0 for row in rows[4::3])  # whom agent 1 never hears
 
 
 class Screens:

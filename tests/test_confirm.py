@@ -1,0 +1,260 @@
+"""benchmark/confirm.py: paired differences, Holm's adjustment, verdicts."""
+
+import importlib
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+from fabricated import control_run
+from helpers import REPOSITORY, refusal
+
+sys.path.insert(0, str(REPOSITORY / "benchmark"))
+confirm = importlib.import_module("confirm")
+runs = importlib.import_module("runs")
+
+
+def write_rows(path, scores, agents=((0, 0.0),), env="x"):
+    """Rows per run and agent: scores by method and seed, to which an agent's offset is added; over
+    the run each is half of it.
+    """
+    rows = []
+    for method, of_method in scores.items():
+        for seed, score in of_method.items():
+            for agent, offset in agents:
+                row = {"env": env, "method": method, "seed": seed, "agent": agent}
+                value = score + offset
+                rows.append(row | {"evaluation": value, "auc": value / 2})
+    pd.DataFrame(rows).to_csv(path, index=False)
+    return str(path)
+
+
+def report(capsys, **options):
+    """What the tool prints: the cells by endpoint and rival, and the lines that are no table."""
+    confirm.main(confirm.Args(**options))
+    tables = {}
+    lines = []
+    for line in capsys.readouterr().out.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ---") or not line:
+            continue
+        if not line.startswith("|"):
+            lines.append(line)
+        elif cells[-1] == "verdict":
+            table = tables.setdefault(cells[0], {})
+        else:
+            table[cells[0]] = cells[1:]
+    return tables, lines
+
+
+def seeds_from(first, values):
+    """Values by seed."""
+    return dict(enumerate(values, first))
+
+
+def test_holm_by_hand():
+    """Ordered p times 4, 3, 2, 1; none below the one before; at most 1."""
+    adjusted = confirm.adjust_by_holm([0.04, 0.01, 0.03, 0.5])
+    assert adjusted.tolist() == pytest.approx([0.09, 0.04, 0.09, 0.5])
+    assert confirm.adjust_by_holm([0.02, 0.02]).tolist() == pytest.approx([0.04, 0.04])
+    assert confirm.adjust_by_holm([0.6, 0.7]).tolist() == [1, 1]
+    # A test that could not be made is one of the family
+    assert confirm.adjust_by_holm([0.02, np.nan]).tolist() == pytest.approx([0.04, 1])
+    assert confirm.adjust_by_holm([]).tolist() == []
+
+
+def test_holm_rejects_as_its_stepwise_rule():
+    """The definition: go up the ordered p-values until one is above alpha / (m - i + 1)."""
+    generator = np.random.default_rng(0)
+    some = 0
+    for _ in range(300):
+        p = generator.uniform(size=5) ** 4
+        rejected = set()
+        for i, j in enumerate(np.argsort(p)):
+            if p[j] > 0.05 / (5 - i):
+                break
+            rejected.add(j)
+        assert set(np.flatnonzero(confirm.adjust_by_holm(p) <= 0.05)) == rejected
+        some += 0 < len(rejected) < 5
+    assert some > 100
+
+
+def test_p_values_are_those_of_the_paired_t_test():
+    lead = np.array([0.5, 0.3, 0.9, 0.4])
+    rival = np.array([0.1, 0.4, 0.6, 0.3])
+    expected = scipy.stats.ttest_rel(lead, rival).pvalue
+    assert confirm.compute_p_value(lead - rival) == pytest.approx(expected)
+    # Differences of -1 and 3: t = 1 / 2 / 1, whose two tails of Cauchy's distribution are these
+    assert confirm.compute_p_value(np.array([-1.0, 3.0])) == pytest.approx(
+        1 - 2 * np.arctan(0.5) / np.pi
+    )
+    assert confirm.compute_p_value(np.zeros(5)) == 1
+    assert np.isnan(confirm.compute_p_value(np.array([0.1])))
+    assert np.isnan(confirm.compute_p_value(np.array([])))
+
+
+@pytest.mark.parametrize(
+    ("interval", "adjusted", "verdict"),
+    [
+        ((0.2, 0.1, 0.3), 0.049, "above"),
+        ((-0.2, -0.3, -0.1), 0.049, "below"),
+        ((0.2, 0.1, 0.3), 0.05, "undecided"),  # before the adjustment it was
+        ((0.03, 0.02, 0.04), 0.001, "above"),  # however little
+        ((0.0, -0.05, 0.05), 0.9, "level"),
+        ((0.0, -0.051, 0.04), 0.9, "undecided"),
+        ((0.0, -0.04, 0.051), 0.9, "undecided"),
+        ((0.0, np.nan, np.nan), 1.0, "undecided"),
+    ],
+)
+def test_verdicts(interval, adjusted, verdict):
+    assert confirm.judge(*interval, adjusted) == verdict
+
+
+def test_rivals_are_compared_on_common_seeds(tmp_path, capsys):
+    """The lead has twenty seeds, one rival ten; intervals, signs and p-values by hand."""
+    generator = np.random.default_rng(1)
+    lead = generator.uniform(size=20)
+    near = lead + generator.normal(scale=0.01, size=20)
+    far = lead[:10] - generator.uniform(0.0, 0.6, size=10)
+    scores = {"pr-reward": seeds_from(6, lead), "fedavg-reward": seeds_from(6, near)}
+    scores["isolated"] = seeds_from(6, far)
+    path = write_rows(tmp_path / "x.csv", scores)
+    tables, lines = report(capsys, from_csv=path, lead="pr-reward")
+    table = tables["return after training"]
+    assert list(table) == ["isolated", "FedAvg, reward"]
+    gains = lead[:10] - far
+    p = [scipy.stats.ttest_rel(lead[:10], far).pvalue, scipy.stats.ttest_rel(lead, near).pvalue]
+    half = scipy.stats.t.ppf(0.975, 9) * scipy.stats.sem(gains)
+    mean = gains.mean()
+    assert p[0] < p[1] and p[1] > 0.05
+    assert table["isolated"] == [
+        f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]",
+        f"{(gains > 0).sum()} of 10",
+        f"{p[0]:.4f}",
+        f"{2 * p[0]:.4f}",
+        "above",
+    ]
+    assert table["FedAvg, reward"][1] == f"{(lead > near).sum()} of 20"
+    assert table["FedAvg, reward"][2:] == [f"{p[1]:.4f}", f"{p[1]:.4f}", "level"]
+    # Half of it over the run
+    assert tables["return over the run"]["isolated"][0].startswith(f"{mean / 2:.3f} [")
+    seeds = " ".join(map(str, range(16, 26)))
+    assert lines[1:] == [f"isolated has no run of seed {seeds}, PR-PPO, reward has."]
+
+
+def test_ties_and_seeds_without_a_return_are_said(tmp_path, capsys):
+    """A tie is no positive difference; a seed that has no return, or is missing, is named."""
+    scores = {"pr-reward": seeds_from(6, [0.5, 0.7, np.nan, 0.9])}
+    scores["isolated"] = seeds_from(6, [0.5, 0.7, 0.1, 0.9])
+    scores["pr-uniform"] = seeds_from(7, [0.2, 0.3, 0.5])
+    scores["fedavg-uniform"] = {9: 0.1}
+    path = write_rows(tmp_path / "x.csv", scores, agents=((0, 0.0), (1, 0.1)))
+    tables, lines = report(capsys, from_csv=path, lead="pr-reward")
+    table = tables["return after training"]
+    assert table["isolated"] == ["0.000 [0.000, 0.000]", "0 of 3", "1.0000", "1.0000", "level"]
+    assert table["PR-PPO, uniform"][1] == "2 of 2"
+    assert table["FedAvg, uniform"] == ["0.800 [-, -]", "1 of 1", "-", "1.0000", "undecided"]
+    assert "FedAvg, uniform has no run of seed 6 7 8, PR-PPO, reward has." in lines
+    assert "PR-PPO, uniform has no run of seed 6, PR-PPO, reward has." in lines
+    for name in tables:
+        assert f"PR-PPO, reward has no {name} in seed 8: an agent diverged." in lines
+    assert len(lines) == 1 + 2 + 3
+    # The other way round
+    tables, lines = report(capsys, from_csv=path, lead="fedavg-uniform", seeds=(9,))
+    assert tables["return after training"]["isolated"][:2] == ["-0.800 [-, -]", "0 of 1"]
+    assert lines[1:] == []
+    line = "--seeds 10 11: there is no such run"
+    assert refusal(confirm.main, confirm.Args(from_csv=path, seeds=(9, 10, 11))) == line
+    line = "--lead nobody: x has no run of it"
+    assert refusal(confirm.main, confirm.Args(from_csv=path, lead="nobody")) == line
+
+
+def test_the_hardest_agent_is_that_of_isolated_runs(tmp_path, capsys):
+    """Lowest after training, averaged over seeds; of two that are level, over the run."""
+    rows = []
+    returns = {  # of each agent after training and over the run
+        ("isolated", 6): [(0.9, 0.8), (0.0, 0.3), (0.25, 0.1)],
+        ("isolated", 7): [(0.9, 0.8), (0.5, 0.3), (0.25, 0.0)],
+        ("pr-reward", 6): [(0.0, 0.0), (0.8, 0.3), (0.6, 0.3)],
+        ("pr-reward", 7): [(0.0, 0.0), (0.9, 0.3), (0.9, 0.3)],
+    }
+    for (method, seed), of_run in returns.items():
+        for agent, (evaluation, auc) in enumerate(of_run):
+            row = {"env": "x", "method": method, "seed": seed, "agent": agent}
+            rows.append(row | {"evaluation": evaluation, "auc": auc})
+    frame = pd.DataFrame(rows)
+    frame.to_csv(tmp_path / "x.csv", index=False)
+    options = {"from_csv": str(tmp_path / "x.csv"), "lead": "pr-reward"}
+    tables, _ = report(capsys, **options)
+    table = tables["return of agent 2, the hardest"]
+    assert table["isolated"][0].startswith("0.500 [")
+    tables, _ = report(capsys, **options, hardest=1)
+    assert tables["return of agent 1, the hardest"]["isolated"][0].startswith("0.600 [")
+    # Agent 1 is hardest after training on seed 6 alone
+    tables, _ = report(capsys, **options, seeds=(6,))
+    assert "return of agent 1, the hardest" in tables
+    line = "--hardest 3: x has no such agent"
+    assert refusal(confirm.main, confirm.Args(**options, hardest=3)) == line
+    frame[frame.method != "isolated"].to_csv(tmp_path / "x.csv", index=False)
+    assert "no isolated run" in refusal(confirm.main, confirm.Args(**options))
+
+
+def test_rows_per_agent_are_made_of_runs(tmp_path, capsys):
+    """Two agents each; over the run from where both have a return; a diverged one has none."""
+    for seed in (6, 7, 8):
+        curve = [np.nan, 0.1 * seed, 0.2]
+        of_run = {"exp_name": "pr-reward", "env_ids": ["A", "B"]}
+        folder = control_run(tmp_path, seed, curve, 0.1 * seed, **of_run)
+        metrics = pd.read_csv(folder / "metrics.csv")
+        metrics.loc[1, "return_last_100"] = 0.9  # agent 1 has finished an episode, agent 0 not
+        metrics.to_csv(folder / "metrics.csv", index=False)
+        control_run(tmp_path, seed, [0.1, 0.1], 0.05, exp_name="isolated", env_ids=["A", "B"])
+    summary = {"diverged": [1]}
+    options = {"exp_name": "pr-uniform", "env_ids": ["A", "B"], "summary": summary}
+    control_run(tmp_path, 6, [0.1, 0.1], 0.05, **options)
+    path = str(tmp_path / "rows.csv")
+    tables, lines = report(capsys, runs=(str(tmp_path),), lead="pr-reward", csv=path)
+    rows = pd.read_csv(path, comment="#").set_index(["method", "seed", "agent"])
+    assert rows.evaluation["pr-reward", 7].tolist() == pytest.approx([0.7, 0.8])
+    assert rows.auc["pr-reward", 7].tolist() == pytest.approx([0.45, 0.47])
+    assert np.isnan(rows.evaluation["pr-uniform", 6, 1])
+    # As in the table of methods
+    by_run = runs.make_rows(runs.group_runs(runs.read_runs((str(tmp_path),)), per_task=False))
+    by_run = by_run.set_index(["method", "seed"])
+    means = rows.groupby(["method", "seed"])[["evaluation", "auc"]].mean()
+    finished = means.drop("pr-uniform", level="method")
+    assert finished.evaluation.to_dict() == pytest.approx(
+        by_run.evaluation[finished.index].to_dict()
+    )
+    assert finished.auc.to_dict() == pytest.approx(
+        by_run.mean_training_return[finished.index].to_dict()
+    )
+    table = tables["return after training"]
+    assert table["isolated"][0].startswith("0.650 [")
+    assert table["PR-PPO, uniform"] == ["- [-, -]", "0 of 0", "-", "1.0000", "undecided"]
+    assert "PR-PPO, uniform has no return after training in seed 6: an agent diverged." in lines
+    # From the file it is the same
+    assert report(capsys, from_csv=path, lead="pr-reward") == (tables, lines)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    """In one line: nobody to compare with, other agents, rows twice, words, nothing, other runs."""
+    path = tmp_path / "x.csv"
+
+    def give(rows, **options):
+        path.write_text("env,method,seed,agent,evaluation,auc\n" + "\n".join(rows) + "\n")
+        return confirm.Args(from_csv=str(path), lead="pr-reward", **options)
+
+    rows = [f"x,{method},6,{i},0.1,0.1" for method in ("pr-reward", "isolated") for i in (0, 1)]
+    assert "no other method" in refusal(confirm.main, give(rows[:2], hardest=0))
+    assert "isolated, seed 6" in refusal(confirm.main, give(rows[:3]))
+    assert "two runs are" in refusal(confirm.main, give([*rows, rows[3]]))
+    assert "has no run" in refusal(confirm.main, give([]))
+    with pytest.raises(SystemExit, match=r"x\.csv: cannot be read .*much"):
+        confirm.main(give([*rows[:3], "x,isolated,6,1,much,0.1"]))
+    metrics = control_run(tmp_path, 6, [0.1, 0.2], exp_name="pr-reward") / "metrics.csv"
+    names = {"return_last_100": "reward", "timesteps": "step"}  # as of language models
+    pd.read_csv(metrics).rename(columns=names).to_csv(metrics, index=False)
+    args = confirm.Args(runs=(str(tmp_path),), lead="pr-reward")
+    assert "has no return_last_100" in refusal(confirm.main, args)
