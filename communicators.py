@@ -1413,6 +1413,19 @@ def check_communicator(args: RunArgs, make_communicator: Callable, has_influence
             announce(f"{flag}: is not read by --communicator {args.communicator}")
 
 
+def refuse_communicator(args: RunArgs, reason: str) -> None:
+    """Refuse the flags of C in a script that reads none; reason: why they have no effect."""
+    for flag in (
+        "communicator",
+        "self_preference",
+        "communicator_temperature",
+        "topology",
+        "top_k",
+    ):
+        if getattr(args, flag) != getattr(type(args), flag):
+            refuse(args, flag, f"has no effect: {reason}; leave it out")
+
+
 def announce(line: str) -> None:
     """Print a line, once for all processes of torchrun."""
     if os.environ.get("RANK", "0") == "0":

@@ -280,17 +280,8 @@ def main(args: Args) -> dict:
 def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
     prpo_minigrid.check_task(args)
-    defaults = Args()
-    for flag in (
-        "communicator",
-        "self_preference",
-        "communicator_temperature",
-        "topology",
-        "top_k",
-    ):
-        if getattr(args, flag) != getattr(defaults, flag):
-            valid = "has no effect: the reference of all agents is the central policy; leave it out"
-            communicators.refuse(args, flag, valid)
+    reason = "the reference of all agents is the central policy"
+    communicators.refuse_communicator(args, reason)
     if communicators.get_world_size() > 1:
         valid = "must be in one process, as the central policy learns from the states of all"
         communicators.refuse(args, "num_agents", valid)

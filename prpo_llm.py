@@ -434,7 +434,8 @@ def whiten(advantages: Tensor, inside: Tensor) -> Tensor:
 
 def express_values_in_rewards(args: Args, model, trained: Tensor, statistics: Tensor) -> Tensor:
     """What agents send with --gate value: all that they train, with value heads in the unit of
-    rewards, as every agent normalises its own [agents, numel]."""
+    rewards, as every agent normalises its own. Returns [agents, numel].
+    """
     if not scales_rewards(args):
         return trained
     head = model.value_head.shape[1] + model.value_bias.shape[1]

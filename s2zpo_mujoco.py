@@ -902,17 +902,7 @@ def check_args(args: Args) -> None:
         args.device = "cpu"
     if args.device != "cpu":
         communicators.refuse(args, "device", "must be cpu: the networks are too small for a GPU")
-    defaults = Args()
-    for flag in (
-        "communicator",
-        "self_preference",
-        "communicator_temperature",
-        "topology",
-        "top_k",
-    ):
-        if getattr(args, flag) != getattr(defaults, flag):
-            valid = "has no effect: all votes count alike, for all agents; leave it out"
-            communicators.refuse(args, flag, valid)
+    communicators.refuse_communicator(args, "all votes count alike, for all agents")
     world_size = communicators.get_world_size()
     if args.algorithm == "central":  # one agent that has the pairs of all
         if world_size > 1:
