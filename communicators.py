@@ -13,7 +13,10 @@ Contents
         who may listen to whom: find_neighbours, ring, top_k, find_senders, sparsify, drop_invalid,
             restrict
         what is logged of C: non_expansion, find_compared, measure_distances, summarize_communicator
-        policies: mix_log_probs, categorical_kl, kl_to_reference
+        policies: gate_by_value, mix_log_probs, categorical_kl, kl_to_reference
+        policies that are Gaussians: Gaussians, gaussian_log_prob, gaussian_entropy, gaussian_kl,
+            mix_gaussians, match_moments, kl_to_gaussians, similarity_of_gaussians,
+            measure_gaussians
         parameters: flatten, unflatten, load_networks, average_parameters, take_server_step,
             average_products
     2 exchange
@@ -83,7 +86,17 @@ FEW_AGENTS = 16
 PLAY = Path(__file__).parent / "benchmark" / "play.py"
 
 # The packages whose versions a summary records, where they are imported
-PACKAGES = ("torch", "numpy", "gymnasium", "minigrid", "ale-py", "envpool", "transformers", "peft")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "gymnasium",
+    "minigrid",
+    "ale-py",
+    "mujoco",
+    "envpool",
+    "transformers",
+    "peft",
+)
 
 # --- 1. mathematics ---
 # Communicators: every constructor returns a detached float32 tensor [agents, agents] with rows on
@@ -735,6 +748,152 @@ def kl_to_reference(
     raise ValueError(f"unknown KL direction {direction!r}; choose from {', '.join(KL_DIRECTIONS)}")
 
 
+# Policies: Gaussians, whose dimensions are independent
+
+
+class Gaussians(NamedTuple):
+    """A mixture of Gaussians in each of some states."""
+
+    weights: Tensor  # [policies, states], on the simplex in every state
+    means: Tensor  # [policies, states, actions]
+    log_stds: Tensor  # [policies, states, actions]
+
+    def take(self, states: Tensor) -> "Gaussians":
+        """The mixtures of these states, by their numbers."""
+        return Gaussians(*(values[:, states] for values in self))
+
+
+def gaussian_log_prob(actions: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """The log-densities of actions. All [..., actions] or broadcast to it. Returns [...]."""
+    z = (actions - mean) * (-log_std).exp()
+    return (-0.5 * z.square() - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def gaussian_entropy(log_std: Tensor) -> Tensor:
+    """The differential entropy in nats, which may be negative. log_std: [..., actions]."""
+    return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+
+def gaussian_kl(mean_p: Tensor, log_std_p: Tensor, mean_q: Tensor, log_std_q: Tensor) -> Tensor:
+    """Exact KL(p || q), in nats. All [..., actions] or broadcast to it. Returns [...]."""
+    log_ratio = log_std_p - log_std_q
+    z = (mean_p - mean_q) * (-log_std_q).exp()
+    return (0.5 * ((2 * log_ratio).exp() + z.square() - 1) - log_ratio).sum(-1)
+
+
+def mix_gaussians(
+    means: Tensor, log_stds: Tensor, weights: Tensor, mixture: str = "arithmetic"
+) -> Gaussians:
+    """The reference policy C_i pi (eq. 4): row i of C applied to Gaussian policies.
+
+    means, log_stds: [policies, states, actions]; weights: [policies], on the simplex, or [policies,
+    states], on the simplex in every state. A policy whose moments or precisions are not finite in a
+    state has no weight in this state.
+    arithmetic: the mixture of all. geometric: the Gaussian proportional to prod_j pi_j^c_j, whose
+    precision is the sum of the weighted precisions: a mixture of one. NaN where no policy is left.
+    """
+    if mixture not in MIXTURES:
+        raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
+    if weights.dim() == 1:
+        weights = weights[:, None].expand(means.shape[:2])
+    numbers = torch.cat([means.square(), (2 * log_stds).exp(), (-2 * log_stds).exp()], dim=-1)
+    weights = weights.to(means).masked_fill(~numbers.isfinite().all(-1), 0.0)
+    weights = weights / weights.sum(0)
+    is_mixed = weights[..., None] > 0
+    others = 0.0 * weights[..., None]  # NaN where no policy is left
+    means = means.where(is_mixed, others)
+    log_stds = log_stds.where(is_mixed, others)
+    if mixture == "arithmetic":
+        return Gaussians(weights, means, log_stds)
+    precisions = weights[..., None] * (-2 * log_stds).exp()
+    precision = precisions.sum(0)
+    mean_action = (precisions * means).sum(0) / precision
+    return Gaussians(weights.sum(0)[None], mean_action[None], -0.5 * precision.log()[None])
+
+
+def match_moments(mixture: Gaussians) -> Gaussians:
+    """In each state the Gaussian with the mean and the variances of the mixture.
+
+    For a policy that is a Gaussian too, KL(mixture || policy) exceeds KL(this || policy) by a
+    number that does not depend on the policy: it reads the mixture's moments only. A mixture of one
+    stays as it is, without rounding.
+    """
+    if len(mixture.weights) == 1:
+        return mixture
+    weights = mixture.weights[..., None]
+    mean_action = (weights * mixture.means).sum(0)
+    squares = (2 * mixture.log_stds).exp() + (mixture.means - mean_action).square()
+    log_std = 0.5 * (weights * squares).sum(0).log()
+    return Gaussians(mixture.weights.sum(0)[None], mean_action[None], log_std[None])
+
+
+def kl_to_gaussians(
+    mean: Tensor,
+    log_std: Tensor,
+    reference: Gaussians,
+    direction: str = "forward",
+    noise: Tensor | None = None,
+) -> Tensor:
+    """The penalty of eq. 4, KL(reference || policy), or of eq. 7, KL(policy || reference).
+
+    mean: [states, actions], of the policy; log_std: [actions]; noise: [samples, states, actions],
+    standard normal, for the reverse KL to several Gaussians.
+    Exact for a mixture of one, with `match_moments` in the forward direction also of more. The
+    reverse KL to several is the mean of log policy - log reference over samples of the policy, mean
+    + exp(log_std) noise, through which it is differentiated. Returns [states] or [samples, states],
+    in nats. No gradient reaches the reference.
+    """
+    weights, means, log_stds = (values.detach() for values in reference)
+    if direction == "forward":
+        return gaussian_kl(means[0], log_stds[0], mean, log_std)
+    if direction != "reverse":
+        valid = ", ".join(KL_DIRECTIONS)
+        raise ValueError(f"unknown KL direction {direction!r}; choose from {valid}")
+    if len(weights) == 1:
+        return gaussian_kl(mean, log_std, means[0], log_stds[0])
+    actions = mean + log_std.exp() * noise
+    log_policy = gaussian_log_prob(actions, mean, log_std)  # [samples, states]
+    log_peers = gaussian_log_prob(actions[:, None], means, log_stds)  # [samples, policies, states]
+    log_reference = (log_peers + weights.log()).logsumexp(1)
+    return log_policy - log_reference
+
+
+def similarity_of_gaussians(policies: Tensor) -> Tensor:
+    """Example 3 for densities: c_ij proportional to the sum over S_ref of the integral pi_i pi_j.
+
+    policies: [agents, states, 2, actions], means and log standard deviations on the *public*
+    reference states S_ref; an agent whose policy is NaN gets no weight. Returns [agents, agents].
+    """
+    means, log_stds = policies.detach().double().unbind(2)
+    # The integral of two Gaussians' product is a density: of their distance, with both variances
+    log_variances = torch.logaddexp(2 * log_stds[:, None], 2 * log_stds[None])
+    distances = means[:, None] - means[None]
+    log_overlaps = gaussian_log_prob(distances, torch.zeros(()), 0.5 * log_variances).logsumexp(-1)
+    return _softmax_rows(log_overlaps.nan_to_num(nan=-math.inf), 1.0)
+
+
+def measure_gaussians(policies: Tensor, compared: Tensor, listeners: range) -> Tensor:
+    """The Hellinger distance of policies on the public states, [agents, agents].
+
+    It lies in [0, 1], and the total variation between its square and 1.42 times itself; NaN if not
+    measured. policies: as in `similarity_of_gaussians`; compared, listeners: as in
+    `measure_distances`.
+    """
+    distances = torch.full(compared.shape, torch.nan)
+    means, log_stds = policies.double().unbind(2)
+    for i in listeners:
+        peers = compared[i]
+        # The mean of both variances is their geometric mean times the cosh, which is 1 for equals
+        log_ratios = log_stds[peers] - log_stds[i]
+        log_cosh = torch.logaddexp(log_ratios, -log_ratios) - math.log(2)
+        log_variances = log_stds[peers] + log_stds[i] + log_cosh
+        z = (means[peers] - means[i]).square() * (-log_variances).exp()
+        log_affinity = -0.5 * log_cosh - z / 8
+        affinity = log_affinity.sum(-1).exp().clamp(max=1)
+        distances[i, peers] = (1 - affinity).sqrt().mean(-1).float()
+    return distances
+
+
 # Parameters
 
 
@@ -1370,7 +1529,7 @@ def check_texts(args: RunArgs) -> None:
 
 
 def find_inputs(args: RunArgs, make_communicator: Callable) -> set[str]:
-    """What a script's communicator is computed from, of returns, log_probs and gains.
+    """What a script's communicator is computed from, of returns, log_probs (policies) and gains.
 
     Found by trying which of them it cannot do without. Ends with one line if --communicator is
     none.
@@ -1389,7 +1548,12 @@ def find_inputs(args: RunArgs, make_communicator: Callable) -> set[str]:
 def _draw_inputs(args: RunArgs, make_communicator: Callable) -> dict[str, Tensor]:
     """Values of the right shapes for what the communicator may depend on."""
     n = args.num_agents
-    shapes = {"returns": (n,), "log_probs": (n, 2, 3), "gains": (n, n)}
+    shapes = {
+        "returns": (n,),
+        "log_probs": (n, 2, 3),
+        "policies": (n, 2, 2, 3),
+        "gains": (n, n),
+    }
     names = inspect.signature(make_communicator).parameters.keys() & shapes.keys()
     generator = torch.Generator().manual_seed(0)
     return {name: torch.rand(shapes[name], generator=generator) for name in sorted(names)}

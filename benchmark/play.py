@@ -2,10 +2,11 @@
 
     python benchmark/play.py runs/NAME                         # as in the run's last evaluation
     python benchmark/play.py runs/NAME --video films           # and film each agent's first episode
+    python benchmark/play.py runs/NAME --video films/all.gif   # ... and a small one of all together
     python benchmark/play.py runs/NAME --env-id MiniGrid-DoorKey-16x16-v0 --greedy --episodes 20
 
 Plays in the official environments, on the tasks that the run was evaluated on or on those given.
-Writes nothing but films, FOLDER/agent_I_TASK.mp4.
+Writes nothing but films: FOLDER/agent_I_TASK.mp4, and a GIF whose name is given with the folder.
 """
 
 import contextlib
@@ -13,8 +14,8 @@ import importlib
 import inspect
 import io
 import json
-import os
 import re
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -29,8 +30,6 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (Path.cwd(), ROOT, ROOT / "benchmark")  # of scripts, and of tasks as module:id
 sys.path[:0] = map(str, FOLDERS)
-if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-    os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a screen
 
 import communicators  # noqa: E402
 
@@ -46,7 +45,9 @@ class Args:
     episodes: communicators.Natural = 0
     """episodes per agent and task (0: as many as in the run's evaluations, or 1)"""
     seed: communicators.Natural | None = None  # of levels and actions (default: the run's)
-    video: str = ""  # folder for films of the first episode of every agent on every task
+    # folder for films of the first episode of every agent on every task; FOLDER/NAME.gif: also one
+    # small film of each agent on its own task, side by side
+    video: str = ""
 
 
 def refuse(problem: str) -> NoReturn:
@@ -184,8 +185,10 @@ def check_films(script: ModuleType, env_ids: list[str]) -> None:
 
 def find_drawing_problem(script: ModuleType, env_id: str) -> str:
     """What keeps a task from being drawn, nothing ("") if it is drawn."""
-    if hasattr(script, "find_drawing_problem"):
-        return script.find_drawing_problem(env_id)
+    if hasattr(script, "import_mujoco"):  # OpenGL may be missing
+        problem = importlib.import_module("s2zpo_mujoco").find_drawing_problem(env_id)
+        if problem:
+            return problem
     if hasattr(script, "make_games") and not script.is_custom(env_id):
         return ""  # ALE draws its games
     try:
@@ -198,19 +201,50 @@ def find_drawing_problem(script: ModuleType, env_id: str) -> str:
     return ""
 
 
+def write_gif(films: list[Path], path: Path, unfinished: Path) -> None:
+    """The first seconds of films side by side, small enough for a page."""
+    program = importlib.import_module("imageio_ffmpeg").get_ffmpeg_exe()
+    command = [program, "-loglevel", "error"]
+    panels = []
+    for k, film in enumerate(films):
+        command += ["-t", "8", "-i", str(film.absolute())]
+        panels.append(f"[{k}]fps=10,scale=-1:160[p{k}]")
+    inputs = "".join(f"[p{k}]" for k in range(len(films)))
+    beside = f"hstack={len(films)}" if len(films) > 1 else "null"
+    colours = "split[a][b];[a]palettegen=48[c];[b][c]paletteuse=dither=none"
+    command += ["-filter_complex", ";".join([*panels, f"{inputs}{beside},{colours}"])]
+    command.append(str(unfinished.absolute() / path.name))
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        refuse(f"--video {path}: {done.stderr.strip().splitlines()[-1]}")
+    Path(command[-1]).replace(path)
+
+
 @contextlib.contextmanager
-def make_unfinished(folder: str):
+def make_unfinished(given: Args):
     """A folder for films that are not whole, within that of films; a run is played without it."""
-    if not folder:
+    if not given.video:
         yield None
         return
+    folder = find_folder(given)
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         unfinished = tempfile.TemporaryDirectory(prefix=".", dir=folder)
     except OSError as error:
         refuse(f"--video {folder}: cannot be written to ({error.strerror})")
     with unfinished as name:
         yield Path(name)
+
+
+def find_folder(given: Args) -> Path:
+    """The folder for films."""
+    return Path(given.video).parent if given.video.endswith(".gif") else Path(given.video)
+
+
+def name_film(given: Args, i: int, task: str) -> Path:
+    """The file of agent i's film on a task."""
+    name = re.sub(r"[^a-zA-Z0-9_.-]", "-", task)
+    return find_folder(given) / f"agent_{i}_{name}.mp4"
 
 
 def make_camera(path: Path, unfinished: Path, script: ModuleType, args, env_id: str, level: int):
@@ -312,6 +346,14 @@ def list_tests(script: ModuleType, args, given: Args) -> list[str]:
     return script.list_tests(args) if hasattr(script, "list_tests") else [args.env_id]
 
 
+def list_own_tests(script: ModuleType, args, tests: list[str]) -> list[str]:
+    """Of what is played, each agent's own task, or the first."""
+    own_tasks = [args.env_id] * args.num_agents
+    if hasattr(script, "list_env_ids"):
+        own_tasks = script.list_env_ids(args)
+    return [env_id if env_id in tests else tests[0] for env_id in own_tasks]
+
+
 def play(
     script: ModuleType, args, agents: dict, tests: list[str], given: Args, unfinished: Path | None
 ) -> dict[int, dict[str, np.ndarray]]:
@@ -327,8 +369,7 @@ def play(
             task = script.strip_module(env_id)
             camera = None
             if given.video:
-                name = re.sub(r"[^a-zA-Z0-9_.-]", "-", task)
-                path = Path(given.video, f"agent_{i}_{name}.mp4")
+                path = name_film(given, i, task)
                 camera = make_camera(path, unfinished, script, args, env_id, levels[0])
             try:
                 returns = script.evaluate(args, agent, env_id, levels, seed, given.greedy, camera)
@@ -367,11 +408,15 @@ def main(given: Args) -> dict[int, dict[str, np.ndarray]]:
     tests = list_tests(source, args, given)
     if given.video:
         check_films(source, tests)
-    with make_unfinished(given.video) as unfinished:
+    with make_unfinished(given) as unfinished:
         results = play(source, args, agents, tests, given, unfinished)
+        if given.video.endswith(".gif"):
+            own_tasks = list_own_tests(source, args, tests)
+            films = [name_film(given, i, source.strip_module(own_tasks[i])) for i in agents]
+            write_gif(films, Path(given.video), unfinished)
     print_returns(results, args, given)
     if given.video:
-        print(f"films in {given.video}")
+        print(f"films in {find_folder(given)}")
     return results
 
 

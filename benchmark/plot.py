@@ -235,9 +235,10 @@ def draw_cells(axis, values: pd.DataFrame, highest: float) -> None:
     `highest`.
     """
     axis.imshow(values, vmin=0, vmax=highest, cmap="cividis")
+    digits = 2 if highest <= 1 else 0
     for (row, column), value in np.ndenumerate(values):
         colour = "white" if value < 0.6 * highest else "black"
-        axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=colour)
+        axis.text(column, row, f"{value:.{digits}f}", ha="center", va="center", color=colour)
     axis.set_xticks(range(len(values.columns)), values.columns, rotation=20)
     axis.set_yticks(range(len(values)), [f"agent {agent}" for agent in values.index])
 

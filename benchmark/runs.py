@@ -381,8 +381,13 @@ def wilson_interval(share: float, trials: float) -> tuple[float, float]:
 
 
 def is_all_or_nothing(scores: Any) -> bool:
-    """Whether seeds either solve the task or fail: both occur, at most one seed lies between."""
+    """Whether seeds either solve the task or fail: both occur, at most one seed lies between.
+
+    Never of scores below 0, as returns of MuJoCo are.
+    """
     scores = np.asarray(scores, float)
+    if (scores < 0).any():
+        return False
     solved = (scores >= SOLVED).sum()
     failed = (scores < FAILED).sum()
     return bool(solved and failed and solved + failed >= len(scores) - 1)

@@ -47,6 +47,7 @@ DISTRAL = MINIGRID.replace("--communicator softmax-reward ", "")  # it refuses a
 TRPO = f"{CONTROL} {ROOMS}"
 ATARI = f"{PPO} --env-id BreakoutNoFrameskip-v4 --num-steps 96 --learning-rate 1e-4"
 ATARI += " --precision float32"
+MUJOCO = f"{PPO} --env-id Hopper-v5 --num-steps 64 --learning-rate 1e-3"
 # OUT/skills and OUT/babyai are made first
 LLM = "--base-model {out}/skills/model --dataset {out}/skills/train.jsonl --partition topic"
 LLM += " --reward benchmark/skills.py:exact --precision float32 --response-length 8 --batch-size 4"
@@ -64,6 +65,8 @@ SCRIPTS = {
     "prtrpo_minigrid": (TRPO, "--total-timesteps", 128),
     "prpo_atari": (ATARI, "--total-timesteps", 192),
     "fedavg_atari": (ATARI, "--total-timesteps", 192),
+    "prpo_mujoco": (MUJOCO, "--total-timesteps", 128),
+    "fedavg_mujoco": (MUJOCO, "--total-timesteps", 128),
     "prpo_llm": (LLM, "--total-steps", 1),
     "prpo_babyai": (BABYAI, "--total-steps", 1),
     "s2zpo_mujoco": (S2ZPO, "--total-iterations", 1),

@@ -2,6 +2,7 @@
 
     python benchmark/throughput.py  # the comparison, and where the time goes
     python benchmark/throughput.py --env-id BeamRiderNoFrameskip-v4 --repeats 3  # the same on Atari
+    python benchmark/throughput.py --env-id HalfCheetah-v5 --repeats 3  # ... and on MuJoCo
     python benchmark/throughput.py --trpo  # PR-TRPO against sb3-contrib
     python benchmark/throughput.py --zeroth  # Par-S2ZPO against a plain loop over environments
     python benchmark/throughput.py --llm --repeats 3  # language models against TRL
@@ -44,12 +45,12 @@ class Args:
     repeats: int = 5
     """runs of every contender; the table shows medians (0: leave the comparison out)"""
     timesteps: int = 0
-    """environment steps per agent of a compared run (0: MiniGrid 65,536, Atari 32,768)"""
+    """environment steps per agent of a compared run (0: 65,536, Atari 32,768)"""
     # iterations between communication rounds; even a short run needs several: C is I before the
     # first
     local_updates: int = 2
     env_id: str = "MiniGrid-FourRooms-v0"
-    """the task, of MiniGrid or Atari"""
+    """the task, of MiniGrid, Atari or MuJoCo"""
     trpo: bool = False
     """PR-TRPO instead, against sb3-contrib's TRPO"""
     # Par-S2ZPO instead, on HalfCheetah-v5 or --env-id, against a plain loop over gymnasium's
@@ -121,17 +122,24 @@ def is_atari(env_id: str) -> bool:
     return env_id.endswith("NoFrameskip-v4")
 
 
+def is_minigrid(env_id: str) -> bool:
+    """Whether a task is one of MiniGrid."""
+    return env_id.startswith(("MiniGrid-", "BabyAI-"))
+
+
 def choose_script(env_id: str) -> str:
     """The script that trains on a task."""
-    return "prpo_atari.py" if is_atari(env_id) else "prpo_minigrid.py"
+    if is_minigrid(env_id):
+        return "prpo_minigrid.py"
+    return "prpo_atari.py" if is_atari(env_id) else "prpo_mujoco.py"
 
 
 def choose_program(env_id: str) -> list[str]:
-    """The script that trains on a task, with table 2's settings, as the yardstick has them."""
+    """The script that trains on a task, on MiniGrid with table 2's settings, as the yardstick."""
     script = choose_script(env_id)
-    if is_atari(env_id):
-        return [script]
-    return [script, "--learning-rate", "2.5e-4", "--kl-coef", "1", "--kl-direction", "forward"]
+    if is_minigrid(env_id):
+        return [script, "--learning-rate", "2.5e-4", "--kl-coef", "1", "--kl-direction", "forward"]
+    return [script]
 
 
 def task_folder(prompt_tokens: int) -> str:
@@ -231,6 +239,8 @@ def contenders(args: Args) -> dict[str, list[str]]:
         SB3: [*sb3, "--threads", str(args.sb3_threads)],
         SB3 + ", 1 thread": [*sb3, "--threads", "1"],
     }
+    if choose_script(args.env_id) == "prpo_mujoco.py":
+        return mujoco_contenders(args, common)
     if is_atari(args.env_id):
         three = [*prpo, "--num-agents", "3"]
         bfloat16 = ["--precision", "bfloat16"]
@@ -248,6 +258,33 @@ def contenders(args: Args) -> dict[str, list[str]]:
         "3 agents dense": dense,
         "3 agents dense, 3 processes": [*torchrun, *dense],
     }
+
+
+def mujoco_contenders(args: Args, common: list[str]) -> dict[str, list[str]]:
+    """What is compared with stable-baselines3 on MuJoCo: name -> command.
+
+    Environments are envpool's where it knows the task.
+    """
+    # The defaults of prpo_mujoco.py
+    ppo = ["--learning-rate", "3e-4", "--num-minibatches", "32", "--update-epochs", "10"]
+    ppo += ["--clip-coef", "0.2", "--ent-coef", "0"]
+    sb3 = ["benchmark/baselines/sb3_ppo.py", *common, *ppo]
+    prpo = ["prpo_mujoco.py", *common, *ppo, "--local-updates", str(args.local_updates)]
+    alone = [*prpo, "--num-agents", "1", "--communicator", "identity"]
+    dense = [*prpo, "--num-agents", "4", "--communicator", "uniform"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    commands = {
+        SB3: [*sb3, "--threads", str(args.sb3_threads)],
+        SB3 + ", 1 thread": [*sb3, "--threads", "1"],
+    }
+    for name, backend in ((", gymnasium", "gymnasium"), ("", "auto")):
+        environments = ["--env-backend", backend]
+        commands |= {
+            f"1 agent{name}": [*alone, *environments],
+            f"4 agents dense{name}": [*dense, *environments],
+            f"4 agents dense, 2 processes{name}": [*torchrun, *dense, *environments],
+        }
+    return commands
 
 
 def scaling_contenders(args: Args) -> dict[str, list[str]]:
@@ -495,7 +532,7 @@ def main(args: Args) -> None:
     if args.repeats < 0:
         refuse(f"--repeats {args.repeats}: must not be negative")
     if args.scaling and (args.llm or args.text or args.zeroth):
-        refuse("--scaling: is of prpo_minigrid.py and prpo_atari.py")
+        refuse("--scaling: is of prpo_minigrid.py, prpo_atari.py and prpo_mujoco.py")
     # As Ctrl-C does, it also ends the contender that runs
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     tables = {}

@@ -25,11 +25,14 @@ from ports import free_port
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import communicators
 import distral_minigrid
 import fedavg_atari
+import fedavg_mujoco
 import fedavg_ppo
 import prpo_atari
 import prpo_minigrid
+import prpo_mujoco
 import prtrpo_minigrid
 
 REPOSITORY = Path(prpo_minigrid.__file__).parent
@@ -65,10 +68,12 @@ TINY_OF = {
         "learning_rate": 1e-4,
         "update_epochs": 1,
     },
+    # A hopper falls after about 20 steps
+    "MuJoCo": {"env_id": "Hopper-v5", "num_steps": 64},
 }
 # Public states of fewer games: to play the usual number takes longer than a tiny run's training
 prpo_atari.collect_public_states.__defaults__ = (96, 3)
-PUBLIC_TASKS = ("MiniGrid-", "BabyAI-", "ALE/", TINY_OF["Atari"]["env_id"])
+PUBLIC_TASKS = ("MiniGrid-", "BabyAI-", "ALE/", TINY_OF["Atari"]["env_id"], "Hopper-v5")
 OF_PUBLIC_STATES = ("env_id", "env_ids", "full_action_space", "sticky_actions")
 
 
@@ -93,6 +98,7 @@ def share_public_states(collect):
 for family, scripts in (
     (prpo_minigrid, [fedavg_ppo, prtrpo_minigrid]),
     (prpo_atari, [fedavg_atari]),
+    (prpo_mujoco, [fedavg_mujoco]),
 ):
     shared = share_public_states(family.collect_public_states)
     for module in (family, *scripts):
@@ -149,17 +155,23 @@ class Variant:
         self.module = module
         self.family = family
         self.tiny = TINY | TINY_OF[family]
-        self.averages = module in (fedavg_ppo, fedavg_atari)
-        self.of_family = {"MiniGrid": prpo_minigrid, "Atari": prpo_atari}[family]
+        self.averages = module in (fedavg_ppo, fedavg_atari, fedavg_mujoco)
+        families = {"MiniGrid": prpo_minigrid, "Atari": prpo_atari, "MuJoCo": prpo_mujoco}
+        self.of_family = families[family]
         self.label = module.__name__
         if family == "MiniGrid":
             self.num_actions = 7
             self.shape = (7, 7, 3)
             self.codes = 11
-        else:
+        elif family == "Atari":
             self.num_actions = 4
             self.shape = (21, 21, 64)
             self.codes = 256
+        else:
+            self.num_actions = 3
+            self.shape = (11,)
+        # What a network is made for
+        self.sizes = (*self.shape * (family == "MuJoCo"), self.num_actions)
 
     def owner(self, name):
         """The module that defines this name."""
@@ -185,16 +197,18 @@ class Variant:
 
     def new_agent(self, **options):
         """A network for the tiny runs."""
-        return self.Agent(self.num_actions, **options)
+        return self.Agent(*self.sizes, **options)
 
     def random_obs(self, *shape):
-        """Random bytes in the shape of observations."""
+        """Random bytes, or numbers, in the shape of observations."""
+        if self.family == "MuJoCo":
+            return torch.randn(*shape, *self.shape)
         return torch.randint(0, self.codes, (*shape, *self.shape), dtype=torch.uint8)
 
     @property
     def parameters(self):
-        """The number of parameters of such a network."""
-        return sum(parameter.numel() for parameter in self.new_agent().parameters())
+        """How many numbers such a network sends: parameters and buffers."""
+        return len(communicators.flatten(self.new_agent()))
 
 
 PRPO_MINIGRID = Variant(prpo_minigrid, "MiniGrid")
@@ -205,12 +219,15 @@ del DISTRAL_MINIGRID.tiny["communicator"]  # it refuses any
 DISTRAL_MINIGRID.tiny["central_epochs"] = 4
 PRPO_ATARI = Variant(prpo_atari, "Atari")
 FEDAVG_ATARI = Variant(fedavg_atari, "Atari")
+PRPO_MUJOCO = Variant(prpo_mujoco, "MuJoCo")
+FEDAVG_MUJOCO = Variant(fedavg_mujoco, "MuJoCo")
 # Where the tested lines are those of prpo_minigrid.py
 SLOW_ATARI = pytest.param(PRPO_ATARI, marks=pytest.mark.slow)
 SLOW_FEDAVG = pytest.param(FEDAVG_MINIGRID, marks=pytest.mark.slow)
+SLOW_FEDAVG_MUJOCO = pytest.param(FEDAVG_MUJOCO, marks=pytest.mark.slow)
 MINIGRID = [PRPO_MINIGRID, FEDAVG_MINIGRID]
 ATARI = [PRPO_ATARI, FEDAVG_ATARI]
-SCRIPTS = [PRPO_MINIGRID, PRPO_ATARI, FEDAVG_MINIGRID]
+SCRIPTS = [PRPO_MINIGRID, PRPO_ATARI, FEDAVG_MINIGRID, PRPO_MUJOCO]
 
 
 def on(variants):
@@ -220,7 +237,8 @@ def on(variants):
 
 every_script = on(SCRIPTS)
 # FedAvg differs from these in the reference and in averaging only
-every_family = on([PRPO_MINIGRID, PRPO_ATARI])
+every_family = on([PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO])
+with_categories = on([PRPO_MINIGRID, PRPO_ATARI])  # whose actions are numbers of a list
 on_minigrid = on(MINIGRID)
 on_atari = on(ATARI)
 

@@ -731,7 +731,7 @@ def test_public_states_are_public(script):
     """They depend on the task alone, not on the run or on random states."""
     collect = script.collect_public_states.__wrapped__  # not what other tests have collected
     states = collect(tiny(script, ""))
-    assert states.dtype == torch.uint8
+    assert states.dtype == (torch.float32 if script.family == "MuJoCo" else torch.uint8)
     assert states.shape[1:] == script.shape
     assert len(states.unique(dim=0)) > 20
     np.random.seed(3)
@@ -746,6 +746,7 @@ def test_public_states_are_those_of_every_task(script):
     tasks = {
         "MiniGrid": ("MiniGrid-DoorKey-5x5-v0", "MiniGrid-FourRooms-v0"),
         "Atari": (GAME, "PongNoFrameskip-v4"),
+        "MuJoCo": ("HalfCheetah-v5", "Walker2d-v5"),
     }[script.family]
     options = {"full_action_space": True} if script.family == "Atari" else {}
     collect = script.collect_public_states.__wrapped__

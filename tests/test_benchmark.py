@@ -14,16 +14,23 @@ arguments = importlib.import_module("arguments")
 throughput = importlib.import_module("throughput")
 
 
-@pytest.mark.parametrize("env_id", ["MiniGrid-FourRooms-v0", "BeamRiderNoFrameskip-v4"])
+TASKS = {
+    "MiniGrid-FourRooms-v0": "prpo_minigrid",
+    "BeamRiderNoFrameskip-v4": "prpo_atari",
+    "HalfCheetah-v5": "prpo_mujoco",
+}
+
+
+@pytest.mark.parametrize("env_id", TASKS)
 def test_speed_is_measured_with_communication_rounds(env_id):
     """Before the first round nobody is heard: agents that communicate have several in a run."""
     args = throughput.Args(env_id=env_id)
     commands = {**throughput.contenders(args), **throughput.scaling_contenders(args)}.values()
-    script = importlib.import_module(throughput.choose_script(env_id).removesuffix(".py"))
+    script = importlib.import_module(TASKS[env_id])
     runs = [
         tyro.cli(script.Args, args=argv)
         for name, *argv in commands
-        if name == throughput.choose_script(env_id)
+        if name == f"{TASKS[env_id]}.py"
     ]
     talking = [run for run in runs if run.communicator != "identity" and run.num_agents > 1]
     assert len(talking) > 8
@@ -60,20 +67,65 @@ def test_sb3_contrib_is_run_at_the_settings_of_pr_trpo():
     assert sharing.total_timesteps // 2048 >= 3 * sharing.local_updates
 
 
-def test_stable_baselines3_is_run_at_the_settings_of_pr_ppo():
-    """What both have is the same, whatever the defaults of prpo_minigrid.py are."""
+@pytest.mark.parametrize("env_id", TASKS)
+def test_stable_baselines3_is_run_at_the_settings_of_pr_ppo(env_id):
+    """What both have is the same, whatever the defaults of the scripts are."""
     sys.path.insert(0, str(REPOSITORY / "benchmark" / "baselines"))
-    ours = importlib.import_module("prpo_minigrid").Args
+    name = TASKS[env_id]
+    ours = importlib.import_module(name).Args
     theirs = importlib.import_module("sb3_ppo").Args
-    commands = throughput.contenders(throughput.Args()).values()
-    sb3, *_ = (tyro.cli(theirs, args=argv) for name, *argv in commands if "sb3_ppo" in name)
-    runs = [tyro.cli(ours, args=argv) for name, *argv in commands if name == "prpo_minigrid.py"]
+    commands = throughput.contenders(throughput.Args(env_id=env_id)).values()
+    sb3, *_ = (tyro.cli(theirs, args=argv) for script, *argv in commands if "sb3_ppo" in script)
+    runs = []
+    for command in commands:
+        if f"{name}.py" in command:
+            words = command[command.index(f"{name}.py") + 1 :]
+            runs.append(tyro.cli(ours, args=words))
     common = vars(sb3).keys() & vars(runs[0]).keys() - {"exp_name", "device"}
     assert common >= {"env_id", "learning_rate", "total_timesteps", "num_steps", "ent_coef"}
+    assert len(runs) >= 4
     for run in runs:
-        for name in common:
-            assert getattr(run, name) == getattr(sb3, name), name
-        assert (run.kl_coef, run.kl_direction) == (1, "forward")
+        for setting in common:
+            assert getattr(run, setting) == getattr(sb3, setting), setting
+        if name == "prpo_minigrid":
+            assert (run.kl_coef, run.kl_direction) == (1, "forward")
+
+
+def test_stable_baselines3_has_the_networks_and_the_normalisation_of_pr_ppo():
+    """On MuJoCo: with our weights and statistics it has our policy and values."""
+    sys.path.insert(0, str(REPOSITORY / "benchmark" / "baselines"))
+    sb3_ppo = importlib.import_module("sb3_ppo")
+    prpo_mujoco = importlib.import_module("prpo_mujoco")
+    args = sb3_ppo.Args(env_id="Hopper-v5", gamma=0.9)
+    model = sb3_ppo.make_model(args)
+    (agent,) = prpo_mujoco.make_agents(prpo_mujoco.Args(num_agents=1, env_id="Hopper-v5"))
+    extractor = model.policy.mlp_extractor
+    pairs = [
+        (agent.policy_network, extractor.policy_net),
+        (agent.value_network, extractor.value_net),
+        (agent.actor, model.policy.action_net),
+        (agent.critic, model.policy.value_net),
+    ]
+    for our_layers, their_layers in pairs:  # orthogonal with the same gain
+        for our, their in zip(our_layers.parameters(), their_layers.parameters(), strict=True):
+            torch.testing.assert_close(our.norm(), their.norm())
+    torch.testing.assert_close(model.policy.log_std, agent.actor_log_std)
+
+    obs = torch.randn(50, 11, generator=torch.Generator().manual_seed(1)) * 5
+    agent.set_statistics(torch.tensor(50.0), obs.mean(0), obs.var(0) / 4)
+    statistics = model.get_vec_normalize_env()
+    assert (statistics.gamma, statistics.norm_reward, statistics.clip_reward) == (0.9, True, 10)
+    statistics.obs_rms.mean = agent.obs_mean.double().numpy()
+    statistics.obs_rms.var = agent.obs_var.double().numpy()
+    normalised = torch.from_numpy(statistics.normalize_obs(obs.numpy()))
+    torch.testing.assert_close(normalised, agent.normalise(obs))
+    torch.nn.init.orthogonal_(agent.actor.weight)
+    for our_layers, their_layers in pairs:
+        their_layers.load_state_dict(our_layers.state_dict())
+    mean_action, value = agent.predict(obs)
+    policy = model.policy.get_distribution(normalised).distribution
+    torch.testing.assert_close(policy.mean, mean_action)
+    torch.testing.assert_close(model.policy.predict_values(normalised)[:, 0], value)
 
 
 def test_trl_is_run_at_the_settings_of_language_models():

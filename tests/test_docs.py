@@ -21,6 +21,7 @@ from helpers import (
     PRTRPO_MINIGRID,
     REPOSITORY,
     SCRIPTS,
+    SLOW_FEDAVG_MUJOCO,
     call,
     flags,
     on,
@@ -39,6 +40,8 @@ SCRIPT_NAMES = (
     "prpo_atari",
     "fedavg_ppo",
     "fedavg_atari",
+    "prpo_mujoco",
+    "fedavg_mujoco",
     "distral_minigrid",
     "prpo_llm",
     "prtrpo_minigrid",
@@ -49,6 +52,7 @@ SCRIPT_NAMES = (
 VARIANTS = {
     "fedavg_ppo": "prpo_minigrid",
     "fedavg_atari": "prpo_atari",
+    "fedavg_mujoco": "prpo_mujoco",
     "distral_minigrid": "prpo_minigrid",
 }
 BENCHMARKS = (
@@ -184,8 +188,8 @@ def test_flags_are_those_of_help(script, read_help):
     rows = read_rows("communicators")
     if script in VARIANTS:
         rows |= read_rows(VARIANTS[script])
-        for flag in ("--gate", "--mixture", "--self-reference"):  # as the page says
-            del rows[flag]
+        for flag in ("--gate", "--mixture", "--self-reference", "--kl-samples"):  # as the page says
+            rows.pop(flag, None)
     rows |= read_rows(script)
     aliases = {"--help", "--agent", "--communication-coef", "--update-every", "--reward-model"}
     negations = {flag for flag in shown.keys() - rows if flag.replace("--no-", "--", 1) in rows}
@@ -259,7 +263,7 @@ def test_every_script_has_its_page():
     """The README's table leads to a page per script, and every page is reached from the README."""
     readme = (REPOSITORY / "README.md").read_text()
     for script in (*SCRIPT_NAMES, "communicators"):
-        page = "fedavg_ppo" if script == "fedavg_atari" else script
+        page = {"fedavg_atari": "fedavg_ppo", "fedavg_mujoco": "prpo_mujoco"}.get(script, script)
         row = rf"^\|.* \[`{script}\.py`\]\({script}\.py\)[, ].*\(docs/{page}\.md\) \|$"
         assert re.search(row, readme, re.M), script
     assert all(f"(docs/{page.name})" in readme for page in (REPOSITORY / "docs").glob("*.md"))
@@ -309,7 +313,10 @@ def test_a_section_of_the_results_fits_on_a_screen():
     assert max(lengths.values()) <= 60, lengths
 
 
-@on([*SCRIPTS, pytest.param(FEDAVG_ATARI, marks=pytest.mark.slow), PRTRPO_MINIGRID])
+SLOW_FEDAVG_ATARI = pytest.param(FEDAVG_ATARI, marks=pytest.mark.slow)
+
+
+@on([*SCRIPTS, SLOW_FEDAVG_ATARI, SLOW_FEDAVG_MUJOCO, PRTRPO_MINIGRID])
 def test_metrics_are_those_of_a_run(script, whole_run):
     """Whatever a run of control writes is explained, and nothing else is."""
     folder = whole_run(script)

@@ -16,6 +16,7 @@ from helpers import (
     HAS_ENVPOOL,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRPO_MUJOCO,
     REPOSITORY,
     every_family,
     only_run,
@@ -529,13 +530,125 @@ def test_envpool_and_official_environments_agree_step_by_step():
     assert (totals > 0).all()  # goals, ends and time limits were all among them
 
 
+def place(env, obs):
+    """Put an environment of gymnasium into the state that an observation shows.
+
+    The place along the track, which it does not show, is 0.
+    """
+    model = env.unwrapped.model
+    hidden = model.nq + model.nv - len(obs)
+    state = np.concatenate((np.zeros(hidden), obs.astype(float)))
+    env.unwrapped.set_state(state[: model.nq], state[model.nq :])
+
+
+@needs_envpool
+@pytest.mark.parametrize("env_id", sorted(PRPO_MUJOCO.ENVPOOL_IDS))
+def test_envpool_and_gymnasium_have_the_same_bodies(env_id):
+    """From the same states equal actions, some of them beyond the bounds, lead to equal
+    observations, rewards and ends; the step after an end ignores its action.
+
+    Small differences grow, so gymnasium's environment is put beside envpool's every few steps.
+    """
+    script = PRPO_MUJOCO
+    is_cheetah = env_id == "HalfCheetah-v5"
+    args = script.Args(env_id=env_id, num_agents=2, num_envs=2, env_backend="envpool")
+    envs = script.Envs(args, range(1, 2), 0)
+    peers = [script.make_env(env_id) for _ in range(2)]
+    for peer, obs in zip(peers, envs.obs[0], strict=True):
+        peer.reset(seed=1)
+        place(peer, obs)
+    generator = np.random.default_rng(3)
+    total = np.zeros(2)
+    length = np.zeros(2)
+    ended = np.zeros(2, dtype=bool)
+    kinds = Counter()
+    for step in range(1010):
+        actions = generator.uniform(-1.5, 1.5, (1, 2, *peers[0].action_space.shape))
+        actions = actions.astype(np.float32)
+        before = envs.obs[0].copy()
+        rewards, terminations, truncations, valid, episodes = envs.step(actions)
+        expected_episodes = []
+        for e, peer in enumerate(peers):
+            if ended[e]:
+                assert not valid[0, e]
+                assert rewards[0, e] == 0.0
+                assert not (terminations[0, e] or truncations[0, e])
+                peer.reset()
+                place(peer, envs.obs[0, e])
+                total[e] = length[e] = ended[e] = 0
+                continue
+            assert valid[0, e]
+            # All but the cheetah's speeds are shown as 10 at most
+            if step % 5 == 0 and (is_cheetah or np.abs(before[e]).max() < 10):
+                place(peer, before[e])
+            obs, reward, terminated, truncated, _ = peer.step(actions[0, e].clip(-1, 1))
+            np.testing.assert_allclose(envs.obs[0, e], obs, rtol=0.02, atol=0.02)
+            assert rewards[0, e] == pytest.approx(reward, rel=0.01, abs=0.01)
+            assert (terminations[0, e], truncations[0, e]) == (terminated, truncated)
+            total[e] += reward
+            length[e] += 1
+            ended[e] = terminated or truncated
+            kinds["terminated"] += terminated
+            kinds["truncated"] += truncated
+            if ended[e]:
+                expected_episodes.append((0, pytest.approx(total[e], rel=0.01), length[e]))
+        assert episodes == expected_episodes
+    envs.close()
+    # A cheetah does not fall, the others do not stand for long
+    if is_cheetah:
+        assert kinds == {"terminated": 0, "truncated": 2}
+    else:
+        assert kinds["terminated"] > 20
+    limit = importlib.import_module("envpool").make_spec(env_id).config.max_episode_steps
+    assert limit == gym.spec(env_id).max_episode_steps
+
+
+@needs_envpool
+@pytest.mark.parametrize("env_id", sorted(PRPO_MUJOCO.ENVPOOL_IDS))
+def test_envpool_and_gymnasium_begin_episodes_alike(env_id):
+    """The first observations of a hundred episodes have the same mean and spread."""
+    script = PRPO_MUJOCO
+    starts = []
+    for backend in BACKENDS:
+        args = script.Args(env_id=env_id, num_agents=1, num_envs=100, env_backend=backend)
+        envs = script.Envs(args, range(1), 0)
+        starts.append(envs.obs[0].astype(float))
+        envs.close()
+    of_gymnasium, of_envpool = starts
+    spreads = of_gymnasium.std(0)
+    assert (spreads > 1e-3).all()
+    difference = of_envpool.mean(0) - of_gymnasium.mean(0)
+    assert (np.abs(difference) < 5 * spreads * np.sqrt(2 / 100)).all()
+    np.testing.assert_allclose(of_envpool.std(0), spreads, rtol=0.35)
+    # Uniform places, and speeds that are Gaussian for the cheetah only
+    farthest = [np.abs(obs - obs.mean(0)).max(0) / spreads for obs in starts]
+    np.testing.assert_allclose(farthest[1], farthest[0], rtol=0.5)
+
+
+@needs_envpool
+def test_auto_takes_envpool_where_it_was_compared():
+    script = PRPO_MUJOCO
+    for env_ids, backend in (
+        (("Hopper-v5", "Hopper-v5"), "envpool"),
+        (("Walker2d-v5", "HalfCheetah-v5"), "envpool"),
+        (("Hopper-v5", "Hopper-v4"), "gymnasium"),
+        (("Ant-v5", "Ant-v5"), "gymnasium"),
+    ):
+        assert script.choose_backend(script.Args(num_agents=2, env_ids=env_ids)) == backend
+    args = script.Args(env_id="Hopper-v5", env_backend="gymnasium")
+    assert script.choose_backend(args) == "gymnasium"
+
+
 def walk(script, args, agents, checkpoint=0):
     """The observations of a fixed sequence of actions as bytes [agents][environments]."""
-    steps = {"MiniGrid": 250, "Atari": 170}[script.family]
+    steps = {"MiniGrid": 250, "Atari": 170, "MuJoCo": 40}[script.family]
     envs = script.Envs(args, agents, checkpoint)
     frames = [envs.obs.copy()]
     for action in np.random.default_rng(0).choice(4, p=[0.25, 0.2, 0.45, 0.1], size=steps):
-        envs.step(np.full((len(agents), args.num_envs), action))
+        actions = np.full((len(agents), args.num_envs), action)
+        if script.family == "MuJoCo":
+            actions = np.repeat(actions[..., None] / 2 - 1, script.num_actions, axis=-1)
+        envs.step(actions)
         frames.append(envs.obs.copy())
     envs.close()
     shown = np.stack(frames, axis=2)
@@ -545,6 +658,7 @@ def walk(script, args, agents, checkpoint=0):
 TASKS = {
     "MiniGrid": ("MiniGrid-FourRooms-v0", "MiniGrid-FourRooms-v0", "MiniGrid-DoorKey-6x6-v0"),
     "Atari": ("BreakoutNoFrameskip-v4", "BreakoutNoFrameskip-v4", "PongNoFrameskip-v4"),
+    "MuJoCo": ("Hopper-v5", "Hopper-v5", "Hopper-v5"),
 }
 
 
@@ -552,6 +666,7 @@ TASKS = {
     ("script", "changes"),
     [
         *((PRPO_MINIGRID, {"env_backend": backend}) for backend in BACKENDS),
+        *((PRPO_MUJOCO, {"env_backend": backend}) for backend in BACKENDS),
         pytest.param(PRPO_ATARI, {"sticky_actions": False}, marks=pytest.mark.slow),
         pytest.param(PRPO_ATARI, {"sticky_actions": True}, marks=pytest.mark.slow),
     ],
@@ -570,7 +685,7 @@ def test_an_agents_environments_depend_on_its_own_seeds_only(script, changes):
     others = [walk(script, replace(args, seed=2), range(2)), walk(script, args, range(2), 5)]
     histories = [env for run in (together[:2], *others) for agent in run for env in agent]
     assert len(histories) == 12
-    if script.family == "MiniGrid" or args.sticky_actions:
+    if script.family != "Atari" or args.sticky_actions:
         assert len(set(histories)) == 12
     else:  # only the 30 possible beginnings distinguish games
         assert len(set(histories)) > 4

@@ -9,8 +9,10 @@ import torch
 from helpers import (
     FEDAVG_ATARI,
     FEDAVG_MINIGRID,
+    FEDAVG_MUJOCO,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRPO_MUJOCO,
     assert_same_run,
     on,
     only_run,
@@ -27,7 +29,7 @@ BOTH = on([FEDAVG_MINIGRID, FEDAVG_ATARI])
 # Not symmetric, so that a transposed matrix would change the result; the last agent listens to
 # nobody else, but is listened to
 C = torch.tensor([[0.5, 0.2, 0.3], [0.6, 0.3, 0.1], [0.0, 0.0, 1.0]])
-SHORT = {"MiniGrid": {}, "Atari": {"num_steps": 32, "num_envs": 1}}
+SHORT = {"MiniGrid": {}, "Atari": {"num_steps": 32, "num_envs": 1}, "MuJoCo": {}}
 
 
 @pytest.fixture
@@ -342,6 +344,7 @@ def test_averages_survive_crashes(settings, crashing, tmp_path):
     [
         (FEDAVG_MINIGRID, PRPO_MINIGRID),
         pytest.param(FEDAVG_ATARI, PRPO_ATARI, marks=pytest.mark.slow),
+        (FEDAVG_MUJOCO, PRPO_MUJOCO),
     ],
     ids=str,
 )

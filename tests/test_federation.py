@@ -19,8 +19,10 @@ from command import parse_args
 from fsspec.implementations.local import LocalFileSystem
 from helpers import (
     FEDAVG_MINIGRID,
+    FEDAVG_MUJOCO,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRPO_MUJOCO,
     PRTRPO_MINIGRID,
     REPOSITORY,
     Child,
@@ -47,6 +49,7 @@ import federate
 from benchmark import play
 from federate import FolderExchange, Rejected, Store, decode_snapshot, encode_snapshot
 
+ON_MUJOCO = [PRPO_MUJOCO, FEDAVG_MUJOCO]
 ABOUT = {"federation": "prpo", "agent": "1", "round": "7"}
 PARAMETERS = torch.arange(6.0) / 7
 FILE = encode_snapshot(PARAMETERS, ABOUT | {"report": "0.25"})
@@ -724,8 +727,15 @@ def assert_same_training(tmp_path, processes, whole):
             marks=pytest.mark.slow,
         ),
         pytest.param(PRPO_ATARI, {"num_envs": 2}, [(0,), (1,), (2,)], marks=pytest.mark.slow),
+        (PRPO_MUJOCO, {"communicator": "similarity"}, [(0,), (1, 2)]),
+        pytest.param(
+            FEDAVG_MUJOCO,
+            {"communicator": "surrogate"},
+            [(0, 1), (2,)],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=lambda value: str(value) if value in (PRPO_ATARI,) else None,
+    ids=lambda value: str(value) if value in (PRPO_ATARI, *ON_MUJOCO) else None,
 )
 def test_processes_that_wait_train_as_one_process(script, changes, processes, tmp_path):
     changes = changes | {"num_steps": 32, "eval_episodes": 0}
@@ -773,7 +783,8 @@ def test_a_killed_agent_goes_on_from_its_checkpoint(tmp_path, whole_run):
 
 
 SLOW = [
-    pytest.param(script, marks=pytest.mark.slow) for script in (FEDAVG_MINIGRID, PRTRPO_MINIGRID)
+    pytest.param(script, marks=pytest.mark.slow)
+    for script in (FEDAVG_MINIGRID, PRTRPO_MINIGRID, *ON_MUJOCO)
 ]
 
 

@@ -19,6 +19,7 @@ import prpo_llm
 
 NAMES = ("prpo_minigrid", "fedavg_ppo", "distral_minigrid", "prtrpo_minigrid")
 SCRIPTS = [REPOSITORY / f"{name}.py" for name in NAMES]
+ON_MUJOCO = ("prpo_mujoco", "fedavg_mujoco")  # with continuous tasks that need no MuJoCo
 TINY = "--num-agents 2 --num-envs 2 --num-steps 32 --total-timesteps 128 --local-updates 1"
 TINY += " --num-minibatches 2 --eval-episodes 2 --env-id MiniGrid-Empty-5x5-v0 --run-dir runs"
 
@@ -74,26 +75,38 @@ def test_the_small_set_suffices_for_minigrid_and_is_about_1_gb(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["win32", "darwin"])
-def test_minigrid_runs_without_what_only_linux_has(system, tmp_path):
+@pytest.mark.parametrize(
+    ("names", "task"),
+    [(NAMES, "MiniGrid-Empty-5x5-v0"), (ON_MUJOCO, "Pendulum-v1")],
+    ids=["MiniGrid", "MuJoCo"],
+)
+def test_scripts_run_without_what_only_linux_has(names, task, system, tmp_path):
     """Nor with a package that the small set leaves out: a run of each script, and its summary."""
     tool = REPOSITORY / "tests" / "tools" / "elsewhere.py"
-    scripts = " ".join(map(str, SCRIPTS))
-    process = call(tool, system, scripts, *TINY.split(), cwd=tmp_path)
+    scripts = " ".join(str(REPOSITORY / f"{name}.py") for name in names)
+    process = call(tool, system, scripts, *TINY.split(), "--env-id", task, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     summaries = read_summaries(tmp_path)
-    assert summaries.keys() == {script.stem for script in SCRIPTS}
+    assert summaries.keys() == {*names}
     assert {summary["env_backend"] for summary in summaries.values()} == {"gymnasium"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["prpo_atari", "fedavg_atari"])
-def test_games_without_their_emulator_end_in_one_line(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "task", "problem"),
+    [
+        ("prpo_atari", "BeamRiderNoFrameskip-v4", ": ale-py is not installed"),
+        ("fedavg_atari", "BeamRiderNoFrameskip-v4", ": ale-py is not installed"),
+        ("prpo_mujoco", "Hopper-v5", ' MuJoCo is not installed, run `pip install "gymna'),
+        ("fedavg_mujoco", "Hopper-v5", ' MuJoCo is not installed, run `pip install "gymna'),
+    ],
+)
+def test_tasks_without_their_simulator_end_in_one_line(name, task, problem, tmp_path):
     tool = REPOSITORY / "tests" / "tools" / "elsewhere.py"
-    task = "BeamRiderNoFrameskip-v4"
     process = call(tool, "linux", str(REPOSITORY / f"{name}.py"), "--env-id", task, cwd=tmp_path)
     assert process.returncode == communicators.WRONG_VALUE
     assert process.stderr.startswith(f"--env-id {task}: ")
-    assert process.stderr.endswith(f"{task}: ale-py is not installed\n")
+    assert f"{task}{problem}" in process.stderr
     assert process.stderr.count("\n") == 1
 
 
@@ -104,6 +117,8 @@ ALONE = {
     "fedavg_atari": ("prpo_atari",),
     "distral_minigrid": ("prpo_minigrid",),
     "prtrpo_minigrid": ("prpo_minigrid",),
+    "prpo_mujoco": (),
+    "fedavg_mujoco": ("prpo_mujoco",),
 }
 # Run in a folder of copies; the packages of the other family are missing
 PROGRAM = """
@@ -116,7 +131,7 @@ runpy.run_path(script, run_name="__main__")
 
 
 # The others import the same
-QUICK = ("prpo_minigrid", "prpo_atari")
+QUICK = ("prpo_minigrid", "prpo_atari", "prpo_mujoco")
 
 
 @pytest.mark.parametrize(
@@ -126,12 +141,15 @@ QUICK = ("prpo_minigrid", "prpo_atari")
 def test_a_copy_of_a_script_runs_beside_few_others(name, tmp_path):
     """communicators.py, and for a variant its family's script, without which it names that.
 
-    Games need nothing of MiniGrid's, nor the other way round.
+    No family needs what is another's.
     """
     for module in ("communicators", name):
         shutil.copy(REPOSITORY / f"{module}.py", tmp_path)
     (tmp_path / "run.py").write_text(PROGRAM)
-    missing = ["minigrid"] if name.endswith("atari") else ["ale_py", "cv2"]
+    packages = {"minigrid": ["minigrid"], "atari": ["ale_py", "cv2"], "mujoco": ["mujoco"]}
+    packages["ppo"] = packages["minigrid"]
+    in_use = packages[name.rpartition("_")[2]]
+    missing = [package for package in sum(packages.values(), []) if package not in in_use]
     command = ["run.py", f"{name}.py", *missing]
     for needed in ALONE[name]:
         process = call(*command, cwd=tmp_path, PYTHONPATH="")

@@ -9,11 +9,14 @@ import gymnasium as gym
 import imageio_ffmpeg
 import numpy as np
 import pytest
+import torch
 from helpers import (
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRPO_MUJOCO,
     PRTRPO_MINIGRID,
     REPOSITORY,
+    SLOW_FEDAVG_MUJOCO,
     flags,
     on,
     only_run,
@@ -151,6 +154,83 @@ class Old(Bare):
         return super().step(action)[:4]
 
 
+# A point of nine steps, pushed on a plane; what pays is the first push, which has other bounds
+# than the second
+class Point(gym.Env):
+    observation_space = gym.spaces.Box(-9, 9, (2,), np.float64)
+    action_space = gym.spaces.Box(np.array([-1.0, 0.0]), np.array([0.5, 2.0]), dtype=np.float64)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = int(self.np_random.integers(5))
+        self.place = self.np_random.uniform(-1, 1, 2)
+        return self.place.copy(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(np.asarray(action, np.float64)), action
+        self.time += 1
+        self.place = np.clip(self.place + action, -9, 9)
+        return self.place.copy(), float(action[0]), False, self.time >= 9, {}
+
+
+class OddPoint(Point):
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, np.array([reward]), terminated, truncated, {"path": np.zeros(self.time)}
+
+
+class PairOfPoints(Point):
+    def step(self, action):
+        obs, reward, *more = super().step(action)
+        return obs, np.array([reward, reward]), *more
+
+
+class OldPoint(Point):
+    def step(self, action):
+        return super().step(action)[:4]
+
+
+class EndlessPoint(Point):
+    def step(self, action):
+        assert self.time < 100
+        return *super().step(action)[:3], False, {}
+
+
+class NamedPoint(Point):
+    observation_space = gym.spaces.Dict({"place": Point.observation_space})
+
+
+class SquarePoint(Point):
+    observation_space = gym.spaces.Box(np.arange(60.0).reshape(6, 10), np.full((6, 10), 99.0))
+
+
+class FreePoint(Point):
+    action_space = gym.spaces.Box(-np.inf, np.inf, (2,))
+
+
+class HalfFreePoint(Point):
+    action_space = gym.spaces.Box(-np.arange(40.0) - 1, np.full(40, np.inf))
+
+
+class SteppedPoint(Point):
+    action_space = gym.spaces.MultiDiscrete([3, 3])
+
+
+class OtherPoint(Point):
+    observation_space = gym.spaces.Box(-9, 9, (3,))
+
+
+gym.register("Point-v0", Point)
+gym.register("OddPoint-v0", OddPoint)
+gym.register("PairOfPoints-v0", PairOfPoints)
+gym.register("OldPoint-v0", OldPoint)
+gym.register("EndlessPoint-v0", EndlessPoint)
+gym.register("NamedPoint-v0", NamedPoint)
+gym.register("SquarePoint-v0", SquarePoint)
+gym.register("FreePoint-v0", FreePoint)
+gym.register("HalfFreePoint-v0", HalfFreePoint)
+gym.register("SteppedPoint-v0", SteppedPoint)
+gym.register("OtherPoint-v0", OtherPoint)
 gym.register("Varied-v0", Varied)
 gym.register("Odd-v0", Odd)
 gym.register("OddFrames-v0", OddFrames)
@@ -296,6 +376,7 @@ def test_a_task_may_show_its_codes_alone(script, my_tasks, tmp_path):
         (PRPO_MINIGRID, "Odd-v0", "Varied-v0"),
         (PRTRPO_MINIGRID, "Odd-v0", "Varied-v0"),
         (PRPO_ATARI, "OddFrames-v0", "Frames-v0"),
+        (PRPO_MUJOCO, "OddPoint-v0", "Point-v0"),
     ],
     ids=str,
 )
@@ -400,6 +481,7 @@ def test_tasks_without_an_end_get_one(my_tasks, monkeypatch):
     """An evaluation plays whole episodes."""
     monkeypatch.setattr(PRPO_MINIGRID.module, "LONGEST_EPISODE", 6)
     monkeypatch.setattr(PRPO_ATARI.module, "LONGEST_EPISODE", 6)
+    monkeypatch.setattr(PRPO_MUJOCO.module, "LONGEST_EPISODE", 6)
     agent = PRPO_MINIGRID.new_agent()
     task = "my_other_tasks:Endless-v0"
     returns = PRPO_MINIGRID.evaluate(PRPO_MINIGRID.Args(), agent, task, [1, 2], 0, greedy=True)
@@ -408,3 +490,51 @@ def test_tasks_without_an_end_get_one(my_tasks, monkeypatch):
     agent = PRPO_ATARI.new_agent()
     returns = PRPO_ATARI.evaluate(PRPO_ATARI.Args(), agent, game, [1, 2], 0, greedy=True)
     assert (returns <= 42).all()
+    body = "my_other_tasks:EndlessPoint-v0"
+    agent = PRPO_MUJOCO.of_family.Agent(2, 2)
+    torch.nn.init.constant_(agent.actor.bias, 9.0)  # beyond the bounds, of which the first is 0.5
+    returns = PRPO_MUJOCO.evaluate(PRPO_MUJOCO.Args(), agent, body, [1, 2], 0, greedy=True)
+    assert returns.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--env-id no_such_module:Body-v0", "no_such_module"),
+        ("--env-id my_other_tasks:NamedPoint-v0", "shows no list of numbers, but Dict("),
+        ("--env-id my_other_tasks:SquarePoint-v0", "shows no list of numbers, but Box("),
+        ("--env-id my_other_tasks:FreePoint-v0", "has actions without bounds: Box(-inf, inf"),
+        ("--env-id my_other_tasks:HalfFreePoint-v0", "has actions without bounds: Box("),
+        ("--env-id my_other_tasks:SteppedPoint-v0", "no list of continuous actions, but MultiDis"),
+        ("--env-id my_other_tasks:OtherPoint-v0", "shows (2,) numbers, not (3,)"),
+        ("--env-id my_other_tasks:PairOfPoints-v0", "array of size 1"),
+        ("--env-id my_other_tasks:OldPoint-v0", "expected 5, got 4"),
+        ("--env-id my_other_tasks:Point-v0 --env-backend envpool", "no usable my_other_tasks:Poin"),
+        ("--num-agents 2 --env-ids my_other_tasks:Point-v0 Hopper-v5", "Point-v0 2 and 2, Hopper"),
+        ("--eval-env-ids my_other_tasks:Point-v0", "Point-v0 2 and 2"),
+    ],
+)
+def test_bodies_that_cannot_be_used_are_refused_in_one_line(argv, words, my_tasks):
+    with pytest.raises(SystemExit):
+        PRPO_MUJOCO.parse_args(argv.split())
+    assert words in REFUSED[-1]
+    assert REFUSED[-1].startswith(argv[argv.rindex("--") :].split(" ")[0])
+    assert "\n" not in REFUSED[-1]
+
+
+@on([PRPO_MUJOCO, SLOW_FEDAVG_MUJOCO])
+def test_a_users_body_trains_and_plays(script, my_tasks, tmp_path):
+    """Actions stay in the task's bounds, of which each has its own; names have no module."""
+    changes = {"num_agents": 2, "communicator": "similarity", "iterations": 2, "local_updates": 1}
+    changes |= {"env_id": "my_other_tasks:Point-v0", "eval_episodes": 3}
+    args = flags(script, tmp_path / "runs", **changes)
+    summary = script.main(script.parse_args(args))
+    folder = only_run(tmp_path / "runs")
+    assert folder.name.startswith("Point-v0__")
+    assert summary["env_backend"] == "gymnasium"
+    for row in rows_of(folder):
+        assert row["env_id"] == "Point-v0"
+        assert -9 <= float(row["episodic_return"]) <= 4.5
+        assert 5 <= float(row["episodic_length"]) <= 9
+    for row in summary["evaluation"]["agents"]:
+        assert -9 <= row["Point-v0"]["mean"] <= 4.5

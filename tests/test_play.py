@@ -16,8 +16,10 @@ from helpers import (
     FEDAVG_MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRPO_MUJOCO,
     PRTRPO_MINIGRID,
     REPOSITORY,
+    SLOW_FEDAVG_MUJOCO,
     Child,
     copy_config,
     evaluations_of,
@@ -27,32 +29,39 @@ from helpers import (
     refusal,
     tiny,
 )
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import prpo_mujoco
 import s2zpo_mujoco
 from benchmark import play
 
 DOOR_KEY = "MiniGrid-DoorKey-5x5-v0"
 
 
-class S2zpo:
-    """The tiny run of s2zpo_mujoco.py, as those of `helpers.Variant`."""
+class Vectors:
+    """The tiny run of a script on tasks of vectors, as those of `helpers.Variant`."""
 
-    tiny = {"env_id": "CartPole-v1"}
+    def __init__(self, module, env_id, **settings):
+        self.module = module
+        self.tiny = {"env_id": env_id}
+        self.settings = {"env_id": env_id, "num_agents": 2, "eval_episodes": 2} | settings
 
     def make(self, folder):
         """Train in this folder."""
-        settings = {"env_id": "CartPole-v1", "num_agents": 2, "horizon": 20, "eval_episodes": 2}
-        args = s2zpo_mujoco.Args(**settings, total_iterations=1, run_dir=str(folder))
-        return s2zpo_mujoco.main(args)
+        return self.module.main(self.module.Args(**self.settings, run_dir=str(folder)))
 
     def __repr__(self):
-        return "s2zpo_mujoco"
+        return f"{self.module.__name__}-{self.tiny['env_id']}"
 
 
-S2ZPO = S2zpo()
+SMALL = {"total_timesteps": 64, "num_envs": 2, "num_steps": 16, "num_minibatches": 1}
+SMALL |= {"local_updates": 1, "communicator": "self-preferred", "device": "cpu"}
+S2ZPO = Vectors(s2zpo_mujoco, "CartPole-v1", horizon=20, total_iterations=1)
+PENDULUM = Vectors(prpo_mujoco, "Pendulum-v1", **SMALL)  # drawn without OpenGL
 EVERY_SCRIPT = [PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID, PRPO_ATARI, S2ZPO]
 EVERY_SCRIPT += [DISTRAL_MINIGRID, pytest.param(FEDAVG_ATARI, marks=pytest.mark.slow)]
+EVERY_SCRIPT += [PRPO_MUJOCO, SLOW_FEDAVG_MUJOCO]
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +69,8 @@ def run_of(whole_run, once):
     """run_of(script): the folder of its tiny run."""
 
     def get(script):
-        if script is S2ZPO:
-            folder, _ = once("whole_run_s2zpo", script.make)
+        if isinstance(script, Vectors):
+            folder, _ = once(f"whole_run_{script}", script.make)
             return only_run(folder)
         if script is FEDAVG_ATARI:  # a smaller one
             args = {"iterations": 1, "num_agents": 2}
@@ -91,7 +100,7 @@ def contents(folder):
 
 def forbid_playing(monkeypatch):
     """Whatever is refused is refused before this."""
-    for module in (PRPO_MINIGRID.module, PRPO_ATARI.module, s2zpo_mujoco):
+    for module in (PRPO_MINIGRID.module, PRPO_ATARI.module, prpo_mujoco, s2zpo_mujoco):
         monkeypatch.setattr(module, "evaluate", lambda *_: pytest.fail("plays"))
 
 
@@ -117,11 +126,11 @@ def test_playing_a_run_gives_its_own_evaluation_and_writes_nothing(script, run_o
         for i, row in last.items():
             returns = results[i][script.tiny["env_id"]]
             assert len(returns) == 2
-            assert returns.mean() == pytest.approx(float(row[column]), abs=1e-4)
+            assert returns.mean() == pytest.approx(float(row[column]), rel=1e-5, abs=1e-4)
             assert lines[i - len(last)].split()[:3] == [str(i), f"{returns.mean():.3f}", "±"]
             expected[column].append(row[column])
     assert contents(folder) == before
-    if script in (PRPO_MINIGRID, PRPO_ATARI):  # so that the right agents and actions show
+    if script in (PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO):  # so that the right agents show
         assert len(set(expected["mean_return"])) > 1
         assert expected["mean_return"] != expected["greedy_return"]
 
@@ -301,11 +310,11 @@ def test_films_play_in_browsers(size, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@on([PRPO_MINIGRID, S2ZPO])
+@on([PRPO_MINIGRID, PENDULUM, S2ZPO])
 def test_films_show_the_first_episodes(script, run_of, tmp_path, monkeypatch):
     """Whole ones, picture by picture, of each agent on each task; the returns are the same."""
     folder = run_of(script)
-    module = PRPO_MINIGRID.module if script is PRPO_MINIGRID else s2zpo_mujoco
+    module = script.module
     expected = play_run(folder)
     episodes = []
     shown = {}
@@ -381,7 +390,7 @@ def test_other_sizes_and_what_is_no_picture_are_errors(tmp_path):
     film.close()
 
 
-@on([PRPO_MINIGRID, PRPO_ATARI, S2ZPO])
+@on([PRPO_MINIGRID, PRPO_ATARI, PENDULUM, S2ZPO])
 def test_films_without_an_encoder_are_refused_first(script, run_of, tmp_path, monkeypatch):
     """Where ffmpeg is missing, and where it does not start."""
     folder = run_of(script)
@@ -395,6 +404,63 @@ def test_films_without_an_encoder_are_refused_first(script, run_of, tmp_path, mo
     monkeypatch.setattr(imageio_ffmpeg._utils, "_get_ffmpeg_exe", lambda: None)
     assert "No ffmpeg exe could be found" in refusal(play_run, folder, video=films)
     assert not Path(films).exists()
+
+
+def test_a_gif_shows_every_agent_on_its_own_task(tmp_path, monkeypatch, whole_run):
+    """Side by side, at ten pictures a second, for as long as the longest film and not too long."""
+    args = PRPO_MINIGRID.Args(env_ids=(DOOR_KEY, "MiniGrid-Empty-5x5-v0"), num_agents=2)
+    tests = ["MiniGrid-Empty-5x5-v0", DOOR_KEY]
+    own_tasks = play.list_own_tests(PRPO_MINIGRID.module, args, tests)
+    assert own_tasks == [DOOR_KEY, "MiniGrid-Empty-5x5-v0"]
+    assert play.list_own_tests(PRPO_MINIGRID.module, args, tests[:1]) == tests[:1] * 2
+    assert play.list_own_tests(s2zpo_mujoco, s2zpo_mujoco.Args(), ["X"]) == ["X"] * 4
+
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    films = []
+    for number, grey in ((20, 40), (60, 200), (1000, 120)):
+        film = play.Film(tmp_path / f"{grey}.mp4", 20, unfinished)
+        for _ in range(number):
+            film.add(np.full((80, 80, 3), grey, dtype=np.uint8))
+        film.finish()
+        films.append(film.path)
+    for shown, length in ((films[:2], 30), (films[:1], 10), (films[1:], 80)):
+        path = tmp_path / "all.gif"
+        play.write_gif(shown, path, unfinished)
+        with Image.open(path) as image:
+            assert image.size == (160 * len(shown), 160)
+            total = 0
+            for frame in range(image.n_frames):  # equal pictures are one that lasts
+                image.seek(frame)
+                total += image.info["duration"]
+                greys = np.asarray(image.convert("L"))[80, 80::160]
+                expected = [int(film.stem) for film in shown]
+                assert np.abs(greys - np.array(expected)).max() < 12
+            assert total == pytest.approx(100 * length, abs=100)
+    line = refusal(play.write_gif, [tmp_path / "gone.mp4"], path, unfinished)
+    assert line.startswith(f"--video {path}: ")
+
+    films = tmp_path / "films"
+    monkeypatch.setattr(play, "write_gif", lambda films, path, _: path.write_text(str(films)))
+    play_run(whole_run(PRPO_MINIGRID), video=str(films / "all.gif"), episodes=1)
+    names = [films / f"agent_{i}_{PRPO_MINIGRID.tiny['env_id']}.mp4" for i in range(3)]
+    assert (films / "all.gif").read_text() == str(names)
+    assert sorted(films.iterdir()) == [*names, films / "all.gif"]
+
+
+def test_a_renderer_that_is_missing_is_one_line(run_of, tmp_path, monkeypatch):
+    """Before anything is played; without films it is not needed."""
+    monkeypatch.setenv("MUJOCO_GL", "nonsense")
+    forbid_playing(monkeypatch)
+    monkeypatch.setattr(s2zpo_mujoco, "DRAW", "import os; raise OSError(os.environ['MUJOCO_GL'])")
+    for script in (PENDULUM, S2ZPO):
+        line = refusal(play_run, run_of(script), video=str(tmp_path / "films"))
+        assert line.startswith(f"--video: {script.tiny['env_id']} cannot be drawn; MUJOCO_GL")
+        assert line.endswith("OSError: nonsense")
+    monkeypatch.delenv("MUJOCO_GL")
+    monkeypatch.undo()
+    play_run(run_of(PENDULUM), episodes=1)
+    assert not (tmp_path / "films").exists()
 
 
 class Undrawn(gym.Env):

@@ -85,7 +85,7 @@ def first_of_kinds(commands):
 
 
 TRAINING = list_commands("prpo_minigrid", "prpo_atari", "fedavg_ppo", "fedavg_atari")
-TRAINING += list_commands("prtrpo_minigrid", "distral_minigrid")
+TRAINING += list_commands("prtrpo_minigrid", "distral_minigrid", "prpo_mujoco", "fedavg_mujoco")
 QUICK = first_of_kinds(TRAINING)
 OF_LANGUAGE_MODELS = list_commands("prpo_llm")
 

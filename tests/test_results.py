@@ -80,6 +80,7 @@ def test_seeds_that_solve_or_fail_are_recognised():
     assert runs.is_all_or_nothing([0.97, 0.96, 0.49, 0.97, 0.07])
     assert runs.is_all_or_nothing([0.8, 0.39])
     assert not runs.is_all_or_nothing([0.62, 0.18, 0.9, 0.92, 0.61])
+    assert not runs.is_all_or_nothing([-300.0, 1200.0, 900.0])
     assert not runs.is_all_or_nothing([0.8, 0.4])
     assert not runs.is_all_or_nothing([0.79, 0.39])
     assert not runs.is_all_or_nothing([])

@@ -11,6 +11,7 @@ import math
 import shutil
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -19,10 +20,13 @@ from exchange import DTYPES, SIZES, make_flat, play
 from helpers import (
     FEDAVG_ATARI,
     FEDAVG_MINIGRID,
+    FEDAVG_MUJOCO,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRPO_MUJOCO,
     PRTRPO_MINIGRID,
     REPOSITORY,
+    SLOW_ATARI,
     assert_same_run,
     call,
     flags,
@@ -46,8 +50,10 @@ from communicators import Exchange
 
 NAN = math.nan
 ON_MINIGRID = [PRPO_MINIGRID, FEDAVG_MINIGRID, PRTRPO_MINIGRID]
-ALL = [*ON_MINIGRID, PRPO_ATARI, FEDAVG_ATARI]
-QUICK = [*ON_MINIGRID, PRPO_ATARI, pytest.param(FEDAVG_ATARI, marks=pytest.mark.slow)]
+ON_MUJOCO = [PRPO_MUJOCO, FEDAVG_MUJOCO]
+ALL = [*ON_MINIGRID, PRPO_ATARI, FEDAVG_ATARI, *ON_MUJOCO]
+SLOW_FEDAVG_ATARI = pytest.param(FEDAVG_ATARI, marks=pytest.mark.slow)
+QUICK = [*ON_MINIGRID, PRPO_ATARI, SLOW_FEDAVG_ATARI, *ON_MUJOCO]
 TOOLS = REPOSITORY / "tests" / "tools"
 
 # A round after every iteration of one short rollout
@@ -67,7 +73,7 @@ SHORT = {
 def short_settings(script, changes):
     """The settings of a short run with small networks."""
     settings = SHORT | changes
-    if script.family == "MiniGrid":
+    if script.family != "Atari":
         settings = {"hidden_sizes": (8,) * settings.get("num_agents", 3)} | settings
     return settings
 
@@ -82,7 +88,7 @@ def count_parameters(script, hidden=8):
     """How many parameters an agent of a short run sends."""
     if script.family == "Atari":
         return script.parameters
-    return len(communicators.flatten(script.of_family.Agent(script.num_actions, hidden)))
+    return len(communicators.flatten(script.of_family.Agent(*script.sizes, hidden)))
 
 
 def matrices_of(folder):
@@ -197,18 +203,40 @@ def watching(monkeypatch, script):
         seen.after.append(flat_policy(agent))
         return result
 
+    def watch_statistics(agent, obs):
+        update_statistics(agent, obs)
+        seen.after[-1] = flat_policy(agent)
+
     monkeypatch.setattr(Exchange, "round", watch_round)
     script.patch(monkeypatch, "update", watch_update)
+    if script.family == "MuJoCo":  # statistics of observations follow the update
+        update_statistics = script.of_family.Agent.update_statistics
+        monkeypatch.setattr(script.of_family.Agent, "update_statistics", watch_statistics)
     if not script.averages:
         compute_reference = script.compute_reference
 
-        def watch_reference(i, batch, snapshots, C, args):
+        def watch_reference(i, *inputs):
+            snapshots = inputs[-3]
             flat = {j: communicators.flatten(network) for j, network in snapshots.items()}
             seen.references.append((i, flat))
-            return compute_reference(i, batch, snapshots, C, args)
+            return compute_reference(i, *inputs)
 
         script.patch(monkeypatch, "compute_reference", watch_reference)
     yield seen
+
+
+def average_by_hand(script, sent):
+    """What [agents, numbers] become in FedAvg, of equal weights: the mean, but on MuJoCo the mean
+    and variance of observations are those of all samples.
+    """
+    average = sent.mean(0)
+    if script.family == "MuJoCo":  # log_std of 3 actions, a count, means and variances
+        counts, means, variances, _ = sent[:, 3:].split([1, 11, 11, sent.shape[1] - 26], dim=1)
+        shares = counts / counts.sum()
+        mean = (shares * means).sum(0)
+        average[4:15] = mean
+        average[15:26] = (shares * (variances + means**2)).sum(0) - mean**2
+    return average
 
 
 @on(QUICK)
@@ -229,9 +257,9 @@ def test_rounds_send_what_agents_are_then_and_the_interval_uses_it(script, tmp_p
             assert not torch.equal(seen.sent[number][i], after[iteration - 2][i])
     if script.averages:
         for number, iteration in enumerate((2, 4)):
-            average = torch.stack(seen.sent[number]).mean(0)
+            average = average_by_hand(script, torch.stack(seen.sent[number]))
             for i in range(n):
-                torch.testing.assert_close(before[iteration][i], average, rtol=0, atol=1e-6)
+                torch.testing.assert_close(before[iteration][i], average, rtol=1e-6, atol=1e-6)
                 assert not torch.equal(before[iteration][i], after[iteration - 1][i])
         return
     assert [i for i, _ in seen.references] == [*range(n)] * 5
@@ -282,12 +310,12 @@ def test_bytes_are_the_senders_sizes_times_its_listeners(settings, listeners, tm
     assert per_iteration == [expected, 2 * expected]
 
 
-@on([FEDAVG_MINIGRID, PRTRPO_MINIGRID, PRPO_ATARI, FEDAVG_ATARI])
+@on([FEDAVG_MINIGRID, PRTRPO_MINIGRID, PRPO_ATARI, FEDAVG_ATARI, *ON_MUJOCO])
 def test_every_script_counts_bytes_by_listeners(script, tmp_path):
     """Agent 1 listens to agent 0 and agent 2 to both; agent 1's snapshot is not usable."""
     (tmp_path / "matrix.csv").write_text("1,0,0\n0.5,0.5,0\n0.2,0.3,0.5\n")
     settings = {"communicator": str(tmp_path / "matrix.csv")}
-    if script is PRTRPO_MINIGRID:  # which may have different sizes, as PR-PPO on MiniGrid
+    if script in (PRTRPO_MINIGRID, PRPO_MUJOCO):  # which may have different sizes, as on MiniGrid
         settings["hidden_sizes"] = (8, 16, 24)
     with spoil("value", [1], [1]):
         folder = train(script, tmp_path / "runs", **settings)
@@ -328,6 +356,7 @@ LINES = {
 }
 CASES = [(script, kind) for script in ON_MINIGRID for kind in SPOILS]
 CASES += [(PRPO_ATARI, "policy"), (FEDAVG_ATARI, "value")]
+CASES += [(script, kind) for script in ON_MUJOCO for kind in SPOILS]
 
 
 @pytest.mark.parametrize(("script", "kind"), CASES, ids=str)
@@ -354,12 +383,68 @@ def test_an_unusable_snapshot_counts_for_nobody_in_its_round(script, kind, tmp_p
     assert all(weights.isfinite().all() for weights in weights_of(folder).values())
 
 
+# Finite numbers by which listeners would diverge: far means, wide and narrow policies, and
+# statistics of observations
+HOSTILE = [
+    ("actor.bias", 1e18),
+    ("actor_log_std", 40.0),
+    ("actor_log_std", -40.0),
+    ("obs_count", -256.0),
+    ("obs_mean", 3e38),
+    ("obs_var", -1.0),
+]
+
+
+@on(ON_MUJOCO)
+def test_gaussians_that_would_ruin_listeners_are_left_out(script, tmp_path, capsys):
+    """The others learn, bit for bit, as beside an agent that sends NaN."""
+
+    def learn(name):
+        return weights_of(train(script, tmp_path / name, iterations=3, num_steps=32))
+
+    with spoil("nan", [1], [1, 2, 3]):
+        expected = learn("nan")
+    for number, (name, value) in enumerate(HOSTILE):
+        capsys.readouterr()
+
+        def change(flat, name=name, value=value):
+            network = script.new_agent(hidden=8)
+            communicators.unflatten(flat, network)
+            network.state_dict()[name].fill_(value)
+            flat[:] = communicators.flatten(network)
+
+        with mock.patch.dict(SPOILS, hostile=change), spoil("hostile", [1], [1, 2, 3]):
+            weights = learn(str(number))
+        assert capsys.readouterr().out.count(LINES["policy"]) == 3, name
+        assert all(torch.equal(weights[i], expected[i]) for i in expected), name
+    assert all(of_agent.isfinite().all() for of_agent in expected.values())
+
+
+@pytest.mark.parametrize("mixture", communicators.MIXTURES)
+@pytest.mark.parametrize("direction", communicators.KL_DIRECTIONS)
+def test_a_reference_without_a_policy_in_a_state_is_nan_there(mixture, direction):
+    """Also of one sender, whose policy the reference is elsewhere."""
+    script = PRPO_MUJOCO
+    agent, peer = (script.new_agent(hidden=8) for _ in range(2))
+    obs = script.random_obs(3)
+    obs[1, 2] = NAN
+    batch = {"obs": obs, "policy": agent.predict(obs)[0], "values": torch.zeros(3)}
+    C = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    args = script.Args(mixture=mixture, kl_direction=direction)
+    reference, _ = script.compute_reference(0, agent, batch, {1: peer}, C, args)
+    policy = torch.zeros(3, 3), torch.zeros(3)
+    kl = communicators.kl_to_gaussians(*policy, reference, direction)
+    assert kl.isnan().tolist() == [False, True, False]
+
+
 PLACED = [
     (PRPO_MINIGRID, "nan"),
     pytest.param(FEDAVG_MINIGRID, "policy", marks=pytest.mark.slow),
     pytest.param(PRTRPO_MINIGRID, "value", marks=pytest.mark.slow),
     pytest.param(PRPO_ATARI, "value", marks=pytest.mark.slow),
     pytest.param(FEDAVG_ATARI, "policy", marks=pytest.mark.slow),
+    (PRPO_MUJOCO, "policy"),
+    pytest.param(FEDAVG_MUJOCO, "value", marks=pytest.mark.slow),
 ]
 
 
@@ -367,6 +452,8 @@ PLACED = [
 def test_ranks_leave_out_what_one_process_leaves_out(script, kind, tmp_path):
     """The same rows of C, metrics and weights; all processes together print one line."""
     settings = SHORT | {"iterations": 3, "communicator": "surrogate"}
+    if script.family == "MuJoCo":  # the product for a single environment rounds otherwise
+        settings["num_envs"] = 2
     with spoil(kind, [1], [2]):
         script.main(tiny(script, tmp_path / "whole", **settings))
     words = script.__name__, kind, 1, 2, *flags(script, tmp_path / "ranks", **settings)
@@ -375,7 +462,7 @@ def test_ranks_leave_out_what_one_process_leaves_out(script, kind, tmp_path):
     whole = only_run(tmp_path / "whole")
     ranks = only_run(tmp_path / "ranks")
     # On Atari the agents of a process are one product, which rounds otherwise than one agent's
-    exactly = script.family == "MiniGrid"
+    exactly = script.family != "Atari"
     assert_same_run(ranks, whole, exactly)
     if exactly:
         logged = [(folder / "communicator.csv").read_text() for folder in (ranks, whole)]
@@ -387,7 +474,7 @@ def test_ranks_leave_out_what_one_process_leaves_out(script, kind, tmp_path):
 @pytest.mark.parametrize(
     ("script", "kind"),
     [
-        *((script, "nan") for script in ON_MINIGRID),
+        *((script, "nan") for script in (*ON_MINIGRID, *ON_MUJOCO)),
         (PRPO_MINIGRID, "policy"),
         (FEDAVG_MINIGRID, "value"),
         pytest.param(PRPO_ATARI, "nan", marks=pytest.mark.slow),
@@ -704,6 +791,8 @@ class Launched(Exception):
         (FEDAVG_MINIGRID, {"prox_coef": 0.1}, (False, "pull", "")),
         (FEDAVG_ATARI, {}, (False, "replace", "")),
         (PRTRPO_MINIGRID, {}, (False, "", "")),
+        (PRPO_MUJOCO, {}, (False, "", "")),
+        (FEDAVG_MUJOCO, {}, (False, "replace", "")),
     ],
     ids=str,
 )
@@ -729,7 +818,7 @@ INPUTS = {
     "uniform": set(),
     "self-preferred": set(),
     "matrix.csv": set(),
-    "similarity": {"log_probs"},
+    "similarity": {"policies"},
     "reward": {"returns"},
     "softmax-reward": {"returns"},
     "rank-reward": {"returns"},
@@ -747,7 +836,10 @@ def test_the_inputs_of_a_communicator_are_found_by_trying(script, name, sparse, 
         (tmp_path / "matrix.csv").write_text("0.5,0.5\n0,1\n")
     communicator = str(tmp_path / name) if name == "matrix.csv" else name
     args = script.Args(**{"num_agents": 3} | sparse, communicator=communicator)
-    assert communicators.find_inputs(args, script.make_communicator) == INPUTS[name]
+    inputs = communicators.find_inputs(args, script.make_communicator)
+    if script.family != "MuJoCo":  # where policies are lists of probabilities
+        inputs = {"policies" if each == "log_probs" else each for each in inputs}
+    assert inputs == INPUTS[name]
 
 
 @pytest.mark.filterwarnings("ignore:the reward communicator counts negative")
@@ -790,7 +882,7 @@ def test_means_are_those_of_an_interval_and_stay_without_episodes():
     assert first.item() == 1.5
 
 
-@on([*ON_MINIGRID, *(pytest.param(s, marks=pytest.mark.slow) for s in (PRPO_ATARI, FEDAVG_ATARI))])
+@on([*ON_MINIGRID, SLOW_ATARI, SLOW_FEDAVG_ATARI, *ON_MUJOCO])
 def test_an_agent_without_an_episode_reports_its_last_mean(script, crashing, tmp_path, monkeypatch):
     """Also after a resume."""
     update_means = communicators.update_means
@@ -933,7 +1025,7 @@ def test_only_a_penalty_of_zero_takes_the_peers_influence(script, tmp_path, caps
     if script is not PRTRPO_MINIGRID:
         argv += ["--kl-coef", "0"]
     script.parse_args(argv)
-    expected = [NO_INFLUENCE] if script in (PRPO_MINIGRID, PRPO_ATARI) else []
+    expected = [NO_INFLUENCE] if script in (PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO) else []
     assert capsys.readouterr().out.splitlines() == expected
 
 
@@ -997,6 +1089,7 @@ BOUNDED = {
     [
         *((PRPO_MINIGRID, name) for name in BOUNDED),
         (FEDAVG_MINIGRID, "reward"),
+        (PRPO_MUJOCO, "reward"),
         (PRTRPO_MINIGRID, "reward"),
     ],
     ids=str,
@@ -1024,7 +1117,7 @@ def test_a_zero_of_ones_own_matrix_forbids(tmp_path):
     """Row [0, 1, 0] without agent 1 falls back on oneself, and no excluded peer gets weight."""
     file = tmp_path / "C.csv"
     file.write_text("0,1,0\n0.5,0,0.5\n0.2,0.3,0.5\n")
-    for script in (PRPO_MINIGRID, PRTRPO_MINIGRID):
+    for script in (PRPO_MINIGRID, PRTRPO_MINIGRID, PRPO_MUJOCO):
         args = script.Args(num_agents=3, communicator=str(file))
         usable = torch.tensor([True, False, True])
         C = script.make_communicator(args, torch.ones(3), usable=usable)

@@ -15,13 +15,16 @@ import torch
 from helpers import (
     FEDAVG_ATARI,
     FEDAVG_MINIGRID,
+    FEDAVG_MUJOCO,
     MINIGRID,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRPO_MUJOCO,
     PRTRPO_MINIGRID,
     REPOSITORY,
     SLOW_ATARI,
     SLOW_FEDAVG,
+    SLOW_FEDAVG_MUJOCO,
     Child,
     assert_same_run,
     evaluations_of,
@@ -72,9 +75,10 @@ def crash_command(moment, agent, iteration, script):
 SLOW_PRTRPO, SLOW_FEDAVG_ATARI = (
     pytest.param(script, marks=pytest.mark.slow) for script in (PRTRPO_MINIGRID, FEDAVG_ATARI)
 )
+ON_MUJOCO = [PRPO_MUJOCO, SLOW_FEDAVG_MUJOCO]
 
 
-@on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_PRTRPO, SLOW_ATARI, SLOW_FEDAVG_ATARI])
+@on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_PRTRPO, SLOW_ATARI, SLOW_FEDAVG_ATARI, *ON_MUJOCO])
 @pytest.mark.usefixtures("smooth_adam")
 def test_three_ranks_train_like_one_process(script, tmp_path):
     """One agent per rank gives the metrics, weights, evaluation and bytes of one process; what
@@ -84,7 +88,7 @@ def test_three_ranks_train_like_one_process(script, tmp_path):
     runs = {"run": [script.__name__, *flags(script, tmp_path / "runs")]}
     reports = watch(3, runs, tmp_path, SMOOTH_ADAM="1")
     # On Atari the agents of a process are one product, which rounds otherwise than one agent's
-    exactly = script.family == "MiniGrid"
+    exactly = script.family != "Atari"
     whole = only_run(tmp_path / "whole")
     assert_same_placement(only_run(tmp_path / "runs"), whole, ranks=3, exactly=exactly)
     for report in reports:
@@ -108,6 +112,8 @@ PLACED = [
     (PRPO_MINIGRID, "surrogate"),
     (PRPO_MINIGRID, "identity"),
     (FEDAVG_MINIGRID, "uniform"),
+    (PRPO_MUJOCO, "similarity"),
+    (FEDAVG_MUJOCO, "surrogate"),
 ]
 
 
@@ -124,7 +130,7 @@ def test_two_ranks_with_two_agents_each_train_like_one_process(
     assert_same_placement(ranks, only_run(tmp_path), ranks=2, isolated=name == "identity")
 
 
-@on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_PRTRPO])
+@on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_PRTRPO, *ON_MUJOCO])
 def test_many_agents_in_ranks_train_like_one_process(script, tmp_path):
     """Where a rank evaluates only those to whom its agents may listen."""
     settings = {"num_agents": 18, "topology": "ring", "top_k": 1, "communicator": "surrogate"}
@@ -178,7 +184,7 @@ def assert_same_charts(folder, expected):
 
 
 # Which a real kill -9 tests below
-@on([*MINIGRID, SLOW_PRTRPO, SLOW_ATARI, SLOW_FEDAVG_ATARI])
+@on([*MINIGRID, SLOW_PRTRPO, SLOW_ATARI, SLOW_FEDAVG_ATARI, PRPO_MUJOCO, FEDAVG_MUJOCO])
 def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tmp_path):
     """Some agents have saved and others have not: all go on from the newest checkpoint that all of
     them completed.
@@ -246,6 +252,8 @@ CUT_OFF = [
     (PRPO_MINIGRID, GATED, IN_AN_INTERVAL),
     (PRTRPO_MINIGRID, GATED, IN_AN_INTERVAL),
     pytest.param(PRPO_ATARI, GATED, IN_AN_INTERVAL, marks=pytest.mark.slow),
+    (PRPO_MUJOCO, SNAPSHOT | GATED | {"kl_direction": "reverse"}, IN_AN_INTERVAL),
+    (FEDAVG_MUJOCO, {"server_lr": 0.5, "communicator": "similarity"}, IN_AN_INTERVAL),
 ]
 CUT_OFF_RANKS = [
     CUT_OFF[0],
@@ -429,6 +437,7 @@ WATCHED = [
     (PRPO_MINIGRID, "softmax-reward"),
     (FEDAVG_MINIGRID, "similarity"),
     (PRTRPO_MINIGRID, "uniform"),
+    (FEDAVG_MUJOCO, "softmax-reward"),
 ]
 
 
@@ -480,7 +489,7 @@ def assert_declared(calls, script, num_agents, held, reports=False, isolated=Fal
     resumed run would need them, behind a checkpoint; those of isolated agents never again after the
     start. A number of each agent is reported where the communicator reads it.
     """
-    parameters = len(communicators.flatten(script.of_family.Agent(script.num_actions)))
+    parameters = len(communicators.flatten(script.of_family.Agent(*script.sizes)))
     assert not [function for function, _ in calls if "object" in function]
     # Nothing of the agents' is in such a call
     silent = {function for function, tensors in calls if not tensors}
@@ -511,7 +520,8 @@ def assert_declared(calls, script, num_agents, held, reports=False, isolated=Fal
             moved[function] += numel >= parameters
             rows += dtype == "float32" and numel < parameters
             numbers += dtype == "float64" and numel == held
-    keeps_sent = script is not FEDAVG_ATARI  # which goes on from agents and C alone
+    # These two go on from agents and C alone
+    keeps_sent = script not in (FEDAVG_ATARI, FEDAVG_MUJOCO)
     assert moved["broadcast"] == 1
     assert moved["all_gather"] == (0 if isolated else 2 + keeps_sent)
     assert rows == 2 * 3  # of C and of distances: at the start and in both rounds

@@ -23,13 +23,16 @@ from unittest import mock
 
 import pytest
 import torch
+from gymnasium.error import DependencyNotInstalled
 from helpers import (
     DISTRAL_MINIGRID,
     FEDAVG_ATARI,
     FEDAVG_MINIGRID,
+    FEDAVG_MUJOCO,
     HAS_ENVPOOL,
     PRPO_ATARI,
     PRPO_MINIGRID,
+    PRPO_MUJOCO,
     PRTRPO_MINIGRID,
     REPOSITORY,
     SCRIPTS,
@@ -119,8 +122,8 @@ BAD = {
     "unknown device": (["--device", "gpu"], ["--device gpu", "cpu"]),
     "negative evaluations": (["--eval-every", "-1"], ["--eval-every -1", "not be negative"]),
 }
-# The others are refused by lines that both scripts share
-QUICK_ON_ATARI = ("unknown communicator", "rollouts that may only start a game", "misspelt flag")
+# The others are refused by lines that the scripts share
+QUICK_ELSEWHERE = ("unknown communicator", "rollouts that may only start a game", "misspelt flag")
 BAD_MINIGRID = {
     "unknown environment": (
         ["--env-id", "MiniGrid-FourRoom-v0"],
@@ -158,6 +161,31 @@ BAD_ATARI = {
         ["--num-agents", "2", "--env-ids", GAME, "PongNoFrameskip-v4"],
         ["--env-ids", "PongNoFrameskip-v4", "same actions", "--full-action-space"],
     ),
+}
+BAD_MUJOCO = {
+    "unknown task": (["--env-id", "HalfCheeta-v5"], ["--env-id HalfCheeta-v5", "`HalfCheetah`"]),
+    "unknown task of an agent": (
+        ["--num-agents", "2", "--env-ids", "Hopper-v5", "Hoper-v5"],
+        ["--env-ids", "Hoper-v5", "`Hopper`"],
+    ),
+    "wrong number of tasks": (["--env-ids", "Hopper-v5"], ["--env-ids Hopper-v5", "3 agents"]),
+    "discrete actions": (
+        ["--env-id", "CartPole-v1"],
+        ["--env-id CartPole-v1", "no list of continuous actions, but Discrete(2)"],
+    ),
+    "a room": (["--env-id", ROOMS], [f"--env-id {ROOMS}", "no list of numbers, but Dict("]),
+    "a game": (["--env-id", GAME], [f"--env-id {GAME}", "no list of numbers, but Box("]),
+    "bodies of other sizes": (
+        ["--num-agents", "2", "--env-ids", "HalfCheetah-v5", "Hopper-v5"],
+        ["--env-ids HalfCheetah-v5 Hopper-v5", "HalfCheetah-v5 17 and 6, Hopper-v5 11 and 3"],
+    ),
+    "an evaluation on a body of other sizes": (
+        ["--eval-env-ids", "Hopper-v5"],
+        ["--eval-env-ids Hopper-v5", "need the same numbers", "Hopper-v5 11 and 3"],
+    ),
+    "sizes for some": (["--hidden-sizes", "64", "32"], ["--hidden-sizes 64 32", "3 widths"]),
+    "no width": (["--hidden-sizes", "64", "0", "64"], ["--hidden-sizes 64 0 64", "at least 1"]),
+    "no samples": (["--kl-samples", "0"], ["--kl-samples 0", "at least 1"]),
 }
 SWAPPED = {
     "swapped networks": (
@@ -202,20 +230,36 @@ BAD_FEDAVG_ATARI = SWAPPED | {
     "private heads": (["--private-heads", "actor"], ["--private-heads"]),
     "a pull": (["--prox-coef", "0.1"], ["--prox-coef"]),
 }
+BAD_FEDAVG_MUJOCO = SWAPPED | {
+    "no average": (
+        ["--hidden-sizes", "64", "64", "32"],
+        ["--hidden-sizes 64 64 32", "must be equal"],
+    ),
+    "a room": BAD_MUJOCO["a room"],
+    "samples of a mixture": (["--kl-samples", "4"], ["--kl-samples"]),
+    "private deviations": (
+        ["--private-heads", "actor_log_std"],
+        ["--private-heads", "'actor_log_std'", "'actor', 'critic'"],
+    ),
+    "a pull": (["--prox-coef", "0.1"], ["--prox-coef"]),
+    "no server step": (["--server-lr", "0"], ["--server-lr 0", "must be positive"]),
+}
 # Isolated agents are --communicator identity, averages are other scripts'
 BAD_PRPO = {
     "another script's": (["--aggregation", "weights"], ["--aggregation"]),
     "private heads of policies": (["--private-heads", "actor"], ["--private-heads"]),
     "a pull of policies": (["--prox-coef", "0.1"], ["--prox-coef"]),
 }
-PRPO = [PRPO_MINIGRID, PRPO_ATARI]
+PRPO = [PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO]
 CASES = [(PRPO_MINIGRID, case, *BAD[case]) for case in BAD]
-CASES += [(PRPO_ATARI, case, *BAD[case]) for case in QUICK_ON_ATARI]
+CASES += [(script, case, *BAD[case]) for script in PRPO[1:] for case in QUICK_ELSEWHERE]
 CASES += [(PRPO_MINIGRID, case, *BAD_MINIGRID[case]) for case in BAD_MINIGRID]
 CASES += [(PRPO_ATARI, case, *BAD_ATARI[case]) for case in BAD_ATARI]
+CASES += [(PRPO_MUJOCO, case, *BAD_MUJOCO[case]) for case in BAD_MUJOCO]
 CASES += [(script, case, *BAD_PRPO[case]) for script in PRPO for case in BAD_PRPO]
 CASES += [(FEDAVG_MINIGRID, case, *BAD_FEDAVG[case]) for case in BAD_FEDAVG]
 CASES += [(FEDAVG_ATARI, case, *BAD_FEDAVG_ATARI[case]) for case in BAD_FEDAVG_ATARI]
+CASES += [(FEDAVG_MUJOCO, case, *BAD_FEDAVG_MUJOCO[case]) for case in BAD_FEDAVG_MUJOCO]
 
 
 def complaint(script, argv):
@@ -236,7 +280,7 @@ def test_bounds_include_their_ends(script):
         *[
             pytest.param(PRPO_ATARI, *BAD[case], id=f"{case}-prpo_atari", marks=pytest.mark.slow)
             for case in BAD
-            if case not in QUICK_ON_ATARI
+            if case not in QUICK_ELSEWHERE
         ],
     ],
 )
@@ -272,7 +316,7 @@ def test_good_input_passes(script):
     """The command line without flags gives the defaults, and `auto` is replaced by a choice."""
     parsed = vars(script.parse_args([]))
     expected = vars(script.Args())
-    if script.family == "MiniGrid":
+    if script.family != "Atari":
         assert parsed.pop("device") == "cpu"
         assert expected.pop("device") == "auto"
     else:
@@ -375,7 +419,7 @@ def test_a_parameter_of_another_communicator_is_announced(capsys, monkeypatch):
     reads = {"self-preferred": 0, "surrogate": 1, "softmax-reward": 1, "uniform": None}
     for communicator, read in reads.items():
         argv = ["--communicator", communicator, *" ".join(flags).split()]
-        for script in (PRPO_MINIGRID, PRPO_ATARI):
+        for script in PRPO:
             script.parse_args(argv)
             expected = [
                 f"{flag}: is not read by --communicator {communicator}"
@@ -400,14 +444,18 @@ def test_other_flags_without_effect_are_accepted_in_silence(capsys):
 def test_a_coefficient_of_zero_is_reported_where_nothing_else_pulls(capsys):
     """Policies would be sent for nothing."""
     line = "--kl-coef 0: policies are sent, and peers have no influence\n"
-    for script in (PRPO_MINIGRID, PRPO_ATARI):
+    for script in PRPO:
         script.parse_args(["--kl-coef", "0"])
         assert capsys.readouterr().out == line
         for other in ("--num-agents 1", "--communicator identity"):
             script.parse_args(["--kl-coef", "0", *other.split()])
         script.parse_args(["--kl-coef", "0.1"])
         assert capsys.readouterr().out == ""
-    for script in (FEDAVG_MINIGRID, FEDAVG_ATARI):  # whose agents' parameters are averaged
+    for script in (
+        FEDAVG_MINIGRID,
+        FEDAVG_ATARI,
+        FEDAVG_MUJOCO,
+    ):  # whose agents' parameters are averaged
         script.parse_args(["--kl-coef", "0"])
     assert capsys.readouterr().out == ""
 
@@ -462,13 +510,13 @@ def test_a_device_that_one_machine_lacks_is_reported_by_its_first_rank(monkeypat
     assert capsys.readouterr().err == ""
 
 
-@on([PRPO_MINIGRID, PRTRPO_MINIGRID, PRPO_ATARI])
-def test_auto_is_the_processor_for_minigrid(script, monkeypatch):
+@on([PRPO_MINIGRID, PRTRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO])
+def test_auto_is_the_processor_for_small_networks(script, monkeypatch):
     """Also where there is a GPU, which Atari takes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
     args = script.parse_args(["--env-id", script.tiny["env_id"]])
-    assert args.device == ("cpu" if script.family == "MiniGrid" else "auto")
+    assert args.device == ("auto" if script.family == "Atari" else "cpu")
 
 
 @every_family
@@ -508,13 +556,22 @@ def test_missing_packages_are_named(script, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     script.patch(monkeypatch, "find_spec", find_spec)
     cases = {"wandb": ["--track"]}
-    if script.family == "MiniGrid":
+    if script.family != "Atari":
         cases["envpool"] = ["--env-backend", "envpool"]
         assert script.choose_backend(script.parse_args([])) == "gymnasium"
     for package, argv in cases.items():
         message = complaint(script, argv)
         assert argv[0] in message
         assert f"{package} is not installed" in message
+    if script.family == "MuJoCo":
+
+        def fail(*_, **__):
+            raise DependencyNotInstalled("MuJoCo is not installed, run `pip install`\nnow")
+
+        monkeypatch.setattr(script.gym, "make", fail)
+        message = complaint(script, ["--env-id", "Hopper-v5"])
+        assert message.startswith("--env-id Hopper-v5: ")
+        assert message.endswith("; Hopper-v5 MuJoCo is not installed, run `pip install`")
 
 
 @every_script
@@ -537,10 +594,10 @@ def test_resume_of_something_else(script, finished, whole_run, tmp_path):
         assert f"--resume {wrong_folder}" in message
         assert valid in message
     settings = json.loads((folder / "config.json").read_text())
-    elsewhere = ROOMS if script.family == "MiniGrid" else "PongNoFrameskip-v4"
+    elsewhere = {"MiniGrid": ROOMS, "Atari": "PongNoFrameskip-v4", "MuJoCo": "Walker2d-v5"}
     for flag, value, valid in (
         ("--num-envs", "4", settings["num_envs"]),
-        ("--env-id", elsewhere, settings["env_id"]),
+        ("--env-id", elsewhere[script.family], settings["env_id"]),
     ):
         message = complaint(script, ["--resume", folder, flag, value])
         assert f"{flag} {value}" in message
@@ -562,11 +619,10 @@ def test_environments_that_cannot_be_made():
     assert "--env-id MiniGrid-WFC-MazeSimple-v0" in message
     if not HAS_ENVPOOL:
         pytest.skip("envpool is for Linux")
-    message = complaint(
-        script, ["--env-id", "MiniGrid-MultiRoom-N4-S5-v1", "--env-backend", "envpool"]
-    )
-    assert "MiniGrid-MultiRoom-N4-S5-v1" in message
-    assert "gymnasium" in message
+    for script, env_id in ((PRPO_MINIGRID, "MiniGrid-MultiRoom-N4-S5-v1"), (PRPO_MUJOCO, "Ant-v5")):
+        message = complaint(script, ["--env-id", env_id, "--env-backend", "envpool"])
+        valid = f"has no usable {env_id}; choose auto or gymnasium"
+        assert message == f"--env-backend envpool: {valid}"
 
 
 @on([PRPO_MINIGRID, SLOW_FEDAVG])
@@ -597,7 +653,7 @@ def test_help_explains_every_flag(script, capsys):
         assert re.sub(r"[^\w:,.()\[\]/*+-]+", "", text) in shown, text
 
 
-@on([PRPO_MINIGRID, PRPO_ATARI])
+@on(PRPO)
 def test_help_names_every_communicator(script):
     """Each of them is understood, and there are no others."""
     text = get_field_docstring(script.Args, "communicator", ())
@@ -629,11 +685,14 @@ METRICS = {name: f"charts/{name}" for name in CHARTS} | {
 TASKS = {
     "MiniGrid": ("MiniGrid-Empty-5x5-v0", "MiniGrid-Empty-Random-5x5-v0", "MiniGrid-Empty-5x5-v0"),
     "Atari": (GAME, "ALE/Breakout-v5", GAME),
+    "MuJoCo": ("Hopper-v5", "Hopper-v4", "Hopper-v5"),
 }
-EPISODES = {"MiniGrid": 3, "Atari": 2}
-NUM_ENVS = {"MiniGrid": 2, "Atari": 1}
+EPISODES = {"MiniGrid": 3, "Atari": 2, "MuJoCo": 3}
+NUM_ENVS = {"MiniGrid": 2, "Atari": 1, "MuJoCo": 2}
 # Iterations between evaluations; 0 evaluates at the end only
-EVAL_EVERY = {"MiniGrid": 4, "Atari": 0}
+EVAL_EVERY = {"MiniGrid": 4, "Atari": 0, "MuJoCo": 4}
+# The highest return of an episode in these runs, the most steps
+LARGEST = {"MiniGrid": (1, 100), "Atari": (20, 192), "MuJoCo": (400, 300)}
 
 
 def short_games():
@@ -678,7 +737,7 @@ def test_runs_of_fedavg_have_its_name(whole_run):
     assert {row["exp_name"] for row in rows_of(folder)} == {"fedavg_ppo"}
 
 
-@on([PRPO_MINIGRID, SLOW_ATARI])
+@on([PRPO_MINIGRID, SLOW_ATARI, PRPO_MUJOCO])
 def test_summary(script, finished):
     """summary.json: settings, versions, speed, bytes, returns and the evaluation matrix."""
     folder, output = finished(script)
@@ -691,7 +750,7 @@ def test_summary(script, finished):
     assert summary["settings"].keys() == vars(script.Args()).keys()
     assert summary["settings"]["local_updates"] == 3
     assert summary["settings"]["num_agents"] == 3
-    of_family = {"MiniGrid": "minigrid", "Atari": "ale-py"}[script.family]
+    of_family = {"MiniGrid": "minigrid", "Atari": "ale-py", "MuJoCo": "mujoco"}[script.family]
     assert {"python", "torch", "numpy", "gymnasium", of_family} <= summary["versions"].keys()
     assert (summary["env_backend"] == "ale-py") == (script.family == "Atari")
     assert summary["versions"]["torch"] == torch.__version__
@@ -714,7 +773,7 @@ def test_summary(script, finished):
     returns = summary["training_return"]
     assert returns["group"] == pytest.approx(sum(returns["agents"]) / 3)
     last = [float(row["return_last_100"]) for row in rows_of(folder)[-3:]]
-    assert returns["agents"] == pytest.approx(last, abs=1e-5)
+    assert returns["agents"] == pytest.approx(last, rel=1e-5, abs=1e-5)
 
     evaluation = summary["evaluation"]
     tasks = summary["settings"]["env_ids"]
@@ -743,7 +802,7 @@ def test_summary(script, finished):
         assert row[task]["greedy_return"] == pytest.approx(greedy.mean())
 
 
-@on([PRPO_MINIGRID, SLOW_ATARI, PRTRPO_MINIGRID])
+@on([PRPO_MINIGRID, SLOW_ATARI, PRPO_MUJOCO, PRTRPO_MINIGRID])
 def test_an_infinite_value_loss_is_a_divergence(script, tmp_path, monkeypatch, capsys):
     """The policy's loss is finite, but the agent stops learning and is reported."""
     update = script.update
@@ -765,7 +824,7 @@ def test_an_infinite_value_loss_is_a_divergence(script, tmp_path, monkeypatch, c
     assert all(map(math.isfinite, losses))
 
 
-@on([PRPO_MINIGRID, SLOW_ATARI])
+@on([PRPO_MINIGRID, SLOW_ATARI, PRPO_MUJOCO])
 def test_evaluations_table(script, finished):
     """evaluations.csv and TensorBoard: every agent on every task at each --eval-every.
 
@@ -788,7 +847,8 @@ def test_evaluations_table(script, finished):
     for row in rows[-6:]:
         of_summary = summary["evaluation"]["agents"][int(row["agent"])][row["task"]]
         expected = [of_summary[name] for name in ("mean", "ci95", "greedy_return")]
-        assert [float(row[measure]) for measure in measures] == pytest.approx(expected, abs=1e-5)
+        shown = [float(row[measure]) for measure in measures]
+        assert shown == pytest.approx(expected, rel=1e-5, abs=1e-5)
     scalars = scalars_of(folder)
     for i in range(3):
         for task in tasks:
@@ -796,10 +856,11 @@ def test_evaluations_table(script, finished):
             points = scalars[f"eval/{task}/agent_{i}"]
             assert [step for step, _ in points] == [int(row["timesteps"]) for row in own_rows]
             means = [float(row["mean_return"]) for row in own_rows]
-            assert [value for _, value in points] == pytest.approx(means, abs=1e-5)
+            values = [value for _, value in points]
+            assert values == pytest.approx(means, rel=1e-5, abs=1e-5)
 
 
-@on([PRPO_MINIGRID, SLOW_ATARI])
+@on([PRPO_MINIGRID, SLOW_ATARI, PRPO_MUJOCO])
 def test_metrics_table(script, finished):
     """metrics.csv: one row per iteration and agent, whose numbers fit together."""
     folder, _ = finished(script)
@@ -829,7 +890,10 @@ def test_metrics_table(script, finished):
         rounds = number["iteration"] // 3
         assert number["communication_bytes"] == 6 * script.parameters * 4 * rounds
         assert number["dropped"] == 0
-        assert 0 < number["entropy"] <= math.log(script.num_actions) + 1e-6
+        most = math.log(script.num_actions)
+        if script.family == "MuJoCo":
+            most = 1.02 * script.num_actions * math.log(2 * math.pi * math.e) / 2
+        assert 0 < number["entropy"] <= most + 1e-6
         assert number["value_loss"] >= 0
         assert number["approx_kl"] >= -1e-6
         assert number["kl_reference"] >= -1e-6
@@ -837,7 +901,7 @@ def test_metrics_table(script, finished):
         assert number["explained_variance"] <= 1
         assert number["agent_steps_per_second"] > 0
         if number["episodes"]:
-            best, longest = {"MiniGrid": (1, 100), "Atari": (20, 192)}[script.family]
+            best, longest = LARGEST[script.family]
             assert 0 <= number["episodic_return"] <= best
             assert 1 <= number["episodic_length"] <= longest
             seen[int(row["agent"])].append((number["episodes"], number["episodic_return"]))
@@ -851,7 +915,7 @@ def test_metrics_table(script, finished):
     assert sum(map(len, seen)) > 3 * NUM_ENVS[script.family]
 
 
-@on([PRPO_MINIGRID, SLOW_ATARI])
+@on([PRPO_MINIGRID, SLOW_ATARI, PRPO_MUJOCO])
 def test_tensorboard(script, finished):
     """CleanRL's keys for the group and per agent, entries of C, distances, rounds and bytes.
 
@@ -902,7 +966,7 @@ def test_tensorboard(script, finished):
         assert all(0 < value < 1 for _, value in scalars[tag])
 
 
-@on([PRPO_MINIGRID, SLOW_ATARI])
+@on([PRPO_MINIGRID, SLOW_ATARI, PRPO_MUJOCO])
 def test_a_run_leaves_no_litter(script, finished):
     """The folder is named as CleanRL does, and holds what is documented."""
     folder, _ = finished(script)
@@ -1003,6 +1067,59 @@ FAMILIES = {
     "update": ("agent(batch[", "distinct", "unique(", "index_select", "newlogprobs = logits"),
     # Atari plays all agents together
     "main": ("compile", "for agent in agents:", "tables", "actors"),
+}
+# Of these the lines that differ stand in ON_MUJOCO
+OF_GAUSSIANS = {"compute_reference", "estimate_gains", "main", "update"}
+GAUSSIANS = {
+    "TaskArgs": (
+        "The flags of every script on",
+        "cpu, cuda",
+        "env_id: ",
+        "besides the agents' own",
+        "hidden layer",
+        "proportion (default: 128",
+        "# for all)",
+        "eval_episodes",
+        "episodes per agent and task",
+        "total_timesteps",
+    ),
+    "Args": (
+        "kl_direction:",
+        "kl_coef:",
+        "# samples of the policy",
+        "kl_samples:",
+        "learning_rate:",
+        "update_epochs:",
+        "num_minibatches:",
+        "clip_coef:",
+        "ent_coef:",
+        "local_updates",
+    ),
+    "make_batch": ("Returns", "batch", "obs_inds", "names"),
+    "make_communicator": (
+        "log_probs",
+        "policies",
+        "deviations on the public states",
+        "gains [agents, agents]",
+        "Another communicator is",
+    ),
+    "LONGEST_EPISODE": ("LONGEST_EPISODE",),
+    "CustomTask": ("def step(",),
+    "make_env": ('"""', "evaluation plays", "of your own", "import_mujoco", "return", "Its own"),
+    "evaluate_agents": ("Sampled actions", "levels."),
+    "check_task": ("What types cannot express of the flags", "hidden_sizes"),
+    "find_env_problem": (
+        "obs",
+        "space",
+        "bounds",
+        "dtype",
+        "shape",
+        "valid",
+        "Discrete",
+        "no actions",
+        "env.step",
+    ),
+    "check_envpool": ("unknown =",),
 }
 # Lines of PR-PPO's that are its own, and those of PR-TRPO
 TRUST_REGION = {
@@ -1115,7 +1232,8 @@ def test_what_has_the_same_name_is_the_same():
     Environments, network, rollout, evaluation and public states depend on the family. The main
     programs take the same steps in the same order.
     """
-    minigrid, atari, trpo = map(definitions, (PRPO_MINIGRID, PRPO_ATARI, PRTRPO_MINIGRID))
+    scripts = PRPO_MINIGRID, PRPO_ATARI, PRTRPO_MINIGRID, PRPO_MUJOCO
+    minigrid, atari, trpo, mujoco = map(definitions, scripts)
     same = assert_same_definitions(minigrid, atari, FAMILIES, apart=OF_FAMILY)
     assert same >= {
         "Args",
@@ -1144,6 +1262,23 @@ def test_what_has_the_same_name_is_the_same():
             assert any(word in line for word in TRUST_REGION["update"]), line
         lines.append(line[0])
     assert lines.count(" ") > 25
+    # Gaussians are mixed, sampled and compared in other words, their Adam has other settings
+    same = assert_same_definitions(minigrid, mujoco, GAUSSIANS, apart=OF_FAMILY | OF_GAUSSIANS)
+    assert same >= {
+        "check_args",
+        "check_task",
+        "compute_advantages",
+        "evaluate_agents",
+        "layer_init",
+        "list_env_ids",
+        "list_test_levels",
+        "list_tests",
+        "make_communicator",
+    }
+    assert ON_MUJOCO.keys() == OF_GAUSSIANS
+    for name, lines in ON_MUJOCO.items():
+        assert list_differences(minigrid[name], mujoco[name]) == lines.strip().splitlines(), name
+    assert minigrid.keys() & mujoco.keys() >= OF_FAMILY
     # Rollouts return the same, which is made in the same order
     names = [re.findall(r'^ +"(\w+)": ', source["rollout"], re.M) for source in (minigrid, atari)]
     assert names[0] == names[1]
@@ -1151,13 +1286,14 @@ def test_what_has_the_same_name_is_the_same():
     assert minigrid.keys() & atari.keys() >= OF_FAMILY
     for name in OF_FAMILY - {"Agent", "rollout"}:  # both are called alike
         signatures = []
-        for script in (PRPO_MINIGRID, PRPO_ATARI):
+        for script in PRPO:
             parameters = inspect.signature(getattr(script.module, name)).parameters
             signatures.append([parameter for parameter in parameters if parameter != "num_steps"])
-        assert signatures[0] == signatures[1], name
+        assert signatures[0] == signatures[1] == signatures[2], name
 
     steps = []
-    for source in (minigrid, atari, trpo, *map(definitions, (FEDAVG_MINIGRID, FEDAVG_ATARI))):
+    fedavg = map(definitions, (FEDAVG_MINIGRID, FEDAVG_ATARI, FEDAVG_MUJOCO))
+    for source in (minigrid, atari, trpo, mujoco, *fedavg):
         steps.append(re.findall(r"^ {8,12}# ([A-Z][A-Za-z]+)", source["main"], re.MULTILINE))
     assert steps[0] == [
         "Rollout",
@@ -1177,7 +1313,8 @@ def test_what_has_the_same_name_is_the_same():
     distral = re.findall(r"^ {8,12}# ([A-Z][A-Za-z]+)", definitions(DISTRAL_MINIGRID)["main"], re.M)
     assert distral == ["Rollout", "Distillation", "Communication", *steps[0][1:5], *steps[0][-2:]]
     assert [step for step in steps[2] if step != "What"] == steps[0]
-    for of_fedavg in steps[3:]:
+    assert steps[3] == steps[0]
+    for of_fedavg in steps[4:]:
         assert of_fedavg == [*steps[0][:-2], "FedAvg", *steps[0][-2:]]
 
 
@@ -1188,6 +1325,120 @@ def list_differences(ours, theirs):
     return [f"{line[0]} {line[1:].strip()}" for line in kept]
 
 
+# PR-PPO with Gaussians in the place of categories: the lines that differ, without indentation
+ON_MUJOCO = {
+    "compute_reference": """
+- i: int, batch: dict[str, Tensor], peers: dict[int, Agent], C: Tensor, args: Args
+- ) -> tuple[Tensor, Tensor]:
++ i: int, agent: Agent, batch: dict[str, Tensor], peers: dict[int, Agent], C: Tensor, args: Args
++ ) -> tuple[communicators.Gaussians, Tensor]:
+- present policy is its part. Returns log-probabilities [states, actions], frozen for the update,
+- and the senders' weights: [senders], with --gate [senders, states].
++ present policy is its part. Each normalises the listener's observations by its own statistics.
++ Returns a mixture of Gaussians in each sample, frozen for the update, and the senders' weights:
++ [senders], with --gate [senders, samples].
+- policies = []
++ means = []
++ log_stds = []
+- policies.append(batch["policy"])
+- values.append(batch["state_values"])
++ means.append(batch["policy"])
++ log_stds.append(agent.actor_log_std.detach().clone())
++ values.append(batch["values"] * agent.value_scale)
+- logits, value = peers[j].predict(batch["obs"])
+- policies.append(logits.log_softmax(-1))
+- values.append(value)
+- policies = torch.stack(policies)
+- weights = C[i, senders].to(policies.device)
++ mean_action, value = peers[j].predict(batch["obs"])
++ means.append(mean_action)
++ log_stds.append(peers[j].actor_log_std)
++ values.append(value * peers[j].value_scale)
++ means = torch.stack(means)
++ log_stds = torch.stack(log_stds)[:, None].expand_as(means)
++ weights = C[i, senders].to(means.device)
+- # A policy that is NaN in a state has no vote there, whatever its critic promises
+- values = torch.stack(values).masked_fill(policies[..., 0].isnan(), torch.nan)
+- visited = batch["obs_inds"]
+- weights = communicators.gate_by_value(weights, values, batch["returns"], visited)
+- return communicators.mix_log_probs(policies, weights, args.mixture), weights
++ # A policy that is not mixed in a state has no vote there, whatever its critic promises
++ overflows = ~means.square().isfinite().all(-1)
++ values = torch.stack(values).masked_fill(overflows, torch.nan)
++ returns = batch["returns"] * agent.value_scale
++ weights = communicators.gate_by_value(weights, values, returns)
++ reference = communicators.mix_gaussians(means, log_stds, weights, args.mixture)
++ if args.kl_direction == "forward":  # reads no more of the mixture
++ reference = communicators.match_moments(reference)
++ return reference, weights
+""",
+    "estimate_gains": """
+- logits, _ = peer.predict(batch["obs"])
+- log_probs = logits.log_softmax(-1)[batch["obs_inds"], batch["actions"]]  # [samples]
++ mean_action, _ = peer.predict(batch["obs"])
++ log_std = peer.actor_log_std
++ log_probs = communicators.gaussian_log_prob(batch["actions"], mean_action, log_std)
+""",
+    "update": """
+- batch: of `make_batch`, and the reference policy's log-probabilities, `reference`
+- [states, actions].
++ batch: of `make_batch`, and the reference policy of each sample, `reference`.
+- b_inds = torch.randperm(len(batch["obs_inds"]), generator=generator)
++ b_inds = torch.randperm(len(batch["obs"]), generator=generator)
+- # Each distinct observation is evaluated once; loss and gradient stay the same
+- states, inverse = batch["obs_inds"][mb_inds].unique(return_inverse=True)
+- logits, value = agent(batch["obs"][states])
+- newlogprobs = logits.log_softmax(-1).index_select(0, inverse)  # [minibatch, actions]
+- newvalue = value.index_select(0, inverse)
+- newlogprob = newlogprobs.gather(-1, batch["actions"][mb_inds, None]).squeeze(-1)
++ new_mean, newvalue = agent(batch["obs"][mb_inds])
++ log_std = agent.actor_log_std
++ mb_actions = batch["actions"][mb_inds]
++ newlogprob = communicators.gaussian_log_prob(mb_actions, new_mean, log_std)
+- entropy = -(newlogprobs.exp() * newlogprobs).sum(-1).mean()
++ entropy = communicators.gaussian_entropy(log_std)
+- # Distance to the reference policy, exact over the action set: the peers' influence
+- reference = batch["reference"][batch["obs_inds"][mb_inds]]
+- kl_reference = communicators.kl_to_reference(newlogprobs, reference, args.kl_direction)
++ # Distance to the reference policy: the peers' influence
++ reference = batch["reference"].take(mb_inds)
++ noise = None
++ if args.kl_direction == "reverse" and len(reference.weights) > 1:
++ shape = args.kl_samples, *new_mean.shape
++ noise = torch.randn(shape, generator=generator).to(new_mean.device)
++ kl_reference = communicators.kl_to_gaussians(
++ new_mean, log_std, reference, args.kl_direction, noise
++ )
+""",
+    "main": """
++ # Rewards are scaled by the deviation of discounted returns, which stays at home
++ return_statistics = [torch.zeros(3, dtype=torch.double) for _ in held]
++ "return_statistics": return_statistics,
+- tables = [PolicyTable(agent) for agent in agents]
++ actors = Actors(agents)
+- rollouts = rollout(args, tables, envs, generators)
++ rollouts = rollout(args, actors, envs, generators)
++ value_scale = scale_rewards(data, return_statistics[k])
++ if args.gate == "value":  # critics are compared in rewards of the task
++ agents[k].value_scale.fill_(value_scale)
+- batch["reference"], weights = compute_reference(i, batch, peers, C, args)
++ batch["reference"], weights = compute_reference(i, agents[k], batch, peers, C, args)
++ agents[k].update_statistics(batch["obs"])  # frozen until now
+- row |= communicators.summarize_gate(C[i] > 0, weights[:, batch["obs_inds"]])
++ row |= communicators.summarize_gate(C[i] > 0, weights)
+- log_probs = compute_public_log_probs(networks, public_states, n, num_actions)
+- usable = log_probs.flatten(1).isfinite().all(1)
++ policies = compute_public_policies(networks, public_states, n, num_actions)
++ usable = policies.flatten(1).isfinite().all(1)
+- new_C = make_communicator(args, returns, log_probs, gains, usable)
+- new_distances = communicators.measure_distances(log_probs, compared, held)
++ new_C = make_communicator(args, returns, policies, gains, usable)
++ new_distances = communicators.measure_gaussians(policies, compared, held)
+- if inputs & {"log_probs", "gains"}:
++ if inputs & {"policies", "gains"}:
+- tables = [PolicyTable(agent) for agent in agents]
+""",
+}
 # What FedAvg has in place of PR-PPO's reference: the lines that differ, without indentation
 ARGS = '''
 - # Reference policy
@@ -1323,6 +1574,85 @@ LOOP_OF_FAMILIES = """
 + communicators.unflatten(new, agents[k])
 - tables = [PolicyTable(agent) for agent in agents]
 """
+HEADS = '''
++ private_heads: tuple[Literal["actor", "critic"], ...] = ()
++ """heads that are not averaged, but sent: the last layers (actor critic: FedPer)"""
+'''
+SAMPLES = """
+- # samples of the policy in each state that estimate the reverse KL to an arithmetic mixture
+- kl_samples: Count = 4
+"""
+ARGS_ON_MUJOCO = ARGS + SAMPLES + SERVER_STEP + HEADS
+LOOP_ON_MUJOCO = """
+- exchange = communicators.make_exchange(args)
++ exchange = communicators.make_exchange(args, averages="replace")
+- sent = [communicators.flatten(agent) for agent in agents]
++ begin = [communicators.flatten(agent) for agent in agents]  # what the last round left them
+- "sent": sent,
++ if args.server_lr != 1:
++ state["begin"] = begin
+- senders = communicators.find_senders(C, held)
+- peers = communicators.load_networks(exchange.recall(sent, sizes), first, senders)
+- for k, i in enumerate(held):
++ for k in range(len(held)):
+- value_scale = scale_rewards(data, return_statistics[k])
+- if args.gate == "value":  # critics are compared in rewards of the task
+- agents[k].value_scale.fill_(value_scale)
++ scale_rewards(data, return_statistics[k])
+- # Reference policy, frozen for this update: row i of C applied to the policies
+- batch["reference"], weights = compute_reference(i, agents[k], batch, peers, C, args)
++ # Reference policy, frozen for this update: its own (eq. 3)
++ log_std = agents[k].actor_log_std.detach().expand_as(batch["policy"])
++ itself = batch["policy"][None], log_std[None], torch.ones(1)
++ batch["reference"] = communicators.mix_gaussians(*itself)
+- if args.gate != "none":
+- row |= communicators.summarize_gate(C[i] > 0, weights)
+- sent[:] = [communicators.flatten(agent) for agent in agents]
++ sent = [communicators.flatten(agent) for agent in agents]
+- senders = communicators.find_senders(C, held)
+- peers = {j: networks[j] for j in senders if j in networks}
++ # FedAvg: agents go on from the average of what they received, with their optimizers
++ for k, i in enumerate(held):
++ average = compute_average(i, received, C)
++ if average is not None:
++ new = communicators.take_server_step(begin[k], average, args.server_lr)
++ replace_parameters(agents[k], new, args.private_heads)
++ agents[k].set_statistics(*average_statistics(i, networks, C))
++ begin[:] = [communicators.flatten(agent) for agent in agents]
+"""
+LOOP_OF_GAUSSIANS = """
+- if args.compile:
+- for agent in agents:
+- agent.compile()
++ # Rewards are scaled by the deviation of discounted returns, which stays at home
++ return_statistics = [torch.zeros(3, dtype=torch.double) for _ in held]
++ "return_statistics": return_statistics,
+- actors = Actors(args, agents)
++ actors = Actors(agents)
++ scale_rewards(data, return_statistics[k])
+- batch["reference"] = batch["policy"]
++ log_std = agents[k].actor_log_std.detach().expand_as(batch["policy"])
++ itself = batch["policy"][None], log_std[None], torch.ones(1)
++ batch["reference"] = communicators.mix_gaussians(*itself)
++ agents[k].update_statistics(batch["obs"])  # frozen until now
+- log_probs = compute_public_log_probs(networks, public_states, n, num_actions)
+- usable = log_probs.flatten(1).isfinite().all(1)
++ policies = compute_public_policies(networks, public_states, n, num_actions)
++ usable = policies.flatten(1).isfinite().all(1)
+- new_C = make_communicator(args, returns, log_probs, gains, usable)
+- new_distances = communicators.measure_distances(log_probs, compared, held)
++ new_C = make_communicator(args, returns, policies, gains, usable)
++ new_distances = communicators.measure_gaussians(policies, compared, held)
+- if inputs & {"log_probs", "gains"}:
++ if inputs & {"policies", "gains"}:
+- averages = [compute_average(i, received, C) for i in held]
+- for k, average in enumerate(averages):
++ for k, i in enumerate(held):
++ average = compute_average(i, received, C)
+- communicators.unflatten(new, agents[k])
++ replace_parameters(agents[k], new, args.private_heads)
++ agents[k].set_statistics(*average_statistics(i, networks, C))
+"""
 DIFFERENCES = {
     (FEDAVG_MINIGRID, PRPO_MINIGRID): {
         "Args": ARGS + SERVER_STEP + RELATIVES,
@@ -1331,6 +1661,8 @@ DIFFERENCES = {
     },
     (FEDAVG_ATARI, PRPO_ATARI): {"Args": ARGS + SERVER_STEP, "main": LOOP_ON_ATARI},
     (FEDAVG_ATARI, FEDAVG_MINIGRID): {"compute_average": "", "main": LOOP_OF_FAMILIES},
+    (FEDAVG_MUJOCO, PRPO_MUJOCO): {"Args": ARGS_ON_MUJOCO, "main": LOOP_ON_MUJOCO},
+    (FEDAVG_MUJOCO, FEDAVG_ATARI): {"compute_average": "", "main": LOOP_OF_GAUSSIANS},
 }
 
 
@@ -1368,6 +1700,7 @@ def test_comparisons_compare_one_thing_only():
     for script, family, defined in (
         (FEDAVG_MINIGRID, PRPO_MINIGRID, {"update", "main"}),
         (FEDAVG_ATARI, PRPO_ATARI, {"main"}),
+        (FEDAVG_MUJOCO, PRPO_MUJOCO, {"main"}),
         (DISTRAL_MINIGRID, PRPO_MINIGRID, {"main"}),
         (PRTRPO_MINIGRID, PRPO_MINIGRID, {"update", "Agent", "make_agents", "main"}),
     ):
@@ -1381,6 +1714,7 @@ def test_comparisons_compare_one_thing_only():
     [
         (FEDAVG_MINIGRID, PRPO_MINIGRID, ["private_heads", "prox_coef", "server_lr"]),
         (FEDAVG_ATARI, PRPO_ATARI, ["server_lr"]),
+        (FEDAVG_MUJOCO, PRPO_MUJOCO, ["private_heads", "server_lr"]),
     ],
     ids=str,
 )
@@ -1389,7 +1723,8 @@ def test_fedavg_has_the_settings_of_pr_ppo(fedavg, script, added):
     settings = vars(fedavg.Args()) | {"exp_name": ""}
     expected = vars(script.Args()) | {"exp_name": ""}
     assert sorted(settings.keys() - expected.keys()) == added
-    assert expected.keys() - settings.keys() == {"self_reference", "mixture", "gate"}
+    of_references = {"self_reference", "mixture", "gate", "kl_samples"} & expected.keys()
+    assert expected.keys() - settings.keys() == of_references
     for name in settings.keys() & expected.keys():
         assert settings[name] == expected[name], name
 

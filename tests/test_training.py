@@ -19,7 +19,6 @@ from helpers import (
     assert_same_run,
     assert_weights,
     evaluations_of,
-    every_family,
     gate_by_hand,
     on,
     on_minigrid,
@@ -28,6 +27,7 @@ from helpers import (
     scalars_of,
     tiny,
     weights_of,
+    with_categories,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -468,7 +468,7 @@ def test_chunks_of_states_stay_in_order(precision, tolerance):
             )
 
 
-@every_family
+@with_categories
 @pytest.mark.parametrize("mixture", communicators.MIXTURES)
 @pytest.mark.parametrize("self_reference", ["behaviour", "snapshot"])
 @pytest.mark.parametrize("gate", ["none", "value"])
@@ -693,7 +693,7 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
     assert any(gradient.abs().max() > 1e-2 for gradient in gradients)
 
 
-@every_family
+@with_categories
 def test_a_loss_or_gradient_that_is_not_finite_makes_no_step(script):
     """Weights and Adam's moments stay, and the policy loss is NaN, though no term of the loss is.
 

@@ -1,10 +1,12 @@
-"""stable-baselines3 PPO on MiniGrid and Atari at our scripts' settings: the yardstick for speed and
-sample efficiency.
+"""stable-baselines3 PPO on MiniGrid, Atari and MuJoCo at our scripts' settings: the yardstick for
+speed and sample efficiency.
 
     python benchmark/baselines/sb3_ppo.py --env-id MiniGrid-DoorKey-6x6-v0 --seed 1
     python prpo_minigrid.py --num-agents 1 --kl-coef 0 --env-id MiniGrid-DoorKey-6x6-v0 --seed 1 \\
         --learning-rate 2.5e-4 --total-timesteps 5000000
     python benchmark/baselines/sb3_ppo.py --env-id BeamRiderNoFrameskip-v4 --eval-episodes 10
+    python benchmark/baselines/sb3_ppo.py --env-id HalfCheetah-v5 --eval-episodes 10 \\
+        --learning-rate 3e-4 --num-minibatches 32 --update-epochs 10 --clip-coef 0.2 --ent-coef 0
 
 The second command is what the first is compared with: one agent alone, without the KL penalty,
 which this PPO lacks. Network, initialisation, optimizer, minibatches, advantages, losses'
@@ -17,7 +19,9 @@ for:
   Atari up to three on the buttons that start play) and masks them out, so the same number of
   timesteps holds slightly fewer transitions;
 - its environments are Python ones, one after another, where ours are envpool's if that is
-  installed, or ale-py's.
+  installed, or ale-py's;
+- on MuJoCo it adds every step to the statistics by which observations and rewards are normalised;
+  ours are those of the rollouts before (observations) and up to this one (rewards).
 """
 
 import csv
@@ -46,13 +50,13 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecNormalize
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from arguments import read_flags, refuse
 
 # Their versions go into summary.json
-PACKAGES = ("stable-baselines3", "torch", "numpy", "gymnasium", "minigrid", "ale-py")
+PACKAGES = ("stable-baselines3", "torch", "numpy", "gymnasium", "minigrid", "ale-py", "mujoco")
 
 
 @dataclass
@@ -111,7 +115,7 @@ class Args(Settings):
     """maximum norm of the gradient"""
 
 
-def check_args(args: Args, atari: bool = True) -> None:
+def check_args(args: Args, minigrid_only: bool = False) -> None:
     """End with one line that names the flag, its value and what would be valid, before anything
     expensive starts.
     """
@@ -123,18 +127,29 @@ def check_args(args: Args, atari: bool = True) -> None:
     if args.total_timesteps < batch_size:
         valid = f"must be at least one rollout, {batch_size} steps"
         refuse(f"--total-timesteps {args.total_timesteps}: {valid}")
-    usable = args.env_id.startswith(("MiniGrid-", "BabyAI-"))
+    usable = is_minigrid(args.env_id)
     examples = "MiniGrid-FourRooms-v0"
-    if atari:
-        usable = usable or is_atari(args.env_id)
-        examples += " and BeamRiderNoFrameskip-v4"
+    if not minigrid_only:
+        usable = usable or is_atari(args.env_id) or is_mujoco(args.env_id)
+        examples += ", BeamRiderNoFrameskip-v4 and HalfCheetah-v5"
     if args.env_id not in gym.registry or not usable:
         refuse(f"--env-id {args.env_id}: unknown; {examples} will do")
+
+
+def is_minigrid(env_id: str) -> bool:
+    """Whether a task is one of MiniGrid."""
+    return env_id.startswith(("MiniGrid-", "BabyAI-"))
 
 
 def is_atari(env_id: str) -> bool:
     """Whether a task is a game of the Atari 2600."""
     return env_id.endswith("NoFrameskip-v4")
+
+
+def is_mujoco(env_id: str) -> bool:
+    """Whether a task is one of MuJoCo, in the version that is developed."""
+    spec = gym.registry.get(env_id)
+    return spec is not None and spec.version == 5 and "mujoco" in str(spec.entry_point)
 
 
 class MiniGridTrunk(BaseFeaturesExtractor):
@@ -244,17 +259,23 @@ class Recorder(BaseCallback):
 
 
 def make_env(env_id: str) -> gym.Env:
-    """One environment of the official package, showing its image only: [7, 7, 3] uint8 codes."""
-    return Monitor(minigrid.wrappers.ImgObsWrapper(gym.make(env_id, disable_env_checker=True)))
+    """One environment of the official package; MiniGrid shows its image only, [7, 7, 3] uint8."""
+    env = gym.make(env_id, disable_env_checker=True)
+    if is_minigrid(env_id):
+        env = minigrid.wrappers.ImgObsWrapper(env)
+    return Monitor(env)
 
 
 def make_envs(args: Args) -> VecEnv:
-    """The training environments; Atari with the library's own wrappers, which are the usual
-    ones.
+    """The training environments; Atari and MuJoCo with the library's own wrappers, which are the
+    usual ones.
     """
     if is_atari(args.env_id):
         return VecFrameStack(make_atari_env(args.env_id, args.num_envs, args.seed), 4)
-    return DummyVecEnv([lambda: make_env(args.env_id)] * args.num_envs)
+    envs = DummyVecEnv([lambda: make_env(args.env_id)] * args.num_envs)
+    if is_mujoco(args.env_id):
+        envs = VecNormalize(envs, gamma=args.gamma)  # observations and rewards
+    return envs
 
 
 def make_schedule(args: Args) -> Callable:
@@ -273,11 +294,15 @@ def make_schedule(args: Args) -> Callable:
 
 def make_model(args: Args) -> PPO:
     """PPO at our settings. It wraps the environments itself so that channels come first."""
-    policy = {"net_arch": [], "ortho_init": True, "optimizer_kwargs": {"eps": 1e-5}}
-    if not is_atari(args.env_id):
+    policy = {"ortho_init": True, "optimizer_kwargs": {"eps": 1e-5}}
+    if is_mujoco(args.env_id):
+        policy |= {"net_arch": [64, 64], "activation_fn": nn.Tanh}  # two networks
+    else:
+        policy |= {"net_arch": []}
+    if is_minigrid(args.env_id):
         policy |= {"features_extractor_class": MiniGridTrunk, "normalize_images": False}
     return PPO(
-        "CnnPolicy",
+        "MlpPolicy" if is_mujoco(args.env_id) else "CnnPolicy",
         make_envs(args),
         learning_rate=make_schedule(args),
         n_steps=args.num_steps,
@@ -303,8 +328,12 @@ def evaluate(model: PPO, env_id: str, seeds: list[int]) -> np.ndarray:
     obs = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
     returns = np.zeros(len(envs))
     running = list(range(len(envs)))
+    statistics = model.get_vec_normalize_env()
     while running:
-        actions, _ = model.predict(np.stack([obs[k] for k in running]), deterministic=False)
+        batch = np.stack([obs[k] for k in running])
+        if statistics:
+            batch = statistics.normalize_obs(batch)
+        actions, _ = model.predict(batch, deterministic=False)
         for k, action in zip(list(running), actions, strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
             returns[k] += reward
@@ -327,8 +356,8 @@ def make_run_folder(args: Args) -> Path:
 
 
 def evaluate_model(args: Args, model: PPO) -> np.ndarray:
-    """The returns of --eval-episodes episodes; on MiniGrid on the same levels as prpo_minigrid.py's
-    evaluation.
+    """The returns of --eval-episodes episodes; on MiniGrid and MuJoCo on the same levels as our
+    scripts' evaluations.
     """
     if not args.eval_episodes:
         return np.full(1, np.nan)

@@ -86,5 +86,5 @@ def make_model(args: Args) -> TRPO:
 
 if __name__ == "__main__":
     arguments = read_flags(Args)
-    check_args(arguments, atari=False)
+    check_args(arguments, minigrid_only=True)
     main(arguments, make_model)

@@ -1,0 +1,336 @@
+"""FedAvg-PPO on MuJoCo: agents that share no data average their parameters.
+
+The baseline of PR-PPO (`prpo_mujoco.py`), whose environments, network, rollout and advantages
+this script imports, so that a comparison compares one thing only. In a round each agent goes on
+from the average sum_j C[i, j] theta_j, and normalises observations by the statistics of all whom it
+listens to, each by its samples; its KL penalty pulls it towards its own policy before the update
+(eq. 3 of the PRPO paper). --private-heads are not averaged (FedPer).
+
+    python fedavg_mujoco.py                                      # three agents in one process
+    python fedavg_mujoco.py --communicator similarity            # a weighted average (WeightedAvg)
+    python fedavg_mujoco.py --communicator best                  # all copy the best (PBT's exploit)
+    python fedavg_mujoco.py --private-heads actor critic         # the last layers are not averaged
+    torchrun --nproc-per-node 3 fedavg_mujoco.py                 # one agent per process
+    python fedavg_mujoco.py --resume runs/<name>                 # continue an interrupted run
+"""
+
+import copy
+from collections import deque
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from safetensors.torch import save_file
+from torch import Tensor
+
+import communicators
+import prpo_mujoco
+from communicators import Count, NonNegative, Positive, Run, derive_seed, mean
+from prpo_mujoco import (
+    Actors,
+    Agent,
+    Envs,
+    TaskArgs,
+    choose_backend,
+    collect_public_states,
+    compute_advantages,
+    compute_public_policies,
+    estimate_gains,
+    evaluate_agents,
+    make_agents,
+    make_batch,
+    make_communicator,
+    name_tasks,
+    pool_statistics,
+    rollout,
+    scale_rewards,
+    update,
+)
+
+
+@dataclass
+class Args(TaskArgs):
+    # Distance to the policy before the update
+    kl_direction: Literal["forward", "reverse"] = "forward"
+    """forward: KL(old policy || policy); reverse: KL(policy || old policy)"""
+    kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.1
+    """coefficient of the KL penalty towards the policy before the update"""
+    kl_schedule: Literal["constant", "linear"] = "constant"
+    """linear: the coefficient falls to 0 over the run, as the learning rate does"""
+
+    # Update
+    learning_rate: Positive = 3e-4  # learning rate of Adam
+    anneal_lr: bool = True  # anneal the learning rate linearly to 0
+    update_epochs: Count = 10  # epochs per rollout
+    num_minibatches: Count = 32  # minibatches per epoch
+    norm_adv: bool = True  # normalise advantages in each minibatch
+    clip_coef: NonNegative = 0.2  # clip range of the surrogate objective (0: no clipping)
+    clip_vloss: bool = True  # clip the value loss with the same range
+    ent_coef: NonNegative = 0.0  # coefficient of the entropy bonus
+    vf_coef: NonNegative = 0.5  # coefficient of the value loss
+    max_grad_norm: Positive = 0.5  # maximum norm of each agent's gradient
+
+    # Communication round
+    local_updates: Count = 2  # iterations between communication rounds
+    # how far agents go, from what they went on from in the round before, towards the average, as
+    # a part of the way: 1 is FedAvg, others are FedOpt with SGD
+    server_lr: Positive = 1.0
+    private_heads: tuple[Literal["actor", "critic"], ...] = ()
+    """heads that are not averaged, but sent: the last layers (actor critic: FedPer)"""
+
+
+# --- FedAvg-PPO ---
+
+
+def compute_average(i: int, received: list[Tensor | None], C: Tensor) -> Tensor | None:
+    """Row i of C applied to the parameters, [numel]; None if agent i listens to nobody else.
+
+    received: flat parameters of all agents, None where they are missing.
+    """
+    senders = C[i].nonzero().flatten().tolist()
+    if senders == [i]:
+        return None
+    parameters = torch.stack([received[j] for j in senders])
+    (average,) = communicators.average_parameters(C[i : i + 1, senders], parameters)
+    return average
+
+
+def average_statistics(i: int, networks: dict[int, Agent], C: Tensor) -> tuple[Tensor, ...]:
+    """Row i of C applied to the statistics of observations: a count, their mean and variance.
+
+    networks: agent -> network, of the senders. Each agent's samples count by its weight, so that
+    the count stays that of one agent.
+    """
+    senders = C[i].nonzero().flatten().tolist()
+    agents = [networks[j] for j in senders]
+    counts = torch.stack([agent.obs_count for agent in agents])
+    means = torch.stack([agent.obs_mean for agent in agents])
+    variances = torch.stack([agent.obs_var for agent in agents])
+    return pool_statistics(counts * C[i, senders].to(counts), means, variances)
+
+
+def replace_parameters(agent: Agent, average: Tensor, private_heads: tuple[str, ...]) -> None:
+    """Give an agent an average of parameters [numel], but for its private heads."""
+    values = agent.state_dict()
+    kept = {name: values[name].clone() for name in values if name.startswith(private_heads)}
+    communicators.unflatten(average, agent)
+    agent.load_state_dict(kept, strict=False)
+
+
+def main(args: Args) -> dict:
+    """Train, evaluate, and return what summary.json holds."""
+    n = args.num_agents
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // batch_size
+    num_rounds = num_iterations // args.local_updates
+    task_names = name_tasks(args)
+    exchange = communicators.make_exchange(args, averages="replace")
+    held = exchange.agents  # the agents of this process: agent i of all is the k-th held
+    rows_held = slice(held.start, held.stop)
+    run = Run(
+        args,
+        exchange,
+        "+".join(dict.fromkeys(task_names)),
+        total=num_iterations,
+        units_per_iteration=batch_size * len(exchange.members),
+        main_metric="charts/return_last_100",
+        env_ids=task_names,
+        steps_per_iteration=batch_size,
+        about=f"{args.communicator} communicator, {num_rounds or 'NO'} communication rounds",
+    )
+
+    # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
+    first = [agent.to(exchange.device) for agent in make_agents(args)]
+    num_actions = first[0].actor.out_features
+    exchange.broadcast_networks(first)
+    agents = [copy.deepcopy(first[i]) for i in held]
+    optimizers = [
+        torch.optim.Adam(agent.parameters(), args.learning_rate, eps=1e-5, fused=True)
+        for agent in agents
+    ]
+    generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
+    last_returns = [deque(maxlen=100) for _ in held]
+
+    # Communication: C, what was sent in the last round, how far policies are from each other
+    public_states = collect_public_states(args).to(exchange.device) if num_rounds else None
+    neighbours = communicators.find_neighbours(args)  # who may ever listen to whom
+    compared = communicators.find_compared(neighbours)  # whose policies they compare
+    inputs = communicators.find_inputs(args, make_communicator)
+    sizes = [len(communicators.flatten(network)) for network in first]
+    C = communicators.identity(n)  # [agents, agents]; before the first round nobody has sent
+    distances = torch.full((n, n), torch.nan)
+    round_returns = [[] for _ in held]  # since the last round
+    mean_returns = torch.full((len(held),), torch.nan, dtype=torch.double)
+    begin = [communicators.flatten(agent) for agent in agents]  # what the last round left them
+
+    # Rewards are scaled by the deviation of discounted returns, which stays at home
+    return_statistics = [torch.zeros(3, dtype=torch.double) for _ in held]
+
+    # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These
+    # objects are changed in place, as in `C[:] = ...`
+    state = {
+        "agent": agents,
+        "optimizer": optimizers,
+        "generator": generators,
+        "last_returns": last_returns,
+        "round_returns": round_returns,
+        "mean_return": [*mean_returns],
+        "return_statistics": return_statistics,
+        "row": [C[i] for i in held],
+        "distances": [distances[i] for i in held],
+    }
+    if args.server_lr != 1:
+        state["begin"] = begin
+    run.restore(state)
+    C[:] = exchange.all_gather(C[rows_held])
+    distances[:] = exchange.all_gather(distances[rows_held])
+    envs = Envs(args, held, run.iteration)
+    actors = Actors(agents)
+
+    for iteration in run.iterations():
+        remaining = 1.0 - (iteration - 1) / num_iterations
+        kl_coef = args.kl_coef
+        if args.kl_schedule == "linear":
+            kl_coef = remaining * args.kl_coef
+
+        # Rollout
+        rollouts = rollout(args, actors, envs, generators)
+        run.tick("rollout")
+
+        batches = []  # kept for the round: `surrogate` reads them
+        rows = []  # metrics
+        for k in range(len(held)):
+            if args.anneal_lr:
+                optimizers[k].param_groups[0]["lr"] = remaining * args.learning_rate
+
+            # Advantages
+            data, episodes = rollouts[k]
+            scale_rewards(data, return_statistics[k])
+            data["advantages"] = compute_advantages(data, args.gamma, args.gae_lambda)
+            data["returns"] = data["advantages"] + data["values"]
+            batch = make_batch(data)
+            run.tick("advantages")
+
+            # Reference policy, frozen for this update: its own (eq. 3)
+            log_std = agents[k].actor_log_std.detach().expand_as(batch["policy"])
+            itself = batch["policy"][None], log_std[None], torch.ones(1)
+            batch["reference"] = communicators.mix_gaussians(*itself)
+            run.tick("reference")
+
+            # Update
+            losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args)
+            agents[k].update_statistics(batch["obs"])  # frozen until now
+            run.tick("update")
+
+            # Metrics: declared scalars
+            returns = [episode_return for episode_return, _ in episodes]
+            last_returns[k].extend(returns)
+            round_returns[k].extend(returns)
+            y_pred = batch["values"]
+            y_true = batch["returns"]
+            row = {
+                "charts/episodic_return": mean(returns),
+                "charts/episodic_length": mean([length for _, length in episodes]),
+                "charts/episodes": len(episodes),
+                "charts/return_last_100": mean(last_returns[k]),
+                "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
+                **losses,
+            }
+            rows.append(row)
+            batches.append(batch)
+
+        # Communication round: exchange snapshots, refresh the communicator
+        dropped = 0
+        if iteration % args.local_updates == 0:
+            communicators.update_means(mean_returns, round_returns)
+            numbers = mean_returns if "returns" in inputs else None
+            sent = [communicators.flatten(agent) for agent in agents]
+            received, reported_returns = exchange.round(sent, numbers, sizes)
+
+            # Policies on the public states: whose snapshot is usable, who is similar to whom
+            evaluated = communicators.find_senders(compared, held)
+            networks = communicators.load_networks(received, first, evaluated)
+            policies = compute_public_policies(networks, public_states, n, num_actions)
+            usable = policies.flatten(1).isfinite().all(1)
+            num_usable = int(exchange.all_gather(usable[rows_held, None].long()).sum())
+            dropped = len(exchange.members) - num_usable
+
+            # The new communicator; each agent estimates its own row of gains
+            gains = torch.full((n, n), torch.nan)
+            if "gains" in inputs:
+                for k, i in enumerate(held):
+                    candidates = (neighbours[i] & usable).nonzero().flatten().tolist()
+                    of_candidates = {j: networks[j] for j in candidates if j != i}
+                    gains[i] = estimate_gains(i, batches[k], of_candidates, n)
+            returns = communicators.bound_returns(reported_returns)
+            new_C = make_communicator(args, returns, policies, gains, usable)
+            new_distances = communicators.measure_gaussians(policies, compared, held)
+            # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
+            C[:] = exchange.all_gather(new_C[rows_held])
+            distances[:] = exchange.all_gather(new_distances[rows_held])
+            # Who reads whose snapshot: all neighbours' if C is computed from snapshots
+            reads = C > 0
+            if inputs & {"policies", "gains"}:
+                reads = neighbours
+            exchange.count_bytes(reads)
+
+            # FedAvg: agents go on from the average of what they received, with their optimizers
+            for k, i in enumerate(held):
+                average = compute_average(i, received, C)
+                if average is not None:
+                    new = communicators.take_server_step(begin[k], average, args.server_lr)
+                    replace_parameters(agents[k], new, args.private_heads)
+                    agents[k].set_statistics(*average_statistics(i, networks, C))
+            begin[:] = [communicators.flatten(agent) for agent in agents]
+            del received, networks  # they need not stay in memory
+        run.tick("exchange")
+
+        scalars = {
+            "charts/learning_rate": optimizers[0].param_groups[0]["lr"],
+            "charts/kl_coefficient": kl_coef,
+            "communication/rounds": iteration // args.local_updates,
+            "communication/dropped": dropped,
+        }
+        run.log(rows, C, distances, scalars)
+
+        # Evaluation
+        if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
+            run.log_evaluation(evaluate_agents(args, agents, held))
+
+        # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
+        if run.saves():
+            run.save(state)
+            envs.close()
+            envs = Envs(args, held, iteration)
+
+    # Weights, and the evaluation of every agent on every task in the official environments
+    envs.close()
+    for k, i in enumerate(held):
+        save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
+    if args.eval_episodes and not run.interrupted:
+        run.log_evaluation(evaluate_agents(args, agents, held))
+    return run.finish(
+        env_backend=choose_backend(args),
+        communication_rounds=run.iteration // args.local_updates,
+    )
+
+
+# --- checks of arguments ---
+
+
+def check_args(args: Args) -> None:
+    """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
+    prpo_mujoco.check_task(args)
+    communicators.check_communicator(args, make_communicator, has_influence=True)
+    if args.communicator == "self-preferred" and args.self_preference == 0 and args.num_agents > 1:
+        valid = "must be positive, or agents would swap networks"
+        communicators.refuse(args, "self_preference", valid)
+    if len(set(args.hidden_sizes)) > 1:
+        valid = "must be equal: networks of different sizes have no average"
+        communicators.refuse(args, "hidden_sizes", valid)
+
+
+if __name__ == "__main__":
+    may_change = ("eval_episodes", "total_timesteps")
+    main(communicators.parse_args(Args, check_args, may_change=may_change))
