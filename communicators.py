@@ -351,12 +351,10 @@ def bound_returns(returns: Tensor, factor: float = 10.0) -> Tensor:
     magnitude of the *other* agents' reports is clipped to that, so that a report of 1e30 has the
     weight of at most `factor` ordinary ones; where that median is 0, the mean magnitude of the
     others replaces it. Where all others report 0, or nothing, there is no scale to compare with,
-    and the report stays: of (0, 0, r) Example 4 makes the same row for every positive r. Clipped
-    reports keep their order, by the smallest step of a number: `best` and `rank_reward` read
-    nothing else. A value that is not finite counts as no report. Returns [agents], double.
+    and the report stays: of (0, 0, r) Example 4 makes the same row for every positive r. Returns
+    [agents], double.
     """
     returns = returns.detach().double()
-    returns = torch.where(returns.isfinite(), returns, torch.nan)
     bounded = returns.clone()
     for j in range(len(returns)):
         others = torch.cat((returns[:j], returns[j + 1 :]))
@@ -368,12 +366,6 @@ def bound_returns(returns: Tensor, factor: float = 10.0) -> Tensor:
             # Divided first: the sum of huge numbers may be infinite
             scale = (magnitudes / len(magnitudes)).sum()
         bounded[j] = returns[j].clamp(-factor * scale, factor * scale)
-    order = [j for j in returns.argsort().tolist() if not returns[j].isnan()]
-    for lower, higher in itertools.pairwise(order):
-        least = bounded[lower].item()
-        if returns[lower] < returns[higher]:
-            least = math.nextafter(least, math.inf)
-        bounded[higher] = bounded[higher].clamp(min=least)
     return bounded
 
 
@@ -1072,8 +1064,8 @@ class Exchange:
         sent: [numel] of each agent held; numbers: [agents held], None if nobody reads them; sizes:
         how many numbers each agent sends (default: all as many as the first one held).
         Returns (the tensors of all agents, None for one that is missing or not finite; the reported
-        numbers [agents], double, NaN where there is none). What arrives is shared, not to be
-        written to.
+        numbers [agents], double, NaN where there is no finite one). What arrives is shared, not to
+        be written to.
         """
         reports = torch.full((self.num_agents,), torch.nan, dtype=torch.double)
         if numbers is not None and not self.isolated:
@@ -1084,7 +1076,7 @@ class Exchange:
         invalid = [j for j in range(self.num_agents) if snapshots[j] is not gathered[j]]
         if invalid:
             announce(f"\ndropped the invalid snapshots of agents {invalid} for this round")
-        return snapshots, reports
+        return snapshots, reports.where(reports.isfinite(), torch.nan)
 
     def recall(self, sent: list[Tensor], sizes: list[int] | None = None) -> list[Tensor | None]:
         """After a resume: what `round` returned last; sent, sizes: as given to it then."""

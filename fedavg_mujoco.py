@@ -263,8 +263,7 @@ def main(args: Args) -> dict:
                     candidates = (neighbours[i] & usable).nonzero().flatten().tolist()
                     of_candidates = {j: networks[j] for j in candidates if j != i}
                     gains[i] = estimate_gains(i, batches[k], of_candidates, n)
-            returns = communicators.bound_returns(reported_returns)
-            new_C = make_communicator(args, returns, policies, gains, usable)
+            new_C = make_communicator(args, reported_returns, policies, gains, usable)
             new_distances = communicators.measure_gaussians(policies, compared, held)
             # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
             C[:] = exchange.all_gather(new_C[rows_held])

@@ -431,7 +431,7 @@ class FolderExchange(communicators.Exchange):
         absent = [str(j) for j, peer in self.peers.items() if not peer.used]
         if absent and self.averages == "replace":
             print(f"\nround {self.number} averages without agents {' '.join(absent)}", flush=True)
-        return self.recall(sent, sizes), reports
+        return self.recall(sent, sizes), reports.where(reports.isfinite(), torch.nan)
 
     def _gather(self, sent: list[Tensor], sizes: list[int] | None) -> list[Tensor | None]:
         """The tensors of the agents held, and those of peers that the last round has found."""

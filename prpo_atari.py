@@ -475,9 +475,10 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
     elif name == "similarity":
         C = communicators.similarity(log_probs)
     elif name == "reward":
-        C = communicators.reward(returns)
+        C = communicators.reward(communicators.bound_returns(returns))
     elif name == "softmax-reward":
-        C = communicators.softmax_reward(returns, args.communicator_temperature)
+        bounded = communicators.bound_returns(returns)
+        C = communicators.softmax_reward(bounded, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
     elif name == "best":
@@ -671,8 +672,7 @@ def main(args: Args) -> dict:
                     candidates = (neighbours[i] & usable).nonzero().flatten().tolist()
                     of_candidates = {j: networks[j] for j in candidates if j != i}
                     gains[i] = estimate_gains(i, batches[k], of_candidates, n)
-            returns = communicators.bound_returns(reported_returns)
-            new_C = make_communicator(args, returns, log_probs, gains, usable)
+            new_C = make_communicator(args, reported_returns, log_probs, gains, usable)
             new_distances = communicators.measure_distances(log_probs, compared, held)
             # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
             C[:] = exchange.all_gather(new_C[rows_held])

@@ -464,10 +464,7 @@ def main(args: Args) -> dict:
             dropped = len(exchange.members) - num_usable
 
             # The new communicator
-            reports = reported_returns
-            if args.communicator != "relative-gain":  # which has bounds of its own
-                reports = communicators.bound_returns(reported_returns)
-            new_C = make_communicator(present, reports, log_probs, usable)
+            new_C = make_communicator(present, reported_returns, log_probs, usable)
             new_distances = communicators.measure_distances(log_probs, compared, held)
             # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
             C[:] = exchange.all_gather(new_C[rows_held])

