@@ -889,7 +889,7 @@ class Envs:
         self.gamma = args.gamma
         self.discounted_returns = np.zeros(shape)  # of the episodes so far, which scale rewards
         self.lengths = np.zeros(shape)
-        self.pools = []  # (pool, its rows)
+        self.pools = []  # (pool, its rows, the bounds of its actions)
         # One large pool is faster than many small ones: one for all agents of a task
         for env_id, members in itertools.groupby(agents, key=list_env_ids(args).__getitem__):
             members = list(members)

@@ -1430,9 +1430,9 @@ ON_MUJOCO = {
 - usable = log_probs.flatten(1).isfinite().all(1)
 + policies = compute_public_policies(networks, public_states, n, num_actions)
 + usable = policies.flatten(1).isfinite().all(1)
-- new_C = make_communicator(args, returns, log_probs, gains, usable)
+- new_C = make_communicator(args, reported_returns, log_probs, gains, usable)
 - new_distances = communicators.measure_distances(log_probs, compared, held)
-+ new_C = make_communicator(args, returns, policies, gains, usable)
++ new_C = make_communicator(args, reported_returns, policies, gains, usable)
 + new_distances = communicators.measure_gaussians(policies, compared, held)
 - if inputs & {"log_probs", "gains"}:
 + if inputs & {"policies", "gains"}:
@@ -1639,9 +1639,9 @@ LOOP_OF_GAUSSIANS = """
 - usable = log_probs.flatten(1).isfinite().all(1)
 + policies = compute_public_policies(networks, public_states, n, num_actions)
 + usable = policies.flatten(1).isfinite().all(1)
-- new_C = make_communicator(args, returns, log_probs, gains, usable)
+- new_C = make_communicator(args, reported_returns, log_probs, gains, usable)
 - new_distances = communicators.measure_distances(log_probs, compared, held)
-+ new_C = make_communicator(args, returns, policies, gains, usable)
++ new_C = make_communicator(args, reported_returns, policies, gains, usable)
 + new_distances = communicators.measure_gaussians(policies, compared, held)
 - if inputs & {"log_probs", "gains"}:
 + if inputs & {"policies", "gains"}:
