@@ -60,6 +60,7 @@ BENCHMARKS = (
     "gate",
     "rounds",
     "liars",
+    "newcomer",
     "fedhpd",
     "play",
     "plot",

@@ -1,0 +1,115 @@
+"""benchmark/newcomer.py: who begins as whom, and that a newcomer is new."""
+
+import pytest
+import torch
+from helpers import (
+    FEDAVG_MUJOCO,
+    PRPO_MUJOCO,
+    assert_same_run,
+    on,
+    only_run,
+    refusal,
+    tiny,
+    weights_of,
+)
+from safetensors.torch import load_file
+
+import communicators
+import prpo_mujoco
+from benchmark import newcomer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run of two agents."""
+    folder = tmp_path_factory.mktemp("trained")
+    settings = {"num_agents": 2, "iterations": 3, "eval_episodes": 0, "communicator": "identity"}
+    PRPO_MUJOCO.main(tiny(PRPO_MUJOCO, folder, **settings))
+    return only_run(folder)
+
+
+def tiny_newcomer(run_dir, start_from, **changes):
+    """The arguments of three agents, of which two have been trained."""
+    settings = PRPO_MUJOCO.tiny | {"num_agents": 3, "eval_episodes": 0, "local_updates": 1}
+    settings = settings | changes | {"run_dir": str(run_dir), "start_from": str(start_from)}
+    steps = settings.pop("iterations") * settings["num_envs"] * settings["num_steps"]
+    return newcomer.Args(total_timesteps=steps, **settings)
+
+
+both = on([PRPO_MUJOCO, FEDAVG_MUJOCO])
+
+
+@both
+def test_agents_begin_as_those_of_the_run_and_newcomers_anew(
+    script, trained, tmp_path, monkeypatch
+):
+    """Networks, statistics of observations, and the scale of rewards."""
+    seen = {}
+    rollout = script.module.rollout
+    scale_rewards = script.module.scale_rewards
+
+    def watch_rollout(args, actors, *others):
+        seen.setdefault("agents", [communicators.flatten(agent) for agent in actors.agents])
+        return rollout(args, actors, *others)
+
+    def watch_rewards(data, statistics):
+        seen.setdefault("statistics", []).append(statistics.clone())
+        return scale_rewards(data, statistics)
+
+    monkeypatch.setattr(script.module, "rollout", watch_rollout)
+    monkeypatch.setattr(script.module, "scale_rewards", watch_rewards)
+    args = tiny_newcomer(tmp_path, trained, iterations=1, averages=script is FEDAVG_MUJOCO)
+    newcomer.main(args)
+    new = prpo_mujoco.make_agents(args)[2]
+    for i in range(2):
+        new.load_state_dict(load_file(trained / f"agent_{i}.safetensors"))
+        assert torch.equal(seen["agents"][i], communicators.flatten(new))
+        path = trained / "checkpoints" / f"agent_{i}" / "3.pt"
+        stored = torch.load(path, weights_only=True)["return_statistics"]
+        assert stored[0] > 0 and torch.equal(seen["statistics"][i], stored)
+    assert not torch.equal(seen["agents"][0], seen["agents"][1])
+    fresh = communicators.flatten(prpo_mujoco.make_agents(args)[2])
+    assert torch.equal(seen["agents"][2], fresh)
+    assert not seen["statistics"][2].any()
+    assert script.module.Run is communicators.Run  # as it was
+
+
+@pytest.mark.parametrize(("averages", "name"), [(False, "sent"), (True, "begin")])
+def test_what_counts_as_sent_is_of_the_trained_agent(
+    averages, name, trained, tmp_path, monkeypatch
+):
+    """An agent's snapshot before the first round, and what a server's step begins from."""
+    copies = []
+    restore = newcomer.Run.restore
+
+    def watch(self, state):
+        restore(self, state)
+        for agent, begun in zip(state["agent"], state[name], strict=True):
+            copies.append((communicators.flatten(agent), begun.clone()))
+
+    monkeypatch.setattr(newcomer.Run, "restore", watch)
+    args = tiny_newcomer(tmp_path, trained, iterations=1, averages=averages, server_lr=0.5)
+    newcomer.main(args)
+    assert len(copies) == 3
+    assert all(torch.equal(agent, begun) for agent, begun in copies)
+
+
+def test_a_resumed_run_goes_on_from_its_own_checkpoint(trained, crashing, tmp_path):
+    """And is the run that it would have been."""
+    settings = {"iterations": 4, "save_every": 2}
+    newcomer.main(tiny_newcomer(tmp_path / "whole", trained, **settings))
+    args = tiny_newcomer(tmp_path / "cut", trained, **settings)
+    crashing("complete", 2, 2, lambda: newcomer.main(args))
+    folder = only_run(tmp_path / "cut")
+    newcomer.main(tiny_newcomer(tmp_path / "cut", trained, **settings, resume=str(folder)))
+    assert_same_run(only_run(tmp_path / "whole"), folder)
+    assert weights_of(folder)
+
+
+def test_bad_input_ends_in_one_line(trained, tmp_path):
+    args = tiny_newcomer(tmp_path, tmp_path / "nowhere", iterations=1)
+    assert "--start-from" in refusal(newcomer.check_args, args)
+    other = tiny_newcomer(tmp_path, trained, iterations=1, hidden_sizes=(64, 32, 64))
+    message = refusal(newcomer.check_args, other)
+    assert "agent 1 is another network there" in message and "\n" not in message.strip()
+    newcomer.check_args(tiny_newcomer(tmp_path, trained, iterations=1, hidden_sizes=(64, 64, 32)))
