@@ -149,6 +149,11 @@ def pool_statistics(
     return counts.double().sum(), mean, variance
 
 
+def normalise(obs: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Observations in their running deviations, at most 10 of them."""
+    return ((obs - mean) / (variance + 1e-8).sqrt()).clamp(-10, 10)
+
+
 class Agent(nn.Module):
     """Policy and value function: a Gaussian whose spread is the same in every state.
 
@@ -178,16 +183,12 @@ class Agent(nn.Module):
         # --gate value: what a value of 1 is in the task's rewards
         self.register_buffer("value_scale", torch.ones(()))
 
-    def normalise(self, obs: Tensor) -> Tensor:
-        """Observations in their running deviations, at most 10 of them."""
-        return ((obs - self.obs_mean) / (self.obs_var + 1e-8).sqrt()).clamp(-10, 10)
-
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """obs: [batch, obs], as the task shows them.
 
         Returns (the policy's mean [batch, actions], value [batch]); its spread is actor_log_std.
         """
-        obs = self.normalise(obs)
+        obs = normalise(obs, self.obs_mean, self.obs_var)
         mean_action = self.actor(self.policy_network(obs))
         return mean_action, self.critic(self.value_network(obs)).squeeze(-1)
 
@@ -252,12 +253,11 @@ class Actors:
         for _, layers in self.groups:
             layers.read()
         self.obs_mean = torch.stack([agent.obs_mean for agent in self.agents])[:, None]
-        self.obs_scale = torch.stack([agent.obs_var for agent in self.agents])[:, None]
-        self.obs_scale = (self.obs_scale + 1e-8).sqrt()
+        self.obs_var = torch.stack([agent.obs_var for agent in self.agents])[:, None]
 
     def forward(self, obs: Tensor) -> Tensor:
         """obs: [agents, envs, obs]. Returns the policies' means, [agents, envs, actions]."""
-        obs = ((obs - self.obs_mean) / self.obs_scale).clamp(-10, 10)
+        obs = normalise(obs, self.obs_mean, self.obs_var)
         return torch.cat([layers(obs[group]) for group, layers in self.groups])
 
 

@@ -118,7 +118,8 @@ def test_stable_baselines3_has_the_networks_and_the_normalisation_of_pr_ppo():
     statistics.obs_rms.mean = agent.obs_mean.double().numpy()
     statistics.obs_rms.var = agent.obs_var.double().numpy()
     normalised = torch.from_numpy(statistics.normalize_obs(obs.numpy()))
-    torch.testing.assert_close(normalised, agent.normalise(obs))
+    ours = prpo_mujoco.normalise(obs, agent.obs_mean, agent.obs_var)
+    torch.testing.assert_close(normalised, ours)
     torch.nn.init.orthogonal_(agent.actor.weight)
     for our_layers, their_layers in pairs:
         their_layers.load_state_dict(our_layers.state_dict())

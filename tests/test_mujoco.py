@@ -584,7 +584,8 @@ def test_observations_are_shown_in_deviations():
     )
     obs = torch.tensor([[5.0, -2.5, 3.0], [-99.0, 99.0, 4.0]])
     torch.testing.assert_close(
-        agent.normalise(obs), torch.tensor([[2.0, -0.5, 0.0], [-10.0, 10.0, 10.0]])
+        prpo_mujoco.normalise(obs, agent.obs_mean, agent.obs_var),
+        torch.tensor([[2.0, -0.5, 0.0], [-10.0, 10.0, 10.0]]),
     )
     policy, value = agent(obs)
     expected_policy, expected_value = outputs_of(agent, obs)
@@ -602,17 +603,17 @@ def test_statistics_change_between_iterations_only(script, tmp_path, monkeypatch
 
     def record_reading(actors):
         read(actors)
-        for center, scale in zip(actors.obs_mean, actors.obs_scale, strict=True):
-            acting.append((center[0].clone(), scale[0].square()))
+        for center, variance in zip(actors.obs_mean, actors.obs_var, strict=True):
+            acting.append((center[0].clone(), variance[0].clone()))
 
     def record_update(agent, optimizer, generator, batch, *more):
-        values = [(agent.obs_mean.clone(), agent.obs_var + 1e-8)]
+        values = [(agent.obs_mean.clone(), agent.obs_var.clone())]
         policy, _ = agent.predict(batch["obs"])
         log_probs = communicators.gaussian_log_prob(batch["actions"], policy, agent.actor_log_std)
         ratios = (log_probs - batch["logprobs"]).exp()
         assert (ratios - 1).abs().max() < 1e-5
         losses = update(agent, optimizer, generator, batch, *more)
-        values.append((agent.obs_mean.clone(), agent.obs_var + 1e-8))
+        values.append((agent.obs_mean.clone(), agent.obs_var.clone()))
         learning.append(values)
         return losses
 
