@@ -8,7 +8,7 @@ of the PRPO paper.
 Contents
     1 mathematics
         communicators: identity, uniform, self_preferred, similarity, reward, softmax_reward,
-            rank_reward, best, relative_gain, samples, surrogate, from_csv
+            rank_reward, best, relative_gain, samples, surrogate, from_csv, check_matrix
         what they are computed from: bound_returns, remember, update_means, surrogate_gains
         who may listen to whom: find_neighbours, ring, top_k, find_senders, sparsify, drop_invalid,
             restrict
@@ -270,15 +270,40 @@ def read_table(path: str) -> Tensor:
         return torch.from_numpy(np.loadtxt(io.StringIO(text), delimiter=",", ndmin=2))
 
 
-def _check_matrix(matrix: Tensor, num_agents: int) -> None:
+def _check_matrix(matrix: Tensor, num_agents: int, tolerance: float = 1e-6) -> None:
     """ValueError if it is not finite, row-stochastic and of this size."""
     if matrix.shape != (num_agents, num_agents):
         size = " x ".join(map(str, matrix.shape))
         raise ValueError(f"has {size} weights, not {num_agents} x {num_agents}")
     row_errors = (matrix.sum(1) - 1).abs()
-    if not ((matrix >= 0).all() and row_errors.max() < 1e-6):
-        message = "has a row that is not on the simplex: weights must be at least 0 and sum to 1"
-        raise ValueError(message)
+    valid = (matrix >= 0).all(1) & (row_errors < tolerance)
+    if not valid.all():
+        first = valid.long().argmin()
+        problem = f"has a row that is not on the simplex, agent {first}'s"
+        raise ValueError(f"{problem}: weights must be at least 0 and sum to 1")
+
+
+def check_matrix(args: "RunArgs", communicator: Tensor, usable: Tensor | None = None) -> None:
+    """Refuse what is no communicator: not [agents, agents], not finite, negative, or of rows whose
+    sums are more than 1e-4 from 1.
+
+    Raises SystemExit, behind one line. usable: bool [agents], in a round (None: at the start, where
+    every row is known). In a round a row may have NaN if its agent has no usable snapshot, or if it
+    is held elsewhere: what such a row is computed from is unknown here.
+    """
+    n = args.num_agents
+    rows = communicator.detach().double()
+    if usable is not None and rows.shape == (n, n):
+        has_nan = rows.isnan().any(1)
+        unknown = has_nan & ~usable
+        holds_all = get_world_size() == 1 and exchange_of_launcher is None
+        if not holds_all and not has_nan.all():
+            unknown = has_nan
+        rows = torch.where(unknown[:, None], torch.eye(n, dtype=torch.double), rows)
+    try:
+        _check_matrix(rows, n, tolerance=1e-4)
+    except ValueError as error:
+        refuse(args, "communicator", str(error), any_rank=usable is not None)
 
 
 def write_matrix(matrix: Tensor) -> str:
@@ -1523,16 +1548,20 @@ def check_texts(args: RunArgs) -> None:
 def find_inputs(args: RunArgs, make_communicator: Callable) -> set[str]:
     """What a script's communicator is computed from, of returns, log_probs (policies) and gains.
 
-    Found by trying which of them it cannot do without. Ends with one line if --communicator is
-    none.
+    Found by trying which of them it cannot do without, or gives another C without. Ends with one
+    line if --communicator is none.
     """
     inputs = _draw_inputs(args, make_communicator)
-    make_communicator(args, **inputs)
+    C = make_communicator(args, **inputs)
     needed = set()
     for name in inputs:
         try:
-            make_communicator(args, **inputs | {name: None})
-        except Exception:  # whatever comes of computing with None
+            with contextlib.redirect_stderr(io.StringIO()):
+                without = make_communicator(args, **inputs | {name: None})
+        except (Exception, SystemExit):  # whatever comes of computing with None
+            needed.add(name)
+            continue
+        if not torch.equal(without, C):
             needed.add(name)
     return needed
 
@@ -2383,6 +2412,9 @@ class Run:
             return
         for i, problem in self._find_diverged_agents().items():
             if i not in diverged_before:
+                entropy = self.latest.get("losses/entropy")
+                if self.env_ids and entropy and math.isfinite(entropy[i]):
+                    problem = f"{problem}; its policy is finite: check the rewards of its task"
                 place = f"{self.counter} {self.iteration}"
                 print(f"\n{place}: agent {i} has diverged: {problem}", flush=True)
         rate = self.iteration * self.units_per_iteration / self.train_seconds

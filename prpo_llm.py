@@ -546,6 +546,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     else:
         C = communicators.load_matrix(args)
         allowed = C > 0  # the zeros of the file forbid
+    communicators.check_matrix(args, C, usable)
     keep_self = name == "self-preferred"
     return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
 

@@ -481,6 +481,7 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
     else:
         C = communicators.load_matrix(args)
         allowed = C > 0  # the zeros of the file forbid
+    communicators.check_matrix(args, C, usable)
     keep_self = name == "self-preferred"
     return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
 
@@ -1004,7 +1005,8 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
         shape = "x".join(map(str, np.shape(obs))) or type(obs).__name__
         dtype = getattr(obs, "dtype", "no array")
         valid = "x".join(map(str, OBSERVATIONS.shape))
-        return f"shows no {valid} array ({OBSERVATIONS.dtype}), but {shape} ({dtype})"
+        problem = f"shows no {valid} array ({OBSERVATIONS.dtype}), but {shape} ({dtype})"
+        return f'{problem}; see "Other observations" in docs/prpo_minigrid.md'
     if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
         return f"has no actions 0 to n - 1, but {env.action_space}"
     if env.spec.id != name:  # envpool knows full names only

@@ -704,6 +704,43 @@ def test_a_name_that_nothing_has_is_no_communicator():
     assert message.startswith("--communicator uniforn: is neither a communicator of this script")
 
 
+# No communicators: a matrix of three agents each, and what the line says of it
+BAD_MATRICES = {
+    "vector": ([0.2, 0.3, 0.5], "has 3 weights, not 3 x 3"),
+    "too small": ([[0.5, 0.5], [0.5, 0.5]], "has 2 x 2 weights, not 3 x 3"),
+    "negative": ([[1, 0, 0], [-0.43, 0.9, 0.53], [0, 0, 1]], "agent 1's"),
+    "sum": ([[1, 0, 0], [0, 1, 0], [0.5, 0.5, 1]], "agent 2's"),
+    "almost": ([[0.9998, 0, 0], [0, 1, 0], [0, 0, 1]], "agent 0's"),
+    "nan": ([[1, 0, 0], [0, 1, 0], [NAN, 0, 1]], "agent 2's"),
+    "infinite": ([[1, 0, 0], [INF, -INF, 1], [0, 0, 1]], "agent 1's"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_MATRICES)
+@pytest.mark.parametrize("usable", [None, torch.tensor([True, True, True])], ids=str)
+def test_what_is_no_communicator_is_refused(kind, usable):
+    matrix, named = BAD_MATRICES[kind]
+    args = prpo_minigrid.Args(num_agents=3, communicator="mine")
+    message = refusal(communicators.check_matrix, args, torch.tensor(matrix), usable)
+    assert message.startswith("--communicator mine: has ")
+    assert named in message
+
+
+def test_rows_that_nobody_can_know_are_not_checked(monkeypatch):
+    """Of an agent without a usable snapshot, and of those of other processes."""
+    args = prpo_minigrid.Args(num_agents=3, communicator="mine")
+    matrix = torch.eye(3)
+    matrix[0] = 0.33333  # rounded
+    matrix[2] = NAN
+    communicators.check_matrix(args, matrix, torch.tensor([True, True, False]))
+    everybody = torch.tensor([True, True, True])
+    assert "agent 2's" in refusal(communicators.check_matrix, args, matrix, everybody)
+    monkeypatch.setattr(communicators, "get_world_size", lambda: 3)
+    communicators.check_matrix(args, matrix, everybody)
+    matrix[:] = NAN  # also the row of this process
+    assert "agent 0's" in refusal(communicators.check_matrix, args, matrix, everybody)
+
+
 @pytest.mark.parametrize("p", [-0.1, 1.0001, 7.0, NAN, INF])
 def test_self_preference_outside_the_unit_interval_is_refused(p):
     with pytest.raises(ValueError, match=f"{p}"):

@@ -761,3 +761,4 @@ def test_the_page_s_copy_refuses_the_observations_of_minigrid(cartpole):
     message = refusal(communicators.parse_args, cartpole.Args, cartpole.check_args, argv)
     assert "--env-id MiniGrid-Empty-5x5-v0" in message
     assert "shows no 4 array (float32), but dict" in message
+    assert message.endswith('see "Other observations" in docs/prpo_minigrid.md')

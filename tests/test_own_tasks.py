@@ -31,6 +31,19 @@ EXAMPLE = re.search(
     (REPOSITORY / "docs" / "prpo_minigrid.md").read_text(),
     re.S,
 )[1]
+# Its own reward: every step costs
+FRUGAL_TASK = """
+from minigrid.envs import DoorKeyEnv
+
+
+class FrugalDoorKey(DoorKeyEnv):
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward - 0.001, terminated, truncated, info
+
+
+gym.register("FrugalDoorKey-v0", FrugalDoorKey, kwargs={"size": 5})
+"""
 OTHER_TASKS = """
 import gymnasium as gym
 import numpy as np
@@ -148,6 +161,19 @@ class UnpaidFrames(Frames):
         return obs, None, *more
 
 
+# Rewards that are no numbers, but for the first, which a start sees
+class Undefined(Bare):
+    def step(self, action):
+        obs, reward, *more = super().step(action)
+        return obs, reward if self.time == 1 else np.nan, *more
+
+
+class UndefinedFrames(Frames):
+    def step(self, action):
+        obs, reward, *more = super().step(action)
+        return obs, reward if self.count == 1 else np.nan, *more
+
+
 # As environments stepped long ago
 class Old(Bare):
     def step(self, action):
@@ -183,6 +209,12 @@ class PairOfPoints(Point):
     def step(self, action):
         obs, reward, *more = super().step(action)
         return obs, np.array([reward, reward]), *more
+
+
+class UndefinedPoint(Point):
+    def step(self, action):
+        obs, reward, *more = super().step(action)
+        return obs, np.nan, *more
 
 
 class OldPoint(Point):
@@ -236,6 +268,9 @@ gym.register("Odd-v0", Odd)
 gym.register("OddFrames-v0", OddFrames)
 gym.register("Pair-v0", Pair)
 gym.register("PairOfFrames-v0", PairOfFrames)
+gym.register("Undefined-v0", Undefined)
+gym.register("UndefinedFrames-v0", UndefinedFrames)
+gym.register("UndefinedPoint-v0", UndefinedPoint)
 gym.register("Unpaid-v0", Unpaid)
 gym.register("UnpaidFrames-v0", UnpaidFrames)
 gym.register("Old-v0", Old)
@@ -253,8 +288,8 @@ DOOR_KEY = "MiniGrid-DoorKey-5x5-v0"
 
 @pytest.fixture
 def my_tasks(tmp_path, monkeypatch):
-    """The folder of a module with the page's example and with tasks that cannot be used."""
-    (tmp_path / "my_tasks.py").write_text(EXAMPLE)
+    """The folder of a module with the page's example, and of one with tasks that cannot be used."""
+    (tmp_path / "my_tasks.py").write_text(EXAMPLE + FRUGAL_TASK)
     (tmp_path / "my_other_tasks.py").write_text(OTHER_TASKS)
     (tmp_path / "my_copies.py").write_text("import my_tasks\n")
     (tmp_path / "my_broken_tasks.py").write_text("import no_such_package\n")
@@ -265,12 +300,24 @@ def my_tasks(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_the_page_s_example_trains_resumes_and_plays(my_tasks, tmp_path):
+def test_the_page_s_example_is_learned(my_tasks, tmp_path):
+    """Beside one of MiniGrid's tasks; a return is 0 or 1."""
+    assert 20 <= len(EXAMPLE.splitlines()) <= 26
+    changes = {"num_agents": 2, "iterations": 6, "num_steps": 1024, "eval_episodes": 5}
+    args = flags(PRPO_MINIGRID, tmp_path / "runs", env_ids="", **changes)
+    at = args.index("--env-ids")
+    args[at + 1 : at + 2] = ["my_tasks:Corridor-v0", DOOR_KEY]
+    summary = PRPO_MINIGRID.main(PRPO_MINIGRID.parse_args(args))
+    returns = [float(row["episodic_return"]) for row in rows_of(only_run(tmp_path / "runs"))]
+    assert 0 < returns[0] < returns[-2] <= 1
+    assert 0.8 < summary["evaluation"]["agents"][0]["Corridor-v0"]["mean"] <= 1
+
+
+def test_a_task_with_another_reward_trains_resumes_and_plays(my_tasks, tmp_path):
     """One agent's task has another reward than its peer's.
 
     Names are logged without the module, and only that agent's returns contain the costs.
     """
-    assert 8 <= len(EXAMPLE.splitlines()) <= 12
     changes = {
         "env_ids": "",
         "num_agents": 2,
@@ -315,7 +362,7 @@ def test_the_page_s_example_trains_resumes_and_plays(my_tasks, tmp_path):
         (["--env-id", "my_broken_tasks:Task-v0"], ["no_such_package"]),
         (["--env-id", "my_tasks:NoSuchTask-v0"], ["NoSuchTask"]),
         (["--env-id", "my_other_tasks:Pixels-v0"], ["shows no 7x7x3 array (uint8)", "56x56x3"]),
-        (["--env-id", "CartPole-v1"], ["shows no 7x7x3 array (uint8)", "4 (float32)"]),
+        (["--env-id", "CartPole-v1"], ["shows no 7x7x3 array (uint8)", "4 (float32); see "]),
         (["--env-id", FRUGAL, "--env-backend", "envpool"], ["--env-backend envpool"]),
         (
             ["--num-agents", "2", "--env-ids", FRUGAL, "my_copies:FrugalDoorKey-v0"],
@@ -394,6 +441,31 @@ def test_rewards_of_shape_1_and_a_growing_info_change_nothing(
         rows.append([row | {"env_id": ""} for row in rows_of(only_run(tmp_path / name))])
         rows[-1].append([row[name] for row in summary["evaluation"]["agents"]])
     assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "task", "plain_task"),
+    [
+        (PRPO_MINIGRID, "Undefined-v0", "Bare-v0"),
+        (PRTRPO_MINIGRID, "Undefined-v0", "Bare-v0"),
+        (PRPO_ATARI, "UndefinedFrames-v0", "Frames-v0"),
+        (PRPO_MUJOCO, "UndefinedPoint-v0", "Point-v0"),
+    ],
+    ids=str,
+)
+def test_rewards_that_are_no_numbers_are_named(
+    script, task, plain_task, my_tasks, tmp_path, capsys
+):
+    """On the line of the agent that has diverged; its policy is as it was."""
+    changes = {"num_agents": 2, "communicator": "uniform", "iterations": 1, "eval_episodes": 0}
+    args = flags(script, tmp_path, env_ids="", **changes | {"num_steps": 16})
+    at = args.index("--env-ids")
+    args[at + 1 : at + 2] = [f"my_other_tasks:{task}", f"my_other_tasks:{plain_task}"]
+    summary = script.main(script.parse_args(args))
+    assert summary["diverged"] == [0]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "has diverged" in line]
+    assert line.startswith("iteration 1: agent 0 has diverged: losses/")
+    assert line.endswith("; its policy is finite: check the rewards of its task")
 
 
 def test_a_users_game_trains_and_plays(my_tasks, tmp_path):

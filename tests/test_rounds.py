@@ -838,6 +838,38 @@ def test_the_inputs_of_a_communicator_are_found_by_trying(script, name, sparse, 
     assert inputs == INPUTS[name]
 
 
+@on(ALL)
+def test_an_input_that_a_rule_can_do_without_is_an_input(script, monkeypatch):
+    """It gives another C without."""
+
+    def follow(returns):
+        if returns is None:
+            return torch.eye(3)
+        return torch.eye(3)[returns.argmax()].expand(3, 3)
+
+    monkeypatch.setattr(communicators, "rank_reward", follow)
+    args = script.Args(num_agents=3, communicator="rank-reward")
+    assert communicators.find_inputs(args, script.make_communicator) == {"returns"}
+
+
+@on(ALL)
+def test_a_rule_that_gives_no_communicator_is_refused_at_the_start(script, monkeypatch, capsys):
+    bad = torch.tensor([[1.43, -0.43, 0], [0, 1, 0], [0, 0, 1]])
+    monkeypatch.setattr(communicators, "uniform", lambda n: bad)
+    line = refusal(script.parse_args, ["--communicator", "uniform"])
+    assert line.startswith("--communicator uniform: has a row that is not on the simplex, agent 0")
+
+
+@on(QUICK)
+def test_a_rule_that_gives_no_communicator_in_a_round_ends_the_run(script, tmp_path, monkeypatch):
+    """Nobody has finished an episode, so that no return is a number."""
+    monkeypatch.setattr(communicators, "bound_returns", lambda returns: returns)
+    monkeypatch.setattr(communicators, "reward", lambda r: (r / r.sum()).expand(3, 3))
+    monkeypatch.setattr(communicators, "update_means", lambda means, returns: None)
+    line = refusal(train, script, tmp_path, communicator="reward")
+    assert line.startswith("--communicator reward: has a row that is not on the simplex, agent 0")
+
+
 @pytest.mark.filterwarnings("ignore:the reward communicator counts negative")
 @pytest.mark.parametrize(
     ("script", "name"),
