@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # As goals.sh, on an easy and a middling task, where the goals agree in 0 to 100 % of the levels
-# (docs/results.md, section 12).
+# (docs/results/own_goals.md).
 #
 #   bash benchmark/agreement.sh | python benchmark/run.py  125 runs, an hour and a half on two cores
 set -eu

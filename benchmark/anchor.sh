@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What slows mixing down, peers or the age of their snapshots (docs/results.md, section 7): agents held by
+# What slows mixing down, peers or the age of their snapshots (docs/results/rounds.md): agents held by
 # their own snapshot of the last round, and rounds after every 1, 4, 16 or 32 iterations, on three DoorKeys.
 #
 #   bash benchmark/anchor.sh | python benchmark/run.py  50 runs, an hour and a half on two cores

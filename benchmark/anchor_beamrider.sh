@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# As anchor.sh, on BeamRider with table 2's settings, for 131,072 steps (docs/results.md, section 7).
+# As anchor.sh, on BeamRider with table 2's settings, for 131,072 steps (docs/results/rounds.md).
 #
 #   bash benchmark/anchor_beamrider.sh | python benchmark/run.py  12 runs, an hour on two cores
 set -eu

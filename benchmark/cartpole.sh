@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Bits instead of parameters (docs/results.md, section 14) on CartPole: as s2zpo.sh, with a larger grid.
+# Bits instead of parameters (docs/results/bits.md) on CartPole: as s2zpo.sh, with a larger grid.
 #
 #   bash benchmark/cartpole.sh | python benchmark/run.py        180 runs, a quarter of an hour on two cores
 #   bash benchmark/cartpole.sh quick | python benchmark/run.py  36 runs of one seed, five minutes on one core

@@ -5,7 +5,7 @@
 
 Differences are those of runs, which are averaged over their agents first, with 95 % intervals and
 p-values of the paired t test. Holm's adjustment is over the rivals, for each endpoint. The verdict
-is `above` or `below` where the adjusted p is below 0.05, `level` where the interval lies within
+is `above` or `below` where the adjusted p is below 0.05, `equal` where the interval lies within
 0.05 around 0, and otherwise `undecided`. Every seed that cannot be paired is named.
 """
 
@@ -21,7 +21,7 @@ from styles import find_method, find_place, name_task
 from table import print_table
 
 SIGNIFICANT = 0.05  # adjusted p below which a difference counts
-MARGIN = 0.05  # of return, within which methods are level
+MARGIN = 0.05  # of return, within which methods are equal
 COLUMNS = ("env", "method", "seed", "agent", "evaluation", "auc")
 
 
@@ -61,7 +61,7 @@ def make_agent_rows(runs: list[Run]) -> pd.DataFrame:
 
 def find_hardest(rows: pd.DataFrame) -> int:
     """The agent of a task whose return after training is lowest in isolated runs, averaged over
-    their seeds; of two that are level the one with the lower training return.
+    their seeds; of two that are equal the one with the lower training return.
     """
     isolated = rows[rows.method == "isolated"]
     if not len(isolated):
@@ -109,7 +109,7 @@ def judge(mean: float, low: float, high: float, adjusted: float) -> str:
     if adjusted < SIGNIFICANT:
         return "above" if mean > 0 else "below"
     if low >= -MARGIN and high <= MARGIN:
-        return "level"
+        return "equal"
     return "undecided"
 
 

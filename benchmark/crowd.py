@@ -3,7 +3,7 @@ most of them have.
 
     bash benchmark/crowd.sh | python benchmark/run.py
     python benchmark/crowd.py --runs runs/crowd-results
-    python benchmark/crowd.py --from-csv  # table and figure again, from the CSV file
+    python benchmark/crowd.py --from-csv  # the table again, from the CSV file
 
 An --exp-name is a method and its number of agents, as in pr-reward-8. Isolated agents do not know
 of each other, so a run of eight also has four pairs and eight single ones: each such crowd is a
@@ -11,8 +11,8 @@ row. A run of six has three pairs, six single ones, and itself.
 
 Writes OUT.csv, a row per crowd: the share of its agents whose evaluation reaches the threshold, its
 mean, and the steps after which the training return of 80 % of them has, empty if it never does.
-From this come OUT.png, which shows every seed too, and the printed table: the mean share, with
-Wilson's interval, where a seed is a trial.
+The printed table has the mean share, with Wilson's interval, where a seed is a trial. A figure of
+it is in benchmark/figures.py.
 """
 
 import math
@@ -22,9 +22,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from arguments import read_flags, refuse
-from plot import add_legend, make_axes, save
 from runs import Run, header, read_runs, read_table, refuse_repeats, wilson_interval, write
-from styles import count_seeds, style_methods
 
 COLUMNS = "method", "agents", "seed", "first_agent", "share", "evaluation", "steps"  # of OUT.csv
 MOST = 0.8  # share of a crowd whose steps are reported
@@ -39,7 +37,7 @@ class Args:
     threshold: float = 0.8
     """return of an agent that has learned the task"""
     from_csv: bool = False
-    """only print the table and draw OUT.png, from OUT.csv"""
+    """only print the table, from OUT.csv"""
 
 
 def sizes_of_crowds(method: str, num_agents: int) -> list[int]:
@@ -95,43 +93,6 @@ def format_share(shares: pd.Series) -> str:
     return f"{shares.mean():.2f} [{low:.2f}, {high:.2f}]"
 
 
-def draw(crowds: pd.DataFrame, png_path: Path):
-    """OUT.png; returns the figure."""
-    table = average_by_seed(crowds)
-    never = 1.1 * crowds.steps.max() / 1000
-    figure, axes = make_axes(1, 2, 9.2, 4.2, squeeze=True)
-    sizes = sorted(table.agents.unique())
-    styles = style_methods(table.method.unique())
-    for number, (method, seeds) in enumerate(table.groupby("method")):
-        style = styles[method]
-        position = [sizes.index(size) for size in seeds.agents]
-        x = np.array(position) + 0.06 * (number - 1.5)
-        steps = (seeds.steps / 1000).clip(upper=never)
-        for axis, y, centre in ((axes[0], seeds.share, "mean"), (axes[1], steps, "median")):
-            axis.plot(x, y, "o", color=style.colour, alpha=0.35, markersize=4, linewidth=0)
-            line = y.groupby(x).agg(centre)
-            axis.plot(
-                line.index,
-                line,
-                color=style.colour,
-                linestyle=style.dashes,
-                label=f"{style.label} ({count_seeds(seeds.seed.nunique())})",
-            )
-    labels = "share of the agents that learn the task", "steps until 80 % of them have (thousands)"
-    for axis, label in zip(axes, labels, strict=True):
-        axis.set_xticks(range(len(sizes)), sizes)
-        axis.set_xlabel("agents")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    axes[1].axhline(never, color="0.5", linestyle=":")
-    bottom = axes[1].get_ylim()[0]
-    ticks = [tick for tick in axes[1].get_yticks() if bottom < tick < 0.95 * never]
-    axes[1].set_yticks([*ticks, never], [*(f"{tick:.0f}" for tick in ticks), "never"])
-    add_legend(figure, columns=4)
-    save(figure, png_path)
-    return figure
-
-
 def main(args: Args) -> None:
     path = Path(f"{args.out}.csv")
     if not args.from_csv:
@@ -141,7 +102,6 @@ def main(args: Args) -> None:
     crowds = read_table(path, COLUMNS)
     shares = average_by_seed(crowds).groupby(["method", "agents"]).share.agg(format_share)
     print(shares.unstack(fill_value="").to_string())
-    draw(crowds, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

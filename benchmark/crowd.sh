@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# More agents (docs/results.md, section 9): two, four or eight on DoorKey-6x6, with so few steps that an
+# More agents (docs/results/more_agents.md): two, four or eight on DoorKey-6x6, with so few steps that an
 # isolated one rarely learns it.
 #
 #   bash benchmark/crowd.sh | python benchmark/run.py       50 runs, 40 minutes on two cores

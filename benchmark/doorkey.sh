@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Easy tasks teach hard ones (docs/results.md, section 1): three agents, on an easy, a middling and a
+# Easy tasks teach hard ones (docs/results/easy_tasks.md): three agents, on an easy, a middling and a
 # hard DoorKey.
 #
 #   bash benchmark/doorkey.sh | python benchmark/run.py       35 runs, 40 minutes on two cores

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The paper's other two tasks, which are learned sooner than FourRooms (docs/results.md, section 11).
+# The paper's other two tasks, which are learned sooner than FourRooms (docs/results/one_task.md).
 #
 #   bash benchmark/doorkey6x6_distshift2.sh | python benchmark/run.py        30 runs of 1 M steps, an hour on two cores
 #   bash benchmark/doorkey6x6_distshift2.sh short | python benchmark/run.py  42 runs of 200,000 steps, twenty minutes

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Distributions on public states (docs/results.md, section 19): ten agents with ten networks on CartPole;
+# Distributions on public states (docs/results/distributions.md): ten agents with ten networks on CartPole;
 # isolated, FedHPD, PR-PPO with uniform weights.
 #
 #   bash benchmark/fedhpd.sh | python benchmark/run.py       15 runs, 18 minutes on two busy cores

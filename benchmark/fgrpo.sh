@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Averages of language models whose rewards have other units (docs/results.md, section 17): the agents of
+# Averages of language models whose rewards have other units (docs/results/units.md): the agents of
 # skills.sh, with rewards times 1, 1, 1 (equal), 1, 10, 100 (rising with the share of the rare skill) or
 # 100, 10, 1 (falling). FedAvg weighs the agents equally, by their mean rewards, or by their relative gains,
 # as FGRPO does. First run `python benchmark/skills.py`.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The paper's FourRooms at a fifth of its length (docs/results.md, section 11): six methods, five seeds.
+# The paper's FourRooms at a fifth of its length (docs/results/one_task.md): six methods, five seeds.
 #
 #   bash benchmark/fourrooms.sh | python benchmark/run.py  30 runs of 1 M steps, an hour and a half on two cores
 set -eu

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# FourRooms at the paper's length (docs/results.md, section 11): 5 M steps, five seeds.
+# FourRooms at the paper's length (docs/results/one_task.md): 5 M steps, five seeds.
 #
 #   bash benchmark/fourrooms_5m.sh | python benchmark/run.py           35 runs, nine hours on two cores
 #   bash benchmark/fourrooms_5m.sh searched | python benchmark/run.py  20 runs, five hours

@@ -23,7 +23,7 @@ import play
 import torch
 import tyro
 from arguments import read_flags, refuse
-from plot import make_axes, save
+from plot import make_axes, save, spread
 from runs import comments_of, make_command, read_settings, read_table, write
 from styles import BLACK, METHODS, ORANGE, SKY, name_task
 
@@ -141,16 +141,6 @@ def record(args: Args) -> tuple[str, pd.DataFrame]:
 
 
 # --- the figure ---
-
-
-def spread(heights: list[float], gap: float) -> list[float]:
-    """These heights moved up until all are `gap` apart."""
-    places = {}
-    lowest = -np.inf
-    for number in np.argsort(heights):
-        places[number] = max(heights[number], lowest)
-        lowest = places[number] + gap
-    return [places[number] for number in range(len(heights))]
 
 
 def draw_lines(axis, rows: pd.DataFrame, lines: dict[str, tuple[str, str]]) -> None:

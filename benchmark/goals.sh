@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shared skills, own goals (docs/results.md, section 12): two pairs of agents that want the green or the
+# Shared skills, own goals (docs/results/own_goals.md): two pairs of agents that want the green or the
 # blue goal behind a locked door, one of each pair in a small room, one in a large one.
 #
 #   bash benchmark/goals.sh | python benchmark/run.py       85 runs, two hours on two cores

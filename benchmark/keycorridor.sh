@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Easy tasks that teach little (docs/results.md, section 10): three agents, on an easy, a middling and a
+# Easy tasks that teach little (docs/results/easy_tasks.md): three agents, on an easy, a middling and a
 # hard KeyCorridor.
 #
 #   bash benchmark/keycorridor.sh | python benchmark/run.py       35 runs, half an hour on two cores

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Agents that have few levels each (docs/results.md, section 8): three agents with 4, 16 or 64 levels of
+# Agents that have few levels each (docs/results/levels.md): three agents with 4, 16 or 64 levels of
 # their own, evaluated on levels that nobody trains on.
 #
 #   bash benchmark/levels.sh | python benchmark/run.py       45 runs, half an hour on two cores

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Peers that lie (docs/results.md, section 15): every method where one agent of four sends what it has
+# Peers that lie (docs/results/broken_peers.md): every method where one agent of four sends what it has
 # not learned.
 #
 #   bash benchmark/liars.sh | python benchmark/run.py  220 runs, over two hours on two cores

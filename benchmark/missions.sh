@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Agents that want different things (docs/results.md, section 2): three agents in the same rooms, two of
+# Agents that want different things (docs/results/different_objects.md): three agents in the same rooms, two of
 # which have to fetch the key, one the ball.
 #
 #   bash benchmark/missions.sh | python benchmark/run.py       35 runs, 40 minutes on two cores

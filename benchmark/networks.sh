@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Agents whose networks differ in size (docs/results.md, section 5): three agents on DoorKey-6x6.
+# Agents whose networks differ in size (docs/results/networks.md): three agents on DoorKey-6x6.
 #
 #   bash benchmark/networks.sh | python benchmark/run.py       35 runs, half an hour on two cores
 #   bash benchmark/networks.sh tune | python benchmark/run.py  28 runs, half an hour

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real model with preferences of its own (docs/results.md, section 18): three agents summarise documentation with
+# A real model with preferences of its own (docs/results/language_models.md): three agents summarise documentation with
 # SmolLM2-135M-Instruct, rewarded for ROUGE-L and, each, for another way to begin (benchmark/openings.py). First
 # run `python benchmark/openings.py`.
 #

@@ -183,12 +183,20 @@ def check_films(script: ModuleType, env_ids: list[str]) -> None:
             refuse(f"--video: {env_id} cannot be drawn; {problem}")
 
 
+UNDRAWN = "it has no render_mode rgb_array"
+
+
+def names_render_mode(problem: str) -> bool:
+    """Whether an error says that a task has no pictures: no such argument, or no such method."""
+    return "NotImplementedError" in problem or "render_mode" in problem
+
+
 def find_drawing_problem(script: ModuleType, env_id: str) -> str:
     """What keeps a task from being drawn, nothing ("") if it is drawn."""
     if hasattr(script, "import_mujoco"):  # OpenGL may be missing
         problem = importlib.import_module("s2zpo_mujoco").find_drawing_problem(env_id)
         if problem:
-            return problem
+            return UNDRAWN if names_render_mode(problem) else problem
     if hasattr(script, "make_games") and not script.is_custom(env_id):
         return ""  # ALE draws its games
     try:
@@ -197,18 +205,19 @@ def find_drawing_problem(script: ModuleType, env_id: str) -> str:
         env.reset(seed=0)
         check_frame(env.render())
     except Exception as error:
-        return communicators.first_line(error)
+        problem = communicators.first_line(error)
+        return UNDRAWN if names_render_mode(problem) else problem
     return ""
 
 
-def write_gif(films: list[Path], path: Path, unfinished: Path) -> None:
+def write_gif(films: list[Path], path: Path, unfinished: Path, seconds: float = 8) -> None:
     """The first seconds of films side by side, small enough for a page."""
     program = importlib.import_module("imageio_ffmpeg").get_ffmpeg_exe()
     command = [program, "-loglevel", "error"]
     panels = []
     for k, film in enumerate(films):
-        command += ["-t", "8", "-i", str(film.absolute())]
-        panels.append(f"[{k}]fps=10,scale=-1:160[p{k}]")
+        command += ["-t", str(seconds), "-i", str(film.absolute())]
+        panels.append(f"[{k}]fps=10,scale=-1:200,pad=iw+8:ih:4:0:white[p{k}]")
     inputs = "".join(f"[p{k}]" for k in range(len(films)))
     beside = f"hstack={len(films)}" if len(films) > 1 else "null"
     colours = "split[a][b];[a]palettegen=48[c];[b][c]paletteuse=dither=none"

@@ -47,8 +47,12 @@ from styles import MARKERS, find_place, name_task, order_conditions, style_metho
 plt.switch_backend("Agg")  # of files: there may be no display
 POINTS = 100  # of a curve
 AXES = {
-    "control": ("environment steps per agent (millions)", "training return\n(last 100 episodes, "),
-    "steps": ("steps", "training reward\n(of a step, "),
+    "timesteps": (
+        "environment steps per agent (millions)",
+        "training return\n(last 100 episodes, ",
+    ),
+    "step": ("steps", "training reward\n(of a step, "),
+    "iteration": ("iterations", "training reward\n(of an iteration, "),
     "settings": ("settings tried", "evaluation of the best\n("),
 }
 WIN_RATES = ("win_rate", "sampled_win_rate")
@@ -58,7 +62,7 @@ WIN_RATES = ("win_rate", "sampled_win_rate")
 class Args:
     runs: tuple[str, ...] = ("runs",)
     """folders to search for runs, at any depth"""
-    out: str = "benchmark/results/minigrid"
+    out: str = "curves"
     """beginning of the names of the files that are written"""
     methods: tuple[str, ...] = ("*",)
     """only the experiments with these names, in which * stands for anything"""
@@ -85,7 +89,10 @@ class Args:
 
 
 def make_curves(groups: Groups) -> pd.DataFrame:
-    """Each task's curves on a common grid of timesteps, where all runs of a method have data."""
+    """Each task's curves on a common grid, where all runs of a method have data.
+
+    The grid is of what these runs are counted in: timesteps, steps or iterations.
+    """
     longest = defaultdict(int)
     curves = {key: [run.curve for run in runs] for key, runs in groups.items()}
     for (env, _), of_method in curves.items():
@@ -98,7 +105,7 @@ def make_curves(groups: Groups) -> pd.DataFrame:
         last = min(curve.index[-1] for curve in of_method)
         grid = grid[(grid >= first) & (grid <= last)]
         seeds = {k: np.interp(grid, curve.index, curve) for k, curve in enumerate(of_method)}
-        start = pd.DataFrame({"env": env, "method": method, "timesteps": grid})
+        start = pd.DataFrame({"env": env, "method": method, of_method[0].index.name: grid})
         interval = with_interval(pd.DataFrame(seeds))
         tables.append(pd.concat((start, interval), axis=1).assign(seeds=len(of_method)))
     return pd.concat(tables)
@@ -156,13 +163,22 @@ def add_legend(figure, columns: int) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
+def spread(heights: list[float], gap: float) -> list[float]:
+    """These heights moved down until all are `gap` apart."""
+    places = {}
+    highest = np.inf
+    for number in np.argsort(heights)[::-1]:
+        places[number] = min(heights[number], highest)
+        highest = places[number] - gap
+    return [places[number] for number in range(len(heights))]
+
+
 def draw_curves(curves: pd.DataFrame, png_path: Path, measure: str = "evaluation"):
     """A panel per task, a line per method; returns the figure.
 
     Intervals lie behind all curves, and do not decide what part of the axis is shown: those of two
     or three seeds can be huge. measure: of a search.
     """
-    x = curves.columns[2]  # timesteps, or settings
     styles = style_methods(curves.method.unique())
     envs = list(curves.env.unique())
     figure, axes = make_axes(1, len(envs), 4.6 * len(envs), 4.2)
@@ -170,7 +186,8 @@ def draw_curves(curves: pd.DataFrame, png_path: Path, measure: str = "evaluation
     counts = defaultdict(set)  # method -> numbers of its seeds
     for axis, env in zip(axes[0], envs, strict=True):
         panel = curves[curves.env == env]
-        control = panel[x].max() > 1e4  # a language model takes tens of steps
+        x = next(name for name in AXES if name in panel and panel[name].notna().all())
+        control = x == "timesteps"
         unit = 1e6 if control else 1
         for method, rows in panel.groupby("method", sort=False):
             style = styles[method]
@@ -181,7 +198,7 @@ def draw_curves(curves: pd.DataFrame, png_path: Path, measure: str = "evaluation
             lines.setdefault(method, line)
             counts[method].add(str(rows.seeds.iloc[0]))
         axis.set_title(name_task(env))
-        x_label, y_label = AXES[x if x == "settings" else "control" if control else "steps"]
+        x_label, y_label = AXES[x]
         axis.set_xlabel(x_label)
         if measure in WIN_RATES:
             y_label = y_label.replace("evaluation", measure.replace("_", " "))
@@ -303,7 +320,11 @@ def draw(csv_path: Path, png_path: Path):
         label = re.search("^# conditions: (.*)$", comments_of(csv_path), re.MULTILINE)[1]
         return draw_conditions(table, label, png_path)
     read_table(csv_path, ("env", "method", "mean", "ci_low", "ci_high", "seeds"))
-    measure = re.search("^# measure: (.*)$", comments_of(csv_path), re.MULTILINE)
+    comments = comments_of(csv_path)
+    counts_steps = re.search("^# python prpo_(llm|babyai)", comments, re.MULTILINE)
+    if counts_steps and not {"step", "iteration"} & set(table.columns):
+        table = table.rename(columns={"timesteps": "step"})  # of a version before 0.2
+    measure = re.search("^# measure: (.*)$", comments, re.MULTILINE)
     return draw_curves(table, png_path, measure[1] if measure else "evaluation")
 
 

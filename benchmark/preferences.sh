@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Language models with preferences of their own (docs/results.md, section 13): tiny agents that share
+# Language models with preferences of their own (docs/results/language_models.md): tiny agents that share
 # skills, and whose rewards weigh styles differently. First run `python benchmark/skills.py --preferences
 # --prompt-shares 0.8 --prompts 1800 --out runs/preferences`.
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rewards in different units (docs/results.md, section 3): the agents of doorkey.sh with equal units, and
+# Rewards in different units (docs/results/units.md): the agents of doorkey.sh with equal units, and
 # with rewards ten times as large for the agent on the easy or on the hard task. All are evaluated in the
 # official units, too.
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Bits instead of parameters (docs/results.md, section 14): Par-S2ZPO, FedAvg-S2ZPO and their centralised
+# Bits instead of parameters (docs/results/bits.md): Par-S2ZPO, FedAvg-S2ZPO and their centralised
 # counterpart on four tasks of MuJoCo, with the same grid of mu and eta.
 #
 #   bash benchmark/s2zpo.sh | python benchmark/run.py        1,620 runs with 2, 4 and 8 agents, days

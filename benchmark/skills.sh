@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Language models with a rare skill (docs/results.md, section 4): three tiny agents of which 5, 20 and 80 %
+# Language models with a rare skill (docs/results/language_models.md): three tiny agents of which 5, 20 and 80 %
 # of the prompts are for it. First run `python benchmark/skills.py`.
 #
 #   bash benchmark/skills.sh | python benchmark/run.py       25 runs, five minutes on two cores

@@ -7,8 +7,9 @@
     python benchmark/table.py --from-csv benchmark/results/doorkey_runs.csv  # rows of plot.py
     python benchmark/table.py --from-csv benchmark/results/agreement.csv     # under conditions
 
-Values are means over seeds with 95 % intervals by Student's t, cut at 0 and 1. Where each seed
-either solves the task or fails, the number of seeds that solve it follows the mean, with Wilson's
+Values are means over seeds with 95 % intervals by Student's t. If all values of the table lie
+between 0 and 1, intervals are cut there; those of differences never are. Where each seed either
+solves the task or fails, the number of seeds that solve it follows the mean, with Wilson's
 interval. In a search an --exp-name is a method and, behind the first underscore, its setting.
 """
 
@@ -81,7 +82,7 @@ def format_mean(values: Any, digits: int = 2, bounded: bool = False) -> str:
 def format_share(successes: int, trials: int) -> str:
     """How many seeds succeed, with Wilson's interval."""
     low, high = (f"{limit:.2f}" for limit in wilson_interval(successes / trials, trials))
-    return f"{successes} of {trials}, [{low}, {high}]".replace("[0.00", "[0").replace("1.00]", "1]")
+    return f"{successes} of {trials} [{low}, {high}]".replace("[0.00", "[0").replace("1.00]", "1]")
 
 
 def print_table(rows: list[dict[str, str]]) -> None:
@@ -103,7 +104,7 @@ def tabulate_methods(rows: pd.DataFrame, args: Args) -> list[dict]:
             return f"{format_mean(gains, form['digits'])}, {positive}" if len(gains) else ""
         if "evaluation" in seeds and is_all_or_nothing(seeds.evaluation):
             solved = format_share((seeds.evaluation >= SOLVED).sum(), len(seeds))
-            return f"{seeds[args.measure].mean():.{form['digits']}f}; {solved}"
+            return f"{seeds[args.measure].mean():.{form['digits']}f}; solved in {solved}"
         return format_mean(seeds[args.measure], **form) if len(seeds) else ""
 
     of_method = {name: table.set_index("seed") for name, table in rows.groupby("method")}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The layout of the paper's table 1 on string skills (docs/results.md, section 4): a tiny model, three
+# The layout of the paper's table 1 on string skills (docs/results/language_models.md): a tiny model, three
 # agents. First run `python benchmark/skills.py`.
 #
 #   bash benchmark/table1_skills.sh | python benchmark/run.py  180 runs, 35 minutes on two cores

@@ -2,26 +2,22 @@
 
     bash benchmark/text_worlds.sh | python benchmark/run.py
     python benchmark/text_worlds.py --runs runs/fedagent-quick
-    python benchmark/text_worlds.py --from-csv  # table and figures again, from the CSV files
+    python benchmark/text_worlds.py --from-csv  # the table again, from the CSV files
 
 An --exp-name is a method and, behind the underscore, how tasks were dealt to clients, as in
 fedagent_preference2. Writes OUT.csv, a row per run, evaluation, agent and category, and
-OUT_clients.csv, the training tasks of every client by category. From these it prints a table
-(success before and after training: means over agents and seeds) and draws OUT.png (success over
-steps, a panel for each way to deal tasks) and OUT_matrix.png (agents and categories after training,
-of the clients dealt as --matrix says). The category `own` is an agent's success in all of them,
-weighted by its shares of training tasks.
+OUT_clients.csv, the training tasks of every client by category. From these it prints a table:
+success before and after training, means over agents and seeds. The category `own` is an agent's
+success in all of them, weighted by its shares of training tasks.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 from arguments import read_flags
-from plot import add_legend, draw_cells, make_axes, save
-from runs import Run, header, read_runs, read_table, with_interval, write
-from styles import count_seeds, find_method, style_methods
+from runs import Run, header, read_runs, read_table, write
+from styles import find_method
 from table import format_mean, print_table
 
 KEY = ["method", "partition", "seed"]
@@ -33,10 +29,8 @@ class Args:
     """folders to search for runs, at any depth"""
     out: str = "benchmark/results/text_worlds"
     """beginning of the names of the files that are written"""
-    matrix: str = "preference2"
-    """how the tasks of the agents of OUT_matrix.png were dealt"""
     from_csv: bool = False
-    """only print the table and draw the figures, from OUT.csv and OUT_clients.csv"""
+    """only print the table, from OUT.csv and OUT_clients.csv"""
 
 
 def read_success(run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -118,77 +112,10 @@ def tabulate(rows: pd.DataFrame) -> list[dict[str, str]]:
     return table
 
 
-def draw(rows: pd.DataFrame, png_path: Path):
-    """OUT.png: success on all categories over steps, a panel for each way to deal tasks."""
-    runs = average_agents(rows)
-    runs = runs[runs.category == "all"]
-    partitions = sorted(runs.partition.unique(), key=lambda name: (name != "iid", name))
-    across = min(len(partitions), 4)
-    down = -(-len(partitions) // across)
-    figure, axes = make_axes(down, across, 2.9 * across, 2.8 * down + 0.6, sharey=True)
-    styles = style_methods(runs.method.unique())
-    for axis, partition in zip(axes.flat, partitions, strict=False):
-        panel = runs[runs.partition == partition]
-        for method, style in styles.items():
-            rows = panel[panel.method == method]
-            seeds = rows.pivot(index="step", columns="seed", values="success")
-            interval = with_interval(seeds)
-            drawn = {"color": style.colour, "linestyle": style.dashes, "marker": "o"}
-            drawn["label"] = style.label
-            axis.plot(interval.index, interval["mean"], markersize=3, **drawn)
-            if seeds.shape[1] > 2:  # intervals of two seeds cover everything
-                band = {"color": style.colour, "alpha": 0.1, "linewidth": 0}
-                axis.fill_between(interval.index, interval.ci_low, interval.ci_high, **band)
-        number = panel.seed.nunique()
-        axis.set_title(f"{name_partition(partition)} ({count_seeds(number)})")
-        axis.set_xlabel("steps")
-        axis.grid(alpha=0.3)
-    for row in axes:
-        row[0].set_ylabel("held-out tasks solved")
-    for axis in axes.flat[len(partitions) :]:
-        axis.remove()
-    add_legend(figure, columns=min(across, 3))
-    save(figure, png_path)
-    return figure
-
-
 def name_partition(name: str) -> str:
     """`preference 2` of the --exp-name's preference2."""
     letters = name.rstrip("0123456789.")
     return f"{letters} {name.removeprefix(letters)}".strip()
-
-
-def make_matrix(rows: pd.DataFrame) -> pd.DataFrame:
-    """The success of every agent of every seed in every category after training: seed and agent
-    down, method and category across.
-
-    rows: of one way to deal tasks. An agent is the same client in all methods but FedAgent, whose
-    agents are one.
-    """
-    last = rows[rows.step == rows.groupby(KEY).step.transform("max")]
-    last = last[last.category != "all"]
-    return last.pivot(index=["seed", "agent"], columns=["method", "category"], values="success")
-
-
-def draw_matrix(rows: pd.DataFrame, shares: pd.DataFrame, png_path: Path):
-    """OUT_matrix.png: a panel for the agents' shares of training tasks, and one per method; agents
-    of all seeds, in the order of these shares. Returns the figure.
-    """
-    matrix = make_matrix(rows)
-    shares = shares.reindex(index=matrix.index, columns=matrix.columns.unique("category"))
-    shares = shares.sort_values(shares.columns[0], ascending=False)
-    panels = {"share of training tasks": shares}
-    for method, style in style_methods(matrix.columns.unique("method")).items():
-        values = matrix.loc[shares.index, method]
-        panels[style.label.replace(", ", ",\n", 1)] = values[shares.columns]
-    figure, axes = make_axes(1, len(panels), 2.6 * len(panels), 0.5 * len(shares) + 1.8)
-    names = [f"seed {seed}, agent {agent}" for seed, agent in shares.index]
-    for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
-        draw_cells(axis, values, highest=1)
-        axis.set_yticks(range(len(names)), names if axis is axes[0, 0] else [])
-        axis.set_title(title, fontsize=10)
-    save(figure, png_path)
-    return figure
 
 
 def main(args: Args) -> None:
@@ -202,13 +129,6 @@ def main(args: Args) -> None:
     rows = read_table(path, (*KEY, "step", "agent", "client", "category", "success"))
     clients = read_table(clients_path)
     print_table(tabulate(add_own(rows, clients)))
-    draw(rows, path.with_suffix(".png"))
-    chosen = rows[rows.partition == args.matrix]
-    if len(chosen):
-        shares = share_tasks(chosen, clients).droplevel("partition")
-        draw_matrix(chosen, shares, Path(f"{args.out}_matrix.png"))
-    else:
-        print(f"--matrix {args.matrix}: no such runs, OUT_matrix.png is not drawn", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Language-model agents in text worlds (docs/results.md, section 16): fedagent.sh with a small model in
+# Language-model agents in text worlds (docs/results/text_worlds.md): fedagent.sh with a small model in
 # BabyAI, 12 clients, three at a time, which have equal or three kinds of unequal tasks. First run
 # `python benchmark/babyai.py`.
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A trust region, and fresh snapshots (docs/results.md, section 6): PR-TRPO, isolated TRPO and PR-PPO on
+# A trust region, and fresh snapshots (docs/results/trust_region.md): PR-TRPO, isolated TRPO and PR-PPO on
 # three settings, and how far PR-TRPO's updates move, with and without the bound of --delta.
 #
 #   bash benchmark/trpo.sh | python benchmark/run.py  75 runs, an hour and a half on two cores

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shared skills, own goals, on a second task (docs/results.md, section 12): as goals.sh, but two agents have
+# Shared skills, own goals, on a second task (docs/results/own_goals.md): as goals.sh, but two agents have
 # to pick up the ball behind the door and two the box.
 #
 #   bash benchmark/unlock_goals.sh | python benchmark/run.py       85 runs, two hours on two cores

@@ -1,4 +1,4 @@
-"""Runs of s2zpo_mujoco.py: returns over updates, trajectories and bits, and over a shared grid.
+"""Runs of s2zpo_mujoco.py: returns over trajectories and bits, and over a shared grid.
 
     bash benchmark/cartpole.sh quick | python benchmark/run.py
     python benchmark/zeroth.py --runs runs/s2zpo-quick --out s2zpo-quick
@@ -28,7 +28,8 @@ ALGORITHMS = {
     "fedavg": ("FedAvg-S2ZPO", VERMILION),
     "central": ("central S2ZPO", BLACK),
 }
-AXES = {"iteration": "updates", "trajectories": "trajectories", "bits": "bits"}
+COUNTS = ["iteration", "trajectories", "bits"]
+AXES = ("trajectories", "bits")  # of the figure; updates are proportional to trajectories
 CELL = ["mu", "eta"]
 KEY = ["task", "algorithm", *CELL, "seed"]
 
@@ -139,7 +140,7 @@ def make_curves(rows: pd.DataFrame, runs: list[Run]) -> pd.DataFrame:
         best = take_best(group, "over_the_run")
         of_seeds = [curves[key] for key in best[KEY].itertuples(index=False, name=None)]
         returns = pd.concat([curve.episodic_return for curve in of_seeds], axis=1)
-        table = of_seeds[0][[*AXES]].join(with_interval(returns.set_axis(range(len(best)), axis=1)))
+        table = of_seeds[0][COUNTS].join(with_interval(returns.set_axis(range(len(best)), axis=1)))
         table.insert(0, "algorithm", algorithm)
         table.insert(0, "task", task)
         tables.append(table)
@@ -147,13 +148,13 @@ def make_curves(rows: pd.DataFrame, runs: list[Run]) -> pd.DataFrame:
 
 
 def draw(curves: pd.DataFrame, png_path: Path):
-    """OUT.png: a row of panels for each task, over updates, trajectories and bits; returns the
+    """OUT.png: a row of panels for each task, over trajectories and bits; returns the
     figure.
     """
     tasks = list(dict.fromkeys(curves.task))
-    figure, panels = make_axes(len(tasks), 3, 11, 2.6 * len(tasks), sharey="row", layout=None)
+    figure, panels = make_axes(len(tasks), 2, 8, 2.6 * len(tasks), sharey="row", layout=None)
     for row, task in zip(panels, tasks, strict=True):
-        for panel, (axis, label) in zip(row, AXES.items(), strict=True):
+        for panel, axis in zip(row, AXES, strict=True):
             for algorithm, (name, colour) in ALGORITHMS.items():
                 curve = curves[(curves.task == task) & (curves.algorithm == algorithm)]
                 if len(curve):
@@ -162,7 +163,7 @@ def draw(curves: pd.DataFrame, png_path: Path):
                     panel.fill_between(curve[axis], curve.ci_low, curve.ci_high, **band)
             if axis == "bits":
                 panel.set_xscale("log")
-            panel.set_xlabel(label)
+            panel.set_xlabel(axis)
             panel.grid(alpha=0.3)
         means = curves[curves.task == task]["mean"]
         margin = 0.1 * (means.max() - means.min())
@@ -185,7 +186,7 @@ def main(args: Args) -> None:
     elif not rows_path.is_file():
         refuse(f"--from-csv: there is no {rows_path}")
     print_table(tabulate(read_table(rows_path, tuple(KEY))))
-    draw(read_table(path, ("task", "algorithm", *AXES)), path.with_suffix(".png"))
+    draw(read_table(path, ("task", "algorithm", *COUNTS)), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from tyro._docstrings import get_field_docstring
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted(Path(__file__).parent.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(Path(__file__).parent.rglob("*.md"))]
 HELD = ("communicator_matrix", "reward_matrix")  # what a flag's file held: no flags
 
 

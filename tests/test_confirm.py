@@ -101,7 +101,7 @@ def test_p_values_are_those_of_the_paired_t_test():
         ((-0.2, -0.3, -0.1), 0.049, "below"),
         ((0.2, 0.1, 0.3), 0.05, "undecided"),  # before the adjustment it was
         ((0.03, 0.02, 0.04), 0.001, "above"),  # however little
-        ((0.0, -0.05, 0.05), 0.9, "level"),
+        ((0.0, -0.05, 0.05), 0.9, "equal"),
         ((0.0, -0.051, 0.04), 0.9, "undecided"),
         ((0.0, -0.04, 0.051), 0.9, "undecided"),
         ((0.0, np.nan, np.nan), 1.0, "undecided"),
@@ -136,7 +136,7 @@ def test_rivals_are_compared_on_common_seeds(tmp_path, capsys):
         "above",
     ]
     assert table["FedAvg, reward"][1] == f"{(lead > near).sum()} of 20"
-    assert table["FedAvg, reward"][2:] == [f"{p[1]:.4f}", f"{p[1]:.4f}", "level"]
+    assert table["FedAvg, reward"][2:] == [f"{p[1]:.4f}", f"{p[1]:.4f}", "equal"]
     # Half of it over the run
     assert tables["return over the run"]["isolated"][0].startswith(f"{mean / 2:.3f} [")
     seeds = " ".join(map(str, range(16, 26)))
@@ -152,7 +152,7 @@ def test_ties_and_seeds_without_a_return_are_said(tmp_path, capsys):
     path = write_rows(tmp_path / "x.csv", scores, agents=((0, 0.0), (1, 0.1)))
     tables, lines = report(capsys, from_csv=path, lead="pr-reward")
     table = tables["return after training"]
-    assert table["isolated"] == ["0.000 [0.000, 0.000]", "0 of 3", "1.0000", "1.0000", "level"]
+    assert table["isolated"] == ["0.000 [0.000, 0.000]", "0 of 3", "1.0000", "1.0000", "equal"]
     assert table["PR-PPO, uniform"][1] == "2 of 2"
     assert table["FedAvg, uniform"] == ["0.800 [-, -]", "1 of 1", "-", "1.0000", "undecided"]
     assert "FedAvg, uniform has no run of seed 6 7 8, PR-PPO, reward has." in lines
@@ -171,7 +171,7 @@ def test_ties_and_seeds_without_a_return_are_said(tmp_path, capsys):
 
 
 def test_the_hardest_agent_is_that_of_isolated_runs(tmp_path, capsys):
-    """Lowest after training, averaged over seeds; of two that are level, over the run."""
+    """Lowest after training, averaged over seeds; of two that are equal, over the run."""
     rows = []
     returns = {  # of each agent after training and over the run
         ("isolated", 6): [(0.9, 0.8), (0.0, 0.3), (0.25, 0.1)],

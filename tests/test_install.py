@@ -41,11 +41,24 @@ def test_the_small_set_has_the_versions_of_the_large_one():
     assert read_pins("requirements-minigrid.txt") < read_pins("requirements.txt")
 
 
+def read_installation():
+    """The page's commands, joined by &&, on continued lines."""
+    page = (REPOSITORY / "docs" / "runs.md").read_text()
+    (commands,) = re.findall(r"^python3 (?:.*\\\n)*.*requirements-minigrid\.txt$", page, re.M)
+    return commands
+
+
+def test_the_page_installs_as_the_readme_does():
+    """Both begin with the same three commands."""
+    commands = read_installation()
+    assert commands.count(" && ") == 2
+    assert f"```bash\n{commands} && " in (REPOSITORY / "README.md").read_text()
+
+
 @pytest.mark.slow
 def test_the_small_set_suffices_for_minigrid_and_is_about_1_gb(tmp_path):
     """A fresh environment with nothing more, made as the page says, runs these scripts."""
-    page = (REPOSITORY / "docs" / "runs.md").read_text()
-    (command,) = re.findall(r"^python3 .*requirements-minigrid\.txt$", page, re.M)
+    command = read_installation().replace("\\\n", "")
     # The index of wheels for the CPU is left out: where it is out of reach, pip's own settings
     # have to name such wheels
     command = re.sub(r" --extra-index-url \S+", "", command)

@@ -1,6 +1,7 @@
 """benchmark/play.py: the agents of a run play again, and are filmed."""
 
 import hashlib
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -428,15 +429,22 @@ def test_a_gif_shows_every_agent_on_its_own_task(tmp_path, monkeypatch, whole_ru
         path = tmp_path / "all.gif"
         play.write_gif(shown, path, unfinished)
         with Image.open(path) as image:
-            assert image.size == (160 * len(shown), 160)
+            assert image.size == (208 * len(shown), 200)
             total = 0
             for frame in range(image.n_frames):  # equal pictures are one that lasts
                 image.seek(frame)
                 total += image.info["duration"]
-                greys = np.asarray(image.convert("L"))[80, 80::160]
+                greys = np.asarray(image.convert("L"))[100, 104::208]
                 expected = [int(film.stem) for film in shown]
                 assert np.abs(greys - np.array(expected)).max() < 12
             assert total == pytest.approx(100 * length, abs=100)
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmark")
+    gif = importlib.import_module("gif")
+    gif.main(gif.Args(tuple(map(str, films[:2])), out=str(tmp_path / "new" / "both.gif")))
+    with Image.open(tmp_path / "new" / "both.gif") as image:
+        assert image.size == (416, 200)
+    line = refusal(gif.main, gif.Args((str(tmp_path / "gone.mp4"),), out=str(path)))
+    assert line == f"{tmp_path / 'gone.mp4'}: there is no such film"
     line = refusal(play.write_gif, [tmp_path / "gone.mp4"], path, unfinished)
     assert line.startswith(f"--video {path}: ")
 
@@ -476,6 +484,13 @@ class Undrawn(gym.Env):
         return np.zeros((7, 7, 3), np.uint8), 0.0, True, False, {}
 
 
+class Undrawable(Undrawn):
+    """Takes the mode, and has no `render`."""
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+
 class Colourless(Undrawn):
     """Draws in grey."""
 
@@ -488,7 +503,7 @@ class Colourless(Undrawn):
         return np.zeros((8, 8), np.uint8)
 
 
-@pytest.mark.parametrize("task", [Undrawn, Colourless])
+@pytest.mark.parametrize("task", [Undrawn, Undrawable, Colourless])
 def test_a_task_that_cannot_be_drawn_is_played_and_not_filmed(
     task, whole_run, tmp_path, monkeypatch
 ):
@@ -499,7 +514,8 @@ def test_a_task_that_cannot_be_drawn_is_played_and_not_filmed(
     assert play_run(folder, **given)[0]["Plain-v0"] == [0.0]
     forbid_playing(monkeypatch)
     line = refusal(play_run, folder, **given, video=str(tmp_path / "films"))
-    assert line.startswith("--video: Plain-v0 cannot be drawn; ")
+    reason = "draws no pictures" if task is Colourless else "it has no render_mode rgb_array"
+    assert line.startswith(f"--video: Plain-v0 cannot be drawn; {reason}")
     assert not (tmp_path / "films").exists()
 
 

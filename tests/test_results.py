@@ -19,6 +19,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmark"))
 arguments = importlib.import_module("arguments")
 bound = importlib.import_module("bound")
 crowd = importlib.import_module("crowd")
+figures = importlib.import_module("figures")
 plot = importlib.import_module("plot")
 runs = importlib.import_module("runs")
 styles = importlib.import_module("styles")
@@ -26,7 +27,7 @@ table = importlib.import_module("table")
 text_worlds = importlib.import_module("text_worlds")
 zeroth = importlib.import_module("zeroth")
 RESULTS = REPOSITORY / "benchmark" / "results"
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
 T2 = 4.302652729911275  # quantile of Student's t, two degrees of freedom
 
 
@@ -410,57 +411,84 @@ def test_means_are_cut_where_values_are_and_all_or_nothing_is_counted(tmp_path, 
     assert capsys.readouterr().out.splitlines() == [
         "| | x | y | all reach 0.9 |",
         "| --- | --- | --- | --- |",
-        "| a | 0.96 [0.89, 1] | 0.93 [0.87, 0.99] | 3 of 4, [0.30, 0.95] |",
-        "| b | 0.49; 2 of 4, [0.15, 0.85] | | 2 of 4, [0.15, 0.85] |",
-        "| c | 0.60 (2 seeds) | | 0 of 2, [0, 0.66] |",
-        "| d | 0.10 (1 seed) | | 0 of 1, [0, 0.79] |",
+        "| a | 0.96 [0.89, 1] | 0.93 [0.87, 0.99] | 3 of 4 [0.30, 0.95] |",
+        "| b | 0.49; solved in 2 of 4 [0.15, 0.85] | | 2 of 4 [0.15, 0.85] |",
+        "| c | 0.60 (2 seeds) | | 0 of 2 [0, 0.66] |",
+        "| d | 0.10 (1 seed) | | 0 of 1 [0, 0.79] |",
     ]
+
+
+def read_page(name):
+    """A page of docs/, its lines joined."""
+    return (REPOSITORY / "docs" / f"{name}.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("page", "data", "words"),
     [
-        ("results", "doorkey_runs", "--measure auc"),
-        ("results", "keycorridor_runs", ""),
-        ("results", "anchor_doorkey_runs", "--measure auc"),
-        ("results", "agreement", "--measure final"),
-        ("results", "liars", "--measure final"),
+        ("results/easy_tasks", "doorkey_runs", "--measure auc"),
+        ("results/easy_tasks", "keycorridor_runs", ""),
+        ("results/rounds", "anchor_doorkey_runs", "--measure auc"),
+        ("results/own_goals", "goals_runs", ""),
+        ("results/broken_peers", "liars", "--measure final"),
         ("negative", "privacy", "--measure final"),
     ],
 )
 def test_pages_show_what_the_table_is(page, data, words, capsys):
-    """A table of each kind, made from the committed rows per run."""
+    """A table of each kind holds rows that are made from the committed rows per run, and no
+    others.
+    """
     path = str(RESULTS / f"{data}.csv")
     table.main(arguments.read_flags(table.Args, ["--from-csv", path, *words.split()]))
-    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
-    assert capsys.readouterr().out in text
+    head, _, *rows = capsys.readouterr().out.splitlines()
+    tables = re.findall(r"(?:^\|.*\n)+", read_page(page), re.M)
+    shown, *_ = [lines.splitlines() for lines in tables if lines.startswith(head)]
+    assert len(shown) > 3
+    assert set(shown[2:]) <= set(rows)
 
 
 def test_differences_of_the_page_are_those_of_the_table(capsys):
-    """Of section 11, in bold where its rows begin."""
+    """In bold where its rows begin."""
     path = str(RESULTS / "fourrooms_5m_runs.csv")
     table.main(table.Args(from_csv=path, minus="isolated", measure="auc"))
     rows = dict(line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
-    text = (REPOSITORY / "docs" / "results.md").read_text()
     for name, method in {"PR-PPO": "PR-PPO, uniform", "FedAvg": "FedAvg, uniform"}.items():
-        assert f"| **{name} minus isolated** | {rows[method]} |" in text
+        assert f"| **{name} minus isolated** | {rows[method]} |" in read_page("results/one_task")
 
 
-@pytest.mark.parametrize("word", ["level", "undecided"])
+INTERVAL = r"\[(-?[\d.]+), (-?[\d.]+)\]"
+
+
+@pytest.mark.parametrize("word", ["equal within ±0.05", "undecided"])
 def test_differences_are_called_what_their_intervals_say(word):
-    """By the rule at the top of docs/results.md: level lies within 0.05 of 0, undecided includes 0
-    and reaches further. A word comes before its intervals, which stand in parentheses.
+    """By the rule of docs/results.md: equal ones lie within 0.05 of 0, undecided ones include 0 and
+    reach further. A word comes before its intervals, which stand in parentheses.
     """
     text = " ".join(page.read_text() for page in (*PAGES, REPOSITORY / "README.md"))
     text = " ".join(text.split())
     called = re.findall(rf"\b{word}\b[^.;:|()[\]]*\(([^()]*)\)", text)
-    intervals = re.findall(r"\[(-?[\d.]+), (-?[\d.]+)\]", " ".join(called))
-    assert len(intervals) > 10
+    intervals = re.findall(INTERVAL, " ".join(called))
+    assert len(intervals) > 5
     for limits in intervals:
         low, high = map(float, limits)
         within = max(-low, high) <= 0.05
-        assert within == (word == "level"), limits
+        assert within == (word != "undecided"), limits
         assert within or low <= 0 <= high, limits
+
+
+def test_the_index_says_what_its_pages_say():
+    """Each number stands in the page of its row, and has the verdict of its interval."""
+    text = read_page("results")
+    rows = re.findall(r"^\| (.*) \| ([+−=?]) \| (.*) \| (\d+) \| .*\((.*)\) \|$", text, re.M)
+    assert len(rows) > 20
+    for question, verdict, number, _, page in rows:
+        shown = " ".join((REPOSITORY / "docs" / page).read_text().split())
+        assert number in shown, (question, number)
+        ((low, high),) = [map(float, limits) for limits in re.findall(INTERVAL, number)]
+        expected = "+" if low > 0 else "−" if high < 0 else "?"
+        if max(-low, high) <= 0.05 and low <= 0 <= high:
+            expected = "="
+        assert verdict == expected, question
 
 
 POOLED = {
@@ -477,7 +505,7 @@ POOLED = {
 
 @pytest.mark.parametrize("tasks", POOLED.values(), ids=POOLED)
 def test_gains_over_two_tasks_are_those_of_their_rows(tasks):
-    """Of section 12: ten pairs of task and seed, pooled."""
+    """Ten pairs of task and seed, pooled."""
 
     def evaluations(name, method):
         rows = runs.read_table(RESULTS / f"{name}.csv")
@@ -489,14 +517,14 @@ def test_gains_over_two_tasks_are_those_of_their_rows(tasks):
     assert len(gains) == 10
     mean, low, high = runs.mean_interval(gains)
     positive = sum(gain > 0 for gain in gains)
-    text = " ".join((REPOSITORY / "docs" / "results.md").read_text().split())
+    text = " ".join(read_page("results/own_goals_details").split())
     assert f"{mean:.3f} [{low:.3f}, {high:.3f}], in {positive} of 10" in text
 
 
 def test_settings_of_the_page_are_those_of_the_table(capsys):
     path = str(RESULTS / "goals_tuning_runs.csv")
     table.main(table.Args(from_csv=path, search=True, measure="auc"))
-    text = (REPOSITORY / "docs" / "results.md").read_text()
+    text = read_page("results/own_goals_details")
     shown = capsys.readouterr().out.splitlines()[2:]
     assert len(shown) == 19
     for line in shown:
@@ -544,6 +572,27 @@ def test_runs_are_drawn_and_drawn_again(tmp_path):
     assert refusal(plot.main, plot.Args(out=str(tmp_path / "y"), from_csv=True)) == line
 
 
+def test_curves_are_labelled_by_what_runs_are_counted_in(tmp_path):
+    """A control run of 200 steps is one of control, also beside language models."""
+    for seed in (1, 2):
+        control_run(tmp_path / "runs", seed, [0.1, 0.2])
+        language_run(tmp_path / "runs", seed, "isolated-grpo", 0.5, 0.2)
+    out = tmp_path / "x"
+    plot.main(plot.Args(runs=(str(tmp_path / "runs"),), out=str(out)))
+    figure = plot.draw(out.with_suffix(".csv"), out.with_suffix(".png"))
+    labels = {axis.get_title(): axis.get_xlabel() for axis in figure.axes}
+    assert labels.pop("Task") == "environment steps per agent (millions)"
+    assert [*labels.values()] == ["steps"]
+
+
+def test_files_of_former_versions_are_labelled_by_their_commands(tmp_path):
+    """They call the steps of language models timesteps."""
+    results = REPOSITORY / "benchmark" / "results"
+    for name, label in (("llm", "steps"), ("sb3", "environment steps per agent (millions)")):
+        figure = plot.draw(results / f"{name}.csv", tmp_path / "x.png")
+        assert {axis.get_xlabel() for axis in figure.axes} == {label}
+
+
 @pytest.mark.parametrize(("names", "agents"), [((0, 50), 0), ((0, 50), 1), (("none", "lie"), 2)])
 def test_methods_are_compared_under_every_condition(names, agents, tmp_path):
     """Over the run and at its end, means of the agents that count; drawn again with its label."""
@@ -589,33 +638,31 @@ def test_runs_that_a_table_cannot_keep_apart_are_refused(tool, tmp_path):
     assert message.startswith("--runs: --exp-name isolated has no ")
 
 
-FIGURES = ["doorkey", "agreement", "liars", "skills_search", "llm", "crowd", "trpo_bound", "s2zpo"]
-FIGURES += ["text_worlds"]
+DRAWN_BY_TOOLS = ["minigrid", "llm", "trpo_bound"]
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", DRAWN_BY_TOOLS)
 def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch):
     """A figure of each kind, drawn again; a method has its name and colour in it, and curves lie in
     front of all intervals.
     """
     for path in RESULTS.glob(f"{name}*.csv"):
         shutil.copy(path, tmp_path)
-    tools = {"trpo_bound": bound, "crowd": crowd, "s2zpo": zeroth, "text_worlds": text_worlds}
-    tool = tools.get(name, plot)
-    figures = []
+    tool = bound if name == "trpo_bound" else plot
+    drawings = []
     draw = tool.draw
-    monkeypatch.setattr(tool, "draw", lambda *args: figures.append(draw(*args)))
+    monkeypatch.setattr(tool, "draw", lambda *args: drawings.append(draw(*args)))
     tool.main(tool.Args(out=str(tmp_path / name), from_csv=True))
     for path in (RESULTS / f"{name}.png", *RESULTS.glob(f"{name}_matrix.png")):
         drawn = plt.imread(tmp_path / path.name)
         committed = plt.imread(path)
         assert drawn.shape == committed.shape
         assert np.abs(drawn - committed).mean() < 0.01
-    (figure,) = figures
+    (figure,) = drawings
     for axis in figure.axes:
         bands = [band.get_zorder() for band in axis.collections]
         assert max(bands, default=0) < min(line.get_zorder() for line in axis.lines)
-    if tool in (bound, zeroth):
+    if tool is bound:
         return
     names = pd.read_csv(tmp_path / f"{name}.csv", comment="#").method.unique()
     (legend,) = figure.legends
@@ -623,9 +670,78 @@ def test_committed_figures_come_from_committed_data(name, tmp_path, monkeypatch)
     assert shown == {styles.find_method(method).label for method in names}
 
 
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_figures_of_the_pages_come_from_committed_data(name, tmp_path):
+    """The committed picture is what the committed rows give, and a page shows it."""
+    figures.main(figures.Args((name,), out=str(tmp_path)))
+    drawn = plt.imread(tmp_path / f"{name}.png")
+    committed = plt.imread(RESULTS / f"{name}.png")
+    assert drawn.shape == committed.shape
+    assert np.abs(drawn - committed).mean() < 0.01
+    pages = (*PAGES, REPOSITORY / "README.md")
+    assert any(f"benchmark/results/{name}.png)" in page.read_text() for page in pages)
+
+
+def test_dots_are_seeds_means_and_intervals():
+    """By hand; a line at the mean of isolated agents; differences are paired by seed and panel."""
+    rows = []
+    for panel, shift in (("second", 0.1), ("first", 0.2)):
+        for seed, value in enumerate((0.2, 0.4, 0.6)):
+            rows.append((panel, "isolated", seed, 0.1 * seed))
+            rows.append((panel, "pr-uniform", seed, value + shift))
+    rows = pd.DataFrame(rows, columns=["panel", "method", "seed", "value"])
+    figure = figures.draw_dots(rows, figures.usual("pr-uniform", "isolated"), "x", "isolated")
+    for axis, shift in zip(figure.axes, (0.1, 0.2), strict=True):
+        seeds, interval, mean, *_, line = axis.lines
+        assert list(seeds.get_xdata()) == pytest.approx([0.2 + shift, 0.4 + shift, 0.6 + shift])
+        half = T2 * 0.2 / np.sqrt(3)
+        limits = np.clip([0.4 + shift - half, 0.4 + shift + half], 0, 1)
+        assert list(interval.get_xdata()) == pytest.approx(limits)
+        assert list(mean.get_xdata()) == pytest.approx([0.4 + shift])
+        assert line.get_xdata()[0] == pytest.approx(0.1)
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == [
+        "PR-PPO, uniform",
+        "isolated",
+    ]
+    gains = figures.subtract(rows, "isolated")
+    assert list(dict.fromkeys(gains.panel)) == ["second", "first"]
+    assert set(gains.method) == {"pr-uniform"}
+    assert gains.value.tolist() == pytest.approx([0.3, 0.4, 0.5, 0.4, 0.5, 0.6])
+    plt.close(figure)
+
+
+def test_lines_have_their_names_at_their_ends():
+    """In the colour of their method, apart from each other; conditions stand at equal distances."""
+    values = {"pr-uniform": (0.1, 0.5), "fedavg-uniform": (0.3, 0.51)}
+    rows = [
+        ("", method, x, seed, value + 0.01 * seed)
+        for method, of_method in values.items()
+        for x, value in zip((4, 64), of_method, strict=True)
+        for seed in (1, 2, 3)
+    ]
+    rows = pd.DataFrame(rows, columns=["panel", "method", "x", "seed", "value"])
+    figure = figures.draw_lines(rows, figures.usual(*values), "levels", "return")
+    (axis,) = figure.axes
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["4", "64"]
+    for line, of_method in zip(axis.lines, values.values(), strict=True):
+        assert list(line.get_ydata()) == pytest.approx([value + 0.02 for value in of_method])
+    names = {text.get_text(): text for text in axis.texts}
+    assert names.keys() == {"PR-PPO, uniform", "FedAvg, uniform"}
+    assert names["PR-PPO, uniform"].get_color() == styles.METHODS["pr-uniform"].colour
+    heights = [names[name].xy[1] for name in ("FedAvg, uniform", "PR-PPO, uniform")]
+    low, high = axis.get_ylim()
+    assert heights[0] - heights[1] >= 0.08 * (high - low) - 1e-9
+    plt.close(figure)
+
+
+def test_unknown_figures_are_named(tmp_path):
+    line = refusal(figures.main, figures.Args(("nothing",), out=str(tmp_path)))
+    assert line.startswith("nothing: no such figure; there are own_goals, ")
+
+
 def test_every_result_is_shown():
     """By a link in a page, or as the data behind a figure that a page shows."""
-    text = "".join(page.read_text() for page in PAGES)  # what the README shows, these do too
+    text = "".join(page.read_text() for page in (*PAGES, REPOSITORY / "README.md"))
     linked = {path.name for path in RESULTS.iterdir() if f"benchmark/results/{path.name}" in text}
     drawn = {name.removesuffix(".png") for name in linked if name.endswith(".png")}
     for path in RESULTS.iterdir():
@@ -663,7 +779,7 @@ def test_a_method_has_one_name_and_one_colour():
     assert styles.find_method("pr-uniforms") == ("pr-uniforms", "", "-")
     labels = {method.label for method in styles.METHODS.values()}
     labels |= {"PR, self-preferred 0.6", "PR, self-preferred 0.2"}  # of PPO and of GRPO
-    pattern = r"^\| (?:(?:PPO|GRPO), \w+ \| )?((?:isolated|FedAvg|PR)[^|]*) \| \d"
+    pattern = r"^\| (?:(?:PPO|GRPO), \w+ \| )?((?:isolated|FedAvg|PR)(?:(?! minus )[^|])*) \| \d"
     for page in PAGES:
         assert set(re.findall(pattern, page.read_text(), re.M)) <= labels, page.name
     tasks = ["MiniGrid-DoorKey-5x5-v0", "BeamRiderNoFrameskip-v4", "benchmark.goals:Goals-v0"]
