@@ -4,7 +4,7 @@
     python benchmark/plot.py --search --runs runs/skills-tune --out search
     python benchmark/plot.py --search --measure win_rate --runs runs/llm --methods "*-ppo_*"
     python benchmark/plot.py --conditions "common goals (%)" --runs runs/agreement-results
-    python benchmark/plot.py --from-csv --out benchmark/results/minigrid  # again, from CSV files
+    python benchmark/plot.py --from-csv --out benchmark/results/sb3  # again, from CSV files
 
 Writes OUT.csv and, from it, OUT.png. A curve is the training return, the mean of the last 100
 episodes, or the reward of a step's completions, averaged over the agents of a run; then runs with

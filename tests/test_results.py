@@ -638,7 +638,7 @@ def test_runs_that_a_table_cannot_keep_apart_are_refused(tool, tmp_path):
     assert message.startswith("--runs: --exp-name isolated has no ")
 
 
-DRAWN_BY_TOOLS = ["minigrid", "llm", "trpo_bound"]
+DRAWN_BY_TOOLS = ["sb3", "llm", "trpo_bound"]
 
 
 @pytest.mark.parametrize("name", DRAWN_BY_TOOLS)
