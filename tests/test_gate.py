@@ -166,8 +166,9 @@ def test_the_figure_comes_from_the_csv_file(run, tmp_path):
 
 
 def test_labels_do_not_lie_on_each_other():
-    assert gate.spread([0.5, 0.5, 0.1], 0.1) == pytest.approx([0.5, 0.6, 0.1])
-    assert gate.spread([0.3, 0.2, 0.25], 0.1) == pytest.approx([0.4, 0.2, 0.3])
+    """They move down, the highest stays."""
+    assert gate.spread([0.5, 0.5, 0.1], 0.1) == pytest.approx([0.4, 0.5, 0.1])
+    assert gate.spread([0.3, 0.2, 0.25], 0.1) == pytest.approx([0.3, 0.1, 0.2])
 
 
 def test_what_cannot_be_drawn_is_refused(run, tmp_path):

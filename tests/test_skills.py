@@ -5,7 +5,6 @@ them.
 import csv
 import json
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -306,13 +305,11 @@ def test_the_demonstration_has_an_agent_for_each_share_and_room_for_each_word():
 
 
 def test_the_demonstration_runs(task, tmp_path, monkeypatch, capsys):
-    """The README's command: its run, with its flags on a small task and budget, and the figures
+    """The command of the page: its run, with its flags on a small task and budget, and the figures
     that it prints.
     """
-    readme = (REPOSITORY / "README.md").read_text()
-    assert re.findall(r"^python benchmark/skills\.py.*", readme, re.M) == [
-        "python benchmark/skills.py --demo"
-    ]
+    page = (REPOSITORY / "docs" / "prpo_llm.md").read_text()
+    assert "\npython benchmark/skills.py --demo #" in page
     monkeypatch.chdir(REPOSITORY)
     out = tmp_path / "skills"
     shutil.copytree(task[0], out)
