@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import tyro
 from arguments import read_flags, refuse
+from crowd import average_by_seed
 from plot import make_axes, save, spread
 from runs import mean_interval, read_table, wilson_interval
 from styles import BLACK, GREY, Method, find_method, name_task
@@ -47,6 +48,16 @@ def read_rows(name: str, measure: str = "evaluation", panel: str | None = None) 
 def average(rows: pd.DataFrame) -> pd.DataFrame:
     """One value per panel, method and seed: the mean over agents, or over tasks."""
     return rows.groupby(["panel", "method", "seed"], sort=False).value.mean().reset_index()
+
+
+def read_panels(files: dict[str, str]) -> pd.DataFrame:
+    """Means of the runs of several files, each a panel. files: name -> its title."""
+    return pd.concat(average(read_rows(name, panel=panel)) for name, panel in files.items())
+
+
+def sort_panels(rows: pd.DataFrame, panels: dict[str, str]) -> pd.DataFrame:
+    """Rows in the order of these titles."""
+    return rows.sort_values("panel", key=lambda names: names.map([*panels.values()].index))
 
 
 def subtract(rows: pd.DataFrame, other: str) -> pd.DataFrame:
@@ -219,7 +230,7 @@ def own_goals():
 def own_goals_methods():
     """Two tasks with own goals: return after training, minus isolated agents."""
     files = {"goals_runs": "a green or a blue goal", "unlock_goals_runs": "a ball or a box"}
-    rows = pd.concat(average(read_rows(name, panel=panel)) for name, panel in files.items())
+    rows = read_panels(files)
     methods = usual(
         "pr-reward",
         "pr-surrogate",
@@ -291,7 +302,7 @@ def keycorridor():
 def one_task():
     """FourRooms for 1 M and 5 M steps, minus isolated agents."""
     files = {"fourrooms_runs": "1 M steps", "fourrooms_5m_runs": "5 M steps"}
-    rows = pd.concat(average(read_rows(name, panel=panel)) for name, panel in files.items())
+    rows = read_panels(files)
     methods = usual("fedavg-uniform", "pr-uniform", "pr-uniform-forward", "pr-similarity")
     return draw_dots(subtract(rows, "isolated"), methods, f"{AFTER}, minus isolated agents", "0")
 
@@ -315,7 +326,7 @@ def broken_peers():
     alone = pd.concat(alone.assign(condition=lie) for lie in lies)
     rows = pd.concat((liars, alone))
     rows = rows.assign(value=rows.final, panel=rows.condition.map(lies))
-    rows = rows.sort_values("panel", key=lambda names: names.map([*lies.values()].index))
+    rows = sort_panels(rows, lies)
     methods = usual("pr-gate", "pr-reward", "isolated", "fedavg-reward", "fedavg-uniform")
     return draw_dots(rows, methods, AT_END, "isolated")
 
@@ -325,11 +336,11 @@ def rounds():
     rows = read_rows("anchor_doorkey_runs", "mean_training_return")
     intervals = {"": 4, "-every1": 1, "-every16": 16, "-every32": 32}
     parts = []
-    for method in ("fedavg-uniform", "pr-uniform"):
+    methods = usual("fedavg-uniform", "pr-uniform")
+    for method in methods:
         for end, interval in intervals.items():
             of_setting = rows[rows.method == f"{method}{end}"]
             parts.append(of_setting.assign(method=method, x=interval))
-    methods = usual("fedavg-uniform", "pr-uniform")
     return draw_lines(pd.concat(parts), methods, "iterations between rounds", OVER)
 
 
@@ -355,9 +366,8 @@ def levels():
 
 def crowd():
     """Share of the agents that learn, by their number."""
-    rows = read_table(RESULTS / "crowd.csv", ("method", "agents", "seed", "share"))
-    rows = rows.rename(columns={"agents": "x", "share": "value"}).assign(panel="")
-    rows = rows.groupby(["panel", "method", "x", "seed"]).value.mean().reset_index()
+    rows = read_table(RESULTS / "crowd.csv", ("method", "agents", "seed", "share", "steps"))
+    rows = average_by_seed(rows).rename(columns={"agents": "x", "share": "value"}).assign(panel="")
     methods = usual("fedavg-uniform", "pr-reward", "isolated", "pr-uniform")
     return draw_lines(rows, methods, "agents", "share of the agents that learn", trials)
 
@@ -448,7 +458,7 @@ def text_worlds():
     }
     rows = rows[rows.partition.isin(kinds)]
     rows = average(rows.assign(value=rows.success, panel=rows.partition.map(kinds)))
-    rows = rows.sort_values("panel", key=lambda names: names.map([*kinds.values()].index))
+    rows = sort_panels(rows, kinds)
     methods = usual("fedagent", "pr-uniform-grpo", "local")
     return draw_dots(rows, methods, "held-out tasks solved after training", "local")
 

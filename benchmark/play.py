@@ -183,12 +183,11 @@ def check_films(script: ModuleType, env_ids: list[str]) -> None:
             refuse(f"--video: {env_id} cannot be drawn; {problem}")
 
 
-UNDRAWN = "it has no render_mode rgb_array"
-
-
-def names_render_mode(problem: str) -> bool:
-    """Whether an error says that a task has no pictures: no such argument, or no such method."""
-    return "NotImplementedError" in problem or "render_mode" in problem
+def explain_drawing(problem: str) -> str:
+    """An error's line, in plain words where a task has no pictures: no such argument or method."""
+    if "NotImplementedError" in problem or "render_mode" in problem:
+        return "it has no render_mode rgb_array"
+    return problem
 
 
 def find_drawing_problem(script: ModuleType, env_id: str) -> str:
@@ -196,7 +195,7 @@ def find_drawing_problem(script: ModuleType, env_id: str) -> str:
     if hasattr(script, "import_mujoco"):  # OpenGL may be missing
         problem = importlib.import_module("s2zpo_mujoco").find_drawing_problem(env_id)
         if problem:
-            return UNDRAWN if names_render_mode(problem) else problem
+            return explain_drawing(problem)
     if hasattr(script, "make_games") and not script.is_custom(env_id):
         return ""  # ALE draws its games
     try:
@@ -205,8 +204,7 @@ def find_drawing_problem(script: ModuleType, env_id: str) -> str:
         env.reset(seed=0)
         check_frame(env.render())
     except Exception as error:
-        problem = communicators.first_line(error)
-        return UNDRAWN if names_render_mode(problem) else problem
+        return explain_drawing(communicators.first_line(error))
     return ""
 
 
