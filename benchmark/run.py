@@ -69,8 +69,9 @@ class Args:
     # commands at a time (0: as many as there are cores for); with --slurm tasks at a time per
     # array (0: no limit)
     jobs: int = 0
+    # cores of each command: OMP_NUM_THREADS and, on Linux if commands fill the machine, the cores
+    # that it is pinned to
     cores: int = 1
-    """cores of each command: OMP_NUM_THREADS and, on Linux, the cores that it is pinned to"""
     # how often a command that failed is tried again, after all others; from its last checkpoint if
     # there is one
     retries: int = 0
@@ -278,14 +279,14 @@ def make_environment(num_threads: int) -> dict[str, str]:
 
 def make_slots(args: Args) -> list[list[int]]:
     """For each command that runs at a time the cores it is pinned to, none where that is left to
-    others.
+    others: commands that leave cores free may share the machine with another list.
     """
     can_pin = hasattr(os, "sched_getaffinity")
     cores = sorted(os.sched_getaffinity(0)) if can_pin else list(range(os.cpu_count() or 1))
     if args.cores > len(cores):
         refuse(f"--cores {args.cores}: there are {len(cores)}")
     jobs = args.jobs or len(cores) // args.cores
-    if not can_pin or args.line:
+    if not can_pin or args.line or jobs * args.cores < len(cores):
         return [[] for _ in range(jobs)]
     endless = itertools.cycle(cores)
     return [[next(endless) for _ in range(args.cores)] for _ in range(jobs)]

@@ -134,11 +134,11 @@ def test_commands_come_from_standard_input_too_and_from_any_run_dir(tmp_path, to
 
 def test_no_more_run_at_a_time_than_asked_for_each_on_cores_of_its_own(tmp_path, tool):
     """Each command writes when it began and ended, and its cores, after the other one of its pair
-    has begun; pytest-xdist would have us all on one.
+    has begun; pytest-xdist would have us all on one, and here there are two.
     """
     if pin := hasattr(os, "sched_setaffinity"):
         affinity = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, range(os.cpu_count()))
+        os.sched_setaffinity(0, range(min(os.cpu_count(), 2)))
     (tmp_path / "note.py").write_text(
         "import os, pathlib, sys, time\n"
         "began, cores = time.time(), []\n"
@@ -166,6 +166,23 @@ def test_no_more_run_at_a_time_than_asked_for_each_on_cores_of_its_own(tmp_path,
     if several:
         assert all(len(cores) == 1 for _, _, cores in notes)
         assert all(len(set(map(tuple, some))) == len(some) for some in together)
+
+
+def test_a_list_that_leaves_cores_free_may_share_the_machine(tmp_path, tool):
+    """Two lists side by side, one command at a time each, would be pinned to the same core."""
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("nothing is pinned here")
+    (tmp_path / "note.py").write_text(
+        "import os\nopen('note', 'w').write(repr(sorted(os.sched_getaffinity(0))))\n"
+    )
+    affinity = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count()))
+    try:
+        cores = sorted(os.sched_getaffinity(0))
+        assert tool(["python note.py"], "--jobs", "1").returncode == 0
+    finally:
+        os.sched_setaffinity(0, affinity)
+    assert ast.literal_eval((tmp_path / "note").read_text()) == cores
 
 
 def test_what_was_cut_off_is_resumed_from_its_checkpoint_or_started_anew(tmp_path, tool):
