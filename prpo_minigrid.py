@@ -186,7 +186,7 @@ def make_agents(args: Args) -> list[Agent]:
 
 
 class PolicyTable:
-    """A policy during a rollout, in which it does not change: each distinct observation once.
+    """A policy while it does not change: the logits of each distinct observation once.
 
     MiniGrid shows few: of the 2,048 observations of a rollout some 4 to 16 % are distinct, and half
     of these were met in the rollouts before. This is three times as fast as calling the agent in
@@ -893,15 +893,13 @@ def evaluate(
     returns = np.zeros(len(envs))
     running = list(range(len(envs)))
     generator = torch.Generator().manual_seed(seed)
-    device = agent.actor.weight.device
+    table = PolicyTable(agent)
     while running:
-        batch = torch.as_tensor(np.stack([obs[k] for k in running]))
-        logits, _ = agent.predict(batch.to(device))
+        logits = torch.from_numpy(table.look_up([obs[k].tobytes() for k in running]))
         if greedy:
             actions = logits.argmax(-1)
         else:
-            probs = logits.softmax(-1).cpu()
-            actions = torch.multinomial(probs, 1, generator=generator)[:, 0]
+            actions = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
         for k, action in zip(list(running), actions.tolist(), strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
             returns[k] += reward
