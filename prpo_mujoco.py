@@ -905,7 +905,7 @@ class Envs:
                     obs = pool.reset()[0]
             else:
                 thunks = [functools.partial(make_env, env_id)] * len(seeds)
-                pool = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
+                pool = SyncVectorEnv(thunks, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
                 obs = pool.reset(seed=seeds)[0]
             self.obs[rows] = obs.reshape(self.obs[rows].shape)
             self.pools.append((pool, rows, make_env(env_id).action_space))
