@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # Continuous control: one agent against stable-baselines3, then four agents with bodies or target velocities of
-# their own (benchmark/bodies.py).
+# their own (benchmark/bodies.py), then three trained agents and a newcomer (benchmark/newcomer.py).
 #
 #   bash benchmark/mujoco.sh correct | python benchmark/run.py      30 runs of 1 M steps
 #   bash benchmark/mujoco.sh bodies | python benchmark/run.py       110 runs on two tasks
 #   bash benchmark/mujoco.sh goals | python benchmark/run.py        55 runs
+#   bash benchmark/mujoco.sh trained | python benchmark/run.py      10 runs on two tasks, which newcomers need
+#   bash benchmark/mujoco.sh newcomers | python benchmark/run.py    110 runs on two tasks
 #   bash benchmark/mujoco.sh tune bodies | python benchmark/run.py  264 runs on two tasks
 #   bash benchmark/mujoco.sh tune goals | python benchmark/run.py   132 runs
 #
 # correct: an isolated agent without penalty and value clipping, as stable-baselines3's PPO; bodies: cars whose
-# motors differ, and hoppers whose gravity differs; goals: cheetahs whose target velocities differ.
+# motors differ, and hoppers whose gravity differs; goals: cheetahs whose target velocities differ; trained: three of
+# the four agents with bodies, isolated; newcomers: these three go on, and the fourth begins.
 #
 # Bodies and goals have 8 minibatches in place of 32: with these isolated agents without penalty learn better, and
 # three times as fast. So they learn a motor x 0.7 alone; one x 0.5 they rarely do.
@@ -25,13 +28,22 @@ episodes=10
 folder=runs/mujoco
 case $mode in
     correct | bodies | goals) part=$mode ;;
+    newcomers)
+        part=$mode
+        folder=runs/mujoco-newcomers
+        ;;
+    trained)
+        part=newcomers
+        episodes=0
+        folder=runs/mujoco-trained
+        ;;
     "tune bodies" | "tune goals")
         part=${mode#tune }
         seeds="101 102 103"
         episodes=0
         folder=runs/mujoco-tune
         ;;
-    *) echo "usage: bash $0 correct | bodies | goals | tune bodies | tune goals" >&2; exit 2 ;;
+    *) echo "usage: bash $0 correct | bodies | goals | trained | newcomers | tune bodies | tune goals" >&2; exit 2 ;;
 esac
 
 if [ "$part" = correct ]; then
@@ -53,12 +65,12 @@ own=benchmark.bodies:
 for seed in $seeds; do
     for task in cars hoppers cheetahs; do
         case $part-$task in
-            bodies-cars)
+            bodies-cars | newcomers-cars)
                 car=${own}MountainCarContinuous-motor
                 tasks="$car-3.0-v0 $car-2.0-v0 $car-1.0-v0 $car-0.5-v0"
                 steps=102400
                 ;;
-            bodies-hoppers)
+            bodies-hoppers | newcomers-hoppers)
                 hopper=${own}Hopper-gravity
                 tasks="$hopper-0.5-v0 $hopper-0.75-v0 $hopper-1.0-v0 $hopper-1.25-v0"
                 steps=204800
@@ -70,16 +82,27 @@ for seed in $seeds; do
                 ;;
             *) continue ;;
         esac
-        flags="--num-agents 4 --env-ids $tasks --seed $seed --total-timesteps $steps"
+        agents=4
+        if [ "$mode" = trained ]; then
+            agents=3
+            tasks=${tasks% *} # without the newcomer's
+        fi
+        flags="--num-agents $agents --env-ids $tasks --seed $seed --total-timesteps $steps"
         flags="$flags --num-minibatches 8 --eval-episodes $episodes --run-dir $folder-$task"
         while read -r name tried cars hoppers cheetahs method; do
+            if [ "$mode" = trained ] && [ "$name" != isolated ]; then continue; fi
             settings=${!task} # the column with the task's name
-            if [ "$mode" != "$part" ]; then settings=${tried//,/ }; fi
+            if [[ $mode = tune* ]]; then settings=${tried//,/ }; fi
             for setting in $settings; do
                 words=${method/ X/ ${setting%/*}}
                 words=${words/ Y/ ${setting#*/}}
                 end=""
-                if [ "$mode" != "$part" ]; then end=_${setting/\//_}; fi
+                if [[ $mode = tune* ]]; then end=_${setting/\//_}; fi
+                if [ "$mode" = newcomers ]; then
+                    start=$(echo runs/mujoco-trained-$task/*__isolated__${seed}__*)
+                    words=${words/fedavg_mujoco.py/prpo_mujoco.py --averages}
+                    words=${words/prpo_mujoco.py/benchmark/newcomer.py --start-from $start}
+                fi
                 echo "OMP_NUM_THREADS=1 python $words $flags --exp-name $name$end"
             done
         done << TABLE
