@@ -37,6 +37,8 @@ class Args:
     """of --runs: only the experiments with these names, in which * stands for anything"""
     seeds: tuple[int, ...] = ()
     """only these seeds (default: all)"""
+    agents: tuple[int, ...] = ()
+    """only the returns of these agents, as of a newcomer (default: of all)"""
     hardest: int = -1
     """number of the hardest agent (-1: the one whose return is lowest in isolated runs)"""
     csv: str = ""
@@ -164,6 +166,11 @@ def read_rows(args: Args) -> pd.DataFrame:
         if missing:
             refuse(f"--seeds {' '.join(map(str, sorted(missing)))}: there is no such run")
         rows = rows[rows.seed.isin(args.seeds)]
+    if args.agents:
+        missing = set(args.agents) - set(rows.agent)
+        if missing:
+            refuse(f"--agents {' '.join(map(str, sorted(missing)))}: there is no such agent")
+        rows = rows[rows.agent.isin(args.agents)]
     return rows
 
 

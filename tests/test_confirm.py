@@ -200,6 +200,24 @@ def test_the_hardest_agent_is_that_of_isolated_runs(tmp_path, capsys):
     assert "no isolated run" in refusal(confirm.main, confirm.Args(**options))
 
 
+def test_only_some_agents_count(tmp_path, capsys):
+    """Means and the hardest agent are theirs; an agent that nobody has is refused."""
+    scores = {"pr-reward": {6: 0.5, 7: 0.6}, "isolated": {6: 0.4, 7: 0.3}}
+    path = write_rows(tmp_path / "x.csv", scores, agents=((0, 0.0), (1, -0.2), (2, 0.1)))
+    frame = pd.read_csv(path)
+    frame.loc[(frame.agent == 2) & (frame.method == "isolated"), "evaluation"] = 0.0
+    frame.to_csv(path, index=False)
+    options = {"from_csv": path, "lead": "pr-reward"}
+    tables, _ = report(capsys, **options, agents=(2,))
+    assert tables["return after training"]["isolated"][0].startswith("0.650 [")
+    assert tables["return of agent 2, the hardest"] == tables["return after training"]
+    tables, _ = report(capsys, **options, agents=(0, 1))
+    assert tables["return after training"]["isolated"][0].startswith("0.200 [")
+    assert "return of agent 1, the hardest" in tables
+    args = confirm.Args(**options, agents=(1, 3, 5))
+    assert refusal(confirm.main, args) == "--agents 3 5: there is no such agent"
+
+
 def test_rows_per_agent_are_made_of_runs(tmp_path, capsys):
     """Two agents each; over the run from where both have a return; a diverged one has none."""
     for seed in (6, 7, 8):
