@@ -35,6 +35,7 @@ from arguments import Damaged, read_json, refuse
 # Settings that may differ between the runs of a method, and do not belong into its command
 UNCOMPARED = {"seed", "run_dir", "resume", "timeout", "track", "capture_video"}
 UNCOMPARED |= {"wandb_project_name", "wandb_entity"}
+UNCOMPARED |= {"start_from"}  # of newcomer.py: a run of the same seed
 HELD = ("communicator_matrix", "reward_matrix")  # what a flag's file held
 # Of metrics.csv the first that there is
 STEPS = ("timesteps", "step", "iteration")

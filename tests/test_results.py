@@ -129,9 +129,10 @@ def test_all_runs_are_one_table(tmp_path, monkeypatch):
 
 def test_of_repeated_runs_the_newest_counts(tmp_path, capsys):
     """Other settings under one name end with one line, but for settings such as --run-dir."""
-    newest = control_run(tmp_path, 1, [0.1], 0.7, stamp=10)  # ten is newer than nine
+    # Ten is newer than nine
+    newest = control_run(tmp_path, 1, [0.1], 0.7, stamp=10, start_from="trained/1")
     older = control_run(tmp_path, 1, [0.1], 0.2, stamp=9, kl_coef=5.0)
-    control_run(tmp_path, 2, [0.1], run_dir="elsewhere")
+    control_run(tmp_path, 2, [0.1], run_dir="elsewhere", start_from="trained/2")
     ((run, _),) = read_groups(tmp_path).values()
     assert run.folder == newest
     line = f"{older}: left out, {newest} has the same name and seed and is newer"
