@@ -428,6 +428,45 @@ def bodies_curves():
     return draw_curves(curves[curves.env.isin(tasks)], methods, tasks)
 
 
+def draw_newcomers(name: str, *methods: str):
+    """A panel for the newcomer, agent 3, and one for the mean of the three trained agents."""
+    rows = read_rows(name, panel="the three trained")
+    is_new = rows.agent == 3
+    return draw_dots(
+        pd.concat((rows[is_new].assign(panel="the newcomer"), average(rows[~is_new]))),
+        usual(*methods),
+        AFTER,
+        "isolated",
+    )
+
+
+def newcomers_cars():
+    """A newcomer with a weak motor beside three trained cars."""
+    return draw_newcomers(
+        "mujoco_newcomers_cars",
+        "fedavg-uniform",
+        "pr-reward-linear",
+        "pr-uniform-linear",
+        "fedper-uniform",
+        "pr-gate-linear",
+        "kickstarting",
+        "exploit",
+        "isolated",
+    )
+
+
+def newcomers_hoppers():
+    """A newcomer with more gravity beside three trained hoppers."""
+    return draw_newcomers(
+        "mujoco_newcomers_hoppers",
+        "fedavg-uniform",
+        "pr-reward-linear",
+        "pr-gate-linear",
+        "kickstarting",
+        "isolated",
+    )
+
+
 def skills():
     """Language models: the rare skill after training, mean of the agents."""
     rows = average(read_rows("skills_rare", "mirror_after", panel=""))
@@ -483,6 +522,8 @@ FIGURES: dict[str, Callable] = {
         bits,
         bodies,
         bodies_curves,
+        newcomers_cars,
+        newcomers_hoppers,
         skills,
         preferences,
         text_worlds,
