@@ -17,8 +17,9 @@ import communicators
 sys.path[:0] = [str(REPOSITORY / "benchmark"), str(REPOSITORY / "benchmark" / "baselines")]
 FILES = sorted((REPOSITORY / "benchmark").glob("*.sh"))
 SWEEPS = [file.name for file in FILES if file.name not in ("gpu.sh", "pipeline.sh")]
-# Whose checks want models and data that the sweep's comment says how to make, or which have none
-UNCHECKED = ("prpo_llm", "prpo_babyai", "sb3_ppo")
+# Whose checks want models, data or runs that the sweep's comment says how to make, or which have
+# none
+UNCHECKED = ("prpo_llm", "prpo_babyai", "newcomer", "sb3_ppo")
 
 
 def call(*words):
