@@ -161,17 +161,18 @@ def read_rows(args: Args) -> pd.DataFrame:
         rows = make_agent_rows(runs)
         if args.csv:
             write(Path(args.csv), header(runs), rows)
-    if args.seeds:
-        missing = set(args.seeds) - set(rows.seed)
-        if missing:
-            refuse(f"--seeds {' '.join(map(str, sorted(missing)))}: there is no such run")
-        rows = rows[rows.seed.isin(args.seeds)]
-    if args.agents:
-        missing = set(args.agents) - set(rows.agent)
-        if missing:
-            refuse(f"--agents {' '.join(map(str, sorted(missing)))}: there is no such agent")
-        rows = rows[rows.agent.isin(args.agents)]
-    return rows
+    rows = keep_only(rows, "seed", args.seeds, "run")
+    return keep_only(rows, "agent", args.agents, "agent")
+
+
+def keep_only(rows: pd.DataFrame, column: str, numbers: tuple[int, ...], what: str) -> pd.DataFrame:
+    """The rows with these numbers in a column, all if none are given; what: has such a number."""
+    if not numbers:
+        return rows
+    missing = set(numbers) - set(rows[column])
+    if missing:
+        refuse(f"--{column}s {' '.join(map(str, sorted(missing)))}: there is no such {what}")
+    return rows[rows[column].isin(numbers)]
 
 
 def main(args: Args) -> None:
