@@ -836,7 +836,7 @@ class CustomGames:
 
     def __init__(self, env_id: str, number: int):
         thunks = [functools.partial(make_custom, env_id)] * number
-        self.envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
+        self.envs = SyncVectorEnv(thunks, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
 
     def reset(self, seed: np.ndarray) -> tuple[np.ndarray, dict]:
         """As of AtariVectorEnv."""
