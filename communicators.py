@@ -660,17 +660,20 @@ def gate_by_value(
 ) -> Tensor:
     """C_i(s): row i of C, each weight times its critic's vote in a state, normalised.
 
-    The critic of peer j votes u_j(s)^2 d_j. u_j(s) in [0, 1] is V_j(s) in the range of the
-    listener's own returns: Example 4 with the return of a state in place of the mean return. d_j is
-    the standard deviation of u_j over the listener's samples. So no critic gains by promising more
-    than its listener has seen, and one that promises the same everywhere has no vote. weights:
-    [policies], on the simplex; values: [policies, states]; returns: the listener's, [samples];
-    visited: the state of each sample, [samples] (None: each state once). Where nobody has a vote,
-    the weights are those of C. A critic that is NaN in a sample has no vote. Returns [policies,
-    states], on the simplex in every state.
+    The critic of peer j votes u_j(s)^2 d_j. u_j(s) in [0, 1] is V_j(s) in a range: Example 4 with
+    the return of a state in place of the mean return. d_j is the standard deviation of u_j over the
+    listener's samples. The range is that of the listener's own returns, and ends with the median of
+    what critics promise at most, if that is more. So a beginner hears most of its peers, no critic
+    gains by promising more than most others, and one that promises the same everywhere has no vote.
+    weights: [policies], on the simplex; values: [policies, states]; returns: the listener's,
+    [samples]; visited: the state of each sample, [samples] (None: each state once). Where nobody
+    has a vote, the weights are those of C. A critic that is NaN in a sample has no vote. Returns
+    [policies, states], on the simplex in every state.
     """
     lowest, highest = returns.aminmax()
-    # Without a range of returns this is NaN everywhere, and nobody has a vote
+    promises = values.amax(1).nanmedian()  # more than half of the critics promise as much
+    highest = torch.fmax(highest, promises)
+    # Without a range this is NaN everywhere, and nobody has a vote
     promised = (values.clamp(lowest, highest) - lowest) / (highest - lowest)
     of_samples = promised if visited is None else promised[:, visited]
     spreads = of_samples.std(1, correction=0, keepdim=True)

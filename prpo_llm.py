@@ -178,8 +178,8 @@ class Args(RunArgs):
     reward_kl_coef: NonNegative = 0.0
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
-    # PPO. value: at each token a peer counts by what its value model expects, in the range of the
-    # listener's returns; value models are sent, too, and rewards must have a common unit
+    # PPO. value: at each token a peer counts by what its value model expects; value models are
+    # sent, too, and rewards must have a common unit
     gate: Literal["none", "value"] = "none"
     # the agent's policy in its reference: that before this update, or its snapshot of the last
     # round

@@ -92,9 +92,8 @@ class Args(TaskArgs):
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
-    # value: in each state a peer counts by what its critic expects there, in the range of the
-    # listener's returns
     gate: Literal["none", "value"] = "none"
+    """value: in each state a peer counts by what its critic expects there"""
     kl_direction: Literal["forward", "reverse"] = "reverse"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.5

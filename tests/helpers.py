@@ -446,13 +446,19 @@ def gate_by_hand(weights, values, returns, visited=None):
     """
     lowest = min(returns)
     highest = max(returns)
+    most = []  # what critics promise at most
+    for of_policy in values:
+        if not any(math.isnan(value) for value in of_policy):
+            most.append(max(of_policy))
+    if most:
+        highest = max(highest, sorted(most)[(len(most) - 1) // 2])
     promises = []
     spreads = []
     for of_policy in values:
         promised = []
         for value in of_policy:
             share = 0.0
-            if highest > lowest and value > lowest:  # not for NaN
+            if math.inf > highest > lowest and value > lowest:  # not for NaN
                 share = (min(value, highest) - lowest) / (highest - lowest)
             promised.append(share)
         promises.append(promised)
