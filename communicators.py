@@ -671,8 +671,8 @@ def gate_by_value(
     [policies, states], on the simplex in every state.
     """
     lowest, highest = returns.aminmax()
-    promises = values.amax(1).nanmedian()  # more than half of the critics promise as much
-    highest = torch.fmax(highest, promises)
+    promises = values[weights > 0].amax(1)
+    highest = torch.fmax(highest, promises.nanmedian())  # more than half of the critics go so far
     # Without a range this is NaN everywhere, and nobody has a vote
     promised = (values.clamp(lowest, highest) - lowest) / (highest - lowest)
     of_samples = promised if visited is None else promised[:, visited]

@@ -447,8 +447,8 @@ def gate_by_hand(weights, values, returns, visited=None):
     lowest = min(returns)
     highest = max(returns)
     most = []  # what critics promise at most
-    for of_policy in values:
-        if not any(math.isnan(value) for value in of_policy):
+    for weight, of_policy in zip(weights, values, strict=True):
+        if weight > 0 and not any(math.isnan(value) for value in of_policy):
             most.append(max(of_policy))
     if most:
         highest = max(highest, sorted(most)[(len(most) - 1) // 2])

@@ -17,6 +17,7 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from statistics import median_low
 from types import SimpleNamespace
 
 import numpy as np
@@ -347,10 +348,14 @@ def plain_gate(args, i, C, agents, peers, whole):
     present = args.self_reference == "behaviour"
     senders = [agents[i] if present and i == j else peer for j, peer in enumerate(peers)]
     places = [(one["prompt"], one["completion"]) for one in whole]
-    promises = []  # [agents][completions][tokens]
+    values = []  # [agents][completions][tokens]
     for sender in senders:
-        expected = [in_rewards(sender, sender.values(*place)) for place in places]
-        promises.append([(value.clamp(low, high) - low) / (high - low) for value in expected])
+        values.append([in_rewards(sender, sender.values(*place)) for place in places])
+    of_senders = [torch.cat(values[j]) for j in range(len(senders)) if C[i][j] > 0]
+    high = max(high, median_low([expected.max() for expected in of_senders]))
+    promises = []  # [agents][completions][tokens]
+    for of_agent in values:
+        promises.append([(value.clamp(low, high) - low) / (high - low) for value in of_agent])
     spreads = [torch.cat(promised).std(correction=0) for promised in promises]
     for number, (one, place) in enumerate(zip(whole, places, strict=True)):
         weights = []
@@ -1055,11 +1060,11 @@ def test_a_gate_is_what_value_models_expect_at_each_token(files, folder, tmp_pat
     for k in range(2):
         low, high = ranges[k]
         numbers = lengths[k, :, 0].tolist()
-        votes = []
+        values = []
         senders = [j for j in range(3) if C[k + 1, j] > 0]
         for j in senders:
             plain, head, bias = critics[j]
-            promised = []
+            expected = []
             for p, number in enumerate(numbers):
                 prompt = batch["prompts"][2 * k + p]
                 ids = torch.tensor([prompt + batch["tokens"][k, p, 0, :number].tolist()])
@@ -1067,8 +1072,12 @@ def test_a_gate_is_what_value_models_expect_at_each_token(files, folder, tmp_pat
                 value = (hidden @ head + bias - means[k]) / deviations[k]
                 if self_reference == "behaviour" and j == k + 1:
                     value = batch["values"][k, p, 0, :number]
-                promised.append((value.clamp(low, high) - low) / (high - low))
-            promised = torch.cat(promised)  # of all tokens
+                expected.append(value)
+            values.append(torch.cat(expected))  # of all tokens
+        high = max(high, median_low([expected.max() for expected in values]))
+        votes = []
+        for j, expected in zip(senders, values, strict=True):
+            promised = (expected.clamp(low, high) - low) / (high - low)
             votes.append(C[k + 1, j] * promised**2 * promised.std(correction=0))
         expected = torch.stack(votes) / sum(votes)
         computed = [gate[k, p, : len(senders), 0, :number] for p, number in enumerate(numbers)]
