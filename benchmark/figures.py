@@ -445,10 +445,10 @@ def newcomers_cars():
     return draw_newcomers(
         "mujoco_newcomers_cars",
         "fedavg-uniform",
+        "pr-gate-linear",
         "pr-reward-linear",
         "pr-uniform-linear",
         "fedper-uniform",
-        "pr-gate-linear",
         "kickstarting",
         "exploit",
         "isolated",
