@@ -406,6 +406,7 @@ def bodies():
     rows = pd.concat((weak, average(rows.assign(panel="mean of four cars"))))
     methods = usual(
         "fedavg-uniform",
+        "pr-gate-linear",
         "pr-reward-linear",
         "pr-uniform",
         "pr-gate",
