@@ -68,9 +68,8 @@ class Args(TaskArgs):
     self_reference: Literal["behaviour", "snapshot"] = "behaviour"
     mixture: Literal["arithmetic", "geometric"] = "arithmetic"
     """how the reference mixes the agents' distributions"""
-    # value: in each state a peer counts by what its critic expects there; value functions are sent,
-    # too
     gate: Literal["none", "value"] = "none"
+    """value: in each state a peer counts by what its critic, which is sent, too, expects there"""
 
     # Update: the trust region; KL divergences are in nats, total variations lie in [0, 1]
     epsilon: Positive = 0.01

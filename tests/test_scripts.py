@@ -1134,8 +1134,7 @@ TRUST_REGION = {
         "epochs",
         "minibatch",
         "over the rollout",
-        "in the range of the",
-        "listener's returns",
+        "in each state a peer counts",
         "norm",
         "clip_",
         "_coef",
@@ -1447,9 +1446,8 @@ ARGS = '''
 - self_reference: Literal["behaviour", "snapshot"] = "behaviour"
 - mixture: Literal["arithmetic", "geometric"] = "arithmetic"
 - """how the reference mixes the agents' distributions"""
-- # value: in each state a peer counts by what its critic expects there, in the range of the
-- # listener's returns
 - gate: Literal["none", "value"] = "none"
+- """value: in each state a peer counts by what its critic expects there"""
 + # Distance to the policy before the update
 - """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
 + """forward: KL(old policy || policy); reverse: KL(policy || old policy)"""
@@ -1736,9 +1734,8 @@ DISTRAL_ARGS = '''
 - self_reference: Literal["behaviour", "snapshot"] = "behaviour"
 - mixture: Literal["arithmetic", "geometric"] = "arithmetic"
 - """how the reference mixes the agents' distributions"""
-- # value: in each state a peer counts by what its critic expects there, in the range of the
-- # listener's returns
 - gate: Literal["none", "value"] = "none"
+- """value: in each state a peer counts by what its critic expects there"""
 - """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
 + """forward: KL(central policy || policy); reverse: KL(policy || central policy), Distral's"""
 - """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
