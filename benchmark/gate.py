@@ -4,9 +4,8 @@
     python benchmark/gate.py --from-csv  # the figure again, from the CSV file
 
 One of a run's agents, at most three, plays: the first level of the run's evaluations on which it
-reaches the goal. Its rollouts are not kept, so that its returns, with which the range of critics
-begins, are taken to lie between 0 and its own highest value in the episode. Without the gate all
-weights are equal.
+reaches the goal. Its rollouts are not kept, so that its returns are taken to lie between 0 and its
+own highest value in the episode. Without the gate all weights are equal.
 
 Writes OUT.csv, a row per step, and from it OUT.png: the weights of all agents, and the entropy of
 the reference policy with and without the gate.
