@@ -17,7 +17,7 @@ import pandas as pd
 import tyro
 from arguments import read_flags, refuse
 from crowd import average_by_seed
-from plot import make_axes, save, spread
+from plot import draw_matrix, make_axes, save, spread
 from runs import mean_interval, read_table, wilson_interval
 from styles import BLACK, GREY, Method, find_method, name_task
 
@@ -424,9 +424,14 @@ def bodies_curves():
         "MountainCarContinuous-motor-1.0-v0": "the motor × 1",
         "MountainCarContinuous-motor-0.5-v0": "the motor × 0.5",
     }
-    methods = usual("fedavg-uniform", "pr-reward-linear", "exploit", "isolated")
+    methods = usual("fedavg-uniform", "pr-gate-linear", "pr-reward-linear", "exploit", "isolated")
     curves = read_table(RESULTS / "mujoco_cars_curves.csv")
     return draw_curves(curves[curves.env.isin(tasks)], methods, tasks)
+
+
+def bodies_matrix():
+    """Every car on every body."""
+    return draw_matrix(read_table(RESULTS / "mujoco_cars_matrix.csv"))
 
 
 def draw_newcomers(name: str, *methods: str):
@@ -523,6 +528,7 @@ FIGURES: dict[str, Callable] = {
         bits,
         bodies,
         bodies_curves,
+        bodies_matrix,
         newcomers_cars,
         newcomers_hoppers,
         skills,

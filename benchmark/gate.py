@@ -167,7 +167,8 @@ def draw(path: Path, png_path: Path):
     lines = {}
     for label in labels:
         colour = BLACK if label == player else next(colours)
-        lines[label] = label.partition(", ")[2], colour
+        task = label.partition(", ")[2]
+        lines[label] = (f"{task} (itself)" if label == player else task), colour
     upper.set_ylim(-0.03, 1.03)
     lower.set_ylim(0, 1.05 * rows[[*ENTROPIES]].max(axis=None))
     draw_lines(upper, rows, lines)
@@ -180,7 +181,7 @@ def draw(path: Path, png_path: Path):
         place = ((steps.min() + steps.max() + 1) / 2, 1.02 + 0.08 * (number % 3))
         upper.annotate(phase, place, xycoords=("data", "axes fraction"), ha="center")
     upper.set_xlim(0, len(rows))
-    upper.set_ylabel("weight")
+    upper.set_ylabel("weight of the agent on")
     lower.set_ylabel("entropy of the\nreference (nats)")
     lower.set_xlabel(f"step of an episode of {player} ({outcome})")
     save(figure, png_path)

@@ -221,8 +221,8 @@ def draw_curves(curves: pd.DataFrame, png_path: Path, measure: str = "evaluation
     return figure
 
 
-def draw_matrix(table: pd.DataFrame, png_path: Path):
-    """A panel per method, at most seven in a row, agents down and tasks across; returns the
+def draw_matrix(table: pd.DataFrame):
+    """A panel per method, at most seven in a row, agents down and tasks across. Returns the
     figure.
     """
     methods = sorted(table.method.unique(), key=find_place)
@@ -242,8 +242,8 @@ def draw_matrix(table: pd.DataFrame, png_path: Path):
         values = rows.pivot(index="agent", columns="task", values="mean")[tasks]
         values.columns = [task[start:].removesuffix("-v0") for task in tasks]
         draw_cells(axis, values, highest)
-        axis.set_title(textwrap.fill(styles[method].label, 24))
-    save(figure, png_path)
+        axis.set_title(textwrap.fill(styles[method].label, 20))
+    figure.supxlabel(tasks[0][:start].rstrip("-"), fontsize="medium")
     return figure
 
 
@@ -353,7 +353,7 @@ def main(args: Args) -> None:
     elif not path.is_file():
         refuse(f"--from-csv: there is no {path}")
     if matrix.is_file():
-        draw_matrix(read_table(matrix), matrix.with_suffix(".png"))
+        save(draw_matrix(read_table(matrix)), matrix.with_suffix(".png"))
     draw(path, path.with_suffix(".png"))
 
 
