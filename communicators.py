@@ -684,6 +684,10 @@ def gate_by_value(
     return votes / votes.sum(0)
 
 
+# A peer's log-probability counts as at least this: the gradient towards it cannot overflow
+LOWEST_LOG_PROB = -100.0
+
+
 def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic") -> Tensor:
     """The reference policy C_i pi (eq. 4) as log-probabilities: row i of C applied to policies.
 
@@ -801,14 +805,30 @@ def gaussian_kl(mean_p: Tensor, log_std_p: Tensor, mean_q: Tensor, log_std_q: Te
     return (0.5 * ((2 * log_ratio).exp() + z.square() - 1) - log_ratio).sum(-1)
 
 
+# The square of such a gradient, summed over a network, is finite in float32
+LARGEST_SIZE = 1e15
+
+
+def are_bounded(means: Tensor, log_stds: Tensor) -> Tensor:
+    """Whether a listener can learn from these Gaussians, bool [...]. Both [..., actions].
+
+    A KL to huge moments, precisions or squares of mean / deviation may be finite, while the norm of
+    its gradient overflows.
+    """
+    squares = means.square()
+    variances = (2 * log_stds).exp()
+    sizes = torch.cat([squares, variances, 1 / variances, squares / variances], dim=-1)
+    return (sizes < LARGEST_SIZE).all(-1)
+
+
 def mix_gaussians(
     means: Tensor, log_stds: Tensor, weights: Tensor, mixture: str = "arithmetic"
 ) -> Gaussians:
     """The reference policy C_i pi (eq. 4): row i of C applied to Gaussian policies.
 
     means, log_stds: [policies, states, actions]; weights: [policies], on the simplex, or [policies,
-    states], on the simplex in every state. A policy whose moments or precisions are not finite in a
-    state has no weight in this state.
+    states], on the simplex in every state. A policy that is not bounded in a state (see
+    `are_bounded`) has no weight in this state.
     arithmetic: the mixture of all. geometric: the Gaussian proportional to prod_j pi_j^c_j, whose
     precision is the sum of the weighted precisions: a mixture of one. NaN where no policy is left.
     """
@@ -816,8 +836,7 @@ def mix_gaussians(
         raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
     if weights.dim() == 1:
         weights = weights[:, None].expand(means.shape[:2])
-    numbers = torch.cat([means.square(), (2 * log_stds).exp(), (-2 * log_stds).exp()], dim=-1)
-    weights = weights.to(means).masked_fill(~numbers.isfinite().all(-1), 0.0)
+    weights = weights.to(means).masked_fill(~are_bounded(means, log_stds), 0.0)
     weights = weights / weights.sum(0)
     is_mixed = weights[..., None] > 0
     others = 0.0 * weights[..., None]  # NaN where no policy is left
@@ -1873,6 +1892,8 @@ LOSS_TERMS = (
     "losses/kl_anchor",
     "losses/proximal_loss",
 )
+# What is finite while an agent's policy and its reference are: with Gaussians entropy is not enough
+POLICY_METRICS = ("losses/entropy", "losses/approx_kl", "losses/kl_reference")
 
 
 # What a checkpoint holds
@@ -2415,8 +2436,8 @@ class Run:
             return
         for i, problem in self._find_diverged_agents().items():
             if i not in diverged_before:
-                entropy = self.latest.get("losses/entropy")
-                if self.env_ids and entropy and math.isfinite(entropy[i]):
+                of_policy = [self.latest[name][i] for name in POLICY_METRICS if name in self.latest]
+                if self.env_ids and of_policy and all(map(math.isfinite, of_policy)):
                     problem = f"{problem}; its policy is finite: check the rewards of its task"
                 place = f"{self.counter} {self.iteration}"
                 print(f"\n{place}: agent {i} has diverged: {problem}", flush=True)

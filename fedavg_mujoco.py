@@ -100,11 +100,13 @@ def average_statistics(i: int, networks: dict[int, Agent], C: Tensor) -> tuple[T
     """Row i of C applied to the statistics of observations: a count, their mean and variance.
 
     networks: agent -> network, of the senders. Each agent's samples count by its weight, so that
-    the count stays that of one agent.
+    the count stays that of one agent. A sender has at most ten times the median number of samples,
+    whatever it says.
     """
     senders = C[i].nonzero().flatten().tolist()
     agents = [networks[j] for j in senders]
     counts = torch.stack([agent.obs_count for agent in agents])
+    counts = counts.clamp(max=10 * counts.median())
     means = torch.stack([agent.obs_mean for agent in agents])
     variances = torch.stack([agent.obs_var for agent in agents])
     return pool_statistics(counts * C[i, senders].to(counts), means, variances)

@@ -341,11 +341,15 @@ def compute_reference(
             logits, value = peers[j].predict(batch["obs"])
             policies.append(logits.log_softmax(-1))
             values.append(value)
-    policies = torch.stack(policies)
+    # A log-probability of -1e38 is finite, the gradient towards it is not
+    policies = torch.stack(policies).clamp(min=communicators.LOWEST_LOG_PROB)
+    # The agent's own policy is the reference where no sender's is a number
+    unknown = policies[..., 0].isnan()
+    policies = torch.where(unknown.all(0)[:, None], batch["policy"], policies)
     weights = C[i, senders].to(policies.device)
     if args.gate == "value":
         # A policy that is NaN in a state has no vote there, whatever its critic promises
-        values = torch.stack(values).masked_fill(policies[..., 0].isnan(), torch.nan)
+        values = torch.stack(values).masked_fill(unknown, torch.nan)
         visited = batch["obs_inds"]
         weights = communicators.gate_by_value(weights, values, batch["returns"], visited)
     return communicators.mix_log_probs(policies, weights, args.mixture), weights

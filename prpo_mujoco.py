@@ -402,11 +402,15 @@ def compute_reference(
             values.append(value * peers[j].value_scale)
     means = torch.stack(means)
     log_stds = torch.stack(log_stds)[:, None].expand_as(means)
+    # The agent's own policy is the reference where no sender's is bounded
+    unknown = ~communicators.are_bounded(means, log_stds)
+    nobody = unknown.all(0)[:, None]
+    means = torch.where(nobody, batch["policy"], means)
+    log_stds = torch.where(nobody, agent.actor_log_std.detach(), log_stds)
     weights = C[i, senders].to(means.device)
     if args.gate == "value":
-        # A policy that is not mixed in a state has no vote there, whatever its critic promises
-        overflows = ~means.square().isfinite().all(-1)
-        values = torch.stack(values).masked_fill(overflows, torch.nan)
+        # A policy that is not bounded in a state has no vote there, whatever its critic promises
+        values = torch.stack(values).masked_fill(unknown, torch.nan)
         returns = batch["returns"] * agent.value_scale
         weights = communicators.gate_by_value(weights, values, returns)
     reference = communicators.mix_gaussians(means, log_stds, weights, args.mixture)
@@ -581,10 +585,10 @@ def compute_public_policies(
     for j, network in networks.items():
         mean_action, values = network.predict(states)
         policy = torch.stack([mean_action, network.actor_log_std.expand_as(mean_action)], dim=1)
-        variance = (2 * network.actor_log_std).exp()
-        sizes = mean_action.square() + variance, 1 / variance, values, network.obs_mean
+        sizes = values, network.obs_mean
         is_finite = all(size.square().isfinite().all() for size in sizes)
-        if is_finite and network.obs_count >= 0:
+        is_finite = is_finite and communicators.are_bounded(*policy.unbind(1)).all()
+        if is_finite and network.obs_count > 0:
             policies[j] = policy.cpu()
         else:
             overflowing.append(j)

@@ -210,6 +210,39 @@ def test_a_policy_without_a_density_has_no_influence_in_that_state(
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@settings(examples, max_examples=150)
+@given(
+    exponent=st.floats(-5, 20),
+    log_std=st.floats(-45, 45),
+    own_log_std=st.floats(-2, 2),
+    weight=st.sampled_from([0.01, 0.5, 1.0]),
+)
+def test_the_gradient_towards_mixed_policies_does_not_overflow(
+    mixture, direction, exponent, log_std, own_log_std, weight
+):
+    """Nor does its square, summed over a network's thousands of parameters.
+
+    A KL of 1e20 is a finite number, and an update towards it is none.
+    """
+    means = torch.zeros(2, 4, 2)
+    means[1] = 10**exponent
+    log_stds = torch.zeros(2, 4, 2)
+    log_stds[1] = log_std
+    if weight == 1 and not communicators.are_bounded(means, log_stds)[1].all():
+        return  # nobody is left
+    mixed = mix_gaussians(means, log_stds, torch.tensor([1 - weight, weight]), mixture)
+    if direction == "forward":
+        mixed = match_moments(mixed)
+    policy = torch.zeros(4, 2, requires_grad=True)
+    spread = torch.full((2,), own_log_std, requires_grad=True)
+    noise = torch.randn(5, 4, 2, generator=torch.Generator().manual_seed(0))
+    kl_to_gaussians(policy, spread, mixed, direction, noise).mean().backward()
+    for gradient in (policy.grad, spread.grad):
+        assert (1e5 * gradient.square().sum()).isfinite()
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
 def test_a_policy_of_weight_0_has_no_influence(mixture):
     """Whatever it is."""
     means, log_stds = draw(0, 3, 4, 2)

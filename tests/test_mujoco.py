@@ -960,7 +960,7 @@ def test_an_agent_whose_snapshot_is_missing_counts_as_it_is(mixture, direction):
 
 
 @pytest.mark.parametrize("mixture", ["arithmetic", "geometric"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30, 1e10])
 def test_a_policy_that_overflows_has_neither_vote_nor_influence(mixture, bad):
     """In one dimension of one state, whose critic promises most."""
     agents, peers, batches = make_case()
@@ -983,6 +983,39 @@ def test_a_policy_that_overflows_has_neither_vote_nor_influence(mixture, bad):
     for values, expected_values in zip(reference, expected, strict=True):
         assert values.isfinite().all()
         assert not torch.equal(values[:, 4], expected_values[:, 4])
+
+
+# --- evaluation ---
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_evaluations_are_those_of_a_plain_loop(greedy):
+    """A level at a time; actions have the policy's spread, unless they are its means."""
+    torch.manual_seed(0)
+    (agent,) = lively_agents(1)
+    task = TASKS[0]
+    levels = [3, 1, 2]
+    returns = prpo_mujoco.evaluate(make_args(), agent, task, levels, 5, greedy)
+    envs = [gym.make(task, disable_env_checker=True) for _ in levels]
+    shown = {
+        k: env.reset(seed=level)[0] for k, (env, level) in enumerate(zip(envs, levels, strict=True))
+    }
+    expected = np.zeros(3)
+    generator = torch.Generator().manual_seed(5)
+    while shown:
+        # Levels draw their noise together
+        noise = torch.randn(len(shown), NUM_ACTIONS, generator=generator)
+        for row, k in enumerate(list(shown)):
+            obs = torch.tensor(shown[k], dtype=torch.float32)
+            policy, _ = outputs_of(agent, obs)
+            spread = 0 if greedy else agent.actor_log_std.exp() * noise[row]
+            action = (policy + spread).detach().numpy()
+            space = envs[k].action_space
+            shown[k], reward, *ends, _ = envs[k].step(np.clip(action, space.low, space.high))
+            expected[k] += reward
+            if any(ends):
+                del shown[k]
+    assert returns == pytest.approx(expected, abs=1e-4)
 
 
 # --- communication ---
@@ -1009,8 +1042,10 @@ def test_policies_on_public_states():
         ("actor_log_std", 46.0),
         ("actor_log_std", -46.0),
         ("actor.bias", 1e20),
+        ("actor.bias", 1e8),
         ("critic.bias", 1e20),
         ("obs_var", -1.0),
+        ("obs_count", 0.0),
     ],
 )
 def test_policies_whose_moments_overflow_are_dropped(name, value, capsys):
@@ -1084,6 +1119,21 @@ def test_statistics_are_averaged_by_their_counts():
     assert count == 100
     torch.testing.assert_close(center.float(), networks[1].obs_mean)
     torch.testing.assert_close(variance.float(), networks[1].obs_var)
+
+
+@pytest.mark.parametrize("C", [ALL_LISTEN[:1], torch.tensor([[0.5, 0.5, 0.0]])], ids=["all", "two"])
+def test_a_false_count_buys_no_more_than_ten_agents(C):
+    """Whatever a sender says of its number of samples."""
+    torch.manual_seed(0)
+    networks = dict(enumerate(lively_agents(3)))
+    for network in networks.values():
+        network.obs_count.fill_(50.0)
+    states = []
+    for said in (1e30, 500.0):
+        networks[1].obs_count.fill_(said)
+        states.append(fedavg_mujoco.average_statistics(0, networks, C))
+    for value, of_ten_agents in zip(*states, strict=True):
+        torch.testing.assert_close(value, of_ten_agents)
 
 
 @pytest.mark.parametrize("heads", [(), ("actor",), ("critic",), ("actor", "critic")], ids=str)

@@ -416,10 +416,45 @@ def test_gaussians_that_would_ruin_listeners_are_left_out(script, tmp_path, caps
     assert all(of_agent.isfinite().all() for of_agent in expected.values())
 
 
+@on([PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO])
+@pytest.mark.parametrize(
+    ("mixture", "direction"),
+    [("arithmetic", "forward"), ("arithmetic", "reverse"), ("geometric", "reverse")],
+)
+@pytest.mark.parametrize("bad", [NAN, -math.inf, -3e38, 1e12])
+def test_who_hears_only_a_ruinous_policy_goes_on_learning(
+    script, mixture, direction, bad, tmp_path, monkeypatch
+):
+    """On public states it looks like any other; in some of the listener's it is bad."""
+    (tmp_path / "matrix.csv").write_text("0,1,0\n0,1,0\n0,0.5,0.5\n")
+    compute_reference = script.module.compute_reference
+
+    def ruin(i, *others):
+        *_, peers, _, _ = others
+        if 1 not in peers:  # before the first round
+            return compute_reference(i, *others)
+        predict = peers[1].predict
+
+        def predict_badly(obs):
+            policy, values = predict(obs)
+            policy[::3, 0] = bad
+            return policy, values
+
+        with mock.patch.object(peers[1], "predict", predict_badly):
+            return compute_reference(i, *others)
+
+    monkeypatch.setattr(script.module, "compute_reference", ruin)
+    settings = {"communicator": str(tmp_path / "matrix.csv"), "kl_direction": direction}
+    folder = train(script, tmp_path / "runs", iterations=2, mixture=mixture, **settings)
+    for row in rows_of(folder):
+        for name in ("policy_loss", "kl_reference"):
+            assert math.isfinite(float(row[name]))
+
+
 @pytest.mark.parametrize("mixture", communicators.MIXTURES)
 @pytest.mark.parametrize("direction", communicators.KL_DIRECTIONS)
 def test_a_reference_without_a_policy_in_a_state_is_nan_there(mixture, direction):
-    """Also of one sender, whose policy the reference is elsewhere."""
+    """Also of one sender, whose policy the reference is elsewhere. So is the agent's own there."""
     script = PRPO_MUJOCO
     agent, peer = (script.new_agent(hidden=8) for _ in range(2))
     obs = script.random_obs(3)

@@ -1347,7 +1347,11 @@ ON_MUJOCO = {
 - logits, value = peers[j].predict(batch["obs"])
 - policies.append(logits.log_softmax(-1))
 - values.append(value)
-- policies = torch.stack(policies)
+- # A log-probability of -1e38 is finite, the gradient towards it is not
+- policies = torch.stack(policies).clamp(min=communicators.LOWEST_LOG_PROB)
+- # The agent's own policy is the reference where no sender's is a number
+- unknown = policies[..., 0].isnan()
+- policies = torch.where(unknown.all(0)[:, None], batch["policy"], policies)
 - weights = C[i, senders].to(policies.device)
 + mean_action, value = peers[j].predict(batch["obs"])
 + means.append(mean_action)
@@ -1355,15 +1359,17 @@ ON_MUJOCO = {
 + values.append(value * peers[j].value_scale)
 + means = torch.stack(means)
 + log_stds = torch.stack(log_stds)[:, None].expand_as(means)
++ # The agent's own policy is the reference where no sender's is bounded
++ unknown = ~communicators.are_bounded(means, log_stds)
++ nobody = unknown.all(0)[:, None]
++ means = torch.where(nobody, batch["policy"], means)
++ log_stds = torch.where(nobody, agent.actor_log_std.detach(), log_stds)
 + weights = C[i, senders].to(means.device)
 - # A policy that is NaN in a state has no vote there, whatever its critic promises
-- values = torch.stack(values).masked_fill(policies[..., 0].isnan(), torch.nan)
++ # A policy that is not bounded in a state has no vote there, whatever its critic promises
 - visited = batch["obs_inds"]
 - weights = communicators.gate_by_value(weights, values, batch["returns"], visited)
 - return communicators.mix_log_probs(policies, weights, args.mixture), weights
-+ # A policy that is not mixed in a state has no vote there, whatever its critic promises
-+ overflows = ~means.square().isfinite().all(-1)
-+ values = torch.stack(values).masked_fill(overflows, torch.nan)
 + returns = batch["returns"] * agent.value_scale
 + weights = communicators.gate_by_value(weights, values, returns)
 + reference = communicators.mix_gaussians(means, log_stds, weights, args.mixture)
