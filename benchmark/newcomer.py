@@ -3,13 +3,14 @@
     python benchmark/newcomer.py --start-from runs/NAME --num-agents 4 --env-ids A B C D
     python benchmark/newcomer.py --start-from runs/NAME --num-agents 4 --env-ids A B C D --averages
 
-Everything else is `prpo_mujoco.py`, or with --averages `fedavg_mujoco.py`, whose flags all apply.
+Everything else is `prpo_mujoco.py`, or with --averages `fedavg_mujoco.py`, whose flags all apply;
+those of the other script are refused.
 An agent of the run brings its networks, its statistics of observations and the scale of its
 rewards; its optimizer and learning rate begin anew.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ class Args(prpo_mujoco.Args, fedavg_mujoco.Args):
 
 def find_checkpoint(args: Args, i: int) -> Path | None:
     """The last checkpoint of the run's agent i, None if it has no such agent."""
-    files = Path(args.start_from).glob(f"checkpoints/agent_{i}/*.pt")
+    files = Path(args.start_from).expanduser().glob(f"checkpoints/agent_{i}/*.pt")
     return max(files, key=lambda path: int(path.stem), default=None)
 
 
@@ -46,6 +47,7 @@ class Run(communicators.Run):
             stored = torch.load(path, map_location=self.exchange.device, weights_only=True)
             agent = state["agent"][k]
             agent.load_state_dict(stored["agent"])
+            agent.value_scale.fill_(1)  # as of every agent: only --gate value sets and sends it
             state["return_statistics"][k].copy_(stored["return_statistics"])
             for name in state.keys() & {"sent", "begin"}:
                 state[name][k].copy_(communicators.flatten(agent))
@@ -69,16 +71,27 @@ def main(args: Args) -> dict:
 
 def check_args(args: Args) -> None:
     """Raise one-line errors, as the script does."""
-    choose_script(args).check_args(args)
+    script = choose_script(args)
+    script.check_args(args)
+    own = {field.name for field in fields(script.Args)} | {"start_from", "averages"}
+    for field in fields(args):
+        if field.name not in own and getattr(args, field.name) != field.default:
+            communicators.refuse(args, field.name, f"is no flag of {script.__name__}.py")
+    if args.resume:  # goes on from its own checkpoints
+        return
     if find_checkpoint(args, 0) is None:
         communicators.refuse(args, "start_from", "must be a run's folder with its checkpoints")
     for i, agent in enumerate(make_agents(args)):
         path = find_checkpoint(args, i)
         if path is None:
             continue
+        try:  # a foreign file may raise anything, but executes nothing
+            stored = torch.load(path, map_location="cpu", weights_only=True)["agent"]
+        except Exception:
+            communicators.refuse(args, "start_from", f"cannot read {path.name} of agent {i}")
         try:
-            agent.load_state_dict(torch.load(path, weights_only=True)["agent"])
-        except Exception:  # a foreign file may raise anything, but executes nothing
+            agent.load_state_dict(stored)
+        except Exception:
             communicators.refuse(args, "start_from", f"agent {i} is another network there")
 
 

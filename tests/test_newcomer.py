@@ -1,5 +1,7 @@
 """benchmark/newcomer.py: who begins as whom, and that a newcomer is new."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import (
@@ -101,7 +103,9 @@ def test_a_resumed_run_goes_on_from_its_own_checkpoint(trained, crashing, tmp_pa
     args = tiny_newcomer(tmp_path / "cut", trained, **settings)
     crashing("complete", 2, 2, lambda: newcomer.main(args))
     folder = only_run(tmp_path / "cut")
-    newcomer.main(tiny_newcomer(tmp_path / "cut", trained, **settings, resume=str(folder)))
+    resumed = tiny_newcomer(tmp_path / "cut", trained, **settings, resume=str(folder))
+    newcomer.check_args(replace(resumed, start_from="moved"))
+    newcomer.main(resumed)
     assert_same_run(only_run(tmp_path / "whole"), folder)
     assert weights_of(folder)
 
@@ -113,3 +117,38 @@ def test_bad_input_ends_in_one_line(trained, tmp_path):
     message = refusal(newcomer.check_args, other)
     assert "agent 1 is another network there" in message and "\n" not in message.strip()
     newcomer.check_args(tiny_newcomer(tmp_path, trained, iterations=1, hidden_sizes=(64, 64, 32)))
+    broken = tmp_path / "broken" / "checkpoints" / "agent_0" / "3.pt"
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes((trained / "checkpoints" / "agent_0" / "3.pt").read_bytes()[:-100])
+    args = tiny_newcomer(tmp_path, tmp_path / "broken", iterations=1)
+    assert "cannot read 3.pt of agent 0" in refusal(newcomer.check_args, args)
+
+
+@pytest.mark.parametrize(
+    ("averages", "flag", "value"),
+    [
+        (True, "gate", "value"),
+        (True, "mixture", "geometric"),
+        (True, "kl_samples", 9),
+        (False, "server_lr", 0.5),
+        (False, "private_heads", ("actor",)),
+    ],
+)
+def test_flags_of_the_other_script_are_refused(averages, flag, value, trained, tmp_path):
+    args = tiny_newcomer(tmp_path, trained, iterations=1, averages=averages, **{flag: value})
+    name = "fedavg_mujoco.py" if averages else "prpo_mujoco.py"
+    line = refusal(newcomer.check_args, args)
+    assert line.startswith(f"--{flag.replace('_', '-')} ") and f"is no flag of {name}" in line
+    newcomer.check_args(
+        tiny_newcomer(tmp_path, trained, iterations=1, averages=not averages, **{flag: value})
+    )
+
+
+def test_the_scale_of_a_gates_critics_is_not_sent_without_a_gate(tmp_path):
+    settings = {"num_agents": 2, "iterations": 3, "eval_episodes": 0, "gate": "value"}
+    PRPO_MUJOCO.main(tiny(PRPO_MUJOCO, tmp_path / "gated", **settings))
+    gated = only_run(tmp_path / "gated")
+    assert load_file(gated / "agent_0.safetensors")["value_scale"] != 1
+    newcomer.main(tiny_newcomer(tmp_path / "new", gated, iterations=2))
+    networks = [load_file(only_run(tmp_path / "new") / f"agent_{i}.safetensors") for i in range(3)]
+    assert [network["value_scale"] for network in networks] == [1, 1, 1]
