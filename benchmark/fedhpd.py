@@ -262,9 +262,10 @@ def train_fedhpd(args: Args) -> dict:
             sent = [compute_public_probs(agent, public_states) for agent in agents]
             received, _ = exchange.round(sent)
             dropped = sum(flat is None for flat in received)
-            consensus = compute_consensus(received, len(public_states))
-            for agent, optimizer in zip(agents, optimizers, strict=True):
-                distill(agent, optimizer, public_states, consensus, args.distill_steps)
+            if dropped < n:
+                consensus = compute_consensus(received, len(public_states))
+                for agent, optimizer in zip(agents, optimizers, strict=True):
+                    distill(agent, optimizer, public_states, consensus, args.distill_steps)
             exchange.count_bytes(torch.ones(n, n, dtype=torch.bool))
         run.tick("exchange")
 

@@ -145,33 +145,46 @@ def test_tasks_of_own_goals_have_the_coefficients_that_the_search_chose(name):
     assert len(listed) == 17
 
 
-CONFIRMED = {"goals": 10, "skills": 10, "doorkey": 9, "unlock": 10}  # tasks, number of methods
+TO_CONFIRM = {"goals": 10, "skills": 10, "doorkey": 9, "unlock": 10}  # tasks, number of methods
+CHOSEN = "goals", "skills"  # the tasks whose settings are chosen
 
 
-@pytest.mark.parametrize("task", CONFIRMED)
-def test_confirmation_runs_what_was_tuned_on_fresh_seeds(task):
-    """Four settings of each method on three tuning seeds; one of them on seeds 6 to 15, of four
-    methods to 25; averages are those of equal networks.
-    """
-    seeds = {}
+def list_settings(*mode):
+    """Of a mode of confirm.sh: method -> [(name, seed, the rest of the command)]."""
     settings = {}
-    for mode in (f"tune {task}", task):
-        for line in print_sweep("confirm.sh", *mode.split()):
-            method = line.split(" --exp-name ")[1].partition("_")[0]
-            seed = int(re.search(r" --seed (\d+) ", line)[1])
-            seeds.setdefault((mode, method), []).append(seed)
-            command = re.sub(r" --(seed|eval-episodes|run-dir|exp-name) \S+", "", line)
-            settings.setdefault((mode, method), set()).add(command)
-            assert ("--hidden-sizes" in line) == (task == "skills" and "fedavg_ppo.py" not in line)
-            assert f" --run-dir runs/confirm-{mode.replace(' ', '-')} " in line
-    methods = {method for _, method in seeds}
-    assert len(methods) == CONFIRMED[task]
-    for method in methods:
-        assert seeds[f"tune {task}", method] == [101] * 4
-        assert len(settings[f"tune {task}", method]) == 4
-        (chosen,) = settings[task, method]
-        assert chosen in settings[f"tune {task}", method]
-    last = [seeds[task, method][-1] for method in methods]
-    assert sorted(last) == [15] * (len(methods) - 4) + [25] * 4
-    for method in methods:
-        assert seeds[task, method] == list(range(6, seeds[task, method][-1] + 1))
+    task = mode[-1]
+    for line in print_sweep("confirm.sh", *mode):
+        name = line.split(" --exp-name ")[1]
+        seed = int(re.search(r" --seed (\d+) ", line)[1])
+        command = re.sub(r" --(seed|eval-episodes|run-dir|exp-name) \S+", "", line)
+        settings.setdefault(name.partition("_")[0], []).append((name, seed, command))
+        assert ("--hidden-sizes" in line) == (task == "skills" and "fedavg_ppo.py" not in line)
+        assert f" --run-dir runs/confirm-{'-'.join(mode)} " in line
+    assert len(settings) == TO_CONFIRM[task]
+    return settings
+
+
+@pytest.mark.parametrize("task", TO_CONFIRM)
+def test_confirmation_tries_four_settings_of_each_method(task):
+    for tried in list_settings("tune", task).values():
+        assert [seed for _, seed, _ in tried] == [101] * 4
+        assert len({command for _, _, command in tried}) == 4
+
+
+@pytest.mark.parametrize("task", CHOSEN)
+def test_confirmation_runs_what_was_tuned_on_fresh_seeds(task):
+    """The setting with most training return on seeds 6 to 15, of four methods to 25; averages are
+    those of equal networks.
+    """
+    returns = {}
+    for name in ("goals_tuning", "confirm_tuning"):
+        for row in read_runs(name):
+            returns[row["method"].replace("coef", "")] = float(row["mean_training_return"])
+    tuning = list_settings("tune", task)
+    lasts = []
+    for method, runs in list_settings(task).items():
+        best = max(tuning[method], key=lambda setting: returns[setting[0]])
+        assert {command for _, _, command in runs} == {best[2]}, method
+        lasts.append(runs[-1][1])
+        assert [seed for _, seed, _ in runs] == list(range(6, lasts[-1] + 1))
+    assert sorted(lasts) == [15] * (TO_CONFIRM[task] - 4) + [25] * 4
