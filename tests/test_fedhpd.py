@@ -172,6 +172,17 @@ def test_without_steps_fedhpd_is_isolated(tmp_path):
     assert scalars_of(without)["communication/rounds"][-1][1] == 2
 
 
+def test_a_round_in_which_all_have_diverged_distils_nothing(tmp_path, monkeypatch):
+    """The agents are those of isolated runs."""
+    settings = {"total_timesteps": 5, "save_every": 3}
+    alone = train(tmp_path / "alone", communicator="identity", **settings)
+    monkeypatch.setattr(fedhpd, "compute_public_probs", lambda *_: torch.full((80 * 2,), torch.nan))
+    diverged = train(tmp_path / "diverged", distill=True, **settings)
+    for i, of_agent in weights_of(diverged).items():
+        assert torch.equal(of_agent, weights_of(alone)[i])
+    assert [int(row["dropped"]) for row in rows_of(diverged)[4:8]] == [4] * 4
+
+
 def test_a_resumed_run_is_the_same_run(tmp_path):
     settings = {"distill": True, "save_every": 3, "anneal_lr": False}
     whole = train(tmp_path / "whole", total_timesteps=6, **settings)
