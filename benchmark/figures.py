@@ -243,9 +243,9 @@ def own_goals_methods():
     return draw_dots(subtract(rows, "isolated"), methods, f"{AFTER}, minus isolated agents", "0")
 
 
-def confirmation():
+def draw_confirmation(name: str):
     """On fresh seeds: the gated mixture minus each rival, return after training."""
-    rows = subtract(average(read_rows("confirm_goals", panel="")), "pr-gate-linear")
+    rows = subtract(average(read_rows(name, panel="")), "pr-gate-linear")
     methods = usual(
         "pr-reward-linear",
         "kickstarting",
@@ -259,6 +259,16 @@ def confirmation():
     )
     rows = rows.assign(value=-rows.value)
     return draw_dots(rows, methods, f"gated by value minus this method, {AFTER}", "0")
+
+
+def confirmation():
+    """Own goals."""
+    return draw_confirmation("confirm_goals")
+
+
+def confirmation_skills():
+    """Skills of which each agent practises other parts."""
+    return draw_confirmation("confirm_skills")
 
 
 def headline():
@@ -514,6 +524,7 @@ FIGURES: dict[str, Callable] = {
         own_goals,
         own_goals_methods,
         confirmation,
+        confirmation_skills,
         headline,
         easy_tasks,
         keycorridor,

@@ -73,9 +73,9 @@ def check_args(args: Args) -> None:
     """Raise one-line errors, as the script does."""
     script = choose_script(args)
     script.check_args(args)
-    own = {field.name for field in fields(script.Args)} | {"start_from", "averages"}
+    of_script = {field.name for field in fields(script.Args)} | {"start_from", "averages"}
     for field in fields(args):
-        if field.name not in own and getattr(args, field.name) != field.default:
+        if field.name not in of_script and getattr(args, field.name) != field.default:
             communicators.refuse(args, field.name, f"is no flag of {script.__name__}.py")
     if args.resume:  # goes on from its own checkpoints
         return

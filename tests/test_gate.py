@@ -161,7 +161,14 @@ def test_the_figure_comes_from_the_csv_file(run, tmp_path):
         for line, column in zip(axis.lines, columns, strict=True):
             assert line.get_ydata().tolist() == rows[column].tolist()
     texts = [text.get_text() for axis in figure.axes for text in axis.texts]
-    shown = [*gate.PHASES, "equal weights", "gated", "Empty-5x5", *["DoorKey-5x5"] * 2]
+    shown = [
+        *gate.PHASES,
+        "equal weights",
+        "gated",
+        "Empty-5x5",
+        "DoorKey-5x5",
+        "DoorKey-5x5 (itself)",
+    ]
     assert sorted(texts) == sorted(shown)
 
 

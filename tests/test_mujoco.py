@@ -1129,8 +1129,8 @@ def test_a_false_count_buys_no_more_than_ten_agents(C):
     for network in networks.values():
         network.obs_count.fill_(50.0)
     states = []
-    for said in (1e30, 500.0):
-        networks[1].obs_count.fill_(said)
+    for count in (1e30, 500.0):
+        networks[1].obs_count.fill_(count)
         states.append(fedavg_mujoco.average_statistics(0, networks, C))
     for value, of_ten_agents in zip(*states, strict=True):
         torch.testing.assert_close(value, of_ten_agents)
