@@ -585,10 +585,9 @@ def compute_public_policies(
     for j, network in networks.items():
         mean_action, values = network.predict(states)
         policy = torch.stack([mean_action, network.actor_log_std.expand_as(mean_action)], dim=1)
-        sizes = values, network.obs_mean
-        is_finite = all(size.square().isfinite().all() for size in sizes)
-        is_finite = is_finite and communicators.are_bounded(*policy.unbind(1)).all()
-        if is_finite and network.obs_count > 0:
+        sizes = torch.cat([values, network.obs_mean])
+        is_bounded = communicators.are_bounded(*policy.unbind(1)).all()
+        if is_bounded and sizes.square().isfinite().all() and network.obs_count > 0:
             policies[j] = policy.cpu()
         else:
             overflowing.append(j)

@@ -4,9 +4,8 @@
     python benchmark/newcomer.py --start-from runs/NAME --num-agents 4 --env-ids A B C D --averages
 
 Everything else is `prpo_mujoco.py`, or with --averages `fedavg_mujoco.py`, whose flags all apply;
-those of the other script are refused.
-An agent of the run brings its networks, its statistics of observations and the scale of its
-rewards; its optimizer and learning rate begin anew.
+those of the other script are refused. An agent of the run brings its networks, its statistics of
+observations and the scale of its rewards; its optimizer and learning rate begin anew.
 """
 
 import sys
