@@ -4,6 +4,7 @@
 #   bash benchmark/confirm.sh goals | python benchmark/run.py         140 runs
 #   bash benchmark/confirm.sh skills | python benchmark/run.py        140 runs
 #   bash benchmark/confirm.sh doorkey | python benchmark/run.py       130 runs
+#   bash benchmark/confirm.sh unlock | python benchmark/run.py        140 runs
 #   bash benchmark/confirm.sh tune goals | python benchmark/run.py    40 runs
 #   bash benchmark/confirm.sh tune skills | python benchmark/run.py   40 runs
 #   bash benchmark/confirm.sh tune doorkey | python benchmark/run.py  36 runs
@@ -14,15 +15,15 @@
 # smaller networks. Averages need equal networks, so methods of fedavg_ppo.py have six large ones.
 #
 # The table below has a name, the last reporting seed (the first is 6), the settings that are tried on the
-# tuning seed 101, the chosen setting on each task (?: not chosen yet, -: not run there), and the method,
+# tuning seed 101, the chosen setting on each task (-: not run there), and the method,
 # in which a setting takes the places of X and Y. Seeds are outermost: a list that is cut off has whole seeds.
 set -eu
 mode=$*
 case $mode in
-    goals | skills | doorkey) task=$mode ;; # unlock when its settings are chosen
+    goals | skills | doorkey | unlock) task=$mode ;;
     "tune goals" | "tune skills" | "tune doorkey" | "tune unlock") task=${mode#tune } ;;
     *)
-        modes="goals | skills | doorkey | tune goals | tune skills | tune doorkey | tune unlock"
+        modes="goals | skills | doorkey | unlock | tune goals | tune skills | tune doorkey | tune unlock"
         echo "usage: bash $0 $modes" >&2
         exit 2
         ;;
@@ -82,15 +83,15 @@ for seed in $seeds; do
             echo "OMP_NUM_THREADS=1 python $words $flags --exp-name $name$end"
         done
     done << TABLE
-isolated         15 0.02,0.1,0.5,2                          0.5         0.5         0.5         ?           prpo_minigrid.py --communicator identity --kl-coef X
-fedavg-uniform   15 1/1,4/1,16/1,4/0.5                      16/1        16/1        4/1         ?           fedavg_ppo.py --communicator uniform --kl-coef 0.1 --local-updates X --server-lr Y
-fedavg-reward    25 1/1,4/1,16/1,4/0.5                      16/1        16/1        1/1         ?           fedavg_ppo.py --communicator reward --kl-coef 0.1 --local-updates X --server-lr Y
-exploit          15 4,8,16,32                               32          32          16          ?           fedavg_ppo.py --communicator best --kl-coef 0.1 --local-updates X
-fedper-uniform   15 0.02,0.1,0.5,2                          0.02        0.02        -           ?           fedavg_ppo.py --communicator uniform --private-heads actor critic --kl-coef X
-kickstarting     25 0.1/reverse,0.5/reverse,0.5/forward,2/forward 0.5/forward 0.5/forward 0.5/forward ?           prpo_minigrid.py --communicator best --kl-schedule linear --kl-coef X --kl-direction Y
-distral          15 0.1/3e-4,0.1/1e-3,0.5/3e-4,0.5/1e-3     0.1/1e-3    0.1/1e-3    0.5/3e-4    ?           distral_minigrid.py --kl-schedule linear --kl-coef X --central-learning-rate Y
-pr-uniform       15 0.02,0.1,0.5,2                          0.1         0.1         0.1         ?           prpo_minigrid.py --communicator uniform --kl-coef X
-pr-reward-linear 25 0.02,0.1,0.5,2                          0.5         0.5         0.5         ?           prpo_minigrid.py --communicator reward --kl-schedule linear --kl-coef X
-pr-gate-linear   25 0.02,0.1,0.5,2                          0.5         0.5         2           ?           prpo_minigrid.py --communicator uniform --gate value --kl-schedule linear --kl-coef X
+isolated         15 0.02,0.1,0.5,2                          0.5         0.5         0.5         2           prpo_minigrid.py --communicator identity --kl-coef X
+fedavg-uniform   15 1/1,4/1,16/1,4/0.5                      16/1        16/1        4/1         4/1         fedavg_ppo.py --communicator uniform --kl-coef 0.1 --local-updates X --server-lr Y
+fedavg-reward    25 1/1,4/1,16/1,4/0.5                      16/1        16/1        1/1         16/1        fedavg_ppo.py --communicator reward --kl-coef 0.1 --local-updates X --server-lr Y
+exploit          15 4,8,16,32                               32          32          16          32          fedavg_ppo.py --communicator best --kl-coef 0.1 --local-updates X
+fedper-uniform   15 0.02,0.1,0.5,2                          0.02        0.02        -           2           fedavg_ppo.py --communicator uniform --private-heads actor critic --kl-coef X
+kickstarting     25 0.1/reverse,0.5/reverse,0.5/forward,2/forward 0.5/forward 0.5/forward 0.5/forward 0.1/reverse prpo_minigrid.py --communicator best --kl-schedule linear --kl-coef X --kl-direction Y
+distral          15 0.1/3e-4,0.1/1e-3,0.5/3e-4,0.5/1e-3     0.1/1e-3    0.1/1e-3    0.5/3e-4    0.1/1e-3    distral_minigrid.py --kl-schedule linear --kl-coef X --central-learning-rate Y
+pr-uniform       15 0.02,0.1,0.5,2                          0.1         0.1         0.1         0.1         prpo_minigrid.py --communicator uniform --kl-coef X
+pr-reward-linear 25 0.02,0.1,0.5,2                          0.5         0.5         0.5         0.1         prpo_minigrid.py --communicator reward --kl-schedule linear --kl-coef X
+pr-gate-linear   25 0.02,0.1,0.5,2                          0.5         0.5         2           0.1         prpo_minigrid.py --communicator uniform --gate value --kl-schedule linear --kl-coef X
 TABLE
 done
