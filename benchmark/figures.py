@@ -246,7 +246,7 @@ def own_goals_methods():
 def draw_confirmation(name: str):
     """On fresh seeds: the gated mixture minus each rival, return after training."""
     rows = subtract(average(read_rows(name, panel="")), "pr-gate-linear")
-    methods = usual(
+    rivals = (
         "pr-reward-linear",
         "kickstarting",
         "fedavg-uniform",
@@ -257,6 +257,7 @@ def draw_confirmation(name: str):
         "fedper-uniform",
         "exploit",
     )
+    methods = usual(*(method for method in rivals if method in set(rows.method)))
     rows = rows.assign(value=-rows.value)
     return draw_dots(rows, methods, f"gated by value minus this method, {AFTER}", "0")
 
@@ -269,6 +270,11 @@ def confirmation():
 def confirmation_skills():
     """Skills of which each agent practises other parts."""
     return draw_confirmation("confirm_skills")
+
+
+def confirmation_doorkey():
+    """Three rooms of different size."""
+    return draw_confirmation("confirm_doorkey")
 
 
 def headline():
@@ -525,6 +531,7 @@ FIGURES: dict[str, Callable] = {
         own_goals_methods,
         confirmation,
         confirmation_skills,
+        confirmation_doorkey,
         headline,
         easy_tasks,
         keycorridor,
