@@ -15,13 +15,13 @@
 # smaller networks. Averages need equal networks, so methods of fedavg_ppo.py have six large ones.
 #
 # The table below has a name, the last reporting seed (the first is 6), the settings that are tried on the
-# tuning seed 101, the chosen setting on each task (-: not run there), and the method,
-# in which a setting takes the places of X and Y. Seeds are outermost: a list that is cut off has whole seeds.
+# tuning seed 101, the chosen setting on each task (-: not run there), and the method, in which a setting
+# takes the places of X and Y. Seeds are outermost: a list that is cut off has whole seeds.
 set -eu
 mode=$*
-case $mode in
-    goals | skills | doorkey | unlock) task=$mode ;;
-    "tune goals" | "tune skills" | "tune doorkey" | "tune unlock") task=${mode#tune } ;;
+task=${mode#tune }
+case $task in
+    goals | skills | doorkey | unlock) ;;
     *)
         modes="goals | skills | doorkey | unlock | tune goals | tune skills | tune doorkey | tune unlock"
         echo "usage: bash $0 $modes" >&2

@@ -146,8 +146,12 @@ def test_tasks_of_own_goals_have_the_coefficients_that_the_search_chose(name):
 
 
 TO_CONFIRM = {"goals": 10, "skills": 10, "doorkey": 9, "unlock": 10}  # tasks, number of methods
-TUNED_ON = {"goals": "DoorKeyGoals", "skills": "DoorKeyGoals"}
-TUNED_ON |= {"doorkey": "MiniGrid-DoorKey", "unlock": "UnlockGoals"}
+TUNED_ON = {
+    "goals": "DoorKeyGoals",
+    "skills": "DoorKeyGoals",
+    "doorkey": "MiniGrid-DoorKey",
+    "unlock": "UnlockGoals",
+}
 
 
 def list_settings(*mode):
