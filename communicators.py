@@ -2447,10 +2447,7 @@ class Run:
         self._log_metrics(scalars, rate)
         if matrix_changed:
             self._log_communicator(communicator, distances)
-        is_terminal = sys.stdout.isatty()
-        is_last = self.iteration == self.total
-        if is_terminal or time.monotonic() - self._last_progress > 10 or is_last:
-            self._print_progress(rate, is_terminal)
+        self._print_progress(self._describe_progress(rate), is_due=self.iteration == self.total)
 
     def _gather_metrics(self, rows: list[dict[str, float]]) -> None:
         """The last metrics of all agents, and whether any rank was interrupted; stop the clock."""
@@ -2551,35 +2548,56 @@ class Run:
             }
             self._write_row(self._communicators, row)
 
-    def _print_progress(self, rate: float, is_terminal: bool) -> None:
-        """Print the line of progress, in a terminal in place of the one before."""
+    def _describe_progress(self, rate: float) -> str:
+        """The line of progress."""
         seconds = round((self.total - self.iteration) * self.train_seconds / self.iteration)
         time_left = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
         decimals = 0 if rate > 20 else 2
         headlines = self.latest[self.main_metric]
         values = " ".join(f"{headlines[i]:.2f}" for i in self.exchange.members)
-        text = (
+        return (
             f"{self.counter} {self.iteration}/{self.total}  {rate:,.{decimals}f} {self.unit}/s  "
             f"{time_left} left  {self.measure} {values}"
         )
-        if is_terminal:
+
+    def _print_progress(self, text: str, is_due: bool = False) -> None:
+        """Print a line of progress that is due, or the first one for ten seconds.
+
+        In a terminal each replaces the one before.
+        """
+        if sys.stdout.isatty():
             print(f"\r\033[K{text}", end="", flush=True)
-        else:
+        elif is_due or time.monotonic() - self._last_progress > 10:
             print(text, flush=True)
+        else:
+            return
         self._last_progress = time.monotonic()
 
     # Evaluation and end
 
-    @_end_in_one_line
-    def log_evaluation(self, results: list[dict[str, dict[str, np.ndarray]]]) -> None:
+    def print_evaluated(self, done: int, total: int, what: str) -> None:
+        """Print how far an evaluation is, which may take as long as the training."""
+        if self.chief and done < total:
+            self._print_progress(f"evaluated {done} of {total} {what}")
+
+    def log_evaluation(self, results: Iterable[dict[str, dict[str, np.ndarray]]]) -> None:
         """Write an evaluation.
 
-        results: of each agent held, task -> column -> a value per sample, the measure first.
-        Means, and half the 95 % interval of the measure (Student's t; NaN for fewer than two
-        values), go to TensorBoard, evaluations.csv and the summary. An evaluation may take one rank
-        much longer than another.
+        results: of each agent held, task -> column -> a value per sample, the measure first; a
+        generator may evaluate one agent after another. Means, and half the 95 % interval of the
+        measure (Student's t; NaN for fewer than two values), go to TensorBoard, evaluations.csv and
+        the summary. An evaluation may take one rank much longer than another.
         """
+        finished = []
+        for columns_of_tasks in results:
+            finished.append(columns_of_tasks)
+            self.print_evaluated(len(finished), len(self.exchange.agents), "agents")
         self.exchange.wait_for_all()
+        self._write_evaluation(finished)
+
+    @_end_in_one_line
+    def _write_evaluation(self, results: list[dict[str, dict[str, np.ndarray]]]) -> None:
+        """Gather the evaluation's means and write them."""
         tasks = results[0]
         names = [name for name in next(iter(tasks.values())) if name != self.measure]
         self.measures = ("mean", "ci95", *names)

@@ -20,7 +20,7 @@ import functools
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Literal
@@ -1034,14 +1034,13 @@ def list_test_levels(args: Args) -> list[int]:
     return [derive_seed(args.seed, level, TEST_LEVELS) for level in range(args.eval_episodes)]
 
 
-def evaluate_agents(args: Args, agents: list[Agent], held: range) -> list[dict]:
-    """Every agent on every task: of each agent held {task: {column: [episodes]}}.
+def evaluate_agents(args: Args, agents: list[Agent], held: range) -> Iterator[dict]:
+    """Evaluate every agent on every task: yields of each agent held {task: {column: [episodes]}}.
 
     Sampled actions are what agents train with; the most probable ones are played on the same
     levels.
     """
     levels = list_test_levels(args)
-    results = []
     for agent, i in zip(agents, held, strict=True):
         columns = {}
         for number, env_id in enumerate(list_tests(args)):
@@ -1050,8 +1049,7 @@ def evaluate_agents(args: Args, agents: list[Agent], held: range) -> list[dict]:
                 "return": evaluate(args, agent, env_id, levels, seed),
                 "greedy_return": evaluate(args, agent, env_id, levels, seed, greedy=True),
             }
-        results.append(columns)
-    return results
+        yield columns
 
 
 # --- checks of arguments ---

@@ -4296,6 +4296,7 @@ def evaluate(
     with select_adapters("policy"), serving(server, run, model) as complete:
         for task, examples in tests.items():
             for first in range(0, len(examples), size):
+                run.print_evaluated(first, len(examples), f"prompts of {task}")
                 selected = examples[first : first + size]
                 inputs = args, complete, model, tokenizer, functions, selected, held
                 rows = complete_greedily(*inputs)

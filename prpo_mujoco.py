@@ -25,7 +25,7 @@ import importlib
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Literal
@@ -1023,13 +1023,12 @@ def list_test_levels(args: Args) -> list[int]:
     return [derive_seed(args.seed, level, TEST_LEVELS) for level in range(args.eval_episodes)]
 
 
-def evaluate_agents(args: Args, agents: list[Agent], held: range) -> list[dict]:
-    """Every agent on every task: of each agent held {task: {column: [episodes]}}.
+def evaluate_agents(args: Args, agents: list[Agent], held: range) -> Iterator[dict]:
+    """Evaluate every agent on every task: yields of each agent held {task: {column: [episodes]}}.
 
     Sampled actions are what agents train with; the policy's means are played on the same levels.
     """
     levels = list_test_levels(args)
-    results = []
     for agent, i in zip(agents, held, strict=True):
         columns = {}
         for number, env_id in enumerate(list_tests(args)):
@@ -1038,8 +1037,7 @@ def evaluate_agents(args: Args, agents: list[Agent], held: range) -> list[dict]:
                 "return": evaluate(args, agent, env_id, levels, seed),
                 "greedy_return": evaluate(args, agent, env_id, levels, seed, greedy=True),
             }
-        results.append(columns)
-    return results
+        yield columns
 
 
 # --- checks of arguments ---

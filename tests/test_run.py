@@ -504,10 +504,42 @@ def test_slow_progress_has_decimals(rate, text, capsys):
         measure="reward",
         exchange=SimpleNamespace(members=range(2)),
     )
-    for is_terminal in (False, True):
-        communicators.Run._print_progress(run, rate, is_terminal)
     line = f"step 3/6  {text} completions/s  01:02:05 left  reward 1.00 nan"
-    assert capsys.readouterr().out == f"{line}\n\r\033[K{line}"
+    assert communicators.Run._describe_progress(run, rate) == line
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "shown"),
+    [
+        (False, "evaluated 1 of 3 agents\nevaluated 2 of 3 agents\n"),
+        (True, "\r\033[Kevaluated 1 of 3 agents\r\033[Kevaluated 2 of 3 agents"),
+    ],
+)
+def test_an_evaluation_shows_its_progress(is_terminal, shown, tmp_path, monkeypatch, capsys):
+    """After every agent, of whom the next is evaluated then; in a file at most every 10 s."""
+    log = communicators.Run.log_evaluation
+    now = [0.0]
+    outputs = {}
+
+    def evaluate_slowly(results, seconds):
+        for columns in results:
+            now[0] += seconds
+            yield columns
+
+    def log_slowly(self, results):
+        for seconds in (11, 1):
+            capsys.readouterr()
+            now[0] += 10  # the last line of training's progress is as old
+            log(self, evaluate_slowly(results, seconds))
+            outputs[seconds] = capsys.readouterr().out
+
+    monkeypatch.setattr(communicators.Run, "log_evaluation", log_slowly)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    toy.main(args_of(tmp_path, "--iterations", "2"))
+    assert outputs[11] == shown
+    if not is_terminal:
+        assert outputs[1] == "evaluated 1 of 3 agents\n"
 
 
 class LaunchedExchange(communicators.Exchange):
