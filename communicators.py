@@ -2591,7 +2591,8 @@ class Run:
         finished = []
         for columns_of_tasks in results:
             finished.append(columns_of_tasks)
-            self.print_evaluated(len(finished), len(self.exchange.agents), "agents")
+            if not isinstance(results, list):
+                self.print_evaluated(len(finished), len(self.exchange.agents), "agents")
         self.exchange.wait_for_all()
         self._write_evaluation(finished)
 

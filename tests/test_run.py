@@ -532,6 +532,9 @@ def test_an_evaluation_shows_its_progress(is_terminal, shown, tmp_path, monkeypa
             now[0] += 10  # the last line of training's progress is as old
             log(self, evaluate_slowly(results, seconds))
             outputs[seconds] = capsys.readouterr().out
+        now[0] += 20
+        log(self, results)  # of all agents at once
+        assert not capsys.readouterr().out
 
     monkeypatch.setattr(communicators.Run, "log_evaluation", log_slowly)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
