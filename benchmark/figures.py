@@ -277,6 +277,11 @@ def confirmation_doorkey():
     return draw_confirmation("confirm_doorkey")
 
 
+def confirmation_unlock():
+    """A ball or a box."""
+    return draw_confirmation("confirm_unlock")
+
+
 def headline():
     """The README's: of the same runs what a newcomer compares, in plain words."""
     methods = {
@@ -532,6 +537,7 @@ FIGURES: dict[str, Callable] = {
         confirmation,
         confirmation_skills,
         confirmation_doorkey,
+        confirmation_unlock,
         headline,
         easy_tasks,
         keycorridor,
