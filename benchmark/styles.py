@@ -52,6 +52,8 @@ STYLES = {
     "exploit": ("copies the best agent", WINE),
     "kickstarting": ("kickstarting by the best agent, falls to 0", WINE, "--"),
     "distral": ("Distral, pools states, falls to 0", BLACK),
+    "pooled": ("one agent on all tasks, with the steps of one", GREY, "-."),
+    "pooled-all": ("one agent on all tasks, with the steps of all", GREY, "--"),
     "proximal-uniform": ("pulled to the average of parameters, uniform", BLACK, ":"),
     "proximal-reward": ("pulled to the average of parameters, reward", BLACK, "-."),
     "both-surrogate": ("PR-PPO and FedPer, surrogate", PINK, ":"),
