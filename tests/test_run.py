@@ -491,7 +491,7 @@ def test_a_restart_finds_the_newest_run_with_its_settings(tmp_path, monkeypatch)
     ("rate", "text"),
     [(1234.56, "1,235"), (20.6, "21"), (19.96, "19.96"), (0.054, "0.05")],
 )
-def test_slow_progress_has_decimals(rate, text, capsys):
+def test_slow_progress_has_decimals(rate, text, monkeypatch, capsys):
     """Few completions a second, thousands of steps; and the time left, of half of the run."""
     run = SimpleNamespace(
         iteration=3,
@@ -504,8 +504,12 @@ def test_slow_progress_has_decimals(rate, text, capsys):
         measure="reward",
         exchange=SimpleNamespace(members=range(2)),
     )
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        shown = communicators.Run._describe_progress(run, rate)
+        communicators.Run._print_progress(run, shown, is_due=True)
     line = f"step 3/6  {text} completions/s  01:02:05 left  reward 1.00 nan"
-    assert communicators.Run._describe_progress(run, rate) == line
+    assert capsys.readouterr().out == f"{line}\n\r\033[K{line}"
 
 
 @pytest.mark.parametrize(
