@@ -17,6 +17,7 @@ file contains episodes, tasks and the federation.
 import contextlib
 import csv
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -760,11 +761,13 @@ def play(
     temperature: float,
     numbers: tuple[int, ...] | None = None,
     complete: Callable = generate,
+    show: Callable[[int, int], None] | None = None,
 ) -> None:
     """Play episodes to their ends, side by side: batched generation for every turn.
 
     episodes: of each agent held, or of those with these numbers; complete: `generate`, or by a
-    server. Episodes that have ended leave the batch. Prompts of similar lengths are completed
+    server; show: is told after each batch how many episodes have ended, and how many there are.
+    Episodes that have ended leave the batch. Prompts of similar lengths are completed
     together, with as many of each agent that has some left, so that there is little padding and no
     empty row; on a processor, of one agent only, because larger batches save nothing there.
     """
@@ -788,6 +791,9 @@ def play(
             block = [waiting[k].pop() for k in having for _ in range(size)]
             with select_adapters("policy", tuple(numbers[k] for k in having)):
                 play_turns(complete, model, tokenizer, block, temperature)
+            if show:
+                ended = [episode.ended for row in episodes for episode in row]
+                show(sum(ended), len(ended))
 
 
 def play_turns(
@@ -915,10 +921,12 @@ def evaluate(
             shape = (args.max_turns, args.response_length)
             episode.uniforms = torch.rand(shape, generator=generator)
         episodes.append(row)
+    show = functools.partial(run.print_evaluated, what="episodes")
     # Whether the world gives scores: its first observations say it, alike for all agents
     scored = any(episode.score is not None for episode in episodes[0])
     with serving(server, run, model) as complete:
-        play(args, model, tokenizer, episodes, args.eval_temperature, players, complete)
+        temperature = args.eval_temperature
+        play(args, model, tokenizer, episodes, temperature, players, complete, show)
     diverged = find_diverged(model).tolist()
     results = []
     written = []  # rows of episodes.jsonl

@@ -624,7 +624,12 @@ def test_episodes_side_by_side_are_those_played_alone(tiny, tmp_path):
         return prpo_babyai.start_episodes(args, start, [0, 1], tasks, 3)
 
     together = begin()
-    prpo_babyai.play(args, model, tokenizer, together, 1.0)
+    shown = []
+    prpo_babyai.play(
+        args, model, tokenizer, together, 1.0, show=lambda *counts: shown.append(counts)
+    )
+    total = sum(map(len, together))
+    assert shown == sorted(shown) and shown[-1] == (total, total) and len(shown) > 1
     alone = begin()
     for agent, row in enumerate(alone):
         for episode in row:
@@ -1152,10 +1157,10 @@ def test_evaluations_are_of_held_out_tasks(tiny, monkeypatch):
     evaluated = []
     play = prpo_babyai.play
 
-    def watch(args, model, tokenizer, episodes, temperature, numbers=None, complete=None):
+    def watch(args, model, tokenizer, episodes, temperature, numbers=None, *others, **named):
         if numbers is not None:
             evaluated.append((episodes, temperature, numbers))
-        play(args, model, tokenizer, episodes, temperature, numbers, complete)
+        play(args, model, tokenizer, episodes, temperature, numbers, *others, **named)
 
     monkeypatch.setattr(prpo_babyai, "play", watch)
     prpo_babyai.main(tiny(total_steps=1, eval_episodes=2, eval_temperature=0.7))
