@@ -500,12 +500,13 @@ def make_conditions(runs: list[Run], agents: int = 0) -> pd.DataFrame:
 
 def split_search(rows: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
     """(task, method) -> the rows of its search. A method is the beginning of --exp-name, before the
-    first `_`; what follows is the setting. Of runs with several lengths the longest count.
+    first `_`; what follows is the setting. Of a search's runs the longest count.
     """
-    longest = rows[rows.timesteps == rows.groupby("env").timesteps.transform("max")]
-    names = longest.method.str.partition("_")
-    searches = longest.assign(setting=names[2]).groupby([longest.env, names[0]], sort=False)
-    return dict(iter(searches))
+    names = rows.method.str.partition("_")
+    searches = {}
+    for key, search in rows.assign(setting=names[2]).groupby([rows.env, names[0]], sort=False):
+        searches[key] = search[search.timesteps == search.timesteps.max()]
+    return searches
 
 
 def expected_best(search: pd.DataFrame, measure: str, name: str) -> np.ndarray:

@@ -343,16 +343,18 @@ def test_a_search_is_drawn_by_win_rates(tmp_path):
 
 def test_settings_are_ranked_on_the_same_seeds(tmp_path, capsys):
     """Best first; one that lacks a seed comes last, however good its other one is; of several
-    lengths the longest.
+    lengths of a method the longest.
     """
     rows = search_rows(tmp_path)
+    brief = rows[rows.method == "pr-uniform_a"].assign(timesteps=50, method="isolated_a")
     lacking = rows[rows.method == "pr-uniform_b"].iloc[:1].assign(mean_training_return=0.9)
     short = rows.assign(timesteps=50, mean_training_return=0.99)
-    rows = pd.concat((rows[rows.method != "pr-uniform_b"], lacking, short))
+    rows = pd.concat((brief, rows[rows.method != "pr-uniform_b"], lacking, short))
     rows.to_csv(tmp_path / "x_runs.csv", index=False)
     args = {"from_csv": str(tmp_path / "x_runs.csv"), "measure": "auc"}
     table.main(table.Args(**args, search=True))
     shown = capsys.readouterr().out.splitlines()
+    assert "| isolated | Task | 1 2 | a: 0.510 | | |" in shown
     assert shown[-1] == "| PR-PPO, uniform | Task | 1 2 | a: 0.510 | c: 0.310 | b: - |"
 
 
