@@ -12,15 +12,18 @@ Contents
         what they are computed from: bound_returns, remember, update_means, surrogate_gains
         who may listen to whom: find_neighbours, ring, top_k, find_senders, sparsify, drop_invalid,
             restrict
-        what is logged of C: non_expansion, find_compared, measure_distances, summarize_communicator
+        matrices as text: read_table, write_matrix, load_matrix, read_matrix
+        what is logged of C: non_expansion, find_compared, measure_distances,
+            summarize_communicator, summarize_gate
         policies: gate_by_value, mix_log_probs, categorical_kl, kl_to_reference
         policies that are Gaussians: Gaussians, gaussian_log_prob, gaussian_entropy, gaussian_kl,
-            mix_gaussians, match_moments, kl_to_gaussians, similarity_of_gaussians,
+            are_bounded, mix_gaussians, match_moments, kl_to_gaussians, similarity_of_gaussians,
             measure_gaussians
         parameters: flatten, unflatten, load_networks, average_parameters, take_server_step,
             average_products
     2 exchange
-        Exchange: which process holds which agents, and all communication between them
+        set_device, make_exchange, and Exchange: which process holds which agents, and all
+            communication between them
     3 arguments
         types with bounds (Count, Natural, ...), RunArgs, refuse, parse_args, find_inputs,
             read_config, derive_seed, and the statistics of returns (mean, mean_and_half_interval)
@@ -257,14 +260,16 @@ def from_csv(path: str, num_agents: int) -> Tensor:
 
 
 def read_table(path: str) -> Tensor:
-    """Numbers in a local file, apart by "," or, as some spreadsheets write them, ";".
+    """Numbers in a local file, separated by "," or, as some spreadsheets do, by ";".
 
     # begins a comment. Returns float64 [rows, columns]. Raises ValueError and OSError if it cannot
     be read.
     """
     # Spreadsheets also write a byte-order mark
     with open(os.path.expanduser(path), encoding="utf-8-sig") as file:
-        text = file.read().replace(";", ",")
+        text = "\n".join(line.partition("#")[0] for line in file)
+    if ";" in text:  # then a comma is for decimals
+        text = text.replace(",", ".").replace(";", ",")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a file without numbers, whose size tells
         return torch.from_numpy(np.loadtxt(io.StringIO(text), delimiter=",", ndmin=2))
@@ -295,10 +300,11 @@ def check_matrix(args: "RunArgs", communicator: Tensor, usable: Tensor | None = 
     rows = communicator.detach().double()
     if usable is not None and rows.shape == (n, n):
         has_nan = rows.isnan().any(1)
-        unknown = has_nan & ~usable
-        holds_all = get_world_size() == 1 and exchange_of_launcher is None
-        if not holds_all and not has_nan.all():
-            unknown = has_nan
+        rank = int(os.environ.get("RANK", 0))
+        is_held = torch.arange(n) * get_world_size() // n == rank
+        if exchange_of_launcher is not None:  # it knows which agents are held
+            is_held[:] = has_nan.all()
+        unknown = has_nan & ~(usable & is_held)
         rows = torch.where(unknown[:, None], torch.eye(n, dtype=torch.double), rows)
     try:
         _check_matrix(rows, n, tolerance=1e-4)
@@ -307,7 +313,7 @@ def check_matrix(args: "RunArgs", communicator: Tensor, usable: Tensor | None = 
 
 
 def write_matrix(matrix: Tensor) -> str:
-    """A matrix [rows, columns] as text, exactly: weights apart by spaces, rows by semicolons."""
+    """A matrix [rows, columns] as exact text: spaces between weights, semicolons between rows."""
     return "; ".join(" ".join(map(repr, row)) for row in matrix.tolist())
 
 
@@ -1165,7 +1171,9 @@ class Exchange:
         address = os.environ.get("MASTER_ADDR", "")
         port = os.environ.get("MASTER_PORT", "")
         if not address or not port.isdecimal():
-            message = f"RANK is set, but MASTER_ADDR={address} and MASTER_PORT={port} are no place"
+            message = (
+                f"RANK is set, but MASTER_ADDR={address} and MASTER_PORT={port} are no address"
+            )
             stop(f"{message}: start with torchrun, or unset RANK", WRONG_VALUE, any_rank=True)
         # Rank 0 holds the store, unless torchrun does
         has_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -1369,7 +1377,8 @@ class RunArgs:
     # no flag: the content of FILE.csv when the run began, which belongs to the run's settings
     communicator_matrix: tyro.conf.Suppress[str] = ""
     self_preference: Fraction = 0.6  # c_ii of the self-preferred communicator
-    # softmax-reward: in spreads of returns; surrogate: in tenths of the advantages' spread
+    # higher makes weights more equal; in standard deviations of returns (softmax-reward), or in
+    # tenths of that of the advantages (surrogate)
     communicator_temperature: Positive = 1.0
     # who may listen to whom: every agent to all, or to its two neighbours on a ring
     topology: Literal["full", "ring"] = "full"
@@ -1408,7 +1417,7 @@ def get_world_size() -> int:
     world_size = os.environ["WORLD_SIZE"]
     are_numbers = rank.isdecimal() and world_size.isdecimal()
     if not are_numbers or int(rank) >= int(world_size):
-        message = f"RANK={rank} is no rank below WORLD_SIZE={world_size}"
+        message = f"RANK={rank} must be a whole number below WORLD_SIZE={world_size}"
         stop(f"{message}: start with torchrun, or unset RANK", WRONG_VALUE, any_rank=True)
     return int(world_size)
 
@@ -2110,10 +2119,13 @@ class Run:
     def _open(self, prefix: str) -> Path:
         """The folder of --resume, of this torchrun's last attempt, or a new one (as CleanRL)."""
         self.folder = Path(self.args.resume or self.args.run_dir)  # for the line of an error here
+        elastic_run = os.environ.get("TORCHELASTIC_RUN_ID")
+        if elastic_run == "none":  # torchrun without --rdzv-id: its process tells runs apart
+            elastic_run = f"none {os.getppid()}"
         origin = {
             "script": find_script(self.args).stem,
             "command": list_words(self.args),
-            "elastic_run": os.environ.get("TORCHELASTIC_RUN_ID"),
+            "elastic_run": elastic_run,
         }
         config = json.dumps(origin | self.settings | {"resume": ""}, indent=2)
         self._config = config
@@ -2757,9 +2769,11 @@ class Run:
             last = f"{self.iteration} of {self.total}"
             print(f"interrupted after {self.counter} {last}; go on with --resume {self.folder}")
         elif hasattr(self.args, "env_id") and PLAY.is_file():
-            tool = shlex.quote(os.path.relpath(PLAY))
-            folder = shlex.quote(str(self.folder))
-            print(f"to film its agents: python {tool} {folder} --video {folder}/videos")
+            words = sys.executable, os.path.relpath(PLAY), str(self.folder)
+            command = " ".join(map(shlex.quote, words))
+            print(f"to play its agents: {command}")
+            if importlib.util.find_spec("imageio_ffmpeg"):
+                print(f"to film them: add --video {shlex.quote(str(self.folder / 'videos'))}")
 
 
 # --- 5. speed: networks side by side ---

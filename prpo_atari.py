@@ -71,7 +71,7 @@ class TaskArgs(RunArgs):
     env_ids: tuple[str, ...] = ()
     """one game per agent, instead of --env-id; they must have the same actions"""
     eval_env_ids: tuple[str, ...] = ()
-    """games that every agent is evaluated on besides the agents' own"""
+    """further games that every agent is evaluated on"""
     sticky_actions: bool = False
     """repeat the last action with probability 0.25, as in the newer protocol"""
     full_action_space: bool = False
@@ -108,9 +108,9 @@ class Args(TaskArgs):
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
-    """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
+    """coefficient of the KL penalty towards the reference (without peers: the old policy)"""
     kl_schedule: Literal["constant", "linear"] = "constant"
-    """linear: the coefficient falls to 0 over the run, as the learning rate does"""
+    """linear: the coefficient falls linearly to 0 over the run"""
 
     # Update
     learning_rate: Positive = 2.5e-4  # learning rate of Adam
@@ -1093,7 +1093,7 @@ def check_envs(args: Args) -> None:
             if not problem:
                 actions[env_id] = list_actions(env_id, args)
         except Exception as error:  # unknown, maybe with a suggestion
-            problem = communicators.first_line(error)
+            problem = f"cannot be used: {communicators.first_line(error)}"
         if problem:
             valid = "must be <Game>NoFrameskip-v4 or ALE/<Game>-v5, or one of your own as module:id"
             communicators.refuse(args, flag, f"{valid}; {env_id}: {problem}")

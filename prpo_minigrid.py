@@ -63,10 +63,10 @@ class TaskArgs(RunArgs):
 
     # The environments
     env_id: str = "MiniGrid-DoorKey-6x6-v0"
-    """the task of all agents; of your own as module:id, as Gymnasium has it"""
+    """the task of all agents; write one of your own as module:id"""
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
     eval_env_ids: tuple[str, ...] = ()
-    """tasks that every agent is evaluated on besides the agents' own, as unseen levels"""
+    """further tasks, such as unseen levels, that every agent is evaluated on"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
     """envpool is several times faster; auto takes it where it is installed and knows the task"""
     num_envs: Count = 4  # parallel environments per agent
@@ -97,9 +97,9 @@ class Args(TaskArgs):
     kl_direction: Literal["forward", "reverse"] = "reverse"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.5
-    """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
+    """coefficient of the KL penalty towards the reference (without peers: the old policy)"""
     kl_schedule: Literal["constant", "linear"] = "constant"
-    """linear: the coefficient falls to 0 over the run, as the learning rate does"""
+    """linear: the coefficient falls linearly to 0 over the run"""
 
     # Update
     learning_rate: Positive = 1e-3  # learning rate of Adam
@@ -748,8 +748,9 @@ class CustomTask(gym.Wrapper):
         return obs, np.asarray(reward).item(), terminated, truncated, {}
 
 
-# Steps after which an episode of your own task ends that has no time limit
-LONGEST_EPISODE = 27_000
+# Steps after which an episode of your own task ends that has no time limit; fewer than between
+# checkpoints, at which environments start anew
+LONGEST_EPISODE = 10_000
 
 
 def make_env(env_id: str, **options) -> gym.Env:
@@ -961,7 +962,7 @@ def check_task(args: TaskArgs) -> None:
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
     if args.num_steps < 2:
-        valid = "must be at least 2: one may only start an episode"
+        valid = "must be at least 2: a step that only starts an episode is no sample"
         communicators.refuse(args, "num_steps", valid)
     if batch_size % args.num_minibatches:
         valid = f"must divide num_envs * num_steps = {batch_size}"
@@ -987,13 +988,15 @@ def check_envs(args: Args) -> None:
             env = make_env(env_id)
             problem = find_env_problem(args, env, env_id)
         except Exception as error:  # unknown, maybe with a suggestion, or a package is missing
-            problem = communicators.first_line(error)
+            problem = f"cannot be used: {communicators.first_line(error)}"
         if problem:
             valid = "must be a MiniGrid or BabyAI task, or one of your own as module:id"
             communicators.refuse(args, flag, f"{valid}; {env_id} {problem}")
         actions[int(env.action_space.n)] = env_id
         if len(actions) > 1:
-            communicators.refuse(args, flag, f"need the same number of actions, not {actions}")
+            numbers = ", ".join(f"{name} has {number}" for number, name in actions.items())
+            valid = f"need the same number of actions, but {numbers}"
+            communicators.refuse(args, flag, valid)
         warn_of_missions(env, env_id)
     if args.env_backend == "envpool":
         check_envpool(args)

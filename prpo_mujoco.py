@@ -68,10 +68,10 @@ class TaskArgs(RunArgs):
 
     # The environments
     env_id: str = "HalfCheetah-v5"
-    """the task of all agents; of your own as module:id, as Gymnasium has it"""
+    """the task of all agents; write one of your own as module:id"""
     env_ids: tuple[str, ...] = ()  # one task per agent, instead of --env-id
     eval_env_ids: tuple[str, ...] = ()
-    """tasks that every agent is evaluated on besides the agents' own, as unseen bodies"""
+    """further tasks, such as unseen bodies, that every agent is evaluated on"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
     """envpool is several times faster; auto takes it where it is installed and knows the task"""
     num_envs: Count = 4  # parallel environments per agent
@@ -102,9 +102,9 @@ class Args(TaskArgs):
     kl_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.1
-    """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
+    """coefficient of the KL penalty towards the reference (without peers: the old policy)"""
     kl_schedule: Literal["constant", "linear"] = "constant"
-    """linear: the coefficient falls to 0 over the run, as the learning rate does"""
+    """linear: the coefficient falls linearly to 0 over the run"""
     # samples of the policy in each state that estimate the reverse KL to an arithmetic mixture
     kl_samples: Count = 4
 
@@ -1056,7 +1056,7 @@ def check_task(args: TaskArgs) -> None:
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
     if args.num_steps < 2:
-        valid = "must be at least 2: one may only start an episode"
+        valid = "must be at least 2: a step that only starts an episode is no sample"
         communicators.refuse(args, "num_steps", valid)
     if batch_size % args.num_minibatches:
         valid = f"must divide num_envs * num_steps = {batch_size}"
@@ -1082,7 +1082,7 @@ def check_envs(args: Args) -> None:
             env = make_env(env_id)
             problem = find_env_problem(args, env, env_id)
         except Exception as error:  # unknown, maybe with a suggestion, or a package is missing
-            problem = communicators.first_line(error)
+            problem = f"cannot be used: {communicators.first_line(error)}"
         if problem:
             problem = problem.partition("\n")[0]  # a space with many bounds has several lines
             valid = "must be a MuJoCo task, or another with continuous actions, as module:id"

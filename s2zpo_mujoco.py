@@ -932,7 +932,7 @@ def check_env(args: Args) -> None:
     try:
         problem = find_env_problem(make_env(args.env_id, args.horizon), args.env_id)
     except Exception as error:  # unknown, maybe with a suggestion, or a package is missing
-        problem = communicators.first_line(error)
+        problem = f"cannot be used: {communicators.first_line(error)}"
     if problem:
         communicators.refuse(args, "env_id", f"{valid}; {problem}")
     if args.env_backend == "envpool":

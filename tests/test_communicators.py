@@ -687,15 +687,15 @@ def test_a_file_without_a_communicator_is_refused(tmp_path, text, named):
         communicators.from_csv(str(file), 3)
 
 
-@pytest.mark.parametrize("separator", [",", ";"])
+@pytest.mark.parametrize(("separator", "point"), [(",", "."), (";", "."), (";", ",")])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_a_matrix_may_come_from_a_spreadsheet(tmp_path, separator, encoding):
+def test_a_matrix_may_come_from_a_spreadsheet(tmp_path, separator, point, encoding):
     """With a byte-order mark, and semicolons where the comma is for decimals; a comment's mean
     nothing.
     """
     file = tmp_path / "matrix.csv"
-    rows = ["# a; b", separator.join(["0.25", "0.75"]), separator.join(["0.5", "0.5"])]
-    file.write_text("\n".join(rows), encoding=encoding)
+    rows = [separator.join(row).replace(".", point) for row in (["0.25", "0.75"], ["0.5", "0.5"])]
+    file.write_text("\n".join(["# a; b", *rows]), encoding=encoding)
     assert communicators.from_csv(str(file), 2).tolist() == [[0.25, 0.75], [0.5, 0.5]]
 
 
@@ -736,9 +736,15 @@ def test_rows_that_nobody_can_know_are_not_checked(monkeypatch):
     everybody = torch.tensor([True, True, True])
     assert "agent 2's" in refusal(communicators.check_matrix, args, matrix, everybody)
     monkeypatch.setattr(communicators, "get_world_size", lambda: 3)
+    monkeypatch.setenv("RANK", "1")
     communicators.check_matrix(args, matrix, everybody)
-    matrix[:] = NAN  # also the row of this process
-    assert "agent 0's" in refusal(communicators.check_matrix, args, matrix, everybody)
+    matrix[0] = NAN
+    communicators.check_matrix(args, matrix, everybody)
+    matrix[1] = NAN  # also the row of this process
+    communicators.check_matrix(args, matrix, torch.tensor([True, False, True]))
+    assert "agent 1's" in refusal(communicators.check_matrix, args, matrix, everybody)
+    matrix[2] = 1 / 3
+    assert "agent 1's" in refusal(communicators.check_matrix, args, matrix, everybody)
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0001, 7.0, NAN, INF])

@@ -299,12 +299,12 @@ def name_in_page(tag):
 
 
 def test_the_first_screen_shows_the_lines_of_the_script():
-    """The README's three lines of Python stand in prpo_minigrid.py, whatever their indentation."""
+    """The README's four lines of Python stand in prpo_minigrid.py, whatever their indentation."""
     readme = (REPOSITORY / "README.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", readme, re.S)
     script = (REPOSITORY / "prpo_minigrid.py").read_text()
     lines = [line.partition("  #")[0] for line in block.splitlines()]
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert all(f" {line}\n" in script for line in lines)
 
 

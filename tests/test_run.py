@@ -1248,14 +1248,14 @@ def test_a_rank_without_a_world_is_refused_in_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "x"}, "RANK=0 is no rank below WORLD_SIZE=x"),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 is no rank below WORLD_SIZE=1"),
-        ({"RANK": "x", "WORLD_SIZE": "1"}, "RANK=x is no rank below WORLD_SIZE=1"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 is no rank below WORLD_SIZE=0"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR= and MASTER_PORT= are no place"),
+        ({"RANK": "0", "WORLD_SIZE": "x"}, "RANK=0 must be a whole number below WORLD_SIZE=x"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 must be a whole number below WORLD_SIZE=1"),
+        ({"RANK": "x", "WORLD_SIZE": "1"}, "RANK=x must be a whole number below WORLD_SIZE=1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0 must be a whole number below WORLD_SIZE=0"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR= and MASTER_PORT= are no address"),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "x"},
-            "MASTER_ADDR=::1 and MASTER_PORT=x are no place",
+            "MASTER_ADDR=::1 and MASTER_PORT=x are no address",
         ),
     ],
     ids=str,
@@ -1368,6 +1368,9 @@ def test_torchrun_recognises_its_own_run_after_a_restart(tmp_path):
     assert "resuming after iteration 4 of 6" in run.stdout
     folder, other = sorted((tmp_path / "runs").iterdir())
     assert (folder / "summary.json").exists() and not (other / "summary.json").exists()
+    # Every torchrun without --rdzv-id has the id none
+    config = json.loads((folder / "config.json").read_text())
+    assert re.fullmatch(r"none \d+", config["elastic_run"])
     with open(folder / "metrics.csv", newline="") as file:
         assert [row["iteration"] for row in csv.DictReader(file)] == [
             str(k) for k in range(1, 7) for _ in range(2)

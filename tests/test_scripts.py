@@ -1457,7 +1457,7 @@ ARGS = '''
 + # Distance to the policy before the update
 - """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
 + """forward: KL(old policy || policy); reverse: KL(policy || old policy)"""
-- """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
+- """coefficient of the KL penalty towards the reference (without peers: the old policy)"""
 + """coefficient of the KL penalty towards the policy before the update"""
 '''
 SERVER_STEP = """
@@ -1744,7 +1744,7 @@ DISTRAL_ARGS = '''
 - """value: in each state a peer counts by what its critic expects there"""
 - """forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), mirror descent"""
 + """forward: KL(central policy || policy); reverse: KL(policy || central policy), Distral's"""
-- """coefficient of the KL penalty towards the reference (without one: towards the old policy)"""
+- """coefficient of the KL penalty towards the reference (without peers: the old policy)"""
 + """coefficient of the KL penalty towards the central policy"""
 - # Communication round
 - local_updates: Count = 4  # iterations between communication rounds
