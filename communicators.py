@@ -2769,11 +2769,12 @@ class Run:
             last = f"{self.iteration} of {self.total}"
             print(f"interrupted after {self.counter} {last}; go on with --resume {self.folder}")
         elif hasattr(self.args, "env_id") and PLAY.is_file():
-            words = sys.executable, os.path.relpath(PLAY), str(self.folder)
-            command = " ".join(map(shlex.quote, words))
-            print(f"to play its agents: {command}")
+            what = "play"
+            words = [sys.executable, os.path.relpath(PLAY), str(self.folder)]
             if importlib.util.find_spec("imageio_ffmpeg"):
-                print(f"to film them: add --video {shlex.quote(str(self.folder / 'videos'))}")
+                what = "film"
+                words += ["--video", str(self.folder / "videos")]
+            print(f"to {what} its agents: {shlex.join(words)}")
 
 
 # --- 5. speed: networks side by side ---

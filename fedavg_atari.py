@@ -51,7 +51,7 @@ class Args(TaskArgs):
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 1.0
     """coefficient of the KL penalty towards the policy before the update"""
     kl_schedule: Literal["constant", "linear"] = "constant"
-    """linear: the coefficient falls linearly to 0 over the run"""
+    """linear: the coefficient falls to 0 over the run"""
 
     # Update
     learning_rate: Positive = 2.5e-4  # learning rate of Adam

@@ -104,7 +104,7 @@ class Args(TaskArgs):
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.1
     """coefficient of the KL penalty towards the reference (without peers: the old policy)"""
     kl_schedule: Literal["constant", "linear"] = "constant"
-    """linear: the coefficient falls linearly to 0 over the run"""
+    """linear: the coefficient falls to 0 over the run"""
     # samples of the policy in each state that estimate the reverse KL to an arithmetic mixture
     kl_samples: Count = 4
 

@@ -1342,6 +1342,15 @@ def test_a_rank_that_ends_early_leaves_its_group(tmp_path):
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "left True\n", "a line\n")
 
 
+@pytest.mark.parametrize("name", ["none", "mine"])
+def test_torchruns_without_an_id_are_told_apart(name, tmp_path, monkeypatch):
+    """All of them are called none: the process that starts the ranks is named, too."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+    toy.main(args_of(tmp_path))
+    config = json.loads((only_run(tmp_path) / "config.json").read_text())
+    assert config["elastic_run"] == (f"none {os.getppid()}" if name == "none" else name)
+
+
 def test_torchrun_recognises_its_own_run_after_a_restart(tmp_path):
     """Beside a newer run with the same settings that another torchrun made."""
     once = tmp_path / "died"
@@ -1368,9 +1377,6 @@ def test_torchrun_recognises_its_own_run_after_a_restart(tmp_path):
     assert "resuming after iteration 4 of 6" in run.stdout
     folder, other = sorted((tmp_path / "runs").iterdir())
     assert (folder / "summary.json").exists() and not (other / "summary.json").exists()
-    # Every torchrun without --rdzv-id has the id none
-    config = json.loads((folder / "config.json").read_text())
-    assert re.fullmatch(r"none \d+", config["elastic_run"])
     with open(folder / "metrics.csv", newline="") as file:
         assert [row["iteration"] for row in csv.DictReader(file)] == [
             str(k) for k in range(1, 7) for _ in range(2)

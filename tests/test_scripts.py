@@ -15,6 +15,7 @@ import math
 import re
 import shlex
 import shutil
+import sys
 import typing
 import warnings
 from collections import namedtuple
@@ -571,7 +572,8 @@ def test_missing_packages_are_named(script, monkeypatch):
         monkeypatch.setattr(script.gym, "make", fail)
         message = complaint(script, ["--env-id", "Hopper-v5"])
         assert message.startswith("--env-id Hopper-v5: ")
-        assert message.endswith("; Hopper-v5 MuJoCo is not installed, run `pip install`")
+        problem = "MuJoCo is not installed, run `pip install`"
+        assert message.endswith(f"; Hopper-v5 cannot be used: {problem}")
 
 
 @every_script
@@ -765,9 +767,9 @@ def test_summary(script, finished):
     assert summary["communication_bytes"] == 2 * 6 * script.parameters * 4
     assert f"{summary['communication_bytes']:,} bytes sent" in output
     assert str(folder) in output
-    words = shlex.split(output.splitlines()[-1].partition("python ")[2])
-    given = communicators.read_flags(play.Args, words[1:])
-    assert Path(words[0]).samefile(play.__file__)
+    python, tool, *words = shlex.split(output.splitlines()[-1].partition("film its agents: ")[2])
+    given = communicators.read_flags(play.Args, words)
+    assert Path(python).samefile(sys.executable) and Path(tool).samefile(play.__file__)
     assert given == play.Args(run=str(folder), video=str(folder / "videos"))
 
     returns = summary["training_return"]
@@ -1032,6 +1034,7 @@ FAMILIES = {
         "cpu, cuda",
         "env_id",
         "Gymnasium has it",
+        "write one of your own",
         "wrappers",
         "either way",
         "per agent",
@@ -1051,10 +1054,11 @@ FAMILIES = {
         "iterations between checkpoints",
         "the same run",
         "eval_episodes",
-        "besides the agents' own",
+        "that every agent is evaluated on",
         "total_timesteps",
     ),
     "Args": ("kl_direction:", "kl_coef:", "learning_rate:", "local_updates"),
+    "LONGEST_EPISODE": ("LONGEST_EPISODE",),
     "check_task": (
         "What types cannot express of the flags",
         "precision",
@@ -1075,7 +1079,7 @@ GAUSSIANS = {
         "The flags of every script on",
         "cpu, cuda",
         "env_id: ",
-        "besides the agents' own",
+        "that every agent is evaluated on",
         "hidden layer",
         "proportion (default: 128",
         "# for all)",
