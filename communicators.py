@@ -300,8 +300,8 @@ def check_matrix(args: "RunArgs", communicator: Tensor, usable: Tensor | None = 
     rows = communicator.detach().double()
     if usable is not None and rows.shape == (n, n):
         has_nan = rows.isnan().any(1)
-        rank = int(os.environ.get("RANK", 0))
-        is_held = torch.arange(n) * get_world_size() // n == rank
+        is_held = torch.zeros(n, dtype=torch.bool)
+        is_held[list(find_held(n))] = True
         if exchange_of_launcher is not None:  # it knows which agents are held
             is_held[:] = has_nan.all()
         unknown = has_nan & ~(usable & is_held)
@@ -1094,9 +1094,7 @@ class Exchange:
             message = f"{num_agents} agents cannot be shared by {self.world_size} ranks"
             raise ValueError(f"{message}; use a divisor")
         self.num_agents = num_agents
-        agents_per_rank = num_agents // self.world_size
-        first = self.rank * agents_per_rank
-        self.agents = range(first, first + agents_per_rank)  # the agents this process holds
+        self.agents = find_held(num_agents)  # the agents this process holds
         self.members = range(num_agents)
         self.device = set_device(str(device))
         self.timeout = datetime.timedelta(seconds=timeout)
@@ -1404,6 +1402,13 @@ class RunArgs:
 def get_local_rank() -> int:
     """The number of this rank on its machine; rank 0 reports what the machine lacks."""
     return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def find_held(num_agents: int) -> range:
+    """The agents that this rank holds; all without torchrun."""
+    agents_per_rank = num_agents // get_world_size()  # which refuses what is no rank
+    rank = int(os.environ.get("RANK", 0))
+    return range(rank * agents_per_rank, (rank + 1) * agents_per_rank)
 
 
 def get_world_size() -> int:

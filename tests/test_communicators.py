@@ -745,6 +745,14 @@ def test_rows_that_nobody_can_know_are_not_checked(monkeypatch):
     assert "agent 1's" in refusal(communicators.check_matrix, args, matrix, everybody)
     matrix[2] = 1 / 3
     assert "agent 1's" in refusal(communicators.check_matrix, args, matrix, everybody)
+    # Another launcher does not say which agents are held
+    monkeypatch.setattr(communicators, "exchange_of_launcher", object())
+    communicators.check_matrix(args, matrix, everybody)
+    monkeypatch.setenv("RANK", "0")
+    matrix[:] = NAN
+    assert "agent 0's" in refusal(communicators.check_matrix, args, matrix, everybody)
+    monkeypatch.setattr(communicators, "exchange_of_launcher", None)
+    assert "agent 0's" in refusal(communicators.check_matrix, args, matrix, everybody)
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0001, 7.0, NAN, INF])

@@ -983,6 +983,8 @@ def test_a_policy_that_overflows_has_neither_vote_nor_influence(mixture, bad):
     assert all(values.isfinite().all() for values in reference)
     assert not torch.equal(reference.means[:, 4], expected.means[:, 4])
     assert not torch.equal(reference.log_stds[:, 4], expected.log_stds[:, 4])
+    if mixture == "arithmetic":  # a geometric one is a single Gaussian, of weight 1
+        assert not torch.equal(reference.weights[:, 4], expected.weights[:, 4])
 
 
 # --- evaluation ---
