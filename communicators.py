@@ -1629,7 +1629,10 @@ def check_communicator(args: RunArgs, make_communicator: Callable, has_influence
         value = getattr(args, flag)
         default = getattr(type(args), flag)
         without = dataclasses.replace(args, **{flag: default})
-        if value != default and torch.equal(make_communicator(without, **inputs), C):
+        is_alone = args.num_agents == 1  # with a C of 1, whatever the flags
+        if is_alone or value == default:
+            continue
+        if torch.equal(make_communicator(without, **inputs), C):
             flag = f"--{flag.replace('_', '-')} {value}"
             announce(f"{flag}: is not read by --communicator {args.communicator}")
 

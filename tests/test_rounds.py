@@ -1054,6 +1054,7 @@ NO_INFLUENCE = "--kl-coef 0: policies are sent, and peers have no influence"
             ["--self-preference 0.5: is not read by --communicator uniform"],
         ),
         ("--self-preference 0.5 --communicator self-preferred", []),
+        ("--self-preference 0.5 --communicator self-preferred --num-agents 1", []),
         (
             "--communicator-temperature 2 --communicator reward",
             ["--communicator-temperature 2.0: is not read by --communicator reward"],
