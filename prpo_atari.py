@@ -1008,6 +1008,8 @@ def evaluate(
     device = agent.actor.weight.device
     while running.any():
         logits, _ = agent.predict(torch.from_numpy(games.obs[0]).to(device))
+        if not logits.isfinite().all():  # finite parameters can overflow
+            return np.full(len(levels), np.nan)
         if greedy:
             actions = logits.argmax(-1).cpu()
         else:

@@ -903,6 +903,8 @@ def evaluate(
     table = PolicyTable(agent)
     while running:
         logits = torch.from_numpy(table.look_up([obs[k].tobytes() for k in running]))
+        if not logits.isfinite().all():  # finite parameters can overflow
+            return np.full(len(levels), np.nan)
         if greedy:
             actions = logits.argmax(-1)
         else:

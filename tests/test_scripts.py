@@ -804,6 +804,18 @@ def test_summary(script, finished):
         assert row[task]["greedy_return"] == pytest.approx(greedy.mean())
 
 
+@on([PRPO_MINIGRID, PRPO_ATARI])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_an_agent_whose_policy_overflows_has_no_return(script, greedy):
+    """Its parameters are finite."""
+    agent = script.new_agent()
+    for parameter in agent.parameters():
+        parameter.data.fill_(3e38)
+    args = script.Args(device="cpu")
+    returns = script.evaluate(args, agent, args.env_id, [1, 2], 0, greedy)
+    assert [math.isnan(number) for number in returns] == [True, True]
+
+
 @on([PRPO_MINIGRID, SLOW_ATARI, PRPO_MUJOCO, PRTRPO_MINIGRID])
 def test_an_infinite_value_loss_is_a_divergence(script, tmp_path, monkeypatch, capsys):
     """The policy's loss is finite, but the agent stops learning and is reported."""
