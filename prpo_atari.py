@@ -1008,12 +1008,12 @@ def evaluate(
     device = agent.actor.weight.device
     while running.any():
         logits, _ = agent.predict(torch.from_numpy(games.obs[0]).to(device))
-        if not logits.isfinite().all():  # finite parameters can overflow
+        probs = logits.softmax(-1).cpu()
+        if probs.isnan().any():  # finite parameters can overflow
             return np.full(len(levels), np.nan)
         if greedy:
             actions = logits.argmax(-1).cpu()
         else:
-            probs = logits.softmax(-1).cpu()
             actions = torch.multinomial(probs, 1, generator=generator)[:, 0]
         *_, ended = games.step(actions.numpy()[None])
         if watch and running[0]:

@@ -903,12 +903,13 @@ def evaluate(
     table = PolicyTable(agent)
     while running:
         logits = torch.from_numpy(table.look_up([obs[k].tobytes() for k in running]))
-        if not logits.isfinite().all():  # finite parameters can overflow
+        probs = logits.softmax(-1)
+        if probs.isnan().any():  # finite parameters can overflow
             return np.full(len(levels), np.nan)
         if greedy:
             actions = logits.argmax(-1)
         else:
-            actions = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+            actions = torch.multinomial(probs, 1, generator=generator)[:, 0]
         for k, action in zip(list(running), actions.tolist(), strict=True):
             obs[k], reward, terminated, truncated, _ = envs[k].step(action)
             returns[k] += reward
