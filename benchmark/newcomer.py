@@ -35,10 +35,20 @@ def find_checkpoint(args: Args, i: int) -> Path | None:
     return max(files, key=lambda path: int(path.stem), default=None)
 
 
+def check_start(args: Args) -> None:
+    """Refuse a folder that is no run's."""
+    if find_checkpoint(args, 0) is None:
+        communicators.refuse(args, "start_from", "must be a run's folder with its checkpoints")
+
+
 class Run(communicators.Run):
-    """As there, but before a run's own checkpoints, if any, agents take those of another run."""
+    """As there, but where a run has no checkpoints yet, agents take those of another run."""
 
     def restore(self, state: dict[str, list]) -> None:
+        super().restore(state)
+        if self.iteration:
+            return
+        check_start(self.args)  # it may be gone when a run is resumed
         for k, i in enumerate(self.exchange.agents):
             path = find_checkpoint(self.args, i)
             if path is None:
@@ -50,7 +60,6 @@ class Run(communicators.Run):
             state["return_statistics"][k].copy_(stored["return_statistics"])
             for name in state.keys() & {"sent", "begin"}:
                 state[name][k].copy_(communicators.flatten(agent))
-        super().restore(state)
 
 
 def choose_script(args: Args):
@@ -78,8 +87,7 @@ def check_args(args: Args) -> None:
             communicators.refuse(args, field.name, f"is no flag of {script.__name__}.py")
     if args.resume:  # goes on from its own checkpoints
         return
-    if find_checkpoint(args, 0) is None:
-        communicators.refuse(args, "start_from", "must be a run's folder with its checkpoints")
+    check_start(args)
     for i, agent in enumerate(make_agents(args)):
         path = find_checkpoint(args, i)
         if path is None:

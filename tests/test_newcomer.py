@@ -104,10 +104,26 @@ def test_a_resumed_run_goes_on_from_its_own_checkpoint(trained, crashing, tmp_pa
     crashing("complete", 2, 2, lambda: newcomer.main(args))
     folder = only_run(tmp_path / "cut")
     resumed = tiny_newcomer(tmp_path / "cut", trained, **settings, resume=str(folder))
-    newcomer.check_args(replace(resumed, start_from="moved"))
-    newcomer.main(resumed)
+    moved = replace(resumed, start_from="moved")
+    newcomer.check_args(moved)
+    newcomer.main(moved)
     assert_same_run(only_run(tmp_path / "whole"), folder)
     assert weights_of(folder)
+
+
+def test_a_run_without_checkpoints_is_resumed_from_the_trained_run(trained, crashing, tmp_path):
+    """Not from new agents, where that run is gone."""
+    settings = {"iterations": 2, "save_every": 2}
+    newcomer.main(tiny_newcomer(tmp_path / "whole", trained, **settings))
+    args = tiny_newcomer(tmp_path / "cut", trained, **settings)
+    crashing("update", 0, 1, lambda: newcomer.main(args))
+    folder = only_run(tmp_path / "cut")
+    resumed = replace(args, resume=str(folder))
+    newcomer.check_args(resumed)
+    moved = replace(resumed, start_from="moved")
+    assert "must be a run's folder with its checkpoints" in refusal(newcomer.main, moved)
+    newcomer.main(resumed)
+    assert_same_run(only_run(tmp_path / "whole"), folder)
 
 
 def test_bad_input_ends_in_one_line(trained, tmp_path):
