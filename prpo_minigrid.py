@@ -348,7 +348,7 @@ def compute_reference(
     policies = torch.where(unknown.all(0)[:, None], batch["policy"], policies)
     weights = C[i, senders].to(policies.device)
     if args.gate == "value":
-        # A policy that is NaN in a state has no vote there, whatever its critic promises
+        # A policy that is NaN in a state has no vote in any, whatever its critic promises
         values = torch.stack(values).masked_fill(unknown, torch.nan)
         visited = batch["obs_inds"]
         weights = communicators.gate_by_value(weights, values, batch["returns"], visited)

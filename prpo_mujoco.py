@@ -10,8 +10,9 @@ only, and is exact but for a constant; so is the KL to a geometric mixture, whic
 reverse KL to an arithmetic mixture is estimated from samples (--kl-samples).
 
 Each agent trains on its own environments. What leaves it: its parameters in a round and the
-mean and variance of each observation, its mean return where C depends on it, its row of C, its
-distances to peers, and metrics; never an observation, an action or a reward of a step.
+number, mean and variance of its observations (with --gate value the deviation of its returns, too),
+its mean return where C depends on it, its row of C, its distances to peers, and metrics; never an
+observation, an action or a reward of a step.
 
     python prpo_mujoco.py                                      # three agents in one process
     python prpo_mujoco.py --communicator identity              # the same agents, isolated
@@ -409,7 +410,7 @@ def compute_reference(
     log_stds = torch.where(nobody, agent.actor_log_std.detach(), log_stds)
     weights = C[i, senders].to(means.device)
     if args.gate == "value":
-        # A policy that is not bounded in a state has no vote there, whatever its critic promises
+        # A policy that is unbounded in a state has no vote in any, whatever its critic promises
         values = torch.stack(values).masked_fill(unknown, torch.nan)
         returns = batch["returns"] * agent.value_scale
         weights = communicators.gate_by_value(weights, values, returns)
@@ -643,7 +644,7 @@ def main(args: Args) -> dict:
     round_returns = [[] for _ in held]  # since the last round
     mean_returns = torch.full((len(held),), torch.nan, dtype=torch.double)
 
-    # Rewards are scaled by the deviation of discounted returns, which stays at home
+    # Rewards are scaled by the deviation of discounted returns, which only --gate value sends
     return_statistics = [torch.zeros(3, dtype=torch.double) for _ in held]
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These
@@ -960,7 +961,8 @@ def collect_public_states(args: Args, num_steps: int = 64, num_envs: int = 8) ->
         obs, _ = envs.reset(seed=list(range(num_envs)))
         for _ in range(num_steps):
             states.append(obs.copy())
-            obs, *_ = envs.step(generator.uniform(bounds.low, bounds.high))
+            actions = generator.uniform(bounds.low, bounds.high)
+            obs, *_ = envs.step(actions.astype(bounds.dtype))
         envs.close()
     return torch.as_tensor(np.concatenate(states), dtype=torch.float32)
 

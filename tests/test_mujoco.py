@@ -56,7 +56,7 @@ class Point(gym.Env):
         return self.show(), {}
 
     def step(self, action):
-        assert self.action_space.contains(action.astype(np.float32))
+        assert self.action_space.contains(action)
         self.place = self.place + 0.4 * action
         reward = self.pay * (1 - np.abs(self.place - self.goal).sum())
         return self.show(), float(reward), bool(np.abs(self.place).max() > 1.7), False, {}

@@ -1381,8 +1381,8 @@ ON_MUJOCO = {
 + means = torch.where(nobody, batch["policy"], means)
 + log_stds = torch.where(nobody, agent.actor_log_std.detach(), log_stds)
 + weights = C[i, senders].to(means.device)
-- # A policy that is NaN in a state has no vote there, whatever its critic promises
-+ # A policy that is not bounded in a state has no vote there, whatever its critic promises
+- # A policy that is NaN in a state has no vote in any, whatever its critic promises
++ # A policy that is unbounded in a state has no vote in any, whatever its critic promises
 - visited = batch["obs_inds"]
 - weights = communicators.gate_by_value(weights, values, batch["returns"], visited)
 - return communicators.mix_log_probs(policies, weights, args.mixture), weights
@@ -1432,7 +1432,7 @@ ON_MUJOCO = {
 + )
 """,
     "main": """
-+ # Rewards are scaled by the deviation of discounted returns, which stays at home
++ # Rewards are scaled by the deviation of discounted returns, which only --gate value sends
 + return_statistics = [torch.zeros(3, dtype=torch.double) for _ in held]
 + "return_statistics": return_statistics,
 - tables = [PolicyTable(agent) for agent in agents]
@@ -1644,7 +1644,7 @@ LOOP_OF_GAUSSIANS = """
 - if args.compile:
 - for agent in agents:
 - agent.compile()
-+ # Rewards are scaled by the deviation of discounted returns, which stays at home
++ # Rewards are scaled by the deviation of discounted returns, which only --gate value sends
 + return_statistics = [torch.zeros(3, dtype=torch.double) for _ in held]
 + "return_statistics": return_statistics,
 - actors = Actors(args, agents)
