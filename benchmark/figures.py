@@ -494,6 +494,42 @@ def newcomers_hoppers():
     )
 
 
+def draw_robots(name: str, first: str, last: str, *methods: str):
+    """A panel for the first robot, one for the last, and one for the mean of all four."""
+    rows = read_rows(name, panel="mean of all four")
+    ends = [rows[rows.agent == i].assign(panel=panel) for i, panel in ((0, first), (3, last))]
+    return draw_dots(pd.concat((*ends, average(rows))), usual(*methods), AFTER, "isolated")
+
+
+def hoppers():
+    """Hoppers with gravity of their own."""
+    return draw_robots(
+        "mujoco_hoppers",
+        "gravity × 0.5",
+        "gravity × 1.25",
+        "fedavg-uniform",
+        "pr-uniform",
+        "pr-gate-linear",
+        "pr-reward-linear",
+        "kickstarting",
+        "fedper-uniform",
+        "isolated",
+    )
+
+
+def cheetahs():
+    """Cheetahs with target velocities of their own."""
+    return draw_robots(
+        "mujoco_cheetahs",
+        "1 m/s",
+        "4 m/s",
+        "fedavg-uniform",
+        "pr-gate-linear",
+        "fedper-uniform",
+        "isolated",
+    )
+
+
 def skills():
     """Language models: the rare skill after training, mean of the agents."""
     rows = average(read_rows("skills_rare", "mirror_after", panel=""))
@@ -555,6 +591,8 @@ FIGURES: dict[str, Callable] = {
         bodies_matrix,
         newcomers_cars,
         newcomers_hoppers,
+        hoppers,
+        cheetahs,
         skills,
         preferences,
         text_worlds,
