@@ -166,7 +166,7 @@ def main(args: Args) -> dict:
     mean_returns = torch.full((len(held),), torch.nan, dtype=torch.double)
     begin = [communicators.flatten(agent) for agent in agents]  # what the last round left them
 
-    # Rewards are scaled by the deviation of discounted returns, which stays at home
+    # Rewards are scaled by the deviation of the discounted returns of each agent
     return_statistics = [torch.zeros(3, dtype=torch.double) for _ in held]
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These

@@ -644,7 +644,7 @@ def main(args: Args) -> dict:
     round_returns = [[] for _ in held]  # since the last round
     mean_returns = torch.full((len(held),), torch.nan, dtype=torch.double)
 
-    # Rewards are scaled by the deviation of discounted returns, which only --gate value sends
+    # Rewards are scaled by the deviation of the discounted returns of each agent
     return_statistics = [torch.zeros(3, dtype=torch.double) for _ in held]
 
     # Resume: what a checkpoint holds of each agent; the rest follows from the settings. These

@@ -1432,7 +1432,7 @@ ON_MUJOCO = {
 + )
 """,
     "main": """
-+ # Rewards are scaled by the deviation of discounted returns, which only --gate value sends
++ # Rewards are scaled by the deviation of the discounted returns of each agent
 + return_statistics = [torch.zeros(3, dtype=torch.double) for _ in held]
 + "return_statistics": return_statistics,
 - tables = [PolicyTable(agent) for agent in agents]
@@ -1644,7 +1644,7 @@ LOOP_OF_GAUSSIANS = """
 - if args.compile:
 - for agent in agents:
 - agent.compile()
-+ # Rewards are scaled by the deviation of discounted returns, which only --gate value sends
++ # Rewards are scaled by the deviation of the discounted returns of each agent
 + return_statistics = [torch.zeros(3, dtype=torch.double) for _ in held]
 + "return_statistics": return_statistics,
 - actors = Actors(args, agents)
