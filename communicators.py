@@ -1625,14 +1625,13 @@ def check_communicator(args: RunArgs, make_communicator: Callable, has_influence
     C = make_communicator(args, **inputs)
     if not has_influence and args.communicator != "identity" and args.agents_at_once > 1:
         announce("--kl-coef 0: policies are sent, and peers have no influence")
+    if args.num_agents == 1:  # C is 1, whatever the flags
+        return
     for flag in ("self_preference", "communicator_temperature"):
         value = getattr(args, flag)
         default = getattr(type(args), flag)
         without = dataclasses.replace(args, **{flag: default})
-        is_alone = args.num_agents == 1  # with a C of 1, whatever the flags
-        if is_alone or value == default:
-            continue
-        if torch.equal(make_communicator(without, **inputs), C):
+        if value != default and torch.equal(make_communicator(without, **inputs), C):
             flag = f"--{flag.replace('_', '-')} {value}"
             announce(f"{flag}: is not read by --communicator {args.communicator}")
 

@@ -455,22 +455,21 @@ def bodies_matrix():
     return draw_matrix(read_table(RESULTS / "mujoco_cars_matrix.csv"))
 
 
-def draw_newcomers(name: str, *methods: str):
-    """A panel for the newcomer, agent 3, and one for the mean of the three trained agents."""
-    rows = read_rows(name, panel="the three trained")
-    is_new = rows.agent == 3
-    return draw_dots(
-        pd.concat((rows[is_new].assign(panel="the newcomer"), average(rows[~is_new]))),
-        usual(*methods),
-        AFTER,
-        "isolated",
-    )
+def draw_agents(name: str, panels: dict[str, tuple[int, ...]], *methods: str):
+    """A panel for the mean return of some agents. panels: what it is called -> the agents."""
+    rows = read_rows(name, panel="")
+    parts = [rows[rows.agent.isin(agents)].assign(panel=panel) for panel, agents in panels.items()]
+    return draw_dots(average(pd.concat(parts)), usual(*methods), AFTER, "isolated")
+
+
+WITH_A_NEWCOMER = {"the newcomer": (3,), "the three trained": (0, 1, 2)}
 
 
 def newcomers_cars():
     """A newcomer with a weak motor beside three trained cars."""
-    return draw_newcomers(
+    return draw_agents(
         "mujoco_newcomers_cars",
+        WITH_A_NEWCOMER,
         "fedavg-uniform",
         "pr-gate-linear",
         "pr-reward-linear",
@@ -484,8 +483,9 @@ def newcomers_cars():
 
 def newcomers_hoppers():
     """A newcomer with more gravity beside three trained hoppers."""
-    return draw_newcomers(
+    return draw_agents(
         "mujoco_newcomers_hoppers",
+        WITH_A_NEWCOMER,
         "fedavg-uniform",
         "pr-reward-linear",
         "pr-gate-linear",
@@ -494,19 +494,11 @@ def newcomers_hoppers():
     )
 
 
-def draw_robots(name: str, first: str, last: str, *methods: str):
-    """A panel for the first robot, one for the last, and one for the mean of all four."""
-    rows = read_rows(name, panel="mean of all four")
-    ends = [rows[rows.agent == i].assign(panel=panel) for i, panel in ((0, first), (3, last))]
-    return draw_dots(pd.concat((*ends, average(rows))), usual(*methods), AFTER, "isolated")
-
-
 def hoppers():
     """Hoppers with gravity of their own."""
-    return draw_robots(
+    return draw_agents(
         "mujoco_hoppers",
-        "gravity × 0.5",
-        "gravity × 1.25",
+        {"gravity × 0.5": (0,), "gravity × 1.25": (3,), "mean of all four": (0, 1, 2, 3)},
         "fedavg-uniform",
         "pr-uniform",
         "pr-gate-linear",
@@ -519,10 +511,9 @@ def hoppers():
 
 def cheetahs():
     """Cheetahs with target velocities of their own."""
-    return draw_robots(
+    return draw_agents(
         "mujoco_cheetahs",
-        "1 m/s",
-        "4 m/s",
+        {"1 m/s": (0,), "4 m/s": (3,), "mean of all four": (0, 1, 2, 3)},
         "fedavg-uniform",
         "pr-gate-linear",
         "fedper-uniform",

@@ -20,8 +20,8 @@
 # The table below has a name, the settings that are tried on the tuning seeds 101 and 102, the setting of the seeds 1
 # to 5 on each task, and the method, in which a setting takes the places of X and Y; - is a method that was not run.
 # Those of cars are the best (`python benchmark/table.py --search --measure auc --runs runs/mujoco-tune-cars`), those of
-# hoppers the best of three on seed 101, and cheetahs have these, untuned. Hoppers with a newcomer (joined) were run before,
-# with the first setting that is tried. Seeds are outermost: a list that is cut off has whole seeds.
+# hoppers the best of three on seed 101, and cheetahs have these, untuned. Hoppers with a newcomer (joined) were run
+# before, with the first setting that is tried. Seeds are outermost: a list that is cut off has whole seeds.
 set -eu
 mode=$*
 seeds="1 2 3 4 5"

@@ -96,34 +96,42 @@ def test_what_counts_as_sent_is_of_the_trained_agent(
     assert all(torch.equal(agent, begun) for agent, begun in copies)
 
 
-def test_a_resumed_run_goes_on_from_its_own_checkpoint(trained, crashing, tmp_path):
+@pytest.fixture
+def cut(trained, crashing, tmp_path):
+    """cut(moment, agent, iteration): a run up to that moment, and a whole one.
+
+    Returns the arguments that resume it, its folder, and that of the whole one.
+    """
+
+    def train(*moment):
+        settings = {"iterations": 4, "save_every": 2}
+        newcomer.main(tiny_newcomer(tmp_path / "whole", trained, **settings))
+        args = tiny_newcomer(tmp_path / "cut", trained, **settings)
+        crashing(*moment, lambda: newcomer.main(args))
+        folder = only_run(tmp_path / "cut")
+        return replace(args, resume=str(folder)), folder, only_run(tmp_path / "whole")
+
+    return train
+
+
+def test_a_resumed_run_goes_on_from_its_own_checkpoint(cut):
     """And is the run that it would have been."""
-    settings = {"iterations": 4, "save_every": 2}
-    newcomer.main(tiny_newcomer(tmp_path / "whole", trained, **settings))
-    args = tiny_newcomer(tmp_path / "cut", trained, **settings)
-    crashing("complete", 2, 2, lambda: newcomer.main(args))
-    folder = only_run(tmp_path / "cut")
-    resumed = tiny_newcomer(tmp_path / "cut", trained, **settings, resume=str(folder))
+    resumed, folder, whole = cut("complete", 2, 2)
     moved = replace(resumed, start_from="moved")
     newcomer.check_args(moved)
     newcomer.main(moved)
-    assert_same_run(only_run(tmp_path / "whole"), folder)
+    assert_same_run(whole, folder)
     assert weights_of(folder)
 
 
-def test_a_run_without_checkpoints_is_resumed_from_the_trained_run(trained, crashing, tmp_path):
+def test_a_run_without_checkpoints_is_resumed_from_the_trained_run(cut):
     """Not from new agents, where that run is gone."""
-    settings = {"iterations": 2, "save_every": 2}
-    newcomer.main(tiny_newcomer(tmp_path / "whole", trained, **settings))
-    args = tiny_newcomer(tmp_path / "cut", trained, **settings)
-    crashing("update", 0, 1, lambda: newcomer.main(args))
-    folder = only_run(tmp_path / "cut")
-    resumed = replace(args, resume=str(folder))
+    resumed, folder, whole = cut("update", 0, 1)
     newcomer.check_args(resumed)
     moved = replace(resumed, start_from="moved")
     assert "must be a run's folder with its checkpoints" in refusal(newcomer.main, moved)
     newcomer.main(resumed)
-    assert_same_run(only_run(tmp_path / "whole"), folder)
+    assert_same_run(whole, folder)
 
 
 def test_bad_input_ends_in_one_line(trained, tmp_path):
