@@ -458,6 +458,8 @@ def test_a_gif_shows_every_agent_on_its_own_task(tmp_path, monkeypatch, whole_ru
 
 def test_a_renderer_that_is_missing_is_one_line(run_of, tmp_path, monkeypatch):
     """Before anything is played; without films it is not needed."""
+    for script in (PENDULUM, S2ZPO):  # mujoco refuses to be imported with such a renderer
+        run_of(script)
     monkeypatch.setenv("MUJOCO_GL", "nonsense")
     forbid_playing(monkeypatch)
     monkeypatch.setattr(s2zpo_mujoco, "DRAW", "import os; raise OSError(os.environ['MUJOCO_GL'])")
