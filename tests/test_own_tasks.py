@@ -26,11 +26,16 @@ from helpers import (
 from benchmark import play
 
 MINIGRID_SCRIPTS = on([PRPO_MINIGRID, PRTRPO_MINIGRID])
-EXAMPLE = re.search(
-    r"```python\n(import gymnasium.*?)```",
-    (REPOSITORY / "docs" / "prpo_minigrid.md").read_text(),
-    re.S,
-)[1]
+
+
+def read_example(page):
+    """The tasks of one's own of a page in docs."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    return re.search(r"```python\n(import gymnasium.*?)```", text, re.S)[1]
+
+
+EXAMPLE = read_example("prpo_minigrid.md")
+BODIES = read_example("prpo_mujoco.md")
 # Its own reward: every step costs
 FRUGAL_TASK = """
 from minigrid.envs import DoorKeyEnv
@@ -288,15 +293,16 @@ DOOR_KEY = "MiniGrid-DoorKey-5x5-v0"
 
 @pytest.fixture
 def my_tasks(tmp_path, monkeypatch):
-    """The folder of a module with the page's example, and of one with tasks that cannot be used."""
+    """The folder of modules with the pages' examples, and of one with tasks that cannot be used."""
     (tmp_path / "my_tasks.py").write_text(EXAMPLE + FRUGAL_TASK)
+    (tmp_path / "my_bodies.py").write_text(BODIES)
     (tmp_path / "my_other_tasks.py").write_text(OTHER_TASKS)
     (tmp_path / "my_copies.py").write_text("import my_tasks\n")
     (tmp_path / "my_broken_tasks.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(gym.envs.registration, "registry", dict(gym.envs.registration.registry))
     yield tmp_path
-    for name in ("my_tasks", "my_other_tasks", "my_copies", "my_broken_tasks"):
+    for name in ("my_tasks", "my_bodies", "my_other_tasks", "my_copies", "my_broken_tasks"):
         sys.modules.pop(name, None)
 
 
@@ -592,6 +598,19 @@ def test_bodies_that_cannot_be_used_are_refused_in_one_line(argv, words, my_task
     assert words in REFUSED[-1]
     assert REFUSED[-1].startswith(argv[argv.rindex("--") :].split(" ")[0])
     assert "\n" not in REFUSED[-1]
+
+
+def test_the_page_s_bodies_learn_goals_of_their_own(my_tasks, tmp_path):
+    """Each agent is better at its own task than at its peer's."""
+    changes = {"num_agents": 2, "iterations": 8, "num_steps": 512, "num_minibatches": 4}
+    changes |= {"eval_episodes": 20, "learning_rate": 2e-3}
+    args = flags(PRPO_MUJOCO, tmp_path / "runs", env_ids="", **changes)
+    at = args.index("--env-ids")
+    args[at + 1 : at + 2] = ["my_bodies:ReachLeft-v0", "my_bodies:ReachRight-v0"]
+    agents = PRPO_MUJOCO.main(PRPO_MUJOCO.parse_args(args))["evaluation"]["agents"]
+    left, right = ([row[f"Reach{side}-v0"]["mean"] for row in agents] for side in ("Left", "Right"))
+    assert left[0] > right[0] + 8
+    assert right[1] > left[1] + 8
 
 
 @on([PRPO_MUJOCO, SLOW_FEDAVG_MUJOCO])
