@@ -867,7 +867,7 @@ def collect_public_states(args: Args, num_steps: int = 64, num_envs: int = 8) ->
         num_actions = envs.single_action_space.n
         obs, _ = envs.reset(seed=list(range(num_envs)))
         for _ in range(num_steps):
-            states.append(obs.copy())
+            states.append(obs)
             obs, *_ = envs.step(generator.integers(num_actions, size=num_envs))
         envs.close()
     return torch.as_tensor(np.concatenate(states))

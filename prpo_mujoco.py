@@ -960,7 +960,7 @@ def collect_public_states(args: Args, num_steps: int = 64, num_envs: int = 8) ->
         bounds = envs.action_space
         obs, _ = envs.reset(seed=list(range(num_envs)))
         for _ in range(num_steps):
-            states.append(obs.copy())
+            states.append(obs)
             actions = generator.uniform(bounds.low, bounds.high)
             obs, *_ = envs.step(actions.astype(bounds.dtype))
         envs.close()
