@@ -1,6 +1,7 @@
 """benchmark/confirm.py: paired differences, Holm's adjustment, verdicts."""
 
 import importlib
+import re
 import sys
 
 import numpy as np
@@ -46,6 +47,12 @@ def report(capsys, **options):
         else:
             table[cells[0]] = cells[1:]
     return tables, lines
+
+
+def is_rounded(shown, number):
+    """Whether a page shows this number, which the tool prints with one or two places more."""
+    decimals = len(shown.partition(".")[2])
+    return abs(float(shown) - float(number)) <= 0.5 * 10**-decimals + 0.0005
 
 
 def seeds_from(first, values):
@@ -278,3 +285,63 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     pd.read_csv(metrics).rename(columns=names).to_csv(metrics, index=False)
     args = confirm.Args(runs=(str(tmp_path),), lead="pr-reward")
     assert "has no return_last_100" in refusal(confirm.main, args)
+
+
+NUMBER = r"-?[\d.]+"
+
+
+@pytest.mark.parametrize(
+    ("page", "task"),
+    [
+        ("confirmation", "goals"),
+        ("confirmation_skills", "skills"),
+        ("confirmation_doorkey", "doorkey"),
+        ("confirmation_unlock", "unlock"),
+    ],
+)
+def test_pages_show_the_differences_of_their_rows(page, task, capsys):
+    """Every rival's row of the primary endpoint: difference, interval, adjusted p, verdict."""
+    path = str(REPOSITORY / f"benchmark/results/confirm_{task}.csv")
+    tables, _ = report(capsys, from_csv=path)
+    text = (REPOSITORY / f"docs/results/{page}.md").read_text()
+    shown = re.search(r"\|.*gated minus it.*\n\|.*\n((?:\|.*\n)+)", text)[1].splitlines()
+    rivals = {}
+    for line in shown[1:]:  # the first is the lead
+        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        rivals[label] = cells[-3:]
+    of_rows = tables["return after training"]
+    assert set(rivals) == set(of_rows)
+    for label, (difference, p, verdict) in rivals.items():
+        printed, _, _, adjusted, printed_verdict = of_rows[label]
+        numbers = re.findall(NUMBER, printed)
+        assert len(numbers) == 3
+        for ours, theirs in zip(re.findall(NUMBER, difference), numbers, strict=True):
+            assert is_rounded(ours, theirs), label
+        if p.startswith("<"):
+            assert float(adjusted) <= float(p[1:])
+        else:
+            assert is_rounded(p, adjusted), label
+        assert verdict == printed_verdict
+
+
+@pytest.mark.parametrize(
+    ("data", "lead", "rivals"),
+    [
+        ("hoppers", "pr-uniform", ["isolated", "fedavg-uniform"]),
+        ("hoppers", "isolated", ["fedavg-uniform"]),
+        ("cheetahs", "pr-gate-linear", ["isolated", "fedavg-uniform", "fedper-uniform"]),
+        ("cheetahs", "isolated", ["fedavg-uniform"]),
+        ("private_critics", "fedavg-private-critics", ["isolated", "fedavg-uniform"]),
+    ],
+)
+def test_robots_have_the_differences_of_their_rows(data, lead, rivals, capsys):
+    """The page of robots has each, in return after training, or its opposite."""
+    path = REPOSITORY / f"benchmark/results/mujoco_{data}.csv"
+    text = " ".join((REPOSITORY / "docs/results/robots.md").read_text().split())
+    for _, rows in confirm.read_rows(confirm.Args(from_csv=str(path))).groupby("env"):
+        after, *_ = confirm.make_endpoints(rows, hardest=3)
+        for rival in rivals:
+            mean, low, high = runs.mean_interval((after[lead] - after[rival]).to_numpy())
+            difference = f"{mean:.0f} [{low:.0f}, {high:.0f}]"
+            opposite = f"{-mean:.0f} [{-high:.0f}, {-low:.0f}]"
+            assert difference in text or opposite in text

@@ -450,6 +450,14 @@ def test_pages_show_what_the_table_is(page, data, words, capsys):
     assert set(shown[2:]) <= set(rows)
 
 
+def test_pooled_agents_of_the_page_are_those_of_the_table(capsys):
+    """Beside those of other files, so that the page's table has further rows."""
+    table.main(table.Args(from_csv=str(RESULTS / "pooled_runs.csv")))
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2
+    assert set(rows) <= set(read_page("fedavg_ppo").splitlines())
+
+
 def test_differences_of_the_page_are_those_of_the_table(capsys):
     """In bold where its rows begin."""
     path = str(RESULTS / "fourrooms_5m_runs.csv")
