@@ -37,7 +37,7 @@ def report(capsys, **options):
     tables = {}
     lines = []
     for line in capsys.readouterr().out.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        cells = split_cells(line)
         if line.startswith("| ---") or not line:
             continue
         if not line.startswith("|"):
@@ -47,6 +47,11 @@ def report(capsys, **options):
         else:
             table[cells[0]] = cells[1:]
     return tables, lines
+
+
+def split_cells(line):
+    """The cells of a table's row."""
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def is_rounded(shown, number):
@@ -307,7 +312,7 @@ def test_pages_show_the_differences_of_their_rows(page, task, capsys):
     shown = re.search(r"\|.*gated minus it.*\n\|.*\n((?:\|.*\n)+)", text)[1].splitlines()
     rivals = {}
     for line in shown[1:]:  # the first is the lead
-        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        label, *cells = split_cells(line)
         rivals[label] = cells[-3:]
     of_rows = tables["return after training"]
     assert set(rivals) == set(of_rows)
@@ -322,6 +327,54 @@ def test_pages_show_the_differences_of_their_rows(page, task, capsys):
         else:
             assert is_rounded(p, adjusted), label
         assert verdict == printed_verdict
+
+
+ALL = [0, 1, 2, 3]
+CARS = {"mean of four cars": ALL, "weak car": [3]}
+HOPPERS = {"mean of four": ALL, "× 0.5": [0], "× 1.25": [3], "over the run, mean of four": ALL}
+CHEETAHS = {"mean of four": ALL, "1 m/s": [0], "4 m/s": [3], "over the run, mean of four": ALL}
+NEWCOMERS = {"newcomer": [3], "the three trained": [0, 1, 2]}
+HOPPING_NEWCOMERS = {"newcomer, after training": [3], "newcomer, over the run": [3]}
+HOPPING_NEWCOMERS |= {"the three trained, after training": [0, 1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("page", "data", "columns"),
+    [
+        ("confirmation", "confirm_goals", {"return": ALL}),
+        ("confirmation_skills", "confirm_skills", {"return": range(6)}),
+        ("confirmation_doorkey", "confirm_doorkey", {"return": range(3)}),
+        ("confirmation_unlock", "confirm_unlock", {"return": ALL}),
+        ("bodies", "mujoco_cars", CARS),
+        ("bodies", "mujoco_cars_fresh", CARS),
+        ("robots", "mujoco_hoppers", HOPPERS),
+        ("robots", "mujoco_cheetahs", CHEETAHS),
+        ("newcomers", "mujoco_newcomers_cars", NEWCOMERS),
+        ("newcomers", "mujoco_newcomers_hoppers", HOPPING_NEWCOMERS),
+    ],
+)
+def test_pages_show_the_returns_of_their_rows(page, data, columns):
+    """Means over some agents, with intervals, in the table that has a row of each method."""
+    path = str(REPOSITORY / f"benchmark/results/{data}.csv")
+    rows = confirm.read_rows(confirm.Args(from_csv=path))
+    labels = {confirm.find_method(name).label: name for name in set(rows.method)}
+    text = (REPOSITORY / f"docs/results/{page}.md").read_text()
+    tables = re.findall(r"^(\|.*)\n\| ---.*\n((?:\|.*\n)+)", text, re.M)
+    for head, lines in tables:
+        shown = {}
+        for cells in map(split_cells, lines.splitlines()):
+            shown[cells[0]] = dict(zip(split_cells(head), cells, strict=True))
+        if set(shown) == set(labels) and set(columns) <= set(split_cells(head)):
+            break
+    else:
+        pytest.fail("no such table")
+    for column, agents in columns.items():
+        measure = "auc" if "over the run" in column else "evaluation"
+        returns = rows[rows.agent.isin(agents)].groupby(["method", "seed"])[measure].mean()
+        for label, name in labels.items():
+            numbers = re.findall(NUMBER, shown[label][column])
+            for ours, theirs in zip(numbers, runs.mean_interval(returns[name]), strict=True):
+                assert is_rounded(ours, theirs), (label, column)
 
 
 @pytest.mark.parametrize(
