@@ -55,9 +55,9 @@ def split_cells(line):
 
 
 def is_rounded(shown, number):
-    """Whether a page shows this number, which the tool prints with one or two places more."""
+    """Whether a page shows this number, rounded to some places."""
     decimals = len(shown.partition(".")[2])
-    return abs(float(shown) - float(number)) <= 0.5 * 10**-decimals + 0.0005
+    return abs(float(shown) - number) <= 0.5 * 10**-decimals + 1e-9
 
 
 def seeds_from(first, values):
@@ -292,41 +292,57 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     assert "has no return_last_100" in refusal(confirm.main, args)
 
 
-NUMBER = r"-?[\d.]+"
+def read_rows(data):
+    """The rows of a results file, and the names of its methods by label."""
+    path = str(REPOSITORY / f"benchmark/results/{data}.csv")
+    rows = confirm.read_rows(confirm.Args(from_csv=path))
+    return rows, {confirm.find_method(name).label: name for name in set(rows.method)}
+
+
+def find_table(page, columns, labels):
+    """The cells of a page's table by label and column: the one with these columns and labels."""
+    text = (REPOSITORY / f"docs/results/{page}.md").read_text()
+    for head, lines in re.findall(r"^(\|.*)\n\| ---.*\n((?:\|.*\n)+)", text, re.M):
+        shown = {}
+        for cells in map(split_cells, lines.splitlines()):
+            shown[cells[0]] = dict(zip(split_cells(head), cells, strict=True))
+        if set(shown) == set(labels) and set(columns) <= set(split_cells(head)):
+            return shown
+    pytest.fail("no such table")
+
+
+def check_interval(shown, interval):
+    """A page shows a mean and its interval, rounded."""
+    for text, number in zip(re.findall(r"-?[\d.]+", shown), interval, strict=True):
+        assert is_rounded(text, number), shown
 
 
 @pytest.mark.parametrize(
-    ("page", "task"),
+    ("page", "data"),
     [
-        ("confirmation", "goals"),
-        ("confirmation_skills", "skills"),
-        ("confirmation_doorkey", "doorkey"),
-        ("confirmation_unlock", "unlock"),
+        ("confirmation", "confirm_goals"),
+        ("confirmation_skills", "confirm_skills"),
+        ("confirmation_doorkey", "confirm_doorkey"),
+        ("confirmation_unlock", "confirm_unlock"),
     ],
 )
-def test_pages_show_the_differences_of_their_rows(page, task, capsys):
+def test_pages_show_the_differences_of_their_rows(page, data):
     """Every rival's row of the primary endpoint: difference, interval, adjusted p, verdict."""
-    path = str(REPOSITORY / f"benchmark/results/confirm_{task}.csv")
-    tables, _ = report(capsys, from_csv=path)
-    text = (REPOSITORY / f"docs/results/{page}.md").read_text()
-    shown = re.search(r"\|.*gated minus it.*\n\|.*\n((?:\|.*\n)+)", text)[1].splitlines()
-    rivals = {}
-    for line in shown[1:]:  # the first is the lead
-        label, *cells = split_cells(line)
-        rivals[label] = cells[-3:]
-    of_rows = tables["return after training"]
-    assert set(rivals) == set(of_rows)
-    for label, (difference, p, verdict) in rivals.items():
-        printed, _, _, adjusted, printed_verdict = of_rows[label]
-        numbers = re.findall(NUMBER, printed)
-        assert len(numbers) == 3
-        for ours, theirs in zip(re.findall(NUMBER, difference), numbers, strict=True):
-            assert is_rounded(ours, theirs), label
-        if p.startswith("<"):
-            assert float(adjusted) <= float(p[1:])
+    rows, labels = read_rows(data)
+    shown = find_table(page, ["gated minus it", "p, Holm", "verdict"], labels)
+    after, *_ = confirm.make_endpoints(rows, hardest=0)
+    labels = {label: name for label, name in labels.items() if name != "pr-gate-linear"}
+    gains = [(after["pr-gate-linear"] - after[name]).dropna() for name in labels.values()]
+    p_values = [confirm.compute_p_value(of_rival.to_numpy()) for of_rival in gains]
+    adjusted = confirm.adjust_by_holm(p_values)
+    for label, of_rival, p in zip(labels, gains, adjusted, strict=True):
+        interval = runs.mean_interval(of_rival)
+        check_interval(shown[label]["gated minus it"], interval)
+        if shown[label]["p, Holm"].startswith("<"):
+            assert p < float(shown[label]["p, Holm"][1:])
         else:
-            assert is_rounded(p, adjusted), label
-        assert verdict == printed_verdict
+            assert is_rounded(shown[label]["p, Holm"], p), label
+        assert shown[label]["verdict"] == confirm.judge(*interval, p)
 
 
 ALL = [0, 1, 2, 3]
@@ -355,26 +371,13 @@ HOPPING_NEWCOMERS |= {"the three trained, after training": [0, 1, 2]}
 )
 def test_pages_show_the_returns_of_their_rows(page, data, columns):
     """Means over some agents, with intervals, in the table that has a row of each method."""
-    path = str(REPOSITORY / f"benchmark/results/{data}.csv")
-    rows = confirm.read_rows(confirm.Args(from_csv=path))
-    labels = {confirm.find_method(name).label: name for name in set(rows.method)}
-    text = (REPOSITORY / f"docs/results/{page}.md").read_text()
-    tables = re.findall(r"^(\|.*)\n\| ---.*\n((?:\|.*\n)+)", text, re.M)
-    for head, lines in tables:
-        shown = {}
-        for cells in map(split_cells, lines.splitlines()):
-            shown[cells[0]] = dict(zip(split_cells(head), cells, strict=True))
-        if set(shown) == set(labels) and set(columns) <= set(split_cells(head)):
-            break
-    else:
-        pytest.fail("no such table")
+    rows, labels = read_rows(data)
+    shown = find_table(page, columns, labels)
     for column, agents in columns.items():
         measure = "auc" if "over the run" in column else "evaluation"
         returns = rows[rows.agent.isin(agents)].groupby(["method", "seed"])[measure].mean()
         for label, name in labels.items():
-            numbers = re.findall(NUMBER, shown[label][column])
-            for ours, theirs in zip(numbers, runs.mean_interval(returns[name]), strict=True):
-                assert is_rounded(ours, theirs), (label, column)
+            check_interval(shown[label][column], runs.mean_interval(returns[name]))
 
 
 @pytest.mark.parametrize(
@@ -387,12 +390,12 @@ def test_pages_show_the_returns_of_their_rows(page, data, columns):
         ("private_critics", "fedavg-private-critics", ["isolated", "fedavg-uniform"]),
     ],
 )
-def test_robots_have_the_differences_of_their_rows(data, lead, rivals, capsys):
+def test_robots_have_the_differences_of_their_rows(data, lead, rivals):
     """The page of robots has each, in return after training, or its opposite."""
-    path = REPOSITORY / f"benchmark/results/mujoco_{data}.csv"
     text = " ".join((REPOSITORY / "docs/results/robots.md").read_text().split())
-    for _, rows in confirm.read_rows(confirm.Args(from_csv=str(path))).groupby("env"):
-        after, *_ = confirm.make_endpoints(rows, hardest=3)
+    rows, _ = read_rows(f"mujoco_{data}")
+    for _, of_task in rows.groupby("env"):
+        after, *_ = confirm.make_endpoints(of_task, hardest=3)
         for rival in rivals:
             mean, low, high = runs.mean_interval((after[lead] - after[rival]).to_numpy())
             difference = f"{mean:.0f} [{low:.0f}, {high:.0f}]"

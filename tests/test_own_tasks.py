@@ -310,9 +310,8 @@ def test_the_page_s_example_is_learned(my_tasks, tmp_path):
     """Beside one of MiniGrid's tasks; a return is 0 or 1."""
     assert 20 <= len(EXAMPLE.splitlines()) <= 26
     changes = {"num_agents": 2, "iterations": 6, "num_steps": 1024, "eval_episodes": 5}
-    args = flags(PRPO_MINIGRID, tmp_path / "runs", env_ids="", **changes)
-    at = args.index("--env-ids")
-    args[at + 1 : at + 2] = ["my_tasks:Corridor-v0", DOOR_KEY]
+    args = flags(PRPO_MINIGRID, tmp_path / "runs", **changes)
+    args += ["--env-ids", "my_tasks:Corridor-v0", DOOR_KEY]
     summary = PRPO_MINIGRID.main(PRPO_MINIGRID.parse_args(args))
     returns = [float(row["episodic_return"]) for row in rows_of(only_run(tmp_path / "runs"))]
     assert 0 < returns[0] < returns[-2] <= 1
@@ -325,7 +324,6 @@ def test_a_task_with_another_reward_trains_resumes_and_plays(my_tasks, tmp_path)
     Names are logged without the module, and only that agent's returns contain the costs.
     """
     changes = {
-        "env_ids": "",
         "num_agents": 2,
         "iterations": 1,
         "num_steps": 256,
@@ -335,8 +333,7 @@ def test_a_task_with_another_reward_trains_resumes_and_plays(my_tasks, tmp_path)
         "eval_episodes": 1,
     }
     args = flags(PRPO_MINIGRID, tmp_path / "runs", **changes)
-    at = args.index("--env-ids")
-    args[at + 1 : at + 2] = [FRUGAL, DOOR_KEY]
+    args += ["--env-ids", FRUGAL, DOOR_KEY]
     PRPO_MINIGRID.main(PRPO_MINIGRID.parse_args(args))
     folder = only_run(tmp_path / "runs")
     assert folder.name.startswith(f"FrugalDoorKey-v0+{DOOR_KEY}__")
@@ -414,9 +411,8 @@ def test_a_task_may_show_its_codes_alone(script, my_tasks, tmp_path):
     Actions and rewards are the task's.
     """
     changes = {"num_agents": 2, "communicator": "uniform", "iterations": 2}
-    args = flags(script, tmp_path / "runs", env_ids="", **changes)
-    at = args.index("--env-ids")
-    args[at + 1 : at + 2] = ["my_other_tasks:Bare-v0", DOOR_KEY]
+    args = flags(script, tmp_path / "runs", **changes)
+    args += ["--env-ids", "my_other_tasks:Bare-v0", DOOR_KEY]
     summary = script.main(script.parse_args(args))
     evaluation = summary["evaluation"]["agents"][0]["Bare-v0"]
     assert 0 <= evaluation["mean"] <= 9
@@ -464,9 +460,8 @@ def test_rewards_that_are_no_numbers_are_named(
 ):
     """On the line of the agent that has diverged; its policy is as it was."""
     changes = {"num_agents": 2, "communicator": "uniform", "iterations": 1, "eval_episodes": 0}
-    args = flags(script, tmp_path, env_ids="", **changes | {"num_steps": 16})
-    at = args.index("--env-ids")
-    args[at + 1 : at + 2] = [f"my_other_tasks:{task}", f"my_other_tasks:{plain_task}"]
+    args = flags(script, tmp_path, **changes | {"num_steps": 16})
+    args += ["--env-ids", f"my_other_tasks:{task}", f"my_other_tasks:{plain_task}"]
     summary = script.main(script.parse_args(args))
     assert summary["diverged"] == [0]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "has diverged" in line]
@@ -482,9 +477,8 @@ def test_a_users_game_trains_and_plays(my_tasks, tmp_path):
     script = PRPO_ATARI
     changes = {"num_agents": 2, "communicator": "uniform", "iterations": 2, "local_updates": 1}
     changes |= {"num_steps": 40, "eval_episodes": 1}
-    args = flags(script, tmp_path / "runs", env_ids="", **changes)
-    at = args.index("--env-ids")
-    args[at + 1 : at + 2] = ["my_other_tasks:Frames-v0", "BreakoutNoFrameskip-v4"]
+    args = flags(script, tmp_path / "runs", **changes)
+    args += ["--env-ids", "my_other_tasks:Frames-v0", "BreakoutNoFrameskip-v4"]
     summary = script.main(script.parse_args(args))
     folder = only_run(tmp_path / "runs")
     assert folder.name.startswith("Frames-v0+BreakoutNoFrameskip-v4__")
@@ -604,9 +598,8 @@ def test_the_page_s_bodies_learn_goals_of_their_own(my_tasks, tmp_path):
     """Each agent is better at its own task than at its peer's."""
     changes = {"num_agents": 2, "iterations": 8, "num_steps": 512, "num_minibatches": 4}
     changes |= {"eval_episodes": 20, "learning_rate": 2e-3}
-    args = flags(PRPO_MUJOCO, tmp_path / "runs", env_ids="", **changes)
-    at = args.index("--env-ids")
-    args[at + 1 : at + 2] = ["my_bodies:ReachLeft-v0", "my_bodies:ReachRight-v0"]
+    args = flags(PRPO_MUJOCO, tmp_path / "runs", **changes)
+    args += ["--env-ids", "my_bodies:ReachLeft-v0", "my_bodies:ReachRight-v0"]
     agents = PRPO_MUJOCO.main(PRPO_MUJOCO.parse_args(args))["evaluation"]["agents"]
     left, right = ([row[f"Reach{side}-v0"]["mean"] for row in agents] for side in ("Left", "Right"))
     assert left[0] > right[0] + 8
