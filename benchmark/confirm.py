@@ -5,8 +5,8 @@
 
 Differences are those of runs, which are averaged over their agents first, with 95 % intervals and
 p-values of the paired t test. Holm's adjustment is over the rivals, for each endpoint. The verdict
-is `above` or `below` where the adjusted p is below 0.05, `equal` where the interval lies within
-0.05 around 0, and otherwise `undecided`. Every seed that cannot be paired is named.
+is `above` or `below` where the adjusted p is below --significance, `equal` where the interval lies
+within 0.05 around 0, and otherwise `undecided`. Every seed that cannot be paired is named.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from scipy import stats
 from styles import find_method, find_place, name_task
 from table import print_table
 
-SIGNIFICANT = 0.05  # adjusted p below which a difference counts
 MARGIN = 0.05  # of return, within which methods are equal
 COLUMNS = ("env", "method", "seed", "agent", "evaluation", "auc")
 
@@ -41,6 +40,8 @@ class Args:
     """only the returns of these agents, as of a newcomer (default: of all)"""
     hardest: int = -1
     """number of the hardest agent (-1: the one whose return is lowest in isolated runs)"""
+    significance: float = 0.05
+    """adjusted p below which a difference counts (0.025 for a second look at more seeds)"""
     csv: str = ""
     """write the rows per run and agent to this file"""
 
@@ -106,9 +107,9 @@ def adjust_by_holm(p_values: list[float]) -> np.ndarray:
     return adjusted
 
 
-def judge(mean: float, low: float, high: float, adjusted: float) -> str:
+def judge(mean: float, low: float, high: float, adjusted: float, significance: float) -> str:
     """The verdict on a difference with this interval and adjusted p-value."""
-    if adjusted < SIGNIFICANT:
+    if adjusted < significance:
         return "above" if mean > 0 else "below"
     if low >= -MARGIN and high <= MARGIN:
         return "equal"
@@ -131,7 +132,9 @@ def list_unpaired(endpoint: pd.Series, lead: str, rival: str) -> list[str]:
     return lines
 
 
-def compare(endpoint: pd.Series, lead: str, rivals: list[str]) -> list[dict[str, str]]:
+def compare(
+    endpoint: pd.Series, lead: str, rivals: list[str], significance: float
+) -> list[dict[str, str]]:
     """Rows of the table: the lead minus each rival."""
     differences = [(endpoint[lead] - endpoint[rival]).dropna().to_numpy() for rival in rivals]
     p_values = [compute_p_value(of_rival) for of_rival in differences]
@@ -144,7 +147,7 @@ def compare(endpoint: pd.Series, lead: str, rivals: list[str]) -> list[dict[str,
         row["difference"] = f"{mean:.3f} [{low:.3f}, {high:.3f}]".replace("-0.000", "0.000")
         row["positive"] = f"{(gains > 0).sum()} of {len(gains)}"
         row |= {"p": f"{p:.4f}", "p, Holm": f"{adjusted:.4f}"}
-        row["verdict"] = judge(mean, low, high, adjusted)
+        row["verdict"] = judge(mean, low, high, adjusted, significance)
         rows.append({name: cell.replace("nan", "-") for name, cell in row.items()})
     return rows
 
@@ -176,6 +179,8 @@ def keep_only(rows: pd.DataFrame, column: str, numbers: tuple[int, ...], what: s
 
 
 def main(args: Args) -> None:
+    if not 0 < args.significance < 1:
+        refuse(f"--significance {args.significance}: a probability between 0 and 1")
     for task, rows in read_rows(args).groupby("env", sort=False):
         if args.lead not in set(rows.method):
             refuse(f"--lead {args.lead}: {task} has no run of it")
@@ -195,7 +200,7 @@ def main(args: Args) -> None:
         print(f"{name_task(task)}: {find_method(args.lead).label} minus its rivals\n")
         lines = []
         for endpoint in make_endpoints(rows, hardest):
-            print_table(compare(endpoint, args.lead, rivals))
+            print_table(compare(endpoint, args.lead, rivals, args.significance))
             print()
             for rival in rivals:
                 lines += list_unpaired(endpoint, args.lead, rival)

@@ -107,20 +107,39 @@ def test_p_values_are_those_of_the_paired_t_test():
 
 
 @pytest.mark.parametrize(
-    ("interval", "adjusted", "verdict"),
+    ("interval", "adjusted", "significance", "verdict"),
     [
-        ((0.2, 0.1, 0.3), 0.049, "above"),
-        ((-0.2, -0.3, -0.1), 0.049, "below"),
-        ((0.2, 0.1, 0.3), 0.05, "undecided"),  # before the adjustment it was
-        ((0.03, 0.02, 0.04), 0.001, "above"),  # however little
-        ((0.0, -0.05, 0.05), 0.9, "equal"),
-        ((0.0, -0.051, 0.04), 0.9, "undecided"),
-        ((0.0, -0.04, 0.051), 0.9, "undecided"),
-        ((0.0, np.nan, np.nan), 1.0, "undecided"),
+        ((0.2, 0.1, 0.3), 0.049, 0.05, "above"),
+        ((-0.2, -0.3, -0.1), 0.049, 0.05, "below"),
+        ((0.2, 0.1, 0.3), 0.05, 0.05, "undecided"),  # before the adjustment it was
+        ((0.2, 0.1, 0.3), 0.049, 0.025, "undecided"),
+        ((0.2, 0.1, 0.3), 0.024, 0.025, "above"),
+        ((0.03, 0.02, 0.04), 0.001, 0.05, "above"),  # however little
+        ((0.03, 0.02, 0.04), 0.03, 0.025, "equal"),
+        ((0.0, -0.05, 0.05), 0.9, 0.05, "equal"),
+        ((0.0, -0.051, 0.04), 0.9, 0.05, "undecided"),
+        ((0.0, -0.04, 0.051), 0.9, 0.05, "undecided"),
+        ((0.0, np.nan, np.nan), 1.0, 0.05, "undecided"),
     ],
 )
-def test_verdicts(interval, adjusted, verdict):
-    assert confirm.judge(*interval, adjusted) == verdict
+def test_verdicts(interval, adjusted, significance, verdict):
+    assert confirm.judge(*interval, adjusted, significance) == verdict
+
+
+def test_a_second_look_asks_for_more(tmp_path, capsys):
+    """A difference with a p-value between both levels is above by one of them only."""
+    scores = {"pr-reward": seeds_from(6, [0.5, 0.6, 0.9, 0.8])}
+    scores["isolated"] = seeds_from(6, [0.2, 0.3, 0.2, 0.6])
+    path = write_rows(tmp_path / "x.csv", scores)
+    options = {"from_csv": path, "lead": "pr-reward"}
+    verdicts = {}
+    for significance in (0.05, 0.025):
+        tables, _ = report(capsys, **options, significance=significance)
+        *_, p, verdicts[significance] = tables["return after training"]["isolated"]
+        assert 0.025 < float(p) < 0.05
+    assert verdicts == {0.05: "above", 0.025: "undecided"}
+    line = "--significance 1.5: a probability between 0 and 1"
+    assert refusal(confirm.main, confirm.Args(**options, significance=1.5)) == line
 
 
 def test_rivals_are_compared_on_common_seeds(tmp_path, capsys):
@@ -318,15 +337,15 @@ def check_interval(shown, interval):
 
 
 @pytest.mark.parametrize(
-    ("page", "data"),
+    ("page", "data", "significance"),
     [
-        ("confirmation", "confirm_goals"),
-        ("confirmation_skills", "confirm_skills"),
-        ("confirmation_doorkey", "confirm_doorkey"),
-        ("confirmation_unlock", "confirm_unlock"),
+        ("confirmation", "confirm_goals", 0.05),
+        ("confirmation_skills", "confirm_skills", 0.05),
+        ("confirmation_doorkey", "confirm_doorkey", 0.05),
+        ("confirmation_unlock", "confirm_unlock", 0.05),
     ],
 )
-def test_pages_show_the_differences_of_their_rows(page, data):
+def test_pages_show_the_differences_of_their_rows(page, data, significance):
     """Every rival's row of the primary endpoint: difference, interval, adjusted p, verdict."""
     rows, labels = read_rows(data)
     shown = find_table(page, ["gated minus it", "p, Holm", "verdict"], labels)
@@ -342,7 +361,7 @@ def test_pages_show_the_differences_of_their_rows(page, data):
             assert p < float(shown[label]["p, Holm"][1:])
         else:
             assert is_rounded(shown[label]["p, Holm"], p), label
-        assert shown[label]["verdict"] == confirm.judge(*interval, p)
+        assert shown[label]["verdict"] == confirm.judge(*interval, p, significance)
 
 
 ALL = [0, 1, 2, 3]
