@@ -673,8 +673,8 @@ def gate_by_value(
     gains by promising more than most others, and one that promises the same everywhere has no vote.
     weights: [policies], on the simplex; values: [policies, states]; returns: the listener's,
     [samples]; visited: the state of each sample, [samples] (None: each state once). Where nobody
-    has a vote, the weights are those of C. A critic that is NaN in a sample has no vote. Returns
-    [policies, states], on the simplex in every state.
+    has a vote in a state, all weights are those of C there. A critic that is NaN in a sample has no
+    vote. Returns [policies, states], on the simplex in every state.
     """
     lowest, highest = returns.aminmax()
     promises = values[weights > 0].amax(1)

@@ -601,12 +601,13 @@ def compute_gate(
     values = torch.stack(values)  # [senders, agents, prompts, group, tokens]
     gate = torch.zeros_like(values)
     for k, weights in enumerate(reference.weights):
+        weights = weights.to(values)
         returns = batch["returns"][k][counted[k]]
-        if not len(returns):
-            returns = returns.new_zeros(1)  # no range, in which the weights are those of C
-        of_senders = values[: len(weights), k]
         tokens = batch["mask"][k]
-        votes = communicators.gate_by_value(weights.to(values), of_senders[:, tokens], returns)
+        of_senders = values[: len(weights), k, tokens]
+        votes = weights[:, None]  # where no reward is known, those of C
+        if len(returns):
+            votes = communicators.gate_by_value(weights, of_senders, returns)
         gate[: len(weights), k, tokens] = votes
     return {"gate": gate.movedim(0, 2)}
 

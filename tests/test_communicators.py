@@ -1022,10 +1022,10 @@ def test_a_critic_that_is_nan_in_a_sample_has_no_vote():
 def test_equal_votes_give_the_communicator_back(seed, n, value):
     """Whatever the critics agree on, also that nothing is to be expected."""
     weights = simplex(seed, n)[0]
-    values = torch.full((n, 2), value)
+    values = torch.tensor([value, 0.2, 0.7]).expand(n, 3)
     for returns in ([0.0, 1.0], [0.5, 0.5], [-1e30, 1e30]):
         gated = communicators.gate_by_value(weights, values, torch.tensor(returns))
-        torch.testing.assert_close(gated, weights[:, None].expand(n, 2), rtol=0, atol=1e-6)
+        torch.testing.assert_close(gated, weights[:, None].expand(n, 3), rtol=0, atol=1e-6)
 
 
 def some_gate(seed, n, states=6):

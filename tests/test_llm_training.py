@@ -1090,14 +1090,16 @@ def test_a_gate_is_what_value_models_expect_at_each_token(files, folder, tmp_pat
 
 
 def test_a_gate_whose_peers_agree_leaves_the_reference(files, folder, tmp_path):  # noqa: F811
-    """The same values, values that promise nothing, and a batch without any reward: weights are
-    those of C, and the mixture is the one without a gate."""
+    """The same values, values that promise nothing, a batch without any reward, and an agent whose
+    completions are all cut off: weights are those of C, and the mixture is the one without a gate.
+    """
     args = settings_of(files, folder, tmp_path, algorithm="ppo", gate="value")
     model, _ = prpo_llm.load_base(args)
     _, snapshots = prpo_llm.add_adapters(args, model, 3)
     generator = torch.Generator().manual_seed(6)
     snapshots += 0.1 * torch.randn(snapshots.shape, generator=generator)
-    model.snapshot_head[:] = 0.0
+    equal = torch.zeros_like(model.snapshot_head)
+    varying = torch.randn(equal.shape, generator=generator)
     statistics = torch.tensor([[8, 0.3, 2.0]]).double().repeat(3, 1)
     batch = {
         "prompts": [[1, 2], [5], [9, 3, 4]],
@@ -1111,13 +1113,16 @@ def test_a_gate_whose_peers_agree_leaves_the_reference(files, folder, tmp_path):
     C = torch.tensor(MATRIX)
     reference = prpo_llm.choose_reference(args, range(3), C)
     mb = prpo_llm.collect_peers(args, model, reference, batch)
-    for biases, reward in (
-        ([0.3, 0.3, 0.3], 1.0),
-        ([-1e3, -2e3, -3e3], 1.0),
-        ([0.1, 0.3, 0.6], math.nan),
+    for head, biases, reward, cut_off in (
+        (equal, [0.3, 0.3, 0.3], 1.0, []),
+        (varying, [-1e3, -2e3, -3e3], 1.0, []),
+        (varying, [0.1, 0.3, 0.6], math.nan, []),
+        (equal, [0.3, 0.3, 0.3], 1.0, [1]),
     ):
+        model.snapshot_head[:] = head
         model.snapshot_bias[:] = torch.tensor(biases)[:, None]
         batch["rewards"][:] = reward
+        batch["mask"][cut_off] = False
         gate = prpo_llm.compute_gate(args, model, reference, batch, statistics)
         for place in prpo_llm.split_tokens(model, batch["mask"]):
             k, m, g, t = place
