@@ -155,6 +155,8 @@ def compare(
 def read_rows(args: Args) -> pd.DataFrame:
     """A row per run and agent."""
     if args.from_csv:
+        if args.csv:
+            refuse("--csv writes the rows of --runs; leave out --from-csv")
         rows = read_table(Path(args.from_csv), COLUMNS, dtype={"evaluation": float, "auc": float})
         refuse_repeats(rows, ["env", "method", "seed", "agent"])
         if not len(rows):

@@ -157,6 +157,8 @@ def distill(
     for _ in range(steps):
         logits, _ = agent(states)
         kl = communicators.kl_to_reference(logits.log_softmax(-1), consensus, "forward").mean()
+        if not kl.isfinite():  # its step would ruin Adam's moments
+            return
         optimizer.zero_grad()
         kl.backward()
         optimizer.step()

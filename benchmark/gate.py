@@ -129,6 +129,8 @@ def record(args: Args) -> tuple[str, pd.DataFrame]:
     tasks = [name_task(env_id) for env_id in script.list_env_ids(settings)]
     if "DoorKey" not in tasks[args.agent]:
         refuse(f"--agent {args.agent}: its task must be a DoorKey, not {tasks[args.agent]}")
+    if settings.communicator != "uniform":
+        refuse(f"{args.run}: must have --communicator uniform, whose weights are drawn")
     labels = [f"agent {j}, {task}" for j, task in enumerate(tasks)]
     recorder, total, level = play_episode(args, script, settings, agents)
     rows = make_rows(recorder, agents, labels, args.agent)

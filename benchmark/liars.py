@@ -17,6 +17,7 @@ The honest agents are on DoorKey-5x5, 6x6 and 8x8.
 | maximal | what `random` sends, with a critic that expects 1,000 in every state |
 
 The last two lie to --gate value as well, with a policy that does harm to those who believe them.
+With --averages the liar's own next parameters are an average that has its lie, too.
 """
 
 import sys

@@ -31,8 +31,9 @@ class Args(prpo_mujoco.Args, fedavg_mujoco.Args):
 
 def find_checkpoint(args: Args, i: int) -> Path | None:
     """The last checkpoint of the run's agent i, None if it has no such agent."""
-    files = Path(args.start_from).expanduser().glob(f"checkpoints/agent_{i}/*.pt")
-    return max(files, key=lambda path: int(path.stem), default=None)
+    paths = Path(args.start_from).expanduser().glob(f"checkpoints/agent_{i}/*.pt")
+    numbered = [path for path in paths if path.stem.isdecimal()]
+    return max(numbered, key=lambda path: int(path.stem), default=None)
 
 
 def check_start(args: Args) -> None:
@@ -93,13 +94,16 @@ def check_args(args: Args) -> None:
         if path is None:
             continue
         try:  # a foreign file may raise anything, but executes nothing
-            stored = torch.load(path, map_location="cpu", weights_only=True)["agent"]
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            stored, _ = checkpoint["agent"], checkpoint["return_statistics"]
         except Exception:
             communicators.refuse(args, "start_from", f"cannot read {path.name} of agent {i}")
         try:
             agent.load_state_dict(stored)
         except Exception:
             communicators.refuse(args, "start_from", f"agent {i} is another network there")
+        if not communicators.flatten(agent).isfinite().all():
+            communicators.refuse(args, "start_from", f"agent {i} has diverged there")
 
 
 if __name__ == "__main__":

@@ -445,6 +445,11 @@ def read_win_rate(run: Run, file: str) -> float:
     return rates.win_rate.iloc[-1] if len(rates) else np.nan
 
 
+def has_diverged(run: Run) -> bool:
+    """Whether an agent of this table has diverged: of a run on several tasks one that has this."""
+    return not set(run.table.agent).isdisjoint(run.summary.get("diverged", []))
+
+
 def make_rows(groups: Groups, threshold: float = SOLVED) -> pd.DataFrame:
     """A row per run: evaluation at the end, training return over the run and at its end, steps to
     `threshold`; of language models also topics and win rates.
@@ -453,17 +458,16 @@ def make_rows(groups: Groups, threshold: float = SOLVED) -> pd.DataFrame:
     for (task, method), runs in groups.items():
         for run in runs:
             curve = run.curve
-            score = curve
-            if run.summary.get("diverged"):  # whatever its agents were worth before
-                score = curve * np.nan
+            if has_diverged(run):  # whatever its agents were worth before
+                curve = curve * np.nan
             row = {"env": task, "method": method, "seed": run.seed}
             row["timesteps"] = run.summary.get("timesteps_per_agent", curve.index[-1])
             row["evaluation"] = run.evaluation
             row["own_topic"], row["others_topics"] = score_topics(run)
             row["win_rate"] = read_win_rate(run, "win_rates.csv")
             row["sampled_win_rate"] = read_win_rate(run, "sampled_win_rates.csv")
-            row["mean_training_return"] = score.mean()
-            row["final"] = score.iloc[-1]
+            row["mean_training_return"] = curve.mean()
+            row["final"] = curve.iloc[-1]
             reached = curve.index[curve >= threshold]
             row[f"steps_to_{threshold:g}"] = reached[0] if len(reached) else np.nan
             rows.append(row)
@@ -488,12 +492,14 @@ def make_conditions(runs: list[Run], agents: int = 0) -> pd.DataFrame:
         method, _, condition = run.name.rpartition("-")
         if not method:
             refuse(f"--runs: --exp-name {run.name} has no condition behind a hyphen")
-        table = run.table
         if agents:
-            table = table[table.agent < agents]
-        returns = table.groupby("agent").return_last_100
+            run = replace(run, table=run.table[run.table.agent < agents])
         row = {"method": method, "condition": condition, "seed": run.seed}
-        rows.append(row | {"auc": returns.mean().mean(), "final": returns.last().mean()})
+        returns = run.table.groupby("agent").return_last_100
+        row |= {"auc": returns.mean().mean(), "final": returns.last().mean()}
+        if has_diverged(run):
+            row |= {"auc": np.nan, "final": np.nan}
+        rows.append(row)
     key = ["method", "condition", "seed"]
     return refuse_repeats(pd.DataFrame(rows).sort_values(key), key)
 

@@ -167,6 +167,8 @@ def tabulate_best(rows: pd.DataFrame, args: Args) -> list[dict]:
 def read_rows(args: Args) -> pd.DataFrame:
     """A row per run; of methods under conditions these are in place of the task."""
     if args.from_csv:
+        if args.csv:
+            refuse("--csv writes the rows of --runs; leave out --from-csv")
         rows = read_table(Path(args.from_csv), ("method", "seed"), dtype={"condition": str})
     else:
         runs = read_runs(args.runs, args.methods)

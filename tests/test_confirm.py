@@ -245,6 +245,8 @@ def test_only_some_agents_count(tmp_path, capsys):
     tables, _ = report(capsys, **options, agents=(0, 1))
     assert tables["return after training"]["isolated"][0].startswith("0.200 [")
     assert "return of agent 1, the hardest" in tables
+    args = confirm.Args(**options, csv=str(tmp_path / "y.csv"))
+    assert "leave out --from-csv" in refusal(confirm.main, args)
     args = confirm.Args(**options, agents=(1, 3, 5))
     assert refusal(confirm.main, args) == "--agents 3 5: there is no such agent"
 

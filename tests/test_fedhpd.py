@@ -108,6 +108,17 @@ def test_distillation_brings_networks_of_all_sizes_together(agents):
         assert after < 0.3 * before
 
 
+def test_a_policy_that_is_no_number_in_a_public_state_takes_no_step(agents):
+    """So that neither its weights nor the moments of Adam are lost."""
+    states = torch.randn(6, 4)
+    states[2] = torch.inf
+    agent = agents[0]
+    before = communicators.flatten(agent)
+    optimizer = torch.optim.Adam(agent.parameters(), 1e-2)
+    fedhpd.distill(agent, optimizer, states, torch.randn(6, 2).log_softmax(-1), 3)
+    assert torch.equal(communicators.flatten(agent), before) and not optimizer.state
+
+
 def test_agents_send_nothing_but_probabilities_on_the_same_public_states(tmp_path, monkeypatch):
     """The states are those of a random policy, whatever the run's seed is."""
     sent = []

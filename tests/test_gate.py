@@ -24,12 +24,17 @@ DOORKEY = "MiniGrid-DoorKey-5x5-v0"
 TASKS = (DOORKEY, "MiniGrid-Empty-5x5-v0", DOORKEY)
 
 
+def train(folder, communicator):
+    """A short run, whose agents do not reach the goal."""
+    settings = {"env_ids": TASKS, "iterations": 1, "eval_episodes": 0}
+    prpo_minigrid.main(tiny(PRPO_MINIGRID, folder, communicator=communicator, **settings))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a short run, whose agents do not reach the goal."""
+    """The folder of a run."""
     folder = tmp_path_factory.mktemp("run")
-    settings = {"env_ids": TASKS, "iterations": 1, "eval_episodes": 0}
-    prpo_minigrid.main(tiny(PRPO_MINIGRID, folder, **settings))
+    train(folder, "uniform")
     return str(only_run(folder))
 
 
@@ -183,6 +188,9 @@ def test_what_cannot_be_drawn_is_refused(run, tmp_path):
     assert "must be a DoorKey" in refusal(gate.main, gate.Args(run, agent=1))
     assert "three agents" in refusal(gate.main, gate.Args(run, agent=3))
     assert "config.json" in refusal(gate.main, gate.Args(str(tmp_path)))
+    train(tmp_path, communicator="reward")
+    args = gate.Args(str(only_run(tmp_path)), out=str(tmp_path / "gate"))
+    assert "must have --communicator uniform" in refusal(gate.main, args)
     assert "none of 1 episodes" in refusal(gate.main, gate.Args(run, agent=2, episodes=1))
     (tmp_path / "gate.csv").write_text("# of\n# another tool\nstep,phase\n0,1\n")
     args = gate.Args(out=str(tmp_path / "gate"), from_csv=True)

@@ -1,5 +1,6 @@
 """benchmark/newcomer.py: who begins as whom, and that a newcomer is new."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -145,6 +146,14 @@ def test_bad_input_ends_in_one_line(trained, tmp_path):
     broken.parent.mkdir(parents=True)
     broken.write_bytes((trained / "checkpoints" / "agent_0" / "3.pt").read_bytes()[:-100])
     args = tiny_newcomer(tmp_path, tmp_path / "broken", iterations=1)
+    assert "cannot read 3.pt of agent 0" in refusal(newcomer.check_args, args)
+    checkpoint = torch.load(trained / "checkpoints" / "agent_0" / "3.pt", weights_only=True)
+    next(iter(checkpoint["agent"].values())).fill_(math.nan)
+    torch.save(checkpoint, broken)
+    (broken.parent / "._3.pt").touch()  # as some systems leave beside a copy
+    assert "agent 0 has diverged there" in refusal(newcomer.check_args, args)
+    del checkpoint["return_statistics"]
+    torch.save(checkpoint, broken)
     assert "cannot read 3.pt of agent 0" in refusal(newcomer.check_args, args)
 
 

@@ -235,8 +235,25 @@ def test_a_run_that_has_diverged_has_no_score(tmp_path, capsys):
         tmp_path, 1, [0.9], summary={"diverged": [1], "evaluation": {"group": None, "agents": []}}
     )
     rows = runs.make_rows(read_groups(tmp_path))
-    assert rows[["evaluation", "mean_training_return", "final"]].isna().all(axis=None)
+    measures = ["evaluation", "mean_training_return", "final", "steps_to_0.8"]
+    assert rows[measures].isna().all(axis=None)
     assert "agents [1] have diverged" in capsys.readouterr().err
+
+
+def test_a_task_has_the_scores_of_its_agents_where_another_has_diverged(tmp_path, capsys):
+    summary = {"diverged": [1], "evaluation": {"group": None, "agents": []}}
+    options = {"exp_name": "pr-reward-none", "summary": summary}
+    control_run(tmp_path, 1, [0.9], env_ids=["Easy", "Hard"], **options)
+    rows = runs.make_rows(read_groups(tmp_path)).set_index("env")
+    measures = ["mean_training_return", "final"]
+    assert rows.loc["Easy", measures].tolist() == pytest.approx([0.9, 0.9])
+    assert rows.loc["Hard", measures].isna().all()
+    of_all, of_first = (
+        runs.make_conditions(runs.read_runs((str(tmp_path),)), agents) for agents in (0, 1)
+    )
+    assert of_all[["auc", "final"]].isna().all(axis=None)
+    assert of_first[["auc", "final"]].to_numpy().tolist() == [pytest.approx([0.9, 0.9])]
+    capsys.readouterr()
 
 
 def test_language_models_have_topics_and_win_rates(tmp_path):
@@ -557,6 +574,8 @@ def test_rows_are_written_for_later(tmp_path, capsys):
     table.main(table.Args(from_csv=path))
     assert capsys.readouterr().out == first and "| Easy | Hard |" in first
     assert "--seed 1 2 3" in (tmp_path / "rows.csv").read_text()
+    args = table.Args(from_csv=path, csv=str(tmp_path / "again.csv"))
+    assert "leave out --from-csv" in refusal(table.main, args)
 
 
 # Figures
