@@ -60,6 +60,7 @@ STYLES = {
     "pr-uniform": ("PR-PPO, uniform", BLUE),
     "pr-uniform-linear": ("PR-PPO, uniform, falls to 0", BLUE, "--"),
     "pr-gate": ("PR-PPO, gated by value", BROWN),
+    "pr-means-linear": ("PR-PPO, the gate's mean weights, falls to 0", BROWN, ":"),
     "isolated-searched": ("isolated, learning rate 5e-4", GREY, ":"),
     "fedavg-uniform-searched": ("FedAvg, uniform, coefficient 2", VERMILION, "--"),
     "fedavg-uniform-lr5e-4": ("FedAvg, uniform, learning rate 5e-4", VERMILION, ":"),
