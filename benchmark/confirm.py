@@ -2,6 +2,7 @@
 
     python benchmark/confirm.py --runs runs/confirm-goals --csv goals.csv
     python benchmark/confirm.py --from-csv goals.csv --lead pr-reward-linear  # again, another lead
+    python benchmark/confirm.py --from-csv goals.csv more.csv --methods pr-gate-linear pr-means*
 
 Differences are those of runs, which are averaged over their agents first, with 95 % intervals and
 p-values of the paired t test. Holm's adjustment is over the rivals, for each endpoint. The verdict
@@ -15,7 +16,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from arguments import read_flags, refuse
-from runs import Run, header, mean_interval, read_runs, read_table, refuse_repeats, write
+from runs import (
+    Run,
+    header,
+    is_wanted,
+    mean_interval,
+    read_runs,
+    read_table,
+    refuse_repeats,
+    write,
+)
 from scipy import stats
 from styles import find_method, find_place, name_task
 from table import print_table
@@ -28,12 +38,12 @@ COLUMNS = ("env", "method", "seed", "agent", "evaluation", "auc")
 class Args:
     runs: tuple[str, ...] = ("runs",)
     """folders to search for runs, at any depth"""
-    from_csv: str = ""
-    """a file that --csv has written, instead"""
+    from_csv: tuple[str, ...] = ()
+    """files that --csv has written, instead"""
     lead: str = "pr-gate-linear"
     """the method that is compared with each other one"""
     methods: tuple[str, ...] = ("*",)
-    """of --runs: only the experiments with these names, in which * stands for anything"""
+    """only the experiments with these names, in which * stands for anything"""
     seeds: tuple[int, ...] = ()
     """only these seeds (default: all)"""
     agents: tuple[int, ...] = ()
@@ -152,15 +162,22 @@ def compare(
     return rows
 
 
+def read_agent_rows(path: str) -> pd.DataFrame:
+    """The rows of a file that --csv has written."""
+    return read_table(Path(path), COLUMNS, dtype={"evaluation": float, "auc": float})
+
+
 def read_rows(args: Args) -> pd.DataFrame:
     """A row per run and agent."""
     if args.from_csv:
         if args.csv:
             refuse("--csv writes the rows of --runs; leave out --from-csv")
-        rows = read_table(Path(args.from_csv), COLUMNS, dtype={"evaluation": float, "auc": float})
+        rows = pd.concat(map(read_agent_rows, args.from_csv))
+        names = [name for name in set(rows.method) if is_wanted(name, args.methods)]
+        rows = rows[rows.method.isin(names)]
         refuse_repeats(rows, ["env", "method", "seed", "agent"])
         if not len(rows):
-            refuse(f"--from-csv {args.from_csv}: has no run")
+            refuse(f"--from-csv {' '.join(args.from_csv)}: has no run of --methods")
     else:
         runs = read_runs(args.runs, args.methods, needed=("evaluation", "return_last_100"))
         rows = make_agent_rows(runs)

@@ -234,6 +234,11 @@ def read_finished(folder: Path) -> Run | None:
     return run
 
 
+def is_wanted(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether an --exp-name matches one of these patterns, in which * stands for anything."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def read_runs(
     folders: tuple[str, ...],
     methods: tuple[str, ...] = ("*",),
@@ -247,7 +252,7 @@ def read_runs(
     """
     newest = {}
     for run in read_each(folders, read_finished):
-        if not any(fnmatch.fnmatchcase(run.name, pattern) for pattern in methods):
+        if not is_wanted(run.name, methods):
             continue
         key = run.task, run.name, run.seed
         if key in newest:

@@ -131,7 +131,7 @@ def test_a_second_look_asks_for_more(tmp_path, capsys):
     scores = {"pr-reward": seeds_from(6, [0.5, 0.6, 0.9, 0.8])}
     scores["isolated"] = seeds_from(6, [0.2, 0.3, 0.2, 0.6])
     path = write_rows(tmp_path / "x.csv", scores)
-    options = {"from_csv": path, "lead": "pr-reward"}
+    options = {"from_csv": (path,), "lead": "pr-reward"}
     verdicts = {}
     for significance in (0.05, 0.025):
         tables, _ = report(capsys, **options, significance=significance)
@@ -151,7 +151,7 @@ def test_rivals_are_compared_on_common_seeds(tmp_path, capsys):
     scores = {"pr-reward": seeds_from(6, lead), "fedavg-reward": seeds_from(6, near)}
     scores["isolated"] = seeds_from(6, far)
     path = write_rows(tmp_path / "x.csv", scores)
-    tables, lines = report(capsys, from_csv=path, lead="pr-reward")
+    tables, lines = report(capsys, from_csv=(path,), lead="pr-reward")
     table = tables["return after training"]
     assert list(table) == ["isolated", "FedAvg, reward"]
     gains = lead[:10] - far
@@ -181,7 +181,7 @@ def test_ties_and_seeds_without_a_return_are_said(tmp_path, capsys):
     scores["pr-uniform"] = seeds_from(7, [0.2, 0.3, 0.5])
     scores["fedavg-uniform"] = {9: 0.1}
     path = write_rows(tmp_path / "x.csv", scores, agents=((0, 0.0), (1, 0.1)))
-    tables, lines = report(capsys, from_csv=path, lead="pr-reward")
+    tables, lines = report(capsys, from_csv=(path,), lead="pr-reward")
     table = tables["return after training"]
     assert table["isolated"] == ["0.000 [0.000, 0.000]", "0 of 3", "1.0000", "1.0000", "equal"]
     assert table["PR-PPO, uniform"][1] == "2 of 2"
@@ -192,13 +192,33 @@ def test_ties_and_seeds_without_a_return_are_said(tmp_path, capsys):
         assert f"PR-PPO, reward has no {name} in seed 8: an agent diverged." in lines
     assert len(lines) == 1 + 2 + 3
     # The other way round
-    tables, lines = report(capsys, from_csv=path, lead="fedavg-uniform", seeds=(9,))
+    tables, lines = report(capsys, from_csv=(path,), lead="fedavg-uniform", seeds=(9,))
     assert tables["return after training"]["isolated"][:2] == ["-0.800 [-, -]", "0 of 1"]
     assert lines[1:] == []
     line = "--seeds 10 11: there is no such run"
-    assert refusal(confirm.main, confirm.Args(from_csv=path, seeds=(9, 10, 11))) == line
+    assert refusal(confirm.main, confirm.Args(from_csv=(path,), seeds=(9, 10, 11))) == line
     line = "--lead nobody: x has no run of it"
-    assert refusal(confirm.main, confirm.Args(from_csv=path, lead="nobody")) == line
+    assert refusal(confirm.main, confirm.Args(from_csv=(path,), lead="nobody")) == line
+
+
+def test_methods_may_be_in_several_files(tmp_path, capsys):
+    """As in one; Holm's adjustment is over those that are asked for."""
+    scores = {"pr-reward": seeds_from(6, [0.5, 0.6, 0.9, 0.8])}
+    scores["pr-uniform"] = seeds_from(6, [0.2, 0.3, 0.2, 0.6])
+    scores["isolated"] = seeds_from(6, [0.1, 0.3, 0.4, 0.6])
+    whole = write_rows(tmp_path / "whole.csv", scores)
+    first = write_rows(tmp_path / "first.csv", {"pr-uniform": scores.pop("pr-uniform")})
+    second = write_rows(tmp_path / "second.csv", scores)
+    options = {"lead": "pr-reward", "hardest": 0}
+    of_three, _ = report(capsys, from_csv=(whole,), **options)
+    assert report(capsys, from_csv=(first, second), **options)[0] == of_three
+    methods = ("pr-reward", "pr-un*")
+    of_two, _ = report(capsys, from_csv=(first, second), methods=methods, **options)
+    cells = of_two["return after training"]["PR-PPO, uniform"]
+    assert cells[2] == cells[3] == of_three["return after training"]["PR-PPO, uniform"][2]
+    assert len(of_two["return after training"]) == 1
+    args = confirm.Args(from_csv=(first, whole), **options)
+    assert "two runs are" in refusal(confirm.main, args)
 
 
 def test_the_hardest_agent_is_that_of_isolated_runs(tmp_path, capsys):
@@ -216,7 +236,7 @@ def test_the_hardest_agent_is_that_of_isolated_runs(tmp_path, capsys):
             rows.append(row | {"evaluation": evaluation, "auc": auc})
     frame = pd.DataFrame(rows)
     frame.to_csv(tmp_path / "x.csv", index=False)
-    options = {"from_csv": str(tmp_path / "x.csv"), "lead": "pr-reward"}
+    options = {"from_csv": (str(tmp_path / "x.csv"),), "lead": "pr-reward"}
     tables, _ = report(capsys, **options)
     table = tables["return of agent 2, the hardest"]
     assert table["isolated"][0].startswith("0.500 [")
@@ -238,7 +258,7 @@ def test_only_some_agents_count(tmp_path, capsys):
     frame = pd.read_csv(path)
     frame.loc[(frame.agent == 2) & (frame.method == "isolated"), "evaluation"] = 0.0
     frame.to_csv(path, index=False)
-    options = {"from_csv": path, "lead": "pr-reward"}
+    options = {"from_csv": (path,), "lead": "pr-reward"}
     tables, _ = report(capsys, **options, agents=(2,))
     assert tables["return after training"]["isolated"][0].startswith("0.650 [")
     assert tables["return of agent 2, the hardest"] == tables["return after training"]
@@ -288,7 +308,7 @@ def test_rows_per_agent_are_made_of_runs(tmp_path, capsys):
         assert tables[endpoint]["PR-PPO, uniform"] == unpaired
     assert "PR-PPO, uniform has no return after training in seed 6: an agent diverged." in lines
     # From the file it is the same
-    assert report(capsys, from_csv=path, lead="pr-reward") == (tables, lines)
+    assert report(capsys, from_csv=(path,), lead="pr-reward") == (tables, lines)
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
@@ -297,7 +317,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
 
     def give(rows, **options):
         path.write_text("env,method,seed,agent,evaluation,auc\n" + "\n".join(rows) + "\n")
-        return confirm.Args(from_csv=str(path), lead="pr-reward", **options)
+        return confirm.Args(from_csv=(str(path),), lead="pr-reward", **options)
 
     rows = [f"x,{method},6,{i},0.1,0.1" for method in ("pr-reward", "isolated") for i in (0, 1)]
     assert "no other method" in refusal(confirm.main, give(rows[:2], hardest=0))
@@ -313,10 +333,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     assert "has no return_last_100" in refusal(confirm.main, args)
 
 
-def read_rows(data):
-    """The rows of a results file, and the names of its methods by label."""
-    path = str(REPOSITORY / f"benchmark/results/{data}.csv")
-    rows = confirm.read_rows(confirm.Args(from_csv=path))
+def read_rows(*data, methods=("*",)):
+    """The rows of results files, and the names of their methods by label."""
+    paths = tuple(str(REPOSITORY / f"benchmark/results/{name}.csv") for name in data)
+    rows = confirm.read_rows(confirm.Args(from_csv=paths, methods=methods))
     return rows, {confirm.find_method(name).label: name for name in set(rows.method)}
 
 
@@ -404,17 +424,21 @@ def test_pages_show_the_returns_of_their_rows(page, data, columns):
 @pytest.mark.parametrize(
     ("data", "lead", "rivals"),
     [
-        ("hoppers", "pr-uniform", ["isolated", "fedavg-uniform"]),
-        ("hoppers", "isolated", ["fedavg-uniform"]),
-        ("cheetahs", "pr-gate-linear", ["isolated", "fedavg-uniform", "fedper-uniform"]),
-        ("cheetahs", "isolated", ["fedavg-uniform"]),
-        ("private_critics", "fedavg-private-critics", ["isolated", "fedavg-uniform"]),
+        (["hoppers"], "pr-uniform", ["isolated", "fedavg-uniform"]),
+        (["hoppers"], "isolated", ["fedavg-uniform"]),
+        (["cheetahs"], "pr-gate-linear", ["isolated", "fedavg-uniform", "fedper-uniform"]),
+        (["cheetahs"], "isolated", ["fedavg-uniform"]),
+        (
+            ["hoppers", "cheetahs", "private_critics"],
+            "fedavg-private-critics",
+            ["isolated", "fedavg-uniform"],
+        ),
     ],
 )
 def test_robots_have_the_differences_of_their_rows(data, lead, rivals):
     """The page of robots has each, in return after training, or its opposite."""
     text = " ".join((REPOSITORY / "docs/results/robots.md").read_text().split())
-    rows, _ = read_rows(f"mujoco_{data}")
+    rows, _ = read_rows(*(f"mujoco_{name}" for name in data))
     for _, of_task in rows.groupby("env"):
         after, *_ = confirm.make_endpoints(of_task, hardest=3)
         for rival in rivals:
