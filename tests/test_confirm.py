@@ -333,10 +333,20 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     assert "has no return_last_100" in refusal(confirm.main, args)
 
 
-def read_rows(*data, methods=("*",)):
+# The gate and what has one part of it only, on their common seeds
+PARTS = (
+    ["confirm_goals", "confirm_goals_parts"],
+    {
+        "methods": ("pr-gate-linear", "pr-means-linear", "pr-uniform-linear"),
+        "seeds": tuple(range(6, 16)),
+    },
+)
+
+
+def read_rows(*data, **options):
     """The rows of results files, and the names of their methods by label."""
     paths = tuple(str(REPOSITORY / f"benchmark/results/{name}.csv") for name in data)
-    rows = confirm.read_rows(confirm.Args(from_csv=paths, methods=methods))
+    rows = confirm.read_rows(confirm.Args(from_csv=paths, **options))
     return rows, {confirm.find_method(name).label: name for name in set(rows.method)}
 
 
@@ -359,17 +369,18 @@ def check_interval(shown, interval):
 
 
 @pytest.mark.parametrize(
-    ("page", "data", "significance"),
+    ("page", "data", "options", "significance"),
     [
-        ("confirmation", "confirm_goals", 0.05),
-        ("confirmation_skills", "confirm_skills", 0.05),
-        ("confirmation_doorkey", "confirm_doorkey", 0.05),
-        ("confirmation_unlock", "confirm_unlock", 0.05),
+        ("confirmation", ["confirm_goals"], {}, 0.05),
+        ("confirmation_skills", ["confirm_skills"], {}, 0.05),
+        ("confirmation_doorkey", ["confirm_doorkey"], {}, 0.05),
+        ("confirmation_unlock", ["confirm_unlock"], {}, 0.05),
+        ("gate", *PARTS, 0.05),
     ],
 )
-def test_pages_show_the_differences_of_their_rows(page, data, significance):
+def test_pages_show_the_differences_of_their_rows(page, data, options, significance):
     """Every rival's row of the primary endpoint: difference, interval, adjusted p, verdict."""
-    rows, labels = read_rows(data)
+    rows, labels = read_rows(*data, **options)
     shown = find_table(page, ["gated minus it", "p, Holm", "verdict"], labels)
     after, *_ = confirm.make_endpoints(rows, hardest=0)
     labels = {label: name for label, name in labels.items() if name != "pr-gate-linear"}
@@ -396,23 +407,24 @@ HOPPING_NEWCOMERS |= {"the three trained, after training": [0, 1, 2]}
 
 
 @pytest.mark.parametrize(
-    ("page", "data", "columns"),
+    ("page", "data", "options", "columns"),
     [
-        ("confirmation", "confirm_goals", {"return": ALL}),
-        ("confirmation_skills", "confirm_skills", {"return": range(6)}),
-        ("confirmation_doorkey", "confirm_doorkey", {"return": range(3)}),
-        ("confirmation_unlock", "confirm_unlock", {"return": ALL}),
-        ("bodies", "mujoco_cars", CARS),
-        ("bodies", "mujoco_cars_fresh", CARS),
-        ("robots", "mujoco_hoppers", HOPPERS),
-        ("robots", "mujoco_cheetahs", CHEETAHS),
-        ("newcomers", "mujoco_newcomers_cars", NEWCOMERS),
-        ("newcomers", "mujoco_newcomers_hoppers", HOPPING_NEWCOMERS),
+        ("gate", *PARTS, {"return": ALL}),
+        ("confirmation", ["confirm_goals"], {}, {"return": ALL}),
+        ("confirmation_skills", ["confirm_skills"], {}, {"return": range(6)}),
+        ("confirmation_doorkey", ["confirm_doorkey"], {}, {"return": range(3)}),
+        ("confirmation_unlock", ["confirm_unlock"], {}, {"return": ALL}),
+        ("bodies", ["mujoco_cars"], {}, CARS),
+        ("bodies", ["mujoco_cars_fresh"], {}, CARS),
+        ("robots", ["mujoco_hoppers"], {}, HOPPERS),
+        ("robots", ["mujoco_cheetahs"], {}, CHEETAHS),
+        ("newcomers", ["mujoco_newcomers_cars"], {}, NEWCOMERS),
+        ("newcomers", ["mujoco_newcomers_hoppers"], {}, HOPPING_NEWCOMERS),
     ],
 )
-def test_pages_show_the_returns_of_their_rows(page, data, columns):
+def test_pages_show_the_returns_of_their_rows(page, data, options, columns):
     """Means over some agents, with intervals, in the table that has a row of each method."""
-    rows, labels = read_rows(data)
+    rows, labels = read_rows(*data, **options)
     shown = find_table(page, columns, labels)
     for column, agents in columns.items():
         measure = "auc" if "over the run" in column else "evaluation"
