@@ -95,14 +95,15 @@ def check_args(args: Args) -> None:
             continue
         try:  # a foreign file may raise anything, but executes nothing
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-            stored, _ = checkpoint["agent"], checkpoint["return_statistics"]
+            weights = checkpoint["agent"]
+            statistics = checkpoint["return_statistics"]
         except Exception:
             communicators.refuse(args, "start_from", f"cannot read {path.name} of agent {i}")
         try:
-            agent.load_state_dict(stored)
+            agent.load_state_dict(weights)
         except Exception:
             communicators.refuse(args, "start_from", f"agent {i} is another network there")
-        if not communicators.flatten(agent).isfinite().all():
+        if not (communicators.flatten(agent).isfinite().all() and statistics.isfinite().all()):
             communicators.refuse(args, "start_from", f"agent {i} has diverged there")
 
 

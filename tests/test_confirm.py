@@ -372,7 +372,7 @@ def check_interval(shown, interval):
     ("page", "data", "options", "significance"),
     [
         ("confirmation", ["confirm_goals"], {}, 0.05),
-        ("confirmation_skills", ["confirm_skills"], {}, 0.05),
+        ("confirmation_skills", ["confirm_skills"], {}, 0.025),
         ("confirmation_doorkey", ["confirm_doorkey"], {}, 0.05),
         ("confirmation_unlock", ["confirm_unlock"], {}, 0.05),
         ("gate", *PARTS, 0.05),
@@ -458,3 +458,18 @@ def test_robots_have_the_differences_of_their_rows(data, lead, rivals):
             difference = f"{mean:.0f} [{low:.0f}, {high:.0f}]"
             opposite = f"{-mean:.0f} [{-high:.0f}, {-low:.0f}]"
             assert difference in text or opposite in text
+
+
+@pytest.mark.parametrize("method", ["fedavg-uniform", "fedavg-reward"])
+def test_averaging_agents_have_the_shown_returns_on_both_goals(method):
+    """Agents 2 and 4 want the green goal, 3 and 5 the blue one."""
+    text = " ".join((REPOSITORY / "docs/results/confirmation_skills.md").read_text().split())
+    path = REPOSITORY / "benchmark/results/confirm_skills_goals.csv"
+    rows = pd.read_csv(path, comment="#").query(f"method == '{method}'")
+    is_own = rows.goal == np.where(rows.agent % 2, "blue", "green")
+    with_own = rows[is_own].groupby("seed").evaluation.mean()
+    with_other = rows[~is_own].groupby("seed").evaluation.mean()
+    assert len(with_own) == 5
+    for returns in (with_own, with_other, with_own - with_other):
+        mean, low, high = runs.mean_interval(returns.to_numpy())
+        assert f"{mean:.2f} [{low:.2f}, {high:.2f}]" in text
