@@ -43,8 +43,7 @@ def list_games(split: str) -> list[Path]:
     games = []
     for path in sorted(folder.glob("*/*/game.tw-pddl")):
         name = path.parent.parent.name
-        supported = "movable" not in str(path) and "Sliced" not in str(path)
-        if name.split("-")[0] not in CATEGORIES or not supported:
+        if name.split("-")[0] not in CATEGORIES or "Sliced" in name:
             continue
         if json.loads(path.read_text()).get("solvable", True):
             games.append(path)
