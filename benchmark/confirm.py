@@ -10,6 +10,7 @@ is `above` or `below` where the adjusted p is below --significance, `equal` wher
 within 0.05 around 0, and otherwise `undecided`. Every seed that cannot be paired is named.
 """
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -229,4 +230,6 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
+    # A reader that has seen enough, such as head or less, ends it without a traceback
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main(read_flags(Args))

@@ -13,6 +13,7 @@ solves the task or fails, the number of seeds that solve it follows the mean, wi
 interval. In a search an --exp-name is a method and, behind the first underscore, its setting.
 """
 
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,4 +196,6 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
+    # A reader that has seen enough, such as head or less, ends it without a traceback
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main(read_flags(Args))

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -473,3 +474,16 @@ def test_averaging_agents_have_the_shown_returns_on_both_goals(method):
     for returns in (with_own, with_other, with_own - with_other):
         mean, low, high = runs.mean_interval(returns.to_numpy())
         assert f"{mean:.2f} [{low:.2f}, {high:.2f}]" in text
+
+
+@pytest.mark.parametrize("tool", ["confirm", "table"])
+def test_a_reader_that_has_seen_enough_gets_no_traceback(tool, tmp_path):
+    """As `| head -1`, on a table that is longer than a pipe holds."""
+    scores = {name: dict.fromkeys(range(3), 0.5) for name in ["pr-gate-linear", "isolated"]}
+    scores |= {f"rival-{k}" * 100: dict.fromkeys(range(3), 0.5) for k in range(200)}
+    path = write_rows(tmp_path / "rows.csv", scores)
+    words = [sys.executable, REPOSITORY / "benchmark" / f"{tool}.py", "--from-csv", path]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
