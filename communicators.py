@@ -1731,7 +1731,9 @@ def read_run(given: RunArgs, words: Iterable[str] = ()) -> RunArgs:
     is_list_of_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
     if config.get("script") == script.stem and "command" not in config:
         refuse(given, "resume", f"{of_this_version}; those of version 0.1 need commit 9627f85")
-    if config.get("script") != script.stem or not is_list_of_words:
+    if str(config.get("script", script.stem)) != script.stem:
+        refuse(given, "resume", f"is a run of {config['script']}.py, not of {script.name}")
+    if "script" not in config or not is_list_of_words:
         refuse(given, "resume", of_this_version)
     launched = exchange_of_launcher is not None
     if bool(config.get("exchange")) != launched:
@@ -2108,7 +2110,9 @@ class Run:
             name: value for name, value in vars(self.args).items() if name not in may_differ
         }
         code = [path.read_bytes() for path in _list_code(self.args)]
-        digest = hashlib.sha256(repr((settings, code, torch.__version__)).encode()).digest()
+        self._code_digest = hashlib.sha256(repr(code).encode()).hexdigest()
+        compared = settings, self._code_digest, torch.__version__
+        digest = hashlib.sha256(repr(compared).encode()).digest()
         different_ranks = self.exchange.find_different_ranks(int.from_bytes(digest[:7], "big"))
         if different_ranks:
             ranks = ", ".join(map(str, different_ranks))
@@ -2288,6 +2292,8 @@ class Run:
         self.clock = Counter(totals["clock"])
         self.exchange.bytes_sent = totals["bytes"]
         self._matrix_digest = totals["shown"]
+        if self.chief and totals.get("code") != self._code_digest:
+            print(f"{self.folder}: the code is no longer that of its last checkpoint", flush=True)
         gathered = self.exchange.all_gather(torch.tensor(latest, dtype=torch.float64))
         self.latest = dict(zip(totals["latest"], gathered.T.tolist(), strict=True))
 
@@ -2313,6 +2319,7 @@ class Run:
             "train": self.train_seconds,
             "wall": self._wall(),
             "shown": self._matrix_digest,
+            "code": self._code_digest,
             "clock": dict(self.clock),
             "bytes": self.exchange.bytes_sent,
         }
@@ -2369,6 +2376,8 @@ class Run:
             about = f"{self.exchange.label.replace('_', ' ')} of {about}"
         if self.about:
             about = f"{about}, {self.about}"
+        if getattr(self.args, "gate", "none") != "none":
+            about = f"{about}, gated by {self.args.gate}"
         print(f"{self.folder}: {about}", flush=True)
         if start:
             print(f"resuming after {self.counter} {start} of {self.total}", flush=True)

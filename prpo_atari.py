@@ -1115,18 +1115,25 @@ def find_game_problem(args: Args, env_id: str) -> str:
         return "" if find_spec("ale_py") else "ale-py is not installed"
     env = make_custom(env_id)
     obs, _ = env.reset(seed=0)
-    obs = np.asarray(obs)
-    if obs.shape != (4, 84, 84) or obs.dtype != np.uint8:
-        shape = "x".join(map(str, obs.shape))
-        return f"shows no 4x84x84 frames (uint8), but {shape} ({obs.dtype})"
+    problem = find_frames_problem(np.asarray(obs))
+    if problem:
+        return problem
     if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
         return f"has no actions 0 to n - 1, but {env.action_space}"
     if len({other for other in list_tests(args) if strip_module(other) == name}) > 1:
         # The second module replaced what the first had registered
         return "has the name of another task here"
-    _, reward, *_ = env.step(0)
+    obs, reward, *_ = env.step(0)
     float(reward)  # an error is a problem, too
-    return ""
+    return find_frames_problem(np.asarray(obs))
+
+
+def find_frames_problem(obs: np.ndarray) -> str:
+    """What makes an observation unusable here, nothing ("") if it is not."""
+    if obs.shape == (4, 84, 84) and obs.dtype == np.uint8:
+        return ""
+    shape = "x".join(map(str, obs.shape))
+    return f"shows no 4x84x84 frames (uint8), but {shape} ({obs.dtype})"
 
 
 if __name__ == "__main__":

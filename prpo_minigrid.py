@@ -1008,13 +1008,10 @@ def check_envs(args: Args) -> None:
 def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
     """What makes an environment unusable here, nothing ("") if it is not."""
     obs, _ = env.reset(seed=0)
+    problem = find_obs_problem(obs)
+    if problem:
+        return problem
     name = strip_module(env_id)
-    if not isinstance(obs, np.ndarray) or obs not in OBSERVATIONS:
-        shape = "x".join(map(str, np.shape(obs))) or type(obs).__name__
-        dtype = getattr(obs, "dtype", "no array")
-        valid = "x".join(map(str, OBSERVATIONS.shape))
-        problem = f"shows no {valid} array ({OBSERVATIONS.dtype}), but {shape} ({dtype})"
-        return f'{problem}; see "Other observations" in docs/prpo_minigrid.md'
     if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
         return f"has no actions 0 to n - 1, but {env.action_space}"
     if env.spec.id != name:  # envpool knows full names only
@@ -1022,9 +1019,20 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
     if len({other for other in list_tests(args) if strip_module(other) == name}) > 1:
         # The second module replaced what the first had registered
         return "has the name of another task here"
-    _, reward, *_ = env.step(0)
+    obs, reward, *_ = env.step(0)
     float(reward)  # an error is a problem, too
-    return ""
+    return find_obs_problem(obs)
+
+
+def find_obs_problem(obs: object) -> str:
+    """What makes an observation unusable here, nothing ("") if it is not."""
+    if isinstance(obs, np.ndarray) and obs in OBSERVATIONS:
+        return ""
+    shape = "x".join(map(str, np.shape(obs))) or type(obs).__name__
+    dtype = getattr(obs, "dtype", "no array")
+    valid = "x".join(map(str, OBSERVATIONS.shape))
+    problem = f"shows no {valid} array ({OBSERVATIONS.dtype}), but {shape} ({dtype})"
+    return f'{problem}; see "Other observations" in docs/prpo_minigrid.md'
 
 
 def warn_of_missions(env: gym.Env, env_id: str) -> None:

@@ -1117,10 +1117,11 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
     if len({other for other in list_tests(args) if strip_module(other) == name}) > 1:
         # The second module replaced what the first had registered
         return "has the name of another task here"
-    obs, _ = env.reset(seed=0)
-    if np.shape(obs) != space.shape:
-        return f"shows {np.shape(obs)} numbers, not {space.shape}"
-    _, reward, *_ = env.step(bounds.low)
+    first_obs, _ = env.reset(seed=0)
+    next_obs, reward, *_ = env.step(bounds.low)
+    for obs in (first_obs, next_obs):
+        if np.shape(obs) != space.shape:
+            return f"shows {np.shape(obs)} numbers, not {space.shape}"
     float(reward)  # an error is a problem, too
     return ""
 

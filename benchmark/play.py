@@ -288,7 +288,8 @@ def load_script(config: dict, given: Args) -> ModuleType:
                     refuse(f"{path}: {communicators.first_line(error)}")
                 if hasattr(script, "evaluate_agents") and hasattr(script, "Args"):
                     return script
-    refuse(f"{given.run}: is no run of a control script that is here, but of {name!r}")
+    where = "a control script that is here, or in the folder where play.py was started"
+    refuse(f"{given.run}: is no run of {where}, but of {name!r}")
 
 
 def load_settings(script: ModuleType, config: dict, given: Args):

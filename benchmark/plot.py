@@ -42,7 +42,7 @@ from runs import (
     with_interval,
     write,
 )
-from styles import MARKERS, find_place, name_task, order_conditions, style_methods
+from styles import MARKERS, count_seeds, find_place, name_task, order_conditions, style_methods
 
 plt.switch_backend("Agg")  # of files: there may be no display
 POINTS = 100  # of a curve
@@ -213,7 +213,8 @@ def draw_curves(curves: pd.DataFrame, png_path: Path, measure: str = "evaluation
         axis.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
         axis.grid(alpha=0.3)
     for method, line in lines.items():
-        line.set_label(f"{styles[method].label} ({', '.join(sorted(counts[method]))} seeds)")
+        number = ", ".join(sorted(counts[method]))
+        line.set_label(f"{styles[method].label} ({count_seeds(number)})")
     handles = [lines[method] for method in styles]
     columns = min(3, 2 * len(envs), len(lines))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)

@@ -182,8 +182,7 @@ def name_task(task: str) -> str:
     """
     tasks = re.sub(r"^runs/(\w+)/train\.jsonl", r"\1", task).split("+")
     return "+".join(
-        re.sub(r"^MiniGrid-|^BabyAI-|^benchmark\.\w+:|(NoFrameskip)?-v.$", "", task)
-        for task in tasks
+        re.sub(r"^MiniGrid-|^BabyAI-|^[\w.]+:|(NoFrameskip)?-v.$", "", task) for task in tasks
     )
 
 
@@ -201,4 +200,4 @@ def order_conditions(names: Iterable[str]) -> list[str]:
 
 def count_seeds(number: int | str) -> str:
     """1 seed, 2 seeds, ..."""
-    return "1 seed" if number == 1 else f"{number} seeds"
+    return "1 seed" if str(number) == "1" else f"{number} seeds"

@@ -4,11 +4,14 @@ import ast
 import dataclasses
 import html
 import importlib
+import math
 import re
 import runpy
 import shutil
 import sys
+import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -408,7 +411,7 @@ def test_the_analysis_in_the_pages_runs(tmp_path, monkeypatch):
 def test_the_communicator_of_the_page_is_the_identity_before_there_are_returns():
     """As `best`; then all follow the best one."""
     page = (REPOSITORY / "docs" / "communicators.md").read_text()
-    function, _ = re.findall(r"```python\n(.*?)```", page, re.S)
+    function, *_ = re.findall(r"```python\n(.*?)```", page, re.S)
     names = {"torch": torch, "Tensor": torch.Tensor, "identity": communicators.identity}
     exec(function, names)
     unknown = torch.full((3,), torch.nan)
@@ -419,20 +422,52 @@ def test_the_communicator_of_the_page_is_the_identity_before_there_are_returns()
 
 @pytest.fixture(scope="module")
 def changed_scripts(tmp_path_factory):
-    """Copies of the scripts with the communicator that docs/communicators.md adds in two places."""
+    """Copies of the scripts with the communicator that docs/communicators.md adds in two places,
+    and with its gate.
+    """
     folder = tmp_path_factory.mktemp("changed")
     page = (REPOSITORY / "docs" / "communicators.md").read_text()
-    function, branch = re.findall(r"```python\n(.*?)```", page, re.S)
-    places = {
-        "communicators.py": ("def similarity(", f"{function}\n\n"),
-        "prpo_minigrid.py": ('    elif name == "similarity":', branch),
-    }
-    for name, (place, text) in places.items():
-        source = (REPOSITORY / name).read_text()
+    function, branch, gate = re.findall(r"```python\n(.*?)```", page, re.S)
+    places = [
+        ("communicators.py", "def similarity(", f"{function}\n\n"),
+        ("prpo_minigrid.py", '    elif name == "similarity":', branch),
+        ("prpo_minigrid.py", "    return communicators.mix_log_probs(", gate),
+        ("prpo_minigrid.py", '"value"] = "none"', '"entropy", '),
+    ]
+    for name, place, text in places:
+        path = folder / name
+        source = (path if path.exists() else REPOSITORY / name).read_text()
         assert source.count(place) == 1
-        (folder / name).write_text(source.replace(place, text + place))
+        path.write_text(source.replace(place, text + place))
     shutil.copy(REPOSITORY / "fedavg_ppo.py", folder)  # which imports that
     return folder
+
+
+def test_the_gate_of_the_page_trusts_certain_peers():
+    """In each state, and not those of weight 0, or whose policies are NaN there."""
+    page = (REPOSITORY / "docs" / "communicators.md").read_text()
+    *_, branch = re.findall(r"```python\n(.*?)```", page, re.S)
+    policies = torch.tensor([[[0.5, 0.5], [0.9, 0.1]], [[0.9, 0.1], [torch.nan, torch.nan]]]).log()
+    names = {"torch": torch, "policies": torch.cat((policies, policies[:1]))}
+    names |= {"weights": torch.tensor([0.6, 0.4, 0.0]), "args": SimpleNamespace(gate="entropy")}
+    exec(textwrap.dedent(branch).removeprefix("el"), names)
+    entropy = -(0.9 * math.log(0.9) + 0.1 * math.log(0.1))
+    ratio = 0.6 / 0.4 * math.exp((entropy - math.log(2)) / 0.3)
+    expected = torch.tensor([[ratio / (1 + ratio), 1], [1 / (1 + ratio), 0], [0, 0]])
+    torch.testing.assert_close(names["weights"], expected)
+
+
+def test_a_gate_takes_the_place_of_the_page(changed_scripts, tmp_path):
+    """A run with it: mean weights sum to 1, and are not those of C."""
+    given = {"gate": "entropy", "iterations": 3, "eval_episodes": 0}
+    words = flags(PRPO_MINIGRID, tmp_path / "runs", **given)
+    process = call(changed_scripts / "prpo_minigrid.py", *words, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    metrics = pd.read_csv(only_run(tmp_path / "runs") / "metrics.csv").query("iteration == 3")
+    weights = metrics.filter(regex=r"^weight_\d$").to_numpy()
+    assert weights.shape == (3, 3)
+    assert weights.sum(1) == pytest.approx(1, abs=1e-6)
+    assert abs(weights - 1 / 3).max() > 1e-4
 
 
 @on([PRPO_MINIGRID, pytest.param(FEDAVG_MINIGRID, marks=pytest.mark.slow)])

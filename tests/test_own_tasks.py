@@ -185,6 +185,19 @@ class Old(Bare):
         return super().step(action)[:4]
 
 
+# After a step they show other numbers than after a reset
+class Changing(Bare):
+    def step(self, action):
+        obs, *more = super().step(action)
+        return obs.astype(np.float64), *more
+
+
+class ChangingFrames(Frames):
+    def step(self, action):
+        obs, *more = super().step(action)
+        return obs.astype(np.float64), *more
+
+
 # A point of nine steps, pushed on a plane; what pays is the first push, which has other bounds
 # than the second
 class Point(gym.Env):
@@ -225,6 +238,12 @@ class UndefinedPoint(Point):
 class OldPoint(Point):
     def step(self, action):
         return super().step(action)[:4]
+
+
+class ChangingPoint(Point):
+    def step(self, action):
+        obs, *more = super().step(action)
+        return np.append(obs, 0.0), *more
 
 
 class EndlessPoint(Point):
@@ -279,6 +298,9 @@ gym.register("UndefinedPoint-v0", UndefinedPoint)
 gym.register("Unpaid-v0", Unpaid)
 gym.register("UnpaidFrames-v0", UnpaidFrames)
 gym.register("Old-v0", Old)
+gym.register("Changing-v0", Changing)
+gym.register("ChangingFrames-v0", ChangingFrames)
+gym.register("ChangingPoint-v0", ChangingPoint)
 gym.register("Endless-v0", Endless)
 gym.register("EndlessFrames-v0", EndlessFrames)
 gym.register("Frames-v0", Frames)
@@ -374,6 +396,7 @@ def test_a_task_with_another_reward_trains_resumes_and_plays(my_tasks, tmp_path)
         (["--env-id", "my_other_tasks:Pair-v0"], ["Pair-v0", "array of size 1"]),
         (["--env-id", "my_other_tasks:Unpaid-v0"], ["Unpaid-v0", "NoneType"]),
         (["--env-id", "my_other_tasks:Old-v0"], ["Old-v0", "expected 5, got 4"]),
+        (["--env-id", "my_other_tasks:Changing-v0"], ["no 7x7x3 array (uint8)", "(float64)"]),
         (["--eval-env-ids", "my_tasks:NoSuchTask-v0"], ["--eval-env-ids", "NoSuchTask"]),
     ],
     ids=str,
@@ -523,6 +546,7 @@ def test_lives_of_a_users_game_end_episodes(my_tasks):
         ("my_other_tasks:Bare-v0", "shows no 4x84x84 frames (uint8), but 7x7x3"),
         ("my_other_tasks:PairOfFrames-v0", "array of size 1"),
         ("my_other_tasks:UnpaidFrames-v0", "NoneType"),
+        ("my_other_tasks:ChangingFrames-v0", "frames (uint8), but 4x84x84 (float64)"),
         ("MiniGrid-Empty-5x5-v0", "module:id"),
     ],
 )
@@ -581,6 +605,7 @@ def test_tasks_without_an_end_get_one(my_tasks, monkeypatch):
         ("--env-id my_other_tasks:OtherPoint-v0", "shows (2,) numbers, not (3,)"),
         ("--env-id my_other_tasks:PairOfPoints-v0", "array of size 1"),
         ("--env-id my_other_tasks:OldPoint-v0", "expected 5, got 4"),
+        ("--env-id my_other_tasks:ChangingPoint-v0", "shows (3,) numbers, not (2,)"),
         ("--env-id my_other_tasks:Point-v0 --env-backend envpool", "no usable my_other_tasks:Poin"),
         ("--num-agents 2 --env-ids my_other_tasks:Point-v0 Hopper-v5", "Point-v0 2 and 2, Hopper"),
         ("--eval-env-ids my_other_tasks:Point-v0", "Point-v0 2 and 2"),

@@ -348,7 +348,7 @@ def test_a_search_is_drawn_by_win_rates(tmp_path):
     figure = plot.draw(tmp_path / "evp.csv", tmp_path / "evp.png")
     assert figure.axes[0].get_ylabel().startswith("sampled win rate of the best")
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert labels == {"isolated PPO (1 seeds)", "PR-PPO, self-preferred 0.6 (1 seeds)"}
+    assert labels == {"isolated PPO (1 seed)", "PR-PPO, self-preferred 0.6 (1 seed)"}
     (folder / "win_rates.csv").unlink()
     with pytest.raises(SystemExit, match="not every seed has tried the same settings"):
         plot.main(plot.Args(**args, measure="win_rate"))
@@ -816,7 +816,7 @@ def test_a_method_has_one_name_and_one_colour():
     pattern = r"^\| (?:(?:PPO|GRPO), \w+ \| )?((?:isolated|FedAvg|PR)(?:(?! minus )[^|])*) \| \d"
     for page in PAGES:
         assert set(re.findall(pattern, page.read_text(), re.M)) <= labels, page.name
-    tasks = ["MiniGrid-DoorKey-5x5-v0", "BeamRiderNoFrameskip-v4", "benchmark.goals:Goals-v0"]
+    tasks = ["MiniGrid-DoorKey-5x5-v0", "BeamRiderNoFrameskip-v4", "my_tasks:Goals-v0"]
     assert styles.name_task("+".join(tasks)) == "DoorKey-5x5+BeamRider+Goals"
     assert styles.name_task("runs/skills/train.jsonl, topic") == "skills, topic"
 

@@ -253,6 +253,25 @@ def test_only_runs_of_the_first_version_are_told_of_its_commit(command, names_co
     assert message.endswith("; those of version 0.1 need commit 9627f85") == names_commit
 
 
+def test_a_run_of_another_script_is_refused_by_its_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"script": "my_copy", "command": []}))
+    message = refusal(resume, tmp_path)
+    assert message == f"--resume {tmp_path}: is a run of my_copy.py, not of {TOY.name}"
+
+
+def test_a_resume_says_whether_the_code_has_changed(whole, tmp_path, monkeypatch, capsys):
+    """As after an edit or an update between checkpoint and resume."""
+    line = "the code is no longer that of its last checkpoint"
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    resume(folder)
+    assert line not in capsys.readouterr().out
+    edited = tmp_path / "edited.py"
+    edited.touch()
+    monkeypatch.setattr(communicators, "_list_code", lambda args: [edited])
+    resume(folder)
+    assert line in capsys.readouterr().out
+
+
 def test_a_full_disk_ends_with_one_line_and_keeps_what_was_saved(whole, tmp_path, monkeypatch):
     """When a checkpoint, a log or the summary cannot be written; then there is room again."""
     fsync = os.fsync

@@ -1126,6 +1126,8 @@ GAUSSIANS = {
     "check_task": ("What types cannot express of the flags", "hidden_sizes"),
     "find_env_problem": (
         "obs",
+        "problem",
+        'return ""',
         "space",
         "bounds",
         "dtype",
