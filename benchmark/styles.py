@@ -77,6 +77,8 @@ STYLES = {
     "pr-reward": ("PR-PPO, reward", GREEN),
     "pr-reward-linear": ("PR-PPO, reward, falls to 0", GREEN, "--"),
     "pr-gate-linear": ("PR-PPO, gated by value, falls to 0", BROWN, "--"),
+    "pr-reward-linear-equal": ("PR-PPO, reward, falls to 0, six of 128", GREEN, ":"),
+    "pr-gate-linear-equal": ("PR-PPO, gated by value, falls to 0, six of 128", BROWN, ":"),
     "fedavg-median": ("FedAvg, coordinate-wise median", WINE, ":"),
     "fedavg-relative-gain": ("FedAvg, relative-gain", BLACK, "--"),
     "pr-relative-gain": ("PR-PPO, relative-gain", BLACK),

@@ -461,6 +461,27 @@ def test_robots_have_the_differences_of_their_rows(data, lead, rivals):
             assert difference in text or opposite in text
 
 
+def test_equal_networks_have_the_differences_of_their_rows():
+    """Each mixture minus both averages, with Holm's adjustment over these."""
+    rows, labels = read_rows("confirm_skills", "confirm_skills_equal")
+    labels = {label: name for label, name in labels.items() if name.endswith("linear-equal")}
+    assert len(labels) == 2
+    columns = ["return", "minus FedAvg, uniform", "minus FedAvg, reward"]
+    shown = find_table("confirmation_skills_details", columns, labels)
+    after, *_ = confirm.make_endpoints(rows, hardest=4)
+    for label, name in labels.items():
+        check_interval(shown[label]["return"], runs.mean_interval(after[name]))
+        gains = [after[name] - after[rival] for rival in ("fedavg-uniform", "fedavg-reward")]
+        p_values = [confirm.compute_p_value(of_rival.to_numpy()) for of_rival in gains]
+        adjusted = confirm.adjust_by_holm(p_values)
+        for column, of_rival, p in zip(columns[1:], gains, adjusted, strict=True):
+            interval = runs.mean_interval(of_rival)
+            difference, verdict = shown[label][column].rsplit(", ", 1)
+            check_interval(difference, interval)
+            assert verdict == confirm.judge(*interval, p, 0.05)
+            assert is_rounded(shown[label][f"p, {column.rsplit(' ', 1)[1]}"], p)
+
+
 @pytest.mark.parametrize("method", ["fedavg-uniform", "fedavg-reward"])
 def test_averaging_agents_have_the_shown_returns_on_both_goals(method):
     """Agents 2 and 4 want the green goal, 3 and 5 the blue one."""
