@@ -482,6 +482,25 @@ def test_equal_networks_have_the_differences_of_their_rows():
             assert is_rounded(shown[label][f"p, {column.rsplit(' ', 1)[1]}"], p)
 
 
+def test_rounds_of_both_intervals_have_the_differences_of_their_rows():
+    """The gate minus averages with each, and 16 minus 4 of each method, with Holm's adjustment."""
+    rows, _ = read_rows("confirm_skills", "confirm_skills_equal")
+    after, *_ = confirm.make_endpoints(rows, hardest=4)
+    gains = [
+        after["pr-gate-linear-equal"] - after["fedavg-uniform-4"],
+        after["pr-gate-linear-16"] - after["fedavg-uniform"],
+        after["fedavg-uniform"] - after["fedavg-uniform-4"],
+        after["pr-gate-linear-16"] - after["pr-gate-linear-equal"],
+    ]
+    adjusted = confirm.adjust_by_holm([confirm.compute_p_value(gain.to_numpy()) for gain in gains])
+    text = (REPOSITORY / "docs/results/confirmation_skills_details.md").read_text()
+    for gain, p in zip(gains, adjusted, strict=True):
+        mean, low, high = runs.mean_interval(gain)
+        verdict = confirm.judge(mean, low, high, p, 0.05)
+        shown = f"p = {p:.2g}" if p > 0.0001 else "p < 0.0001"
+        assert f"{mean:.2f} [{low:.2f}, {high:.2f}], {verdict}, {shown}" in text
+
+
 @pytest.mark.parametrize("method", ["fedavg-uniform", "fedavg-reward"])
 def test_averaging_agents_have_the_shown_returns_on_both_goals(method):
     """Agents 2 and 4 want the green goal, 3 and 5 the blue one."""
