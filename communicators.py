@@ -1731,9 +1731,10 @@ def read_run(given: RunArgs, words: Iterable[str] = ()) -> RunArgs:
     is_list_of_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
     if config.get("script") == script.stem and "command" not in config:
         refuse(given, "resume", f"{of_this_version}; those of version 0.1 need commit 9627f85")
-    if str(config.get("script", script.stem)) != script.stem:
-        refuse(given, "resume", f"is a run of {config['script']}.py, not of {script.name}")
-    if "script" not in config or not is_list_of_words:
+    name = config.get("script")
+    if name not in (None, script.stem):
+        refuse(given, "resume", f"is a run of {name}.py, not of {script.name}")
+    if name is None or not is_list_of_words:
         refuse(given, "resume", of_this_version)
     launched = exchange_of_launcher is not None
     if bool(config.get("exchange")) != launched:

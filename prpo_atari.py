@@ -1115,7 +1115,7 @@ def find_game_problem(args: Args, env_id: str) -> str:
         return "" if find_spec("ale_py") else "ale-py is not installed"
     env = make_custom(env_id)
     obs, _ = env.reset(seed=0)
-    problem = find_frames_problem(np.asarray(obs))
+    problem = find_frames_problem(obs)
     if problem:
         return problem
     if not isinstance(env.action_space, gym.spaces.Discrete) or env.action_space.start != 0:
@@ -1125,11 +1125,12 @@ def find_game_problem(args: Args, env_id: str) -> str:
         return "has the name of another task here"
     obs, reward, *_ = env.step(0)
     float(reward)  # an error is a problem, too
-    return find_frames_problem(np.asarray(obs))
+    return find_frames_problem(obs)
 
 
-def find_frames_problem(obs: np.ndarray) -> str:
+def find_frames_problem(obs: object) -> str:
     """What makes an observation unusable here, nothing ("") if it is not."""
+    obs = np.asarray(obs)
     if obs.shape == (4, 84, 84) and obs.dtype == np.uint8:
         return ""
     shape = "x".join(map(str, obs.shape))

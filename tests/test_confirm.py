@@ -363,6 +363,11 @@ def find_table(page, columns, labels):
     pytest.fail("no such table")
 
 
+def adjust_p_values(gains):
+    """Holm's p-values of some paired differences."""
+    return confirm.adjust_by_holm([confirm.compute_p_value(gain.to_numpy()) for gain in gains])
+
+
 def check_interval(shown, interval):
     """A page shows a mean and its interval, rounded."""
     for text, number in zip(re.findall(r"-?[\d.]+", shown), interval, strict=True):
@@ -386,9 +391,7 @@ def test_pages_show_the_differences_of_their_rows(page, data, options, significa
     after, *_ = confirm.make_endpoints(rows, hardest=0)
     labels = {label: name for label, name in labels.items() if name != "pr-gate-linear"}
     gains = [(after["pr-gate-linear"] - after[name]).dropna() for name in labels.values()]
-    p_values = [confirm.compute_p_value(of_rival.to_numpy()) for of_rival in gains]
-    adjusted = confirm.adjust_by_holm(p_values)
-    for label, of_rival, p in zip(labels, gains, adjusted, strict=True):
+    for label, of_rival, p in zip(labels, gains, adjust_p_values(gains), strict=True):
         interval = runs.mean_interval(of_rival)
         check_interval(shown[label]["gated minus it"], interval)
         if shown[label]["p, Holm"].startswith("<"):
@@ -472,9 +475,7 @@ def test_equal_networks_have_the_differences_of_their_rows():
     for label, name in labels.items():
         check_interval(shown[label]["return"], runs.mean_interval(after[name]))
         gains = [after[name] - after[rival] for rival in ("fedavg-uniform", "fedavg-reward")]
-        p_values = [confirm.compute_p_value(of_rival.to_numpy()) for of_rival in gains]
-        adjusted = confirm.adjust_by_holm(p_values)
-        for column, of_rival, p in zip(columns[1:], gains, adjusted, strict=True):
+        for column, of_rival, p in zip(columns[1:], gains, adjust_p_values(gains), strict=True):
             interval = runs.mean_interval(of_rival)
             difference, verdict = shown[label][column].rsplit(", ", 1)
             check_interval(difference, interval)
@@ -492,9 +493,8 @@ def test_rounds_of_both_intervals_have_the_differences_of_their_rows():
         after["fedavg-uniform"] - after["fedavg-uniform-4"],
         after["pr-gate-linear-16"] - after["pr-gate-linear-equal"],
     ]
-    adjusted = confirm.adjust_by_holm([confirm.compute_p_value(gain.to_numpy()) for gain in gains])
     text = (REPOSITORY / "docs/results/confirmation_skills_details.md").read_text()
-    for gain, p in zip(gains, adjusted, strict=True):
+    for gain, p in zip(gains, adjust_p_values(gains), strict=True):
         mean, low, high = runs.mean_interval(gain)
         verdict = confirm.judge(mean, low, high, p, 0.05)
         shown = f"p = {p:.2g}" if p > 0.0001 else "p < 0.0001"
