@@ -3680,14 +3680,10 @@ def read_row(args: Args, tokenizer, row: dict) -> dict:
     if topic in (None, ""):
         request = prompt[:-1] if is_continued(prompt) and len(prompt) > 1 else prompt
         topic = get_text(request).partition("\n")[0].removeprefix("SUBREDDIT: r/")
+    texts = {"prompt": text, "completion": get_text(completion), "topic": str(topic).strip()}
+    "".join(texts.values()).encode()  # a ValueError for half a surrogate, which no tokenizer takes
     digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
-    return {
-        "prompt": text,
-        "completion": get_text(completion),
-        "topic": str(topic).strip(),
-        "place": int.from_bytes(digest[:6]) / 2**48,
-        "row": row,
-    }
+    return texts | {"place": int.from_bytes(digest[:6]) / 2**48, "row": row}
 
 
 def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str, list], list[dict]]:
