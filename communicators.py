@@ -726,7 +726,7 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
 
 def _mix_by_state(log_probs: Tensor, weights: Tensor, mixture: str) -> Tensor:
     """`mix_log_probs` with weights [policies, ...], of which a policy that is NaN loses its own."""
-    weights = weights.to(log_probs.dtype).masked_fill(log_probs[..., 0].isnan(), 0.0)
+    weights = weights.to(log_probs).masked_fill(log_probs[..., 0].isnan(), 0.0)
     weights = (weights / weights.sum(0))[..., None]  # NaN where no policy is left
     if mixture == "arithmetic":
         # One policy after the other, because the vocabulary of a language model is large

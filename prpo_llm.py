@@ -674,7 +674,7 @@ def compute_log_reference(
     """Row i of C applied to the policies, at some tokens of agent k: [tokens, vocabulary].
 
     mb: a micro-batch's peers, see `collect_peers`, and with --gate its gate, see `compute_gate`;
-    place: see `split_tokens`.
+    place: see `split_tokens`. It is NaN at a token where no sender's policy is a number.
     """
     k, m, g, t = place
     weights = reference.weights[k]
@@ -682,7 +682,9 @@ def compute_log_reference(
     log_peers = compute_log_probs(args, model, states).transpose(0, 1)
     if "gate" in mb:
         weights = mb["gate"][k, m, :, g, t][:, : len(weights)].T  # [senders, tokens]
-    return communicators.mix_log_probs(log_peers, weights, args.mixture)
+    log_reference = communicators.mix_log_probs(log_peers, weights, args.mixture)
+    # A log-probability of -1e38 is finite, the gradient towards it is not
+    return log_reference.clamp_(min=communicators.LOWEST_LOG_PROB)
 
 
 @torch.no_grad()
@@ -917,6 +919,9 @@ def compute_token_losses(
     # influence
     with torch.no_grad():
         log_reference = compute_log_reference(args, model, mb, place, reference)
+        # The agent's own policy is the reference where no sender's is a number
+        unknown = log_reference[:, :1].isnan()
+        log_reference = torch.where(unknown, log_policy, log_reference)
     kl_reference = compute_reference_kl(log_policy, log_reference, tokens, token_ratio, args)
     kl_anchor = torch.zeros_like(ratio)
     if args.sft_anchor:
@@ -4262,6 +4267,8 @@ def saving_progress(run: Run, state: dict[str, list], steps: int) -> Iterator[No
 def misses_evaluation(args: Args, run: Run) -> bool:
     """Whether a resumed run has no evaluation of its last step, in which a reward failed."""
     if run.exchange.world_size > 1 or not run.due(args.eval_every):
+        return False
+    if run.iteration == run.total:  # evaluated at the end of every run
         return False
     with open(run.folder / "evaluations.csv", newline="") as file:
         return str(run.iteration) not in {row["step"] for row in csv.DictReader(file)}

@@ -35,6 +35,7 @@ from test_llm import rows_of as language_rows_of
 from test_llm import tiny as tiny_llm
 from test_llm import weights_of as adapters_of
 
+import communicators
 import prpo_babyai
 import prpo_llm
 
@@ -224,6 +225,12 @@ def test_in_bfloat16_the_first_ratio_is_one(algorithm, checkpointing, files, tmp
     rows = language_rows_of(only_run(tmp_path))
     assert all(float(row["first_log_ratio"]) <= 1e-6 for row in rows)
     assert any(float(row["approx_kl"]) > 1e-4 for row in rows)
+
+
+def test_weights_on_the_processor_mix_policies_of_which_one_is_no_number():
+    log_probs = torch.tensor([[[0.5, 0.5]], [[torch.nan, torch.nan]]], device="cuda").log()
+    mixed = communicators.mix_log_probs(log_probs, torch.tensor([0.3, 0.7]))
+    torch.testing.assert_close(mixed, log_probs[0])
 
 
 def test_a_graph_generates_what_single_launches_do(files, tmp_path, monkeypatch):  # noqa: F811

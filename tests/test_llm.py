@@ -888,8 +888,10 @@ def test_ranks_go_on_from_a_run_of_one_process(spread):
 
 
 def test_resuming_a_finished_run_keeps_what_it_knows(files, tmp_path):
-    """The last step's rewards are in the checkpoint, also for a run that has no step left."""
-    folder, summary = train(files, tmp_path, total_steps=2)
+    """The last step's rewards are in the checkpoint, also for a run that has no step left, whose
+    last evaluation is done again, once.
+    """
+    folder, summary = train(files, tmp_path, total_steps=2, eval_every=1)
     rows = rows_of(folder)
     evaluations = (folder / "evaluations.csv").read_text()
     again = prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))

@@ -1343,6 +1343,45 @@ def test_a_token_that_has_become_likely_has_a_bounded_gradient(loss_type, lograt
     )
 
 
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize(
+    ("weights", "gate", "expected"),
+    [
+        ([1.0], None, "policy"),  # agent 0 of the states below is not a number
+        ([0.5, 0.5], None, 1),
+        ([0.5, 0.5], [1.0, 0.0], "policy"),
+        ([0.5, 0.5], [0.9, 0.1], 1),
+    ],
+)
+def test_a_sender_that_is_not_a_number_is_left_out(weights, gate, expected, direction, monkeypatch):
+    """Of a token's reference; without another sender it is the agent's own policy. A peer's
+    log-probability counts as -100 at least, so that every gradient is finite.
+    """
+    args = prpo_llm.Args(kl_direction=direction)
+    monkeypatch.setattr(prpo_llm, "compute_log_probs", lambda _args, _model, states: states)
+    policy = torch.tensor([0.7, 0.3]).log().view(1, 1, 1, 1, 2).requires_grad_()
+    of_senders = torch.tensor([[torch.nan, torch.nan], [-1e38, 0.0]])[: len(weights)]
+    mb = {
+        "tokens": torch.zeros(1, 1, 1, 1, dtype=torch.long),
+        "logprobs": policy[..., 0].detach(),
+        "advantages": torch.zeros(1, 1, 1, 1),
+        "peers": of_senders.view(1, 1, len(weights), 1, 1, 2),
+    }
+    if gate:
+        mb["gate"] = torch.tensor(gate).view(1, 1, 2, 1, 1)
+    place = (0, *[torch.zeros(1, dtype=torch.long)] * 3)
+    reference = prpo_llm.Reference([torch.tensor(weights)], [], [])
+    loss, terms = prpo_llm.compute_token_losses(
+        args, None, policy, mb, place, reference, kl_coef=1.0
+    )
+    loss.sum().backward()
+    log_policy = policy.detach().flatten()
+    log_reference = log_policy if expected == "policy" else torch.tensor([-100.0, 0.0])
+    kl = communicators.kl_to_reference(log_policy, log_reference, direction)
+    torch.testing.assert_close(terms["kl_reference"], kl[None])
+    assert policy.grad.isfinite().all()
+
+
 def from_logs(log_probs):
     """A distribution that does not normalise, or gradients would differ."""
     return Categorical(logits=log_probs)
