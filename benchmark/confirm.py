@@ -62,7 +62,8 @@ def make_agent_rows(runs: list[Run]) -> pd.DataFrame:
     rows = []
     for run in runs:
         # From where all agents have a return, as in the curve
-        table = run.table[run.table.timesteps.isin(run.curve.index)]
+        curve = run.curve
+        table = run.table[run.table[curve.index.name].isin(curve.index)]
         for agent, of_agent in table.groupby("agent"):
             row = {"env": run.task, "method": run.name, "seed": run.seed, "agent": agent}
             row["evaluation"] = of_agent.evaluation.iloc[-1]

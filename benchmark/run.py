@@ -143,6 +143,7 @@ class Job:
         run_dirs = re.findall(r"\0--run[-_]dir[=\0]([^\0]+)", "\0".join(self.words))
         run_dir = run_dirs[-1] if run_dirs else "runs"
         name = hashlib.sha256(line.encode()).hexdigest()[:16]
+        run_dir = os.path.expandvars(os.path.expanduser(run_dir))  # as a shell has it
         self.log = Path(run_dir, ".commands", f"{name}.log")
         self.name = line
         self.tries = 0

@@ -463,11 +463,13 @@ def make_rows(groups: Groups, threshold: float = SOLVED) -> pd.DataFrame:
     for (task, method), runs in groups.items():
         for run in runs:
             curve = run.curve
+            evaluation = run.evaluation
             if has_diverged(run):  # whatever its agents were worth before
                 curve = curve * np.nan
+                evaluation = np.nan
             row = {"env": task, "method": method, "seed": run.seed}
-            row["timesteps"] = run.summary.get("timesteps_per_agent", curve.index[-1])
-            row["evaluation"] = run.evaluation
+            row["timesteps"] = run.table[curve.index.name].max()
+            row["evaluation"] = evaluation
             row["own_topic"], row["others_topics"] = score_topics(run)
             row["win_rate"] = read_win_rate(run, "win_rates.csv")
             row["sampled_win_rate"] = read_win_rate(run, "sampled_win_rates.csv")

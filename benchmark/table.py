@@ -105,7 +105,8 @@ def tabulate_methods(rows: pd.DataFrame, args: Args) -> list[dict]:
             return f"{format_mean(gains, form['digits'])}, {positive}" if len(gains) else ""
         if "evaluation" in seeds and is_all_or_nothing(seeds.evaluation):
             solved = format_share((seeds.evaluation >= SOLVED).sum(), len(seeds))
-            return f"{seeds[args.measure].mean():.{form['digits']}f}; solved in {solved}"
+            mean = seeds[args.measure].mean(skipna=False)
+            return f"{mean:.{form['digits']}f}; solved in {solved}"
         return format_mean(seeds[args.measure], **form) if len(seeds) else ""
 
     of_method = {name: table.set_index("seed") for name, table in rows.groupby("method")}
@@ -119,7 +120,7 @@ def tabulate_methods(rows: pd.DataFrame, args: Args) -> list[dict]:
         for task in rows.env.unique():
             row[name_task(task)] = format_cell(seeds[seeds.env == task], others[others.env == task])
         if args.solved:
-            solved = seeds.evaluation.groupby("seed").min() >= args.solved
+            solved = (seeds.evaluation >= args.solved).groupby("seed").all()
             row[f"all reach {args.solved:g}"] = format_share(solved.sum(), len(solved))
         table.append(row)
     return table
@@ -151,7 +152,8 @@ def tabulate_best(rows: pd.DataFrame, args: Args) -> list[dict]:
         if args.evp > bests.shape[1]:
             sys.exit(f"{task}, {method}: fewer settings than --evp {args.evp}")
         # By training: the best held-out score would flatter
-        chosen = search.groupby("setting").auc.mean().idxmax()
+        of_setting = search.groupby("setting").auc
+        chosen = of_setting.agg(lambda seeds: seeds.mean(skipna=False)).idxmax()
         of_chosen = search[search.setting == chosen]
         row = {"": find_method(method).label, "data": name_task(task)}
         row |= {"settings": str(bests.shape[1]), "best setting": chosen}

@@ -312,6 +312,16 @@ def test_rows_per_agent_are_made_of_runs(tmp_path, capsys):
     assert report(capsys, from_csv=(path,), lead="pr-reward") == (tables, lines)
 
 
+def test_runs_may_count_iterations_alone(tmp_path):
+    """As those of Par-S2ZPO: over the run from where both agents have a return."""
+    folder = control_run(tmp_path, 6, [np.nan, 0.1, 0.2])
+    metrics = pd.read_csv(folder / "metrics.csv").drop(columns="timesteps")
+    metrics.loc[1, "return_last_100"] = 0.9
+    metrics.to_csv(folder / "metrics.csv", index=False)
+    rows = confirm.make_agent_rows(runs.read_runs((str(tmp_path),)))
+    assert rows.auc.tolist() == pytest.approx([0.15, 0.17])
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path):
     """In one line: nobody to compare with, other agents, rows twice, words, nothing, other runs."""
     path = tmp_path / "x.csv"

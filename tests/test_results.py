@@ -231,9 +231,7 @@ def test_agents_with_different_tasks_are_apart(tmp_path):
 
 
 def test_a_run_that_has_diverged_has_no_score(tmp_path, capsys):
-    control_run(
-        tmp_path, 1, [0.9], summary={"diverged": [1], "evaluation": {"group": None, "agents": []}}
-    )
+    control_run(tmp_path, 1, [0.9], summary={"diverged": [1]})
     rows = runs.make_rows(read_groups(tmp_path))
     measures = ["evaluation", "mean_training_return", "final", "steps_to_0.8"]
     assert rows[measures].isna().all(axis=None)
@@ -241,12 +239,12 @@ def test_a_run_that_has_diverged_has_no_score(tmp_path, capsys):
 
 
 def test_a_task_has_the_scores_of_its_agents_where_another_has_diverged(tmp_path, capsys):
-    summary = {"diverged": [1], "evaluation": {"group": None, "agents": []}}
+    summary = {"diverged": [1]}
     options = {"exp_name": "pr-reward-none", "summary": summary}
     control_run(tmp_path, 1, [0.9], env_ids=["Easy", "Hard"], **options)
     rows = runs.make_rows(read_groups(tmp_path)).set_index("env")
-    measures = ["mean_training_return", "final"]
-    assert rows.loc["Easy", measures].tolist() == pytest.approx([0.9, 0.9])
+    measures = ["evaluation", "mean_training_return", "final"]
+    assert rows.loc["Easy", measures].tolist() == pytest.approx([0.5, 0.9, 0.9])
     assert rows.loc["Hard", measures].isna().all()
     of_all, of_first = (
         runs.make_conditions(runs.read_runs((str(tmp_path),)), agents) for agents in (0, 1)
@@ -375,6 +373,19 @@ def test_settings_are_ranked_on_the_same_seeds(tmp_path, capsys):
     assert shown[-1] == "| PR-PPO, uniform | Task | 1 2 | a: 0.510 | c: 0.310 | b: - |"
 
 
+def test_runs_of_one_length_in_iterations_are_all_of_a_search(tmp_path, capsys):
+    """Par-S2ZPO counts them, and its runs of whole episodes differ in steps."""
+    for seed, scores in {1: (0.1, 0.4), 2: (0.3, 0.3)}.items():
+        for setting, score in zip("ab", scores, strict=True):
+            name = f"par_{setting}"
+            summary = {"timesteps_per_agent": 100 * seed + round(10 * score)}
+            folder = control_run(tmp_path, seed, [0.5], score, summary=summary, exp_name=name)
+            metrics = pd.read_csv(folder / "metrics.csv").drop(columns="timesteps")
+            metrics.to_csv(folder / "metrics.csv", index=False)
+    table.main(table.Args(runs=(str(tmp_path),), search=True))
+    assert capsys.readouterr().out.splitlines()[-1].endswith("| 1 2 | b: 0.400 | a: 0.250 |")
+
+
 def test_table_1_has_the_setting_that_is_best_in_training(tmp_path, capsys):
     """And not the best of what it was then scored by; the best to be expected of two settings for
     each seed.
@@ -395,6 +406,16 @@ def test_table_1_has_the_setting_that_is_best_in_training(tmp_path, capsys):
         table.main(table.Args(runs=(str(tmp_path),), evp=4))
     with pytest.raises(SystemExit, match="--measure win_rate: the runs have no such column"):
         table.main(table.Args(runs=(str(tmp_path),), evp=2, measure="win_rate"))
+
+
+def test_a_setting_of_which_an_agent_has_diverged_is_not_chosen(tmp_path, capsys):
+    """Whatever its other seeds were worth."""
+    rows = search_rows(tmp_path)
+    first = rows.method == "pr-uniform_a"
+    rows.loc[first & (rows.seed == 2), "mean_training_return"] = np.nan
+    rows[rows.method != "alone_a"].to_csv(tmp_path / "x_runs.csv", index=False)
+    table.main(table.Args(from_csv=str(tmp_path / "x_runs.csv"), evp=2))
+    assert "| 3 | b | 0.35 (2 seeds) |" in capsys.readouterr().out
 
 
 # Tables of methods
@@ -419,11 +440,13 @@ def test_means_are_cut_where_values_are_and_all_or_nothing_is_counted(tmp_path, 
     """At 0 and 1; few seeds have their number, and a mean of a run that failed is none."""
     rows = []
     values = {"a": (0.9, 0.95, 1.0, 0.99), "b": (0.9, 0.0, 0.95, 0.1), "c": (0.5, 0.7), "d": (0.1,)}
+    values["e"] = (0.95, 0.0, np.nan, 0.9)
     for method, scores in values.items():
         for seed, score in enumerate(scores, 1):
             rows.append({"env": "x", "method": method, "seed": seed, "evaluation": score})
-    for seed, score in enumerate((0.95, 0.95, 0.87, 0.95), 1):
-        rows.append({"env": "y", "method": "a", "seed": seed, "evaluation": score})
+    for method, scores in (("a", (0.95, 0.95, 0.87, 0.95)), ("e", (0.95, 0.95, 0.95, np.nan))):
+        for seed, score in enumerate(scores, 1):
+            rows.append({"env": "y", "method": method, "seed": seed, "evaluation": score})
     frame = pd.DataFrame(rows).assign(timesteps=9)
     frame.to_csv(tmp_path / "x_runs.csv", index=False)
     args = {"from_csv": str(tmp_path / "x_runs.csv"), "solved": 0.9}
@@ -435,6 +458,7 @@ def test_means_are_cut_where_values_are_and_all_or_nothing_is_counted(tmp_path, 
         "| b | 0.49; solved in 2 of 4 [0.15, 0.85] | | 2 of 4 [0.15, 0.85] |",
         "| c | 0.60 (2 seeds) | | 0 of 2 [0, 0.66] |",
         "| d | 0.10 (1 seed) | | 0 of 1 [0, 0.79] |",
+        "| e | nan; solved in 2 of 4 [0.15, 0.85] | nan [nan, nan] | 1 of 4 [0.05, 0.70] |",
     ]
 
 

@@ -132,6 +132,13 @@ def test_commands_come_from_standard_input_too_and_from_any_run_dir(tmp_path, to
     )
 
 
+def test_logs_are_in_the_home_as_the_runs_are(tmp_path, tool):
+    lines = ["true --run-dir ~/a", "true --run-dir=$HOME/b"]
+    assert tool(lines, HOME=str(tmp_path / "home")).returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "list", "home"}
+    assert {path.parent.name for path in (tmp_path / "home").glob("*/.commands")} == {"a", "b"}
+
+
 def test_no_more_run_at_a_time_than_asked_for_each_on_cores_of_its_own(tmp_path, tool):
     """Each command writes when it began and ended, and its cores, after the other one of its pair
     has begun; pytest-xdist would have us all on one, and here there are two.
