@@ -661,6 +661,8 @@ def check_flags(flags: Args, args, averages: str) -> None:
         flags.exchange = flags.exchange.replace("@", " ").split()[-1]  # not shown
         valid = "must not have a password, which would be stored with the run's settings"
         refuse(flags, "exchange", f"{valid}; give it as the driver of the store documents")
+    if "://" not in flags.exchange:  # a path, which the run may be resumed far from
+        flags.exchange = os.path.abspath(os.path.expanduser(flags.exchange))
 
 
 def load_keys(flags: Args) -> tuple:

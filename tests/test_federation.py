@@ -1061,12 +1061,15 @@ def test_a_run_that_is_resumed_waits_as_before(begun, launched, before, after, v
     assert resumed(folder).wait == before
 
 
-def test_what_a_resumed_run_may_change(begun, tmp_path):
-    """Where it is, how old snapshots may be and who is trusted, not who it is."""
+def test_what_a_resumed_run_may_change(begun, tmp_path, monkeypatch):
+    """Where it is, how old snapshots may be and who is trusted, not who it is. A relative path is
+    of the folder where it was given.
+    """
     folder = begun(max_age=3, quorum=0.5)
     assert resumed(folder).settings["exchange"] == str(tmp_path / "store")
     assert (resumed(folder).max_age, resumed(folder).quorum) == (3, 0.5)
-    other = resumed(folder, "--exchange", tmp_path / "moved", "--max-age", 8, "--quorum", 1)
+    monkeypatch.chdir(tmp_path)
+    other = resumed(folder, "--exchange", "moved", "--max-age", 8, "--quorum", 1)
     assert other.settings["exchange"] == str(tmp_path / "moved")
     assert (other.max_age, other.quorum) == (8, 1)
     for agents in (("--agent", 0), ("--agents", 1, 2)):
