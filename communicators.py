@@ -1359,7 +1359,7 @@ class RunArgs:
     run_dir: str = "runs"  # folder that holds one folder per run
     resume: str = ""  # folder of a run that was cut off: go on in it, with its settings
     # iterations between checkpoints; the environments start anew at each, so that a resumed run is
-    # the same run
+    # the same run, and an episode that is cut off there counts in no return
     save_every: Count = 32
     eval_every: Natural = 0  # iterations between evaluations during training (0: only at the end)
     # torchrun: seconds until the run ends and names a rank that does not come (after evaluations a

@@ -82,7 +82,7 @@ class TaskArgs(RunArgs):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool = False  # compile the networks with torch.compile
     # iterations between checkpoints; the environments start anew at each, so that a resumed run is
-    # the same run
+    # the same run, and an episode that is cut off there counts in no return
     save_every: Count = 128
     eval_episodes: Natural = 10
     """whole games per agent and task in an evaluation, with unclipped scores (0: none)"""

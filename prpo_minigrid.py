@@ -1026,7 +1026,8 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
 
 def find_obs_problem(obs: object) -> str:
     """What makes an observation unusable here, nothing ("") if it is not."""
-    if isinstance(obs, np.ndarray) and obs in OBSERVATIONS:
+    is_typed = isinstance(obs, np.ndarray) and obs.dtype == OBSERVATIONS.dtype
+    if is_typed and obs in OBSERVATIONS:
         return ""
     shape = "x".join(map(str, np.shape(obs))) or type(obs).__name__
     dtype = getattr(obs, "dtype", "no array")

@@ -23,6 +23,7 @@ from helpers import (
     rows_of,
 )
 
+import prpo_minigrid
 from benchmark import play
 
 MINIGRID_SCRIPTS = on([PRPO_MINIGRID, PRTRPO_MINIGRID])
@@ -374,6 +375,15 @@ def test_a_task_with_another_reward_trains_resumes_and_plays(my_tasks, tmp_path)
     given = play.Args(str(folder), env_id=(FRUGAL,), greedy=True, episodes=1)
     results = play.main(given)
     assert [list(row) for row in results.values()] == [["FrugalDoorKey-v0"]] * 2
+
+
+def test_observations_have_the_type_of_the_block(monkeypatch):
+    """Which a copy of the script may change; a cast that is safe would end later."""
+    space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    monkeypatch.setattr(prpo_minigrid, "OBSERVATIONS", space)
+    assert not prpo_minigrid.find_obs_problem(np.zeros(4, np.float32))
+    for dtype in ("uint8", "int16", "float16"):
+        assert f"(float32), but 4 ({dtype});" in prpo_minigrid.find_obs_problem(np.zeros(4, dtype))
 
 
 @MINIGRID_SCRIPTS
