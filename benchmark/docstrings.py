@@ -4,9 +4,9 @@
     python benchmark/docstrings.py --topics scipy datasets --out runs/others.jsonl
 
 A row of the JSONL file has `prompt` and `completion`, lists of one message as TRL reads them, and
-`topic`, the library. Short docstrings are left out, and every body is there once, in an order that
-the installed versions determine. `prpo_llm.py --dataset docstrings` writes the file of the default
-libraries itself, into the cache.
+`topic`, the library. Short docstrings are left out, and every body of a library is there once, in
+an order that the installed versions determine. `prpo_llm.py --dataset docstrings` writes the file
+of the default libraries itself, into the cache.
 """
 
 import ast

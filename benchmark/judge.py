@@ -301,8 +301,8 @@ def add_prompts(rows: pd.DataFrame, folder: str, for_reward_model: bool = False)
         examples += read_rows(name, "train", prompt_column, completion_column)
     prompts = []
     for number, reference in zip(rows.id, rows.reference, strict=True):
-        example = examples[number] if number < len(examples) else {}
-        if example.get("completion") != reference:
+        example = examples[number] if number < len(examples) else {"completion": None}
+        if example.get("completion", "") != reference:  # data may have no references
             sys.exit(f"{folder}: --dataset {' '.join(names)} has changed since the run")
         column = "messages" if for_reward_model else "request"
         prompts.append(example.get(column, example["prompt"]))

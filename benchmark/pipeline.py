@@ -85,12 +85,13 @@ def choose_part(prompt: str) -> str:
 
 def make_worse_texts(example: dict, others: list[str], rng: random.Random) -> dict[str, str]:
     """Kind -> a worse text than the docstring's own first line, without kinds that give no text or
-    the same. others: first lines of the same library.
+    the same. others: first lines of the same library, where none is another one the constant.
     """
     line = example["completion"]
     body = example["request"].split("\n\n", 1)[1]
     words = line.split()
-    other = next(text for text in rng.sample(others, len(others)) if text != line)
+    shuffled = rng.sample(others, len(others))
+    other = next((text for text in shuffled if text != line), CONSTANT)
     texts = {
         "other": other,
         "truncated": " ".join(words[: len(words) // 2]),
@@ -246,7 +247,7 @@ def make_pairs(examples: list[dict], others: list[dict], every: bool) -> list[di
             lines[row["topic"]].append(row["completion"])
     pairs = []
     for number, example in enumerate(examples):
-        texts = make_worse_texts(example, [*lines[example["topic"]], CONSTANT], rng)
+        texts = make_worse_texts(example, lines[example["topic"]], rng)
         kinds = list(texts)
         if not every:
             kinds = [kinds[number % len(kinds)]]

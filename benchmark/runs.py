@@ -463,21 +463,19 @@ def make_rows(groups: Groups, threshold: float = SOLVED) -> pd.DataFrame:
     for (task, method), runs in groups.items():
         for run in runs:
             curve = run.curve
-            evaluation = run.evaluation
-            if has_diverged(run):  # whatever its agents were worth before
-                curve = curve * np.nan
-                evaluation = np.nan
             row = {"env": task, "method": method, "seed": run.seed}
             row["timesteps"] = run.table[curve.index.name].max()
-            row["evaluation"] = evaluation
-            row["own_topic"], row["others_topics"] = score_topics(run)
-            row["win_rate"] = read_win_rate(run, "win_rates.csv")
-            row["sampled_win_rate"] = read_win_rate(run, "sampled_win_rates.csv")
-            row["mean_training_return"] = curve.mean()
-            row["final"] = curve.iloc[-1]
+            scores = {"evaluation": run.evaluation}
+            scores["own_topic"], scores["others_topics"] = score_topics(run)
+            scores["win_rate"] = read_win_rate(run, "win_rates.csv")
+            scores["sampled_win_rate"] = read_win_rate(run, "sampled_win_rates.csv")
+            scores["mean_training_return"] = curve.mean()
+            scores["final"] = curve.iloc[-1]
             reached = curve.index[curve >= threshold]
-            row[f"steps_to_{threshold:g}"] = reached[0] if len(reached) else np.nan
-            rows.append(row)
+            scores[f"steps_to_{threshold:g}"] = reached[0] if len(reached) else np.nan
+            if has_diverged(run):  # whatever its agents were worth before
+                scores = dict.fromkeys(scores, np.nan)
+            rows.append(row | scores)
     table = pd.DataFrame(rows)
     optional = ["own_topic", "others_topics", "win_rate", "sampled_win_rate"]
     return table.drop(columns=[name for name in optional if table[name].isna().all()])
@@ -526,5 +524,5 @@ def expected_best(search: pd.DataFrame, measure: str, name: str) -> np.ndarray:
     """Mean and variance of the best of 1, 2, ... settings that are tried, [seeds, 2, settings]."""
     scores = search.pivot(index="seed", columns="method", values=measure)
     if scores.isna().any(axis=None):
-        sys.exit(f"{name}: not every seed has tried the same settings, with {measure}")
+        sys.exit(f"{name}: not every seed has the {measure} of the same settings")
     return np.array([expected_maximum(row) for row in scores.to_numpy()])

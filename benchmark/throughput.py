@@ -45,7 +45,7 @@ class Args:
     repeats: int = 5
     """runs of every contender; the table shows medians (0: leave the comparison out)"""
     timesteps: int = 0
-    """environment steps per agent of a compared run (0: 65,536, Atari 32,768)"""
+    """environment steps per agent of a compared run (0: 65,536, Atari and --trpo 32,768)"""
     # iterations between communication rounds; even a short run needs several: C is I before the
     # first
     local_updates: int = 2

@@ -57,7 +57,7 @@ def make_row(run: Run) -> dict:
     row |= {"iterations": run.summary["iterations"], "trajectories": run.summary["trajectories"]}
     row["bits"] = run.summary["communication_bits"]
     row["statistics_bits"] = run.summary["statistics_bits"]
-    row["over_the_run"] = average_agents(run).episodic_return.mean()
+    row["over_the_run"] = average_agents(run).episodic_return.mean(skipna=False)
     return row | {"evaluation": run.evaluation}
 
 
@@ -102,7 +102,7 @@ def choose_cells(rows: pd.DataFrame, column: str) -> dict[int, tuple]:
     chosen = {}
     for seed in scores.index:
         others = scores.drop(index=seed) if len(scores) > 1 else scores
-        chosen[seed] = others.mean().idxmax()
+        chosen[seed] = others.mean(skipna=False).idxmax()
     return chosen
 
 
@@ -124,7 +124,8 @@ def tabulate(rows: pd.DataFrame) -> list[dict]:
                 continue
             name = column.replace("_", " ")
             best = take_best(group, column)
-            row[f"{name}, grid"] = format_mean(group.groupby("seed")[column].mean(), digits=0)
+            of_grid = group.groupby("seed")[column].agg(lambda cells: cells.mean(skipna=False))
+            row[f"{name}, grid"] = format_mean(of_grid, digits=0)
             row[f"{name}, best cell"] = format_mean(best[column], digits=0)
             row[f"{name}, its µ, η"] = ", ".join(map(str, best[CELL].value_counts().index[0]))
         row["bits per update"] = f"{group.bits.iloc[0] / group.iterations.iloc[0]:,.0f}"

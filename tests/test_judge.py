@@ -224,7 +224,7 @@ def test_one_token_is_an_answer(server, tmp_path):
 
 def test_another_run_takes_the_place_of_the_references(server, tmp_path):
     """The same agent's completions of the same prompts are compared; the other way round gives the
-    rest.
+    rest. The data need no references.
     """
     first = make_run(tmp_path)
     second = make_run(tmp_path, [["good"] * 4, ["bad one"] * 4])
@@ -233,6 +233,10 @@ def test_another_run_takes_the_place_of_the_references(server, tmp_path):
     assert rates.tolist() == [0.25, 0.75, 0.5]
     assert (rates + opposite).tolist() == [1, 1, 1]
     assert not list(tmp_path.glob("runs/*/win_rates.csv"))  # these are against the references
+    for path in tmp_path.rglob("*.jsonl"):
+        text = re.sub(r'"completion": "human \d", ', "", path.read_text())
+        path.write_text(re.sub(r'"human \d"', '""', text))
+    assert run_judge(server, tmp_path, first, against=str(second)).win_rate.equals(rates)
 
 
 def test_other_prompts_of_the_same_number_are_not_compared(server, tmp_path):

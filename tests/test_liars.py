@@ -215,6 +215,21 @@ def test_a_launcher_is_refused(monkeypatch):
     assert "federate.py" in refusal(parse_args, liars.Args, liars.check_args, [])
 
 
+@pytest.mark.parametrize(
+    ("averages", "flag", "value"),
+    [
+        (True, "gate", "value"),
+        (True, "mixture", "geometric"),
+        (False, "server_lr", 0.5),
+        (False, "private_heads", ("actor",)),
+    ],
+)
+def test_flags_of_the_other_script_are_refused(averages, flag, value):
+    args = liars.Args(averages=averages, **{flag: value})
+    name = "fedavg_ppo.py" if averages else "prpo_minigrid.py"
+    assert refusal(liars.check_args, args).endswith(f": is no flag of {name}")
+
+
 def test_a_run_is_played_and_not_trained_again(tmp_path):
     runs = tmp_path / "runs"
     liars.main(tiny_liar(runs, env_id=EMPTY, iterations=1, eval_episodes=2))

@@ -3,6 +3,7 @@
 import importlib
 import sys
 
+import numpy as np
 import pandas as pd
 import pytest
 from fabricated import write_run
@@ -51,6 +52,22 @@ def test_the_best_cell_of_a_seed_is_chosen_by_the_other_seeds(tmp_path):
     curve = zeroth.make_curves(rows, whole)
     assert curve["mean"].tolist() == pytest.approx([1 / 3, 7 / 3])
     assert curve.bits.tolist() == [20, 20]
+
+
+def test_a_run_that_has_diverged_has_no_score(tmp_path):
+    """No mean over its grid has one, and no other seed chooses its cell."""
+    for mu, of_seeds in {0.1: [1.0, 5.0, 6.0], 0.2: [90.0, 92.0, 91.0]}.items():
+        for seed, value in enumerate(of_seeds, start=1):
+            has_diverged = (mu, seed) == (0.2, 1)
+            last = np.nan if has_diverged else value
+            evaluation = None if has_diverged else value
+            zeroth_run(tmp_path, seed, mu, [value, last], evaluation)
+    _, rows = read_rows(tmp_path)
+    for column in ("over_the_run", "evaluation"):
+        chosen = {1: (0.2, 0.1), 2: (0.1, 0.1), 3: (0.1, 0.1)}
+        assert zeroth.choose_cells(rows, column) == chosen
+    (row,) = zeroth.tabulate(rows)
+    assert row["evaluation, grid"] == row["over the run, grid"] == "nan [nan, nan]"
 
 
 def test_the_cell_that_is_named_is_one_that_seeds_chose(tmp_path, monkeypatch):
