@@ -535,7 +535,7 @@ def test_the_index_says_what_its_pages_say():
         expected = "+" if low > 0 else "−" if high < 0 else "?"
         if max(-low, high) <= 0.05 and low <= 0 <= high:
             expected = "="
-        reasons = r"without Holm's correction|at 0\.05, not at a second look's 0\.025"
+        reasons = r"without Holm's correction|at 0\.05, not at a third look's 0\.016"
         weaker = re.search(rf"\((above|below) (?:{reasons})\)", question)
         if weaker:
             assert weaker[1] == {"+": "above", "−": "below"}[expected], question
