@@ -530,6 +530,38 @@ def assert_weights(weights, expected):
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
 
 
+def measure_minibatch(args, ratio, objective, value_loss, entropy):
+    """Metrics of a minibatch by their definitions, from what each sample has, [samples]."""
+    ratio = ratio.detach()
+    outside = (ratio < 1 - args.clip_coef) | (ratio > 1 + args.clip_coef)
+    if args.clip_coef == 0:
+        outside = torch.zeros_like(ratio)
+    return {
+        "policy_loss": -objective.mean().item(),
+        "value_loss": value_loss.mean().item() / 2,
+        "entropy": entropy.mean().item(),
+        "old_approx_kl": -ratio.log().mean().item(),
+        "approx_kl": (ratio - 1 - ratio.log()).mean().item(),
+        "clipfrac": outside.float().mean().item(),
+    }
+
+
+def measure_update(minibatches, batch, **more):
+    """A row of metrics of an update: means over its minibatches, and what its batch shows."""
+    row = {name: sum(each[name] for each in minibatches) for name in minibatches[0]}
+    row = {name: total / len(minibatches) for name, total in row.items()}
+    returns = batch["advantage"] + batch["value"]
+    row["explained_variance"] = 1 - (batch["advantage"].var() / returns.var()).item()
+    return row | more
+
+
+def assert_metrics(folder, expected_rows):
+    """Rows of metrics.csv have these numbers, up to rounding."""
+    for row, expected in zip(rows_of(folder), expected_rows, strict=True):
+        for name, value in expected.items():
+            assert float(row[name]) == pytest.approx(value, rel=1e-3, abs=2e-6), (name, row)
+
+
 WORDS = {"env_id", "exp_name"}  # columns of metrics.csv that are no numbers
 
 

@@ -14,7 +14,15 @@ import pytest
 import torch
 from command import parse_args
 from gymnasium.wrappers.utils import RunningMeanStd
-from helpers import gate_by_hand, only_run, rows_of, weights_of
+from helpers import (
+    assert_metrics,
+    gate_by_hand,
+    measure_minibatch,
+    measure_update,
+    only_run,
+    rows_of,
+    weights_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -299,6 +307,7 @@ def product_of(weights, policies):
 
 
 def plain_loss(args, agent, statistics, batch, kl_coef, weights, policies, generator):
+    """PPO's loss with the KL penalty, and the metrics of its minibatch."""
     center, value = outputs_of(agent, batch["obs"], statistics)
     policy = gaussian(center, agent.actor_log_std)
     advantage = batch["advantage"]
@@ -316,7 +325,11 @@ def plain_loss(args, agent, statistics, batch, kl_coef, weights, policies, gener
             value_loss = torch.maximum(value_loss, (near - target) ** 2)
     loss = -objective.mean() + args.vf_coef * value_loss.mean() / 2
     loss = loss - args.ent_coef * policy.entropy().mean()
-    return loss + kl_coef * plain_penalty(args, policy, weights, policies, generator)
+    penalty = plain_penalty(args, policy, weights, policies, generator)
+    metrics = measure_minibatch(args, ratio, objective, value_loss, policy.entropy())
+    if len(policies) == 1:  # else the penalty is another one but for a constant
+        metrics["kl_reference"] = penalty.item()
+    return loss + kl_coef * penalty, metrics
 
 
 def plain_step(args, agent, optimizer, loss):
@@ -332,9 +345,11 @@ def plain_step(args, agent, optimizer, loss):
 def plain_training(args, communicator, averages):
     """Train as the script does: isolated up to the first round, then with this communicator.
 
-    Returns of each agent its parameters and statistics, name -> values.
+    Returns of each agent its parameters and statistics, name -> values, and a row of metrics per
+    iteration and agent.
     """
     n = args.num_agents
+    rows_of_metrics = []
     iterations = args.total_timesteps // (args.num_envs * args.num_steps)
     agents = []
     for size in args.hidden_sizes or [64] * n:
@@ -367,6 +382,7 @@ def plain_training(args, communicator, averages):
             else:
                 reference = i, agent, scales[i], batch, matrix, snapshots
                 references = plain_references(args, *reference)
+            minibatches = []
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
                 for rows in np.array_split(order.numpy(), args.num_minibatches):
@@ -378,8 +394,11 @@ def plain_training(args, communicator, averages):
                     rate = args.learning_rate * (left if args.anneal_lr else 1)
                     optimizers[i].param_groups[0]["lr"] = rate
                     pull = kl_coef, weights[:, rows], policies, generators[i]
-                    loss = plain_loss(args, agent, moments[i].read(), minibatch, *pull)
+                    loss, metrics = plain_loss(args, agent, moments[i].read(), minibatch, *pull)
+                    minibatches.append(metrics)
                     plain_step(args, agent, optimizers[i], loss)
+            more = {"kl_coefficient": kl_coef, "learning_rate": rate}
+            rows_of_metrics.append(measure_update(minibatches, batch, **more))
             moments[i].add(batch["obs"])
         if (iteration + 1) % args.local_updates == 0:
             matrix = communicator
@@ -397,7 +416,7 @@ def plain_training(args, communicator, averages):
         gated = vars(args).get("gate") == "value"
         values["value_scale"] = torch.tensor(scale if gated else 1.0)
         results.append(values)
-    return results
+    return results, rows_of_metrics
 
 
 def average_plainly(args, matrix, agents, moments):
@@ -482,7 +501,9 @@ def test_training_equals_the_plain_version(script, changes, communicator, tmp_pa
     changes = {"iterations": 3, "kl_coef": 2.0, "ent_coef": 0.1, **APART} | changes
     folder = train(script, tmp_path, **changes)
     args = make_args(script, tmp_path, **changes)
-    expected = plain_training(args, communicator, averages=script is fedavg_mujoco)
+    averages = script is fedavg_mujoco
+    expected, rows = plain_training(args, communicator, averages)
+    assert_metrics(folder, rows)
     for i, values in enumerate(expected):
         trained = load_file(folder / f"agent_{i}.safetensors")
         assert trained.keys() == values.keys()

@@ -16,10 +16,13 @@ from helpers import (
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
     SLOW_ATARI,
+    assert_metrics,
     assert_same_run,
     assert_weights,
     evaluations_of,
     gate_by_hand,
+    measure_minibatch,
+    measure_update,
     on,
     on_minigrid,
     only_run,
@@ -138,7 +141,7 @@ def plain_average(row, snapshots):
 
 
 def plain_loss(script, args, agent, batch, kl_coef, anchor=None):
-    """PPO's loss with the KL penalty of eq. 3 or 4."""
+    """PPO's loss with the KL penalty of eq. 3 or 4, and the metrics of its minibatch."""
     logits, value = agent(batch["obs"])
     policy = Categorical(logits=logits)
     reference = Categorical(probs=batch["reference"])
@@ -160,11 +163,13 @@ def plain_loss(script, args, agent, batch, kl_coef, anchor=None):
     penalty = kl_divergence(reference, policy) if forward else kl_divergence(policy, reference)
     loss = -objective + args.vf_coef * value_loss / 2 - args.ent_coef * policy.entropy()
     loss = (loss + kl_coef * penalty).mean()
+    metrics = measure_minibatch(args, ratio, objective, value_loss, policy.entropy())
+    metrics["kl_reference"] = penalty.mean().item()
     if anchor is not None:
         for name, parameter in agent.named_parameters():
             pull = (parameter - anchor.get_parameter(name)) ** 2
             loss = loss + args.prox_coef / 2 * pull.sum()
-    return loss
+    return loss, metrics
 
 
 def plain_step(args, agent, optimizer, loss):
@@ -181,9 +186,10 @@ def plain_step(args, agent, optimizer, loss):
 def plain_training(script, args, communicator):
     """Train as the script does: isolated up to the first round, then with this communicator.
 
-    Returns the agents.
+    Returns the agents, and a row of metrics per iteration and agent.
     """
     n = args.num_agents
+    rows = []
     iterations = args.total_timesteps // (args.num_envs * args.num_steps)
     agents = []
     for i in range(n):
@@ -213,14 +219,18 @@ def plain_training(script, args, communicator):
             batch["reference"] = batch["policy"]
             if not script.averages:
                 batch["reference"] = plain_reference(args, batch, i, matrix, views[i])
+            minibatches = []
             for _ in range(args.update_epochs):
                 order = torch.randperm(len(batch["obs"]), generator=generators[i])
                 for indices in np.array_split(order.numpy(), args.num_minibatches):
                     minibatch = {name: tensor[indices] for name, tensor in batch.items()}
                     rate = args.learning_rate * (left if args.anneal_lr else 1)
                     optimizers[i].param_groups[0]["lr"] = rate
-                    loss = plain_loss(script, args, agent, minibatch, kl_coef, anchor)
+                    loss, metrics = plain_loss(script, args, agent, minibatch, kl_coef, anchor)
+                    minibatches.append(metrics)
                     plain_step(args, agent, optimizers[i], loss)
+            more = {"kl_coefficient": kl_coef, "learning_rate": rate}
+            rows.append(measure_update(minibatches, batch, **more))
         if (iteration + 1) % args.local_updates == 0:
             matrix = communicator
             for i in range(n):
@@ -235,7 +245,7 @@ def plain_training(script, args, communicator):
                         agents[i].get_submodule(head).load_state_dict(
                             before.get_submodule(head).state_dict()
                         )
-    return agents
+    return agents, rows
 
 
 THREE = {"num_agents": 3, "local_updates": 1, "iterations": 3}
@@ -389,14 +399,15 @@ def fixed(communicator):
 
 
 def assert_trains_like_the_plain_version(script, matrix, run_dir, **changes):
-    """A short run ends with the parameters of the plain version, up to rounding.
+    """A short run has metrics and ends with parameters of the plain version, up to rounding.
 
     With the usual entropy coefficient, 0.01, the bonus would hardly count.
     """
     changes = {"iterations": 3, "kl_coef": 5.0, "ent_coef": 0.1, "eval_episodes": 0} | changes
     folder, _ = train(script, run_dir, **changes)
     args = tiny(script, run_dir, **changes)
-    agents = plain_training(script, args, matrix)
+    agents, rows = plain_training(script, args, matrix)
+    assert_metrics(folder, rows)
     assert len(weights_of(folder)) == len(agents)
     for i, agent in enumerate(agents):
         expected = torch.cat([tensor.flatten() for _, tensor in sorted(agent.state_dict().items())])
@@ -685,7 +696,7 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
     assert sizes == [len(states.unique())]
     plain = {"obs": obs[states], "reference": batch["reference"][states].exp()}
     plain |= {name: batch[f"{name}s"] for name in ("action", "logprob", "advantage", "value")}
-    plain_loss(script, args, other, plain, 3.0).backward()
+    plain_loss(script, args, other, plain, 3.0)[0].backward()
     gradients, expected = (
         [parameter.grad for parameter in network.parameters()] for network in (agent, other)
     )
