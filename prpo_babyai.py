@@ -494,8 +494,7 @@ def main(args: Args) -> dict:
             row = {"episode/client": float(clients[k])}
             row |= measure_episodes(args, episodes[k], advantages[k], categories)
             row |= measure_updates(losses, learns, k)
-            if not reuse_sampled:
-                row["losses/sampling_gap"] = float(sampling_gaps[k])
+            row["losses/sampling_gap"] = float(sampling_gaps[k])
             if args.aggregation == "weights":
                 row["communication/lost_by_average"] = float(lost[k])
             rows.append(row)

@@ -40,7 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import IO, Annotated, Literal, NamedTuple, NoReturn
 
@@ -1846,10 +1846,15 @@ class Server:
                 # Only http:// and https://, see check_server
                 response = urllib.request.urlopen(request, timeout=self.args.timeout)  # nosec B310
                 with response:
-                    return response.read(MOST_BYTES).decode(errors="replace")
+                    content = response.read(MOST_BYTES)
+                if response.length and len(content) < MOST_BYTES:  # bytes that did not come
+                    raise IncompleteRead(content, response.length)
+                return content.decode(errors="replace")
             except urllib.error.HTTPError as error:
-                text = " ".join(error.read(MOST_BYTES).decode(errors="replace").split())[:300]
-                reason = f"{url}: {error.code} {text}"
+                text = ""
+                with contextlib.suppress(OSError, HTTPException):
+                    text = error.read(MOST_BYTES).decode(errors="replace")
+                reason = f"{url}: {error.code} {' '.join(text.split())[:300]}"
                 status = error.code
                 if status < 500 and status not in (408, 429):
                     break
@@ -1901,9 +1906,14 @@ class Server:
             self.sleeps = False
 
     def load(self, name: str, folder: Path) -> None:
-        """Load the adapter in a folder into the server."""
-        self.send("load_lora_adapter", {"lora_name": name, "lora_path": str(folder.resolve())})
-        self.folders[name] = folder
+        """Load the adapter in a folder into the server; the name is new there."""
+        self.folders[name] = folder  # to be unloaded, also where the answer is lost
+        try:
+            self.send("load_lora_adapter", {"lora_name": name, "lora_path": str(folder.resolve())})
+        except ServerError as error:
+            # By a request that was repeated because its answer was lost
+            if error.status != 400 or "already been loaded" not in str(error):
+                raise
 
     def unload(self, names: list[str]) -> None:
         """Unload adapters that the server may still have, and remove their folders."""
@@ -4175,8 +4185,8 @@ def list_reward_columns(
         columns[name] = [copy.deepcopy(example["row"].get(name)) for example in chosen]
     prompts = columns[args.prompt_column]
     columns["prompts"] = prompts
-    columns["completions"] = match_form(prompts[0], texts)
-    columns["completion_ids"] = ids
+    columns["completions"] = match_form(prompts[0], [*texts])
+    columns["completion_ids"] = [[*row] for row in ids]
     columns["reference_completions"] = [example["completion"] for example in chosen]
     columns.setdefault("references", columns["reference_completions"])  # or the data's own
     return columns

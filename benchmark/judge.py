@@ -20,6 +20,7 @@ table.py and plot.py takes them; those of sampled completions to sampled_win_rat
 `--measure sampled_win_rate`.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -189,8 +190,10 @@ class Judge:
                 with response:
                     content = response.read(MOST_BYTES)
             except urllib.error.HTTPError as error:
-                text = " ".join(error.read(MOST_BYTES).decode(errors="replace").split())
-                reason = f"{error.code} {text[:400]}"
+                text = ""
+                with contextlib.suppress(OSError, HTTPException):
+                    text = error.read(MOST_BYTES).decode(errors="replace")
+                reason = f"{error.code} {' '.join(text.split())[:400]}"
                 if error.code < 500 and error.code not in TEMPORARY:
                     break  # the request is wrong, and will be
                 continue

@@ -90,6 +90,15 @@ def test_a_reward_may_change_what_it_gets():
     columns["answer"][0].append(2)
     assert row == {"prompt": [{"role": "user", "content": "a"}], "answer": [1]}
     assert columns["answer"] == [[1, 2], [1]]
+    # Nor the completions, whose lengths penalties and whose texts logs read afterwards
+    example = {"row": {"prompt": "a"}, "completion": "c"}
+    texts = ["x", "y"]
+    ids = [[1], [2]]
+    columns = prpo_llm.list_reward_columns(prpo_llm.Args(), [example] * 2, texts, ids)
+    columns["completions"][:] = []
+    columns["completion_ids"][0].pop()
+    columns["completion_ids"].pop()
+    assert texts == ["x", "y"] and ids == [[1], [2]]
 
 
 def test_references_are_the_data_s_own_column_if_there_is_one():

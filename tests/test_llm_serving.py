@@ -3,9 +3,11 @@ logs, stop strings."""
 
 import csv
 import importlib.util
+import io
 import json
 import math
 import socket
+import urllib.error
 from types import SimpleNamespace
 
 import numpy as np
@@ -731,15 +733,18 @@ def test_what_no_request_can_hold_is_not_printed(files, tmp_path, url, key, monk
 
 
 def test_a_server_of_earlier_form_and_with_trouble(files, server, tmp_path, monkeypatch):  # noqa: F811
-    """Token ids as words, statuses that pass and closed connections change nothing; one that stays
-    ends the run in one line, with the command to go on."""
+    """Token ids as words, statuses that pass, closed connections and lost answers change nothing;
+    one that stays ends the run in one line, with the command to go on.
+    """
     monkeypatch.setattr(prpo_llm.time, "sleep", lambda seconds: None)
     changes = {"total_steps": 2, "save_every": 1, "eval_prompts": 0}
     plain, _ = train(files, tmp_path / "plain", generate_with=server.url, **changes)
     server.faults = {"old"}
-    server.failures = [503, None, 200, 429, 500]
+    server.failures = [503, None, 200, 429, 500, "cut"]
+    server.lost_answers = 2
     args = tiny(files, tmp_path / "old", generate_with=server.url, **changes)
     prpo_llm.main(args)
+    assert not server.failures and not server.lost_answers and not server.loaded
     for weights, expected in zip(
         weights_of(only_run(tmp_path / "old")), weights_of(plain), strict=True
     ):
@@ -756,6 +761,27 @@ def test_a_server_of_earlier_form_and_with_trouble(files, server, tmp_path, monk
     prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
     for weights, expected in zip(weights_of(folder), weights_of(plain), strict=True):
         assert torch.equal(weights, expected)
+
+
+def test_a_failure_whose_text_does_not_come_is_a_failure(files, tmp_path, monkeypatch):  # noqa: F811
+    """With its status, after two repetitions."""
+    args = tiny(files, tmp_path, generate_with="http://127.0.0.1:1/v1")
+    tries = []
+
+    class Reset(io.BytesIO):
+        def read(self, *_):
+            raise ConnectionResetError
+
+    def fail(request, timeout):
+        tries.append(request)
+        raise urllib.error.HTTPError(request.full_url, 503, "", {}, Reset())
+
+    monkeypatch.setattr(prpo_llm.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(prpo_llm.urllib.request, "urlopen", fail)
+    client = prpo_llm.Server(args, range(2), SimpleNamespace(ends=[0]))
+    with pytest.raises(prpo_llm.ServerError) as end:
+        client.send("completions", {})
+    assert end.value.status == 503 and len(tries) == 3
 
 
 def test_an_end_without_its_token_is_an_error(files, tmp_path):  # noqa: F811
