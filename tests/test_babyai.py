@@ -1024,13 +1024,44 @@ def test_agents_without_peers_are_held_by_themselves(tiny, saved, aggregation):
     assert torch.equal(third, second)
 
 
-def test_equally_many_episodes_weigh_the_same(tiny, saved):
-    """FedAvg's rule: by numbers of samples, not by their returns."""
+def test_agents_count_by_their_episodes(tiny, saved, monkeypatch):
+    """FedAvg's rule: by numbers of samples with a return, and not by their returns."""
     options = {"aggregation": "weights", "eval_episodes": 0, "total_steps": 1}
-    prpo_babyai.main(tiny(communicator="samples", **options))
+    args = tiny(communicator="samples", **options)
+    prpo_babyai.main(args)
     assert torch.allclose(saved[-1]["row"], torch.full((3, 3), 1 / 3))
+    play = prpo_babyai.play
+
+    def lose(args, model, tokenizer, episodes, *more, **options):
+        play(args, model, tokenizer, episodes, *more, **options)
+        episodes[1][0].total = math.nan
+
+    number = args.batch_size * args.group_size
+    with monkeypatch.context() as patch:
+        patch.setattr(prpo_babyai, "play", lose)
+        prpo_babyai.main(args)
+    row = torch.tensor([number, number - 1, number]) / (3 * number - 1)
+    assert torch.allclose(saved[-1]["row"], row.expand(3, 3))
     prpo_babyai.main(tiny(communicator="reward", **options))
     assert not torch.allclose(saved[-1]["row"], torch.full((3, 3), 1 / 3))
+
+
+def test_relative_gain_weighs_gains(tiny, saved, monkeypatch):
+    """Over each agent's own rounds before, and not its means."""
+    remember = communicators.remember
+    records = []  # mean, gain, baseline
+
+    def watch(*given):
+        records.append(remember(*given))
+        return records[-1]
+
+    monkeypatch.setattr(communicators, "remember", watch)
+    options = {"communicator_temperature": 0.5, "local_updates": 1, "eval_episodes": 0}
+    prpo_babyai.main(tiny(communicator="relative-gain", total_steps=3, **options))
+    means, gains, _ = torch.stack(records[-3:]).T
+    expected = communicators.relative_gain(gains, 0.5)
+    torch.testing.assert_close(saved[-1]["row"], expected)
+    assert not torch.allclose(expected, communicators.relative_gain(means, 0.5), atol=0.01)
 
 
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
@@ -1056,13 +1087,28 @@ def test_a_policy_that_is_not_finite_is_left_out(tiny, saved, tmp_path, monkeypa
 
 
 def test_averages_follow_the_rows_of_a_matrix(tiny, saved, tmp_path, monkeypatch):
-    """Agent i goes on from sum_j c_ij of what the agents had: row i of an asymmetric C."""
+    """Agent i goes on from sum_j c_ij of what the agents had: row i of an asymmetric C. So agents
+    differ, and each plays for itself in the evaluation; with equal rows the first plays for all.
+    """
+    play = prpo_babyai.play
+    players = []
+
+    def watch(args, model, tokenizer, episodes, temperature, numbers=None, *more, **options):
+        players.append(numbers)
+        play(args, model, tokenizer, episodes, temperature, numbers, *more, **options)
+
+    monkeypatch.setattr(prpo_babyai, "play", watch)
     C = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [0.0, 0.25, 0.75]])
     (tmp_path / "C.csv").write_text("\n".join(",".join(map(str, row)) for row in C.tolist()))
     sent_in_rounds = watch_rounds(monkeypatch)
-    options = {"aggregation": "weights", "lora_average": "frozen-a", "eval_episodes": 0}
+    options = {"aggregation": "weights", "lora_average": "frozen-a", "eval_episodes": 1}
     prpo_babyai.main(tiny(total_steps=1, communicator=str(tmp_path / "C.csv"), **options))
     torch.testing.assert_close(saved[-1]["trained"], C @ sent_in_rounds[-1], rtol=0, atol=1e-6)
+    assert players[-1] == (0, 1, 2)
+    prpo_babyai.main(tiny(total_steps=1, communicator="uniform", **options))
+    assert players[-1] == (0,)
+    for sparse in ({"topology": "ring"}, {"top_k": 1}):
+        assert not prpo_babyai.averages_evenly(tiny(communicator="uniform", **sparse))
 
 
 @pytest.mark.parametrize(
@@ -1491,12 +1537,12 @@ def test_processes_train_as_one_does_and_send_adapters_only(tiny, tmp_path, aggr
 def test_a_resumed_run_is_the_whole_run(tiny, tmp_path, aggregation, half, total):
     """All steps, or some and then the others: the same metrics, adapters and evaluations.
 
-    With mixed policies it is cut in the middle of the second round, whose returns weigh the peers
-    at its end.
+    With mixed policies it is cut in the middle of the second round, at whose end gains over the
+    first one weigh the peers.
     """
     options = {"aggregation": aggregation, "num_agents": 4, "agents_per_round": 2}
     options |= {"local_updates": 2}
-    options |= {"communicator": "reward" if aggregation == "policy" else "uniform"}
+    options |= {"communicator": "relative-gain" if aggregation == "policy" else "uniform"}
     prpo_babyai.main(tiny("whole", **options, total_steps=total))
     prpo_babyai.main(tiny("halves", **options, total_steps=half))
     whole = only_run(tmp_path / "whole")

@@ -145,6 +145,12 @@ def test_its_gradient_is_that_of_the_cross_entropy_over_all_samples(rollouts):
     torch.testing.assert_close(step, bias / number, rtol=1e-4, atol=1e-5)
     assert not torch.equal(before.network[0].weight, central.network[0].weight)
     assert torch.equal(before.critic.weight, central.critic.weight)
+    # A gradient that is clipped
+    args = distral_minigrid.Args(central_epochs=1, max_grad_norm=0.05)
+    before = communicators.flatten(central)
+    distral_minigrid.distil(central, optimizer, states, args)
+    norm = (communicators.flatten(central) - before).norm()
+    assert float(norm) == pytest.approx(0.05, rel=1e-3)
 
 
 def test_a_loss_or_gradient_that_is_not_finite_makes_no_step(rollouts):
@@ -228,6 +234,17 @@ def test_the_reference_of_all_agents_is_the_central_policy_of_the_last_round(
     assert rounds == ([1, 2, 3, 4, 5] if local_updates == 1 else [1, 1, 2, 2, 3])
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["communication_rounds"] == rounds[-1]
+
+
+def test_the_coefficient_falls_to_0(tmp_path, monkeypatch):
+    """In the agents' updates and in the log."""
+    given = []
+    record(monkeypatch, "update", lambda _, *arguments: given.append(arguments[4]))
+    folder = train(tmp_path, iterations=3, kl_coef=0.6, kl_schedule="linear")
+    expected = [0.6] * 3 + [0.4] * 3 + [0.2] * 3  # of three agents each
+    assert given == pytest.approx(expected)
+    logged = [float(row["kl_coefficient"]) for row in rows_of(folder)]
+    assert logged == pytest.approx(expected)
 
 
 def test_coefficient_zero_is_isolated_ppo(tmp_path):

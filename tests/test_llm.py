@@ -727,6 +727,19 @@ def test_the_first_minibatch_has_ratio_one(files, tmp_path, algorithm):
     assert any(float(row["approx_kl"]) > 1e-4 for row in rows_of(folder))
 
 
+def test_a_first_ratio_that_is_not_one_shows(files, tmp_path, monkeypatch):
+    compute = prpo_llm.compute_references
+
+    def shift(*inputs):
+        references = compute(*inputs)
+        references["logprobs"] = references["logprobs"] - 0.3
+        return references
+
+    monkeypatch.setattr(prpo_llm, "compute_references", shift)
+    folder, _ = train(files, tmp_path, total_steps=1, eval_prompts=0)
+    assert [float(row["first_log_ratio"]) for row in rows_of(folder)] == pytest.approx([0.3] * 2)
+
+
 @every_algorithm
 @pytest.mark.usefixtures("smooth_adam")
 def test_accumulation_changes_nothing(files, tmp_path, algorithm):

@@ -549,6 +549,21 @@ def test_greedy_actions_are_the_most_probable_ones():
         assert greedy.tolist() == pytest.approx(expected)
     sampled = [script.evaluate(script.Args(), agent, env_id, levels, seed) for seed in (0, 1)]
     assert not np.array_equal(*sampled)
+    # A level at a time; actions have the policy's probabilities
+    for level in levels:
+        env = script.make_env(env_id)
+        generator = torch.Generator().manual_seed(5)
+        total = 0.0
+        over = False
+        obs, _ = env.reset(seed=level)
+        while not over:
+            probs = agent.predict(torch.from_numpy(obs)[None])[0].softmax(-1)
+            action = int(torch.multinomial(probs, 1, generator=generator))
+            obs, reward, terminated, truncated, _ = env.step(action)
+            total += reward
+            over = terminated or truncated
+        (played,) = script.evaluate(script.Args(), agent, env_id, [level], 5)
+        assert played == pytest.approx(total)
 
 
 def test_greedy_games_draw_nothing_at_random(monkeypatch):
@@ -579,6 +594,32 @@ def test_greedy_games_draw_nothing_at_random(monkeypatch):
     assert np.array_equal(
         np.stack(taken), torch.stack([logits.argmax(-1) for logits, _ in predictions]).numpy()
     )
+
+
+def test_sampled_games_have_the_probabilities_of_the_policy(monkeypatch):
+    script = PRPO_ATARI
+    torch.manual_seed(0)
+    agent = script.new_agent()
+    predict = script.Agent.predict
+    multinomial = torch.multinomial
+    predicted = []
+    drawn_from = []
+
+    def record(agent, obs):
+        predicted.append(predict(agent, obs))
+        return predicted[-1]
+
+    def draw(probs, *more, **options):
+        drawn_from.append(probs)
+        return multinomial(probs, *more, **options)
+
+    monkeypatch.setattr(script.Agent, "predict", record)
+    monkeypatch.setattr(torch, "multinomial", draw)
+    torch.nn.init.orthogonal_(agent.actor.weight)
+    script.evaluate(script.Args(), agent, "BreakoutNoFrameskip-v4", [1, 2], 0)
+    expected = torch.stack([logits.softmax(-1) for logits, _ in predicted])
+    torch.testing.assert_close(torch.stack(drawn_from), expected)
+    assert expected.std(-1).max() > 0.05
 
 
 def test_an_evaluation_begins_with_every_level(monkeypatch):

@@ -422,6 +422,14 @@ def test_fitting_the_value_function_leaves_the_policy_alone(monkeypatch):
         assert torch.equal(parameter, other)
     assert torch.equal(agent(obs)[0], policy(obs)[0])
     assert not torch.allclose(agent(obs)[1], policy(obs)[1])
+    # A gradient that is clipped
+    batch["returns"] = batch["returns"] + 9
+    optimizer = torch.optim.SGD(agent.baseline.parameters(), 1.0)
+    clipped = prtrpo_minigrid.Args(num_minibatches=1, update_epochs=1, max_grad_norm=0.05)
+    before = parameters_to_vector(agent.baseline.parameters()).detach()
+    prtrpo_minigrid.update(agent, optimizer, generator, batch, 0.01, clipped)
+    norm = (parameters_to_vector(agent.baseline.parameters()).detach() - before).norm()
+    assert float(norm) == pytest.approx(0.05, rel=1e-3)
 
 
 def test_a_value_gradient_that_is_not_finite_makes_no_step(monkeypatch):
@@ -471,20 +479,25 @@ def mixed_run(tmp_path_factory):
     return only_run(folder)
 
 
-def test_resume_after_a_crash_equals_a_whole_run(mixed_run, crashing, tmp_path):
+# Where epsilon depends on what the last updates of all agents did, instead of on its minimum
+BOUNDED = MIXED | {"delta": 0.2, "epsilon_min": 1e-6, "iterations": 3, "eval_episodes": 0}
+
+
+def test_resume_after_a_crash_equals_a_whole_run(crashing, tmp_path):
     """N + resume + N = 2N, bit for bit.
 
     This includes the movements that set the next epsilon.
     """
-    args = tiny(PRTRPO_MINIGRID, tmp_path, **MIXED)
+    changes = BOUNDED | {"iterations": 6}
+    prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, tmp_path / "whole", **changes))
+    whole = only_run(tmp_path / "whole")
+    args = tiny(PRTRPO_MINIGRID, tmp_path / "parts", **changes)
     crashing("complete", 0, 4, lambda: prtrpo_minigrid.main(args))
-    folder = only_run(tmp_path)
+    folder = only_run(tmp_path / "parts")
     prtrpo_minigrid.main(PRTRPO_MINIGRID.parse_args(["--resume", str(folder)]))
-    assert_same_run(folder, mixed_run)
-
-
-# Where epsilon depends on what the last updates of all agents did, instead of on its minimum
-BOUNDED = MIXED | {"delta": 0.2, "epsilon_min": 1e-6, "iterations": 3, "eval_episodes": 0}
+    assert_same_run(folder, whole)
+    epsilons = {row["iteration"]: float(row["epsilon"]) for row in rows_of(whole)}
+    assert len(set(epsilons.values())) == 6
 
 
 @pytest.mark.slow

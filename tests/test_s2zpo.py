@@ -211,6 +211,20 @@ def test_partitions_differ_in_what_blocks_hold():
         assert [len(block) for block in split(algorithm=algorithm)] == [44, 44]
 
 
+def test_greedy_actions_do_not_depend_on_the_seed():
+    """Sampled ones do."""
+    torch.manual_seed(0)
+    policy = s2zpo_mujoco.Policy(4, 2, (6,)).requires_grad_(False)
+    args = Args(env_id="CartPole-v1", horizon=50)
+
+    def play(seed, greedy):
+        levels = list(range(8))
+        return s2zpo_mujoco.evaluate(args, policy, "CartPole-v1", levels, seed, greedy).tolist()
+
+    assert play(0, True) == play(1, True)
+    assert play(0, False) != play(1, False)
+
+
 def test_perturbations_are_binary_and_independent():
     """Of agents, of iterations and of seeds; -1 and 1 have equal chances."""
     args = Args(seed=3)
