@@ -874,6 +874,23 @@ def test_evaluations_table(script, finished):
             assert values == pytest.approx(means, rel=1e-5, abs=1e-5)
 
 
+@on([*SCRIPTS, PRTRPO_MINIGRID, DISTRAL_MINIGRID, FEDAVG_ATARI, FEDAVG_MUJOCO])
+def test_the_mean_return_is_of_the_last_100_episodes(script, tmp_path, monkeypatch):
+    """Of 60 that have paid nothing and then 60 that have paid 1."""
+    rollout = script.module.rollout
+    rollouts = []
+
+    def pay(*inputs):
+        rollouts.append(rollout(*inputs))
+        episode = float(len(rollouts) - 1), 5
+        return [(data, [episode] * 60) for data, _ in rollouts[-1]]
+
+    monkeypatch.setattr(script.module, "rollout", pay)
+    script.main(tiny(script, tmp_path, iterations=2, num_agents=1, eval_episodes=0))
+    rows = rows_of(only_run(tmp_path))
+    assert [float(row["return_last_100"]) for row in rows] == pytest.approx([0.0, 0.6])
+
+
 @on([PRPO_MINIGRID, SLOW_ATARI, PRPO_MUJOCO])
 def test_metrics_table(script, finished):
     """metrics.csv: one row per iteration and agent, whose numbers fit together."""
