@@ -389,7 +389,7 @@ def check_interval(shown, interval):
     [
         ("confirmation", ["confirm_goals"], {}, 0.05),
         ("confirmation_skills", ["confirm_skills"], {}, 0.016),
-        ("confirmation_doorkey", ["confirm_doorkey"], {}, 0.025),
+        ("confirmation_doorkey", ["confirm_doorkey"], {}, 0.016),
         ("confirmation_unlock", ["confirm_unlock"], {}, 0.016),
         ("gate", *PARTS, 0.05),
     ],
