@@ -586,6 +586,8 @@ def test_a_header_without_a_reward_is_none(metadata):
 class Response(io.BytesIO):
     """A server's response, which never ends."""
 
+    length = None  # of what is left: unknown
+
     def read(self, size=None):
         assert size is not None, "reads without a limit"
         return super().read(size)
