@@ -25,8 +25,9 @@ Contents
         set_device, make_exchange, and Exchange: which process holds which agents, and all
             communication between them
     3 arguments
-        types with bounds (Count, Natural, ...), RunArgs, refuse, parse_args, find_inputs,
-            read_config, derive_seed, and the statistics of returns (mean, mean_and_half_interval)
+        types with bounds (Count, Natural, ...), RunArgs, refuse, refuse_others, parse_args,
+            find_inputs, read_config, derive_seed, and the statistics of returns (mean,
+            mean_and_half_interval)
     4 the run
         Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically
     5 speed
@@ -66,6 +67,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -1479,6 +1481,14 @@ def refuse(args: RunArgs, flag: str, valid: str, any_rank: bool = False) -> NoRe
     """End with one line that names the flag, its value and what would be valid, as `stop`."""
     value = _show(getattr(args, flag))
     stop(f"--{flag.replace('_', '-')} {value}: {valid}", WRONG_VALUE, any_rank)
+
+
+def refuse_others(args: RunArgs, script: ModuleType, more_flags: set[str]) -> None:
+    """Refuse flags that are given and are neither the script's nor among more_flags."""
+    flags = {field.name for field in dataclasses.fields(script.Args)} | more_flags
+    for field in dataclasses.fields(args):
+        if field.name not in flags and getattr(args, field.name) != field.default:
+            refuse(args, field.name, f"is no flag of {script.__name__}.py")
 
 
 def _show(value: object) -> str:

@@ -68,7 +68,7 @@ def make_agent_rows(runs: list[Run]) -> pd.DataFrame:
             row = {"env": run.task, "method": run.name, "seed": run.seed, "agent": agent}
             row["evaluation"] = of_agent.evaluation.iloc[-1]
             row["auc"] = of_agent.return_last_100.mean()
-            if agent in run.summary.get("diverged", []):  # whatever it was worth before
+            if agent in run.diverged:  # whatever it was worth before
                 row |= {"evaluation": np.nan, "auc": np.nan}
             rows.append(row)
     return pd.DataFrame(rows)

@@ -22,7 +22,7 @@ With --averages the liar's own next parameters are an average that has its lie, 
 
 import sys
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -153,10 +153,7 @@ def check_args(args: Args) -> None:
     """Raise one-line errors, as the script does."""
     script = choose_script(args)
     script.check_args(args)
-    of_script = {field.name for field in fields(script.Args)} | {"averages", "lie", "boast"}
-    for field in fields(args):
-        if field.name not in of_script and getattr(args, field.name) != field.default:
-            communicators.refuse(args, field.name, f"is no flag of {script.__name__}.py")
+    communicators.refuse_others(args, script, {"averages", "lie", "boast"})
     if communicators.exchange_of_launcher is not None:
         problem = "liars.py starts all agents itself, or under torchrun; leave out federate.py"
         communicators.stop(problem, communicators.WRONG_VALUE)

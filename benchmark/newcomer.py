@@ -9,7 +9,7 @@ observations and the scale of its rewards; its optimizer and learning rate begin
 """
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -82,10 +82,7 @@ def check_args(args: Args) -> None:
     """Raise one-line errors, as the script does."""
     script = choose_script(args)
     script.check_args(args)
-    of_script = {field.name for field in fields(script.Args)} | {"start_from", "averages"}
-    for field in fields(args):
-        if field.name not in of_script and getattr(args, field.name) != field.default:
-            communicators.refuse(args, field.name, f"is no flag of {script.__name__}.py")
+    communicators.refuse_others(args, script, {"start_from", "averages"})
     if args.resume:  # goes on from its own checkpoints
         return
     check_start(args)

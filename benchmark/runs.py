@@ -66,6 +66,11 @@ class Run:
         return self.settings["seed"]
 
     @property
+    def diverged(self) -> list[int]:
+        """The agents that have diverged."""
+        return self.summary.get("diverged", [])
+
+    @property
     def curve(self) -> pd.Series:
         """Mean training return, reward or success of the agents by their environment steps, or by
         steps; it begins where all agents have one.
@@ -264,8 +269,8 @@ def read_runs(
         sys.exit(f"--runs {' '.join(folders)}: no finished run in there")
     first = {}
     for run in runs:
-        if run.summary.get("diverged"):
-            report(run.folder, f"agents {run.summary['diverged']} have diverged")
+        if run.diverged:
+            report(run.folder, f"agents {run.diverged} have diverged")
         missing = [name for name in needed if name not in run.table]
         if missing:
             refuse(f"--runs: {run.folder} has no {missing[0]}")
@@ -452,7 +457,7 @@ def read_win_rate(run: Run, file: str) -> float:
 
 def has_diverged(run: Run) -> bool:
     """Whether an agent of this table has diverged: of a run on several tasks one that has this."""
-    return not set(run.table.agent).isdisjoint(run.summary.get("diverged", []))
+    return not set(run.table.agent).isdisjoint(run.diverged)
 
 
 def make_rows(groups: Groups, threshold: float = SOLVED) -> pd.DataFrame:

@@ -548,8 +548,7 @@ def measure_minibatch(args, ratio, objective, value_loss, entropy):
 
 def measure_update(minibatches, batch, **more):
     """A row of metrics of an update: means over its minibatches, and what its batch shows."""
-    row = {name: sum(each[name] for each in minibatches) for name in minibatches[0]}
-    row = {name: total / len(minibatches) for name, total in row.items()}
+    row = {name: np.mean([each[name] for each in minibatches]) for name in minibatches[0]}
     returns = batch["advantage"] + batch["value"]
     row["explained_variance"] = 1 - (batch["advantage"].var() / returns.var()).item()
     return row | more

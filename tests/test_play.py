@@ -524,6 +524,20 @@ def test_a_task_that_cannot_be_drawn_is_played_and_not_filmed(
 # --- evaluations ---
 
 
+def play_level(script, agent, env_id, level, choose):
+    """The return of an episode, step by step; choose: the action for logits [1, actions]."""
+    env = script.make_env(env_id)
+    total = 0.0
+    over = False
+    obs, _ = env.reset(seed=level)
+    while not over:
+        logits, _ = agent.predict(torch.from_numpy(obs)[None])
+        obs, reward, terminated, truncated, _ = env.step(choose(logits))
+        total += reward
+        over = terminated or truncated
+    return total
+
+
 def test_greedy_actions_are_the_most_probable_ones():
     """On MiniGrid, step by step. Greedy returns do not depend on the seed, sampled ones do."""
     script = PRPO_MINIGRID
@@ -532,18 +546,8 @@ def test_greedy_actions_are_the_most_probable_ones():
     agent = script.new_agent()
     torch.nn.init.orthogonal_(agent.actor.weight)
     levels = list(range(20))
-    expected = []
-    for level in levels:
-        env = script.make_env(env_id)
-        total = 0.0
-        over = False
-        obs, _ = env.reset(seed=level)
-        while not over:
-            action = int(agent.predict(torch.from_numpy(obs)[None])[0].argmax())
-            obs, reward, terminated, truncated, _ = env.step(action)
-            total += reward
-            over = terminated or truncated
-        expected.append(total)
+    played = script, agent, env_id
+    expected = [play_level(*played, level, lambda logits: int(logits.argmax())) for level in levels]
     for seed in (0, 1):
         greedy = script.evaluate(script.Args(), agent, env_id, levels, seed, greedy=True)
         assert greedy.tolist() == pytest.approx(expected)
@@ -551,19 +555,13 @@ def test_greedy_actions_are_the_most_probable_ones():
     assert not np.array_equal(*sampled)
     # A level at a time; actions have the policy's probabilities
     for level in levels:
-        env = script.make_env(env_id)
         generator = torch.Generator().manual_seed(5)
-        total = 0.0
-        over = False
-        obs, _ = env.reset(seed=level)
-        while not over:
-            probs = agent.predict(torch.from_numpy(obs)[None])[0].softmax(-1)
-            action = int(torch.multinomial(probs, 1, generator=generator))
-            obs, reward, terminated, truncated, _ = env.step(action)
-            total += reward
-            over = terminated or truncated
-        (played,) = script.evaluate(script.Args(), agent, env_id, [level], 5)
-        assert played == pytest.approx(total)
+
+        def draw(logits, generator=generator):
+            return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+        (sampled,) = script.evaluate(script.Args(), agent, env_id, [level], 5)
+        assert sampled == pytest.approx(play_level(*played, level, draw))
 
 
 def test_greedy_games_draw_nothing_at_random(monkeypatch):
