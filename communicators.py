@@ -377,15 +377,14 @@ def _normalise_rows(weights: Tensor, fallback: Tensor | None = None) -> Tensor:
 # What communicators are computed from: returns and gains
 
 
-def bound_returns(returns: Tensor, factor: float = 10.0) -> Tensor:
-    """Reported returns, bounded by `factor` times the usual magnitude of the other reports.
+def bound_returns(returns: Tensor) -> Tensor:
+    """Reported returns, bounded by ten times the usual magnitude of the other reports.
 
-    returns: [agents], NaN for an agent without data. A value beyond `factor` times the median
-    magnitude of the *other* agents' reports is clipped to that, so that a report of 1e30 has the
-    weight of at most `factor` ordinary ones; where that median is 0, the mean magnitude of the
-    others replaces it. Where all others report 0, or nothing, there is no scale to compare with,
-    and the report stays: of (0, 0, r) Example 4 makes the same row for every positive r. Returns
-    [agents], double.
+    returns: [agents], NaN for an agent without data. A value beyond ten times the median magnitude
+    of the *other* agents' reports is clipped to that, so that a report of 1e30 has the weight of at
+    most ten ordinary ones; where that median is 0, the mean magnitude of the others replaces it.
+    Where all others report 0, or nothing, there is no scale to compare with, and the report stays:
+    of (0, 0, r) Example 4 makes the same row for every positive r. Returns [agents], double.
     """
     returns = returns.detach().double()
     bounded = returns.clone()
@@ -398,7 +397,7 @@ def bound_returns(returns: Tensor, factor: float = 10.0) -> Tensor:
         if scale == 0:
             # Divided first: the sum of huge numbers may be infinite
             scale = (magnitudes / len(magnitudes)).sum()
-        bounded[j] = returns[j].clamp(-factor * scale, factor * scale)
+        bounded[j] = returns[j].clamp(-10 * scale, 10 * scale)
     return bounded
 
 
@@ -414,14 +413,14 @@ def _fill_unknown(returns: Tensor) -> Tensor:
     return returns.nan_to_num(nan=substitute)
 
 
-def remember(record: Tensor, returns: list[float], rate: float = 0.2) -> Tensor:
+def remember(record: Tensor, returns: list[float]) -> Tensor:
     """An agent's record [mean return, gain, baseline], NaN at first, after a round of `returns`.
 
     The gain over the agent's own history is g = (r - b) / (|b| + se) in [-1, 1]: r is the mean of
     these returns, se its standard error, and b the baseline, an exponential average of the earlier
-    means, which is updated with `rate` only afterwards. So the scale of the rewards does not
-    matter. The first gain is 0, and so is that of a round without a finite return: the last mean
-    still shows how good an agent is, but the last gain does not show how much better it has become.
+    means, which is updated only afterwards. So the scale of the rewards does not matter. The first
+    gain is 0, and so is that of a round without a finite return: the last mean still shows how good
+    an agent is, but the last gain does not show how much better it has become.
     """
     finite_returns = np.array([value for value in returns if math.isfinite(value)])
     last_mean, _, baseline = record.tolist()
@@ -437,7 +436,7 @@ def remember(record: Tensor, returns: list[float], rate: float = 0.2) -> Tensor:
     gain = np.sign(difference)
     if abs(difference) < scale:
         gain = difference / scale
-    return record.new_tensor([mean_return, gain, baseline + rate * difference])
+    return record.new_tensor([mean_return, gain, baseline + 0.2 * difference])
 
 
 def update_means(means: Tensor, returns: list[list[float]]) -> None:
@@ -1128,6 +1127,7 @@ class Exchange:
         snapshots = _keep_finite(gathered)
         invalid = [j for j in range(self.num_agents) if snapshots[j] is not gathered[j]]
         if invalid:
+            reports[invalid] = torch.nan
             announce(f"\ndropped the invalid snapshots of agents {invalid} for this round")
         return snapshots, reports.where(reports.isfinite(), torch.nan)
 
@@ -1402,7 +1402,7 @@ class RunArgs:
 
 
 def get_local_rank() -> int:
-    """The number of this rank on its machine; rank 0 reports what the machine lacks."""
+    """The number of this rank on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -1436,7 +1436,7 @@ def find_script(args: RunArgs) -> Path:
 
 def _list_code(args: RunArgs) -> list[Path]:
     """The script, this module, and what has been imported from the script's folder."""
-    script = find_script(args)
+    script = find_script(args).resolve()  # as in sys.path, where imports come from
     files = {script, Path(__file__)}
     folder = str(script.parent)
     for module in list(sys.modules.values()):
@@ -1703,9 +1703,10 @@ def list_words(args: RunArgs) -> list[str]:
     Without --resume, which the settings do not depend on.
     """
     defaults = vars(type(args)())
+    no_flags = {"resume", *_list_contents(type(args))}
     words = []
     for name, value in vars(args).items():
-        if value == defaults[name] or name in ("resume", *_list_contents(type(args))):
+        if value == defaults[name] or name in no_flags:
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):
@@ -1957,8 +1958,9 @@ def _restore_in_place(target: object, stored: object) -> None:
 
 def _is_whole(path: Path) -> bool:
     """Whether a checkpoint is all there, unchanged, and no larger in memory than on the disk."""
+    data = path.read_bytes()  # an error of the disk says nothing about the file
     try:
-        with zipfile.ZipFile(path) as file:
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
             entries = file.infolist()
             is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
             # torch does not read a file in which something stands before the first entry
@@ -2080,7 +2082,6 @@ class Run:
         self.measures = ()  # names of the columns of an evaluation
         self.clock = Counter()  # phase -> seconds
         self.train_seconds = 0.0
-        self.cores = torch.get_num_threads()
         self._wall_seconds = 0.0  # before this process
         self._started = time.monotonic()
         self._last_progress = -math.inf  # when the last line of progress was printed
@@ -2320,6 +2321,7 @@ class Run:
 
     def saves(self) -> bool:
         """Whether a checkpoint is due: a scheduled one, the last, or that of an interrupted run."""
+        self._note_interruption()
         return self.due(self.args.save_every) or self.iteration == self.total or self.interrupted
 
     @_end_in_one_line
@@ -2347,7 +2349,16 @@ class Run:
             write_atomically(folder / f"{self.iteration}.pt", write)
             for path in self._list_checkpoints(i)[:-2]:
                 path.unlink()
+        self._note_interruption()
         self.exchange.barrier()
+
+    def _note_interruption(self) -> None:
+        """In one process a signal during an evaluation or a checkpoint needs no other iteration.
+
+        Ranks agree on an interruption in `log` only.
+        """
+        if not self.exchange.distributed:
+            self.interrupted = self.interrupted or bool(self._signals)
 
     # The loop
 
@@ -2480,7 +2491,7 @@ class Run:
                     problem = f"{problem}; its policy is finite: check the rewards of its task"
                 place = f"{self.counter} {self.iteration}"
                 print(f"\n{place}: agent {i} has diverged: {problem}", flush=True)
-        rate = self.iteration * self.units_per_iteration / self.train_seconds
+        rate = self._rate()
         scalars = scalars | self.exchange.describe()
         self._log_to_tensorboard(scalars, rate, communicator, distances, matrix_changed)
         self._log_metrics(scalars, rate)
@@ -2696,9 +2707,6 @@ class Run:
 
         An interrupted run ends here, with the signal's exit code and how to go on.
         """
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        torch.set_num_threads(self.cores)
         summary = json.dumps(self._summarize() | more)
         summary = json.loads(summary, parse_constant=lambda _: None)  # JSON has no NaN
         if self.chief:
@@ -2710,13 +2718,11 @@ class Run:
             self._print_end()
             os.close(self._lock)
         self.exchange.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         if self.interrupted:
             sys.exit(128 + (self.exchange.interrupted() or signal.SIGTERM))
         return summary
-
-    def _recent(self) -> list[float]:
-        """The headline metric of each agent."""
-        return self.latest.get(self.main_metric, [math.nan] * self.exchange.num_agents)
 
     def _rate(self) -> float:
         """Units of work per second of training."""
@@ -2732,7 +2738,7 @@ class Run:
     def _summarize(self) -> dict:
         """What summary.json holds of every run."""
         agents = self.exchange.members
-        recent = [self._recent()[i] for i in agents]
+        recent = [self.latest[self.main_metric][i] for i in agents]
         evaluations = [self._evaluation_of(i) for i in agents]
         judged_by = [self.env_ids[i] for i in agents if self.env_ids]  # each agent's own task
         if not judged_by:
@@ -2782,9 +2788,9 @@ class Run:
     def _print_end(self) -> None:
         """Print the last evaluation, the speed, and how to go on with an interrupted run."""
         print(f"\nagent  {self.main_column}" + "".join(f"  {task:>17}" for task in self.results))
-        all_recent = self._recent()
+        recent = self.latest[self.main_metric]
         for i in self.exchange.members:
-            line = f"{i:>5}  {all_recent[i]:>{len(self.main_column)}.3f}"
+            line = f"{i:>5}  {recent[i]:>{len(self.main_column)}.3f}"
             for task, measures in self._evaluation_of(i).items():
                 cell = format_interval(measures["mean"], measures["ci95"])
                 line += f"  {cell:>{max(17, len(task))}}"
@@ -2807,15 +2813,6 @@ class Run:
 # --- 5. speed: networks side by side ---
 
 
-# Layers that are functions of one number
-POINTWISE = nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh
-
-
-def is_plain(layer: nn.Conv2d) -> bool:
-    """Whether a convolution has no padding, dilation or groups: a product over patches."""
-    return (layer.padding, layer.dilation, layer.groups) == ((0, 0), (1, 1), 1)
-
-
 class Stacked:
     """Networks with the same layers as one product per layer, which makes small batches fast.
 
@@ -2824,7 +2821,18 @@ class Stacked:
     multiplied instead of its weight.
     """
 
-    supported = nn.Conv2d, nn.Linear, nn.Flatten, *POINTWISE
+    supported = (
+        nn.Conv2d,
+        nn.Linear,
+        nn.Flatten,
+        # Functions of one number
+        nn.ReLU,
+        nn.LeakyReLU,
+        nn.ELU,
+        nn.GELU,
+        nn.SiLU,
+        nn.Tanh,
+    )
 
     def __init__(self, networks: list[nn.Module], dtype: torch.dtype = torch.float32):
         """networks: layers, or sequences of layers, of the same sizes. dtype: of the products."""
@@ -2833,16 +2841,14 @@ class Stacked:
             self.networks.append([*network] if isinstance(network, nn.Sequential) else [network])
         self.dtype = dtype
         for layer in self.networks[0]:
-            if not self.supports(layer):
+            is_plain = True  # a convolution is, if it is a product over patches
+            if isinstance(layer, nn.Conv2d):
+                kind = layer.padding, layer.dilation, layer.groups
+                is_plain = kind == ((0, 0), (1, 1), 1)
+            is_known = type(layer) in self.supported or hasattr(layer, "kernel")
+            has_bias = getattr(layer, "bias", True) is not None
+            if not (is_plain and is_known and has_bias):
                 raise NotImplementedError(f"{layer} cannot be stacked")
-
-    def supports(self, layer: nn.Module) -> bool:
-        """Whether `read` and `__call__` know this kind of layer."""
-        if isinstance(layer, nn.Conv2d) and not is_plain(layer):
-            return False
-        if hasattr(layer, "bias") and layer.bias is None:
-            return False
-        return type(layer) in self.supported or hasattr(layer, "kernel")
 
     @torch.no_grad()
     def read(self) -> None:

@@ -119,12 +119,10 @@ def distil(
         logits, _ = central(states["obs"])
         loss = weights @ communicators.categorical_kl(states["policy"], logits.log_softmax(-1))
         losses.append(loss.item())
-        finite = bool(loss.isfinite())
-        if finite:
-            optimizer.zero_grad()
-            loss.backward()
-            grad_norm = nn.utils.clip_grad_norm_(central.parameters(), args.max_grad_norm)
-            finite = bool(grad_norm.isfinite())
+        optimizer.zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(central.parameters(), args.max_grad_norm)
+        finite = bool(loss.isfinite() & grad_norm.isfinite())
         if finite:
             optimizer.step()
         else:  # no step, which would ruin Adam's moments
@@ -261,7 +259,7 @@ def main(args: Args) -> dict:
             envs = Envs(args, held, iteration)
             tables = [PolicyTable(agent) for agent in agents]
 
-    # Weights, and the evaluation of every agent on every task in the official environments
+    # Weights, and the final evaluation of every agent on every task
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")

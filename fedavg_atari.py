@@ -267,7 +267,7 @@ def main(args: Args) -> dict:
             envs.close()
             envs = Envs(args, held, iteration)
 
-    # Weights, and the evaluation of every agent on every task in the official environments
+    # Weights, and the final evaluation of every agent on every task
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")

@@ -101,11 +101,10 @@ def compute_average(i: int, received: list[Tensor | None], C: Tensor) -> Tensor 
 
 def replace_parameters(agent: Agent, average: Tensor, private_heads: tuple[str, ...]) -> None:
     """Give an agent an average of parameters [numel], but for its private heads."""
-    heads = [agent.get_submodule(name) for name in private_heads]
-    kept = [communicators.flatten(head) for head in heads]
+    values = agent.state_dict()
+    kept = {name: values[name].clone() for name in values if name.startswith(private_heads)}
     communicators.unflatten(average, agent)
-    for head, values in zip(heads, kept, strict=True):
-        communicators.unflatten(values, head)
+    agent.load_state_dict(kept, strict=False)
 
 
 def update(
@@ -180,12 +179,10 @@ def update(
                     proximal_loss = 0.5 * (theta - anchor).square().sum()
                 loss = loss + args.prox_coef * proximal_loss
 
-            finite = bool(loss.isfinite())
-            if finite:
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                finite = bool(grad_norm.isfinite())
+            optimizer.zero_grad()
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            finite = bool(loss.isfinite() & grad_norm.isfinite())
             if finite:
                 optimizer.step()
             else:  # no step, which would ruin Adam's moments; the NaN is logged
@@ -395,7 +392,7 @@ def main(args: Args) -> dict:
             envs = Envs(args, held, iteration)
             tables = [PolicyTable(agent) for agent in agents]
 
-    # Weights, and the evaluation of every agent on every task in the official environments
+    # Weights, and the final evaluation of every agent on every task
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")

@@ -21,7 +21,6 @@ import runpy
 import sys
 import time
 import urllib.parse
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,12 +200,12 @@ class Store:
         self.renames = not set(protocols) & set(self.object_stores)
         self._failing = set()  # of "read" and "written"
 
-    def _request(self, verb: str, request: Callable, *inputs) -> object:
+    def _request(self, verb: str, request: Callable) -> object:
         """The result of a request."""
         delays = self.delays[:1] if verb in self._failing else self.delays
         for delay in (*delays, None):
             try:
-                result = request(*inputs)
+                result = request()
             except Exception as error:  # drivers have errors of their own
                 if delay is None:
                     if verb not in self._failing:
@@ -228,9 +227,12 @@ class Store:
             path = f"{self.root}/{folder}"
             self.fs.invalidate_cache(path)
             try:
-                return [name.rpartition("/")[2] for name in self.fs.ls(path, detail=False)]
+                entries = self.fs.ls(path, detail=True)
             except FileNotFoundError:
                 return []
+            # To read a named pipe would never end
+            files = [entry["name"] for entry in entries if entry["type"] == "file"]
+            return [name.rpartition("/")[2] for name in files]
 
         return self._request("read", list_folder)
 
@@ -306,8 +308,9 @@ class FolderExchange(communicators.Exchange):
         super().__init__(args.num_agents, args.device, args.timeout)
         self.agents = range(min(flags.agents), max(flags.agents) + 1)
         self.members = self.agents
-        numbers = "_".join(map(str, self.agents))
-        self.label = f"agents_{numbers}" if len(self.agents) > 1 else f"agent_{numbers}"
+        self.label = f"agent_{self.agents[0]}"
+        if len(self.agents) > 1:
+            self.label = f"agents_{self.agents[0]}-{self.agents[-1]}"
         self.settings = vars(flags) | {"agents": list(self.agents)}
         self.federation = flags.federation
         self.store = store
@@ -327,7 +330,7 @@ class FolderExchange(communicators.Exchange):
         self.peers = {j: Peer() for j in range(args.num_agents) if j not in self.agents}
         self.bytes_received = 0
         self.rejected = 0  # files
-        self._known_as_bad = set()  # paths, and checksums of contents
+        self._known_as_bad = set()  # paths
 
     # What the run keeps and logs
 
@@ -413,7 +416,7 @@ class FolderExchange(communicators.Exchange):
         """
         if self.skips:
             with contextlib.suppress(StoreError):
-                self._skip_rounds()
+                self._skip_rounds(sent)
                 self.skips = False
         self.number += 1
         reports = torch.full((self.num_agents,), torch.nan, dtype=torch.double)
@@ -452,13 +455,20 @@ class FolderExchange(communicators.Exchange):
             return self._is_new(peer)
         return peer.snapshot is not None and self.number - peer.arrival <= self.max_age
 
-    def _skip_rounds(self) -> None:
-        """The next round is the one behind the last file. What is here keeps its age."""
-        rounds = [number for i in self.agents for number in self._list_rounds(i)]
-        skipped = max(max(rounds, default=0) - self.number, 0)
-        self.number += skipped
+    def _skip_rounds(self, sent: list[Tensor]) -> None:
+        """The next round is the one behind the last file. What is here keeps its age.
+
+        sent: as in `round`. A file that others could have written does not count.
+        """
+        newest = self.number
+        for i, tensor in zip(self.agents, sent, strict=True):
+            for number in self._list_rounds(i):
+                if self._read(i, number, len(tensor)) is not None:
+                    newest = max(newest, number)
+                    break
         for peer in self.peers.values():
-            peer.arrival += skipped
+            peer.arrival += newest - self.number
+        self.number = newest
 
     # Files
 
@@ -510,13 +520,17 @@ class FolderExchange(communicators.Exchange):
         peer = self.peers[j]
         numbers = []
         for number in self._list_rounds(j):
-            if number > peer.round and self._path(j, number) not in self._known_as_bad:
+            is_awaited = self.wait > 0 and number == self.number
+            is_bad = self._path(j, number) in self._known_as_bad
+            # One for which this agent waits is read again: a file may be moved in parts
+            if number > peer.round and (is_awaited or not is_bad):
                 numbers.append(number)
         # A peer for which this agent waits may be a round ahead already
-        if self.wait and self.number in numbers:
-            numbers = [self.number]
+        numbers.sort(key=lambda number: self.wait > 0 and number == self.number, reverse=True)
         for number in numbers[: self.kept]:
-            contents = self._read(j, number, numel)
+            contents = None
+            with contextlib.suppress(StoreError):  # of this file, another may be readable
+                contents = self._read(j, number, numel)
             if contents is not None:
                 peer.snapshot, peer.report = contents
                 peer.round = number
@@ -543,11 +557,10 @@ class FolderExchange(communicators.Exchange):
             parameters, about = decode_snapshot(data, self._identify(j, number), numel, key)
             return parameters, _read_report(about)
         except Rejected as reason:
-            content = f"{path} {zlib.crc32(data)}"
-            if content not in self._known_as_bad:
+            if path not in self._known_as_bad:
                 print(f"\nignored {path}, which {reason}", flush=True)
                 self.rejected += 1
-                self._known_as_bad |= {path, content}
+                self._known_as_bad.add(path)
             return None
 
     def _find_key(self, j: int):
@@ -661,8 +674,11 @@ def check_flags(flags: Args, args, averages: str) -> None:
         flags.exchange = flags.exchange.replace("@", " ").split()[-1]  # not shown
         valid = "must not have a password, which would be stored with the run's settings"
         refuse(flags, "exchange", f"{valid}; give it as the driver of the store documents")
-    if "://" not in flags.exchange:  # a path, which the run may be resumed far from
-        flags.exchange = os.path.abspath(os.path.expanduser(flags.exchange))
+    # The run may be resumed far from here
+    for name in ("exchange", "identity", "trust"):
+        path = getattr(flags, name)
+        if path and "://" not in path:
+            setattr(flags, name, os.path.abspath(os.path.expanduser(path)))
 
 
 def load_keys(flags: Args) -> tuple:

@@ -423,12 +423,10 @@ def update(
             loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
             loss = loss + kl_coef * kl_reference
 
-            finite = bool(loss.isfinite())
-            if finite:
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                finite = bool(grad_norm.isfinite())
+            optimizer.zero_grad()
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            finite = bool(loss.isfinite() & grad_norm.isfinite())
             if finite:
                 optimizer.step()
             else:  # no step, which would ruin Adam's moments; the NaN is logged
@@ -528,7 +526,7 @@ def compute_public_log_probs(
         else:
             overflowing.append(j)
     if overflowing:
-        problem = "their policies are not finite"
+        problem = "their policies or values are not finite, or too large"
         communicators.announce(f"\ndropped agents {overflowing} for this round: {problem}")
     return log_probs
 
@@ -709,7 +707,7 @@ def main(args: Args) -> dict:
             envs.close()
             envs = Envs(args, held, iteration)
 
-    # Weights, and the evaluation of every agent on every task in the official environments
+    # Weights, and the final evaluation of every agent on every task
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
@@ -757,12 +755,12 @@ class CustomGame(gym.Wrapper):
     """
 
     def reset(self, **options) -> tuple[np.ndarray, dict]:
-        """As of the game."""
+        """Like the game's."""
         obs, info = self.env.reset(**options)
         return obs, {"lives": int(info.get("lives", 0))}
 
     def step(self, action: int) -> tuple:
-        """As of the game."""
+        """Like the game's."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         lives = int(info.get("lives", 0))
         return obs, np.asarray(reward).item(), terminated, truncated, {"lives": lives}
@@ -831,27 +829,19 @@ def make_games(args: Args, env_id: str, number: int, **screen) -> "AtariVectorEn
     )
 
 
-class CustomGames:
-    """Games of your own, with the methods of `AtariVectorEnv`.
+class CustomGames(SyncVectorEnv):
+    """Games of your own, which show the last four 84x84 grey frames themselves, [4, 84, 84] uint8.
 
-    They show the last four 84x84 grey frames themselves, [4, 84, 84] uint8.
+    Their seeds are an array, like those of `AtariVectorEnv`.
     """
 
     def __init__(self, env_id: str, number: int):
         thunks = [functools.partial(make_custom, env_id)] * number
-        self.envs = SyncVectorEnv(thunks, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+        super().__init__(thunks, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
 
     def reset(self, seed: np.ndarray) -> tuple[np.ndarray, dict]:
-        """As of AtariVectorEnv."""
-        return self.envs.reset(seed=seed.tolist())
-
-    def step(self, actions: np.ndarray) -> tuple:
-        """As of AtariVectorEnv."""
-        return self.envs.step(actions)
-
-    def close(self) -> None:
-        """Free the games."""
-        self.envs.close()
+        """Like that of AtariVectorEnv."""
+        return super().reset(seed=seed.tolist())
 
 
 class Games:

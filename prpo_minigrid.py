@@ -416,12 +416,10 @@ def update(
             loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
             loss = loss + kl_coef * kl_reference
 
-            finite = bool(loss.isfinite())
-            if finite:
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                finite = bool(grad_norm.isfinite())
+            optimizer.zero_grad()
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            finite = bool(loss.isfinite() & grad_norm.isfinite())
             if finite:
                 optimizer.step()
             else:  # no step, which would ruin Adam's moments; the NaN is logged
@@ -521,7 +519,7 @@ def compute_public_log_probs(
         else:
             overflowing.append(j)
     if overflowing:
-        problem = "their policies are not finite"
+        problem = "their policies or values are not finite, or too large"
         communicators.announce(f"\ndropped agents {overflowing} for this round: {problem}")
     return log_probs
 
@@ -700,7 +698,7 @@ def main(args: Args) -> dict:
             envs = Envs(args, held, iteration)
             tables = [PolicyTable(agent) for agent in agents]
 
-    # Weights, and the evaluation of every agent on every task in the official environments
+    # Weights, and the final evaluation of every agent on every task
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
@@ -738,12 +736,12 @@ class CustomTask(gym.Wrapper):
     """
 
     def reset(self, **options) -> tuple[np.ndarray, dict]:
-        """As of the task."""
+        """Like the task's."""
         obs, _ = self.env.reset(**options)
         return obs, {}
 
     def step(self, action: int) -> tuple:
-        """As of the task."""
+        """Like the task's."""
         obs, reward, terminated, truncated, _ = self.env.step(action)
         return obs, np.asarray(reward).item(), terminated, truncated, {}
 
@@ -1003,6 +1001,7 @@ def check_envs(args: Args) -> None:
         warn_of_missions(env, env_id)
     if args.env_backend == "envpool":
         check_envpool(args)
+    args.env_backend = choose_backend(args)  # the settings say which
 
 
 def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:

@@ -150,7 +150,7 @@ def pool_statistics(
 
 
 def normalise(obs: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Observations in their running deviations, at most 10 of them."""
+    """Observations in running standard deviations, clipped to [-10, 10]."""
     return ((obs - mean) / (variance + 1e-8).sqrt()).clamp(-10, 10)
 
 
@@ -200,7 +200,8 @@ class Agent(nn.Module):
     @torch.no_grad()
     def update_statistics(self, obs: Tensor) -> None:
         """Add observations [samples, obs] to the running statistics."""
-        obs = obs[obs.isfinite().all(-1)]
+        # Larger ones, of which float32 has no variance, are left out like NaN and infinity
+        obs = obs[(obs.abs() < 1e16).all(-1)]
         if len(obs) == 0:
             return
         counts = torch.stack([self.obs_count, self.obs_count.new_tensor(len(obs))])
@@ -333,17 +334,15 @@ def rollout(
 
 
 def scale_rewards(data: dict[str, Tensor], statistics: Tensor) -> float:
-    """Divide an agent's rewards by the running deviation of its discounted returns, in place.
+    """Divide an agent's rewards by the running standard deviation of its discounted returns.
 
     data: of `rollout`; statistics: [3], the count, mean and variance of discounted returns so far,
-    to which this rollout's are added. Returns the deviation.
+    to which this rollout's are added; both are changed. Returns the standard deviation.
     """
     samples = data["discounted_returns"][data["valid"]].double().cpu()
     samples = samples[samples.isfinite()]
     if len(samples):
-        new = torch.stack(
-            [samples.new_tensor(len(samples)), samples.mean(), samples.var(correction=0)]
-        )
+        new = samples.new_tensor([len(samples), samples.mean(), samples.var(correction=0)])
         statistics[:] = torch.stack(pool_statistics(*torch.stack([statistics, new], dim=1)))
     deviation = float((statistics[2] + 1e-8).sqrt())
     data["rewards"] = (data["rewards"] / deviation).clamp(-10, 10)
@@ -484,12 +483,10 @@ def update(
             loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
             loss = loss + kl_coef * kl_reference
 
-            finite = bool(loss.isfinite())
-            if finite:
-                optimizer.zero_grad()
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                finite = bool(grad_norm.isfinite())
+            optimizer.zero_grad()
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            finite = bool(loss.isfinite() & grad_norm.isfinite())
             if finite:
                 optimizer.step()
             else:  # no step, which would ruin Adam's moments; the NaN is logged
@@ -593,7 +590,7 @@ def compute_public_policies(
         else:
             overflowing.append(j)
     if overflowing:
-        problem = "their policies are not finite"
+        problem = "their policies or values are not finite, or too large"
         communicators.announce(f"\ndropped agents {overflowing} for this round: {problem}")
     return policies
 
@@ -779,7 +776,7 @@ def main(args: Args) -> dict:
             envs.close()
             envs = Envs(args, held, iteration)
 
-    # Weights, and the evaluation of every agent on every task in the official environments
+    # Weights, and the final evaluation of every agent on every task
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
@@ -832,12 +829,12 @@ class CustomTask(gym.Wrapper):
     """
 
     def reset(self, **options) -> tuple[np.ndarray, dict]:
-        """As of the task."""
+        """Like the task's."""
         obs, _ = self.env.reset(**options)
         return obs, {}
 
     def step(self, action: np.ndarray) -> tuple:
-        """As of the task."""
+        """Like the task's."""
         obs, reward, terminated, truncated, _ = self.env.step(action)
         return obs, np.asarray(reward).item(), terminated, truncated, {}
 
@@ -1001,6 +998,8 @@ def evaluate(
         if not greedy:
             noise = torch.randn(actions.shape, generator=generator)
             actions = actions + agent.actor_log_std.detach().exp().cpu() * noise
+        if not actions.isfinite().all():  # finite parameters can overflow
+            return np.full(len(levels), np.nan)
         for k, action in zip(list(running), actions.numpy(), strict=True):
             bounds = envs[k].action_space
             obs[k], reward, terminated, truncated, _ = envs[k].step(
@@ -1099,6 +1098,7 @@ def check_envs(args: Args) -> None:
             communicators.refuse(args, flag, f"{valid} {shapes}")
     if args.env_backend == "envpool":
         check_envpool(args)
+    args.env_backend = choose_backend(args)  # the settings say which
 
 
 def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:

@@ -363,12 +363,10 @@ def update(
             v_loss = (newvalue - batch["returns"][mb_inds]) ** 2
             v_loss = 0.5 * v_loss.mean()
 
-            finite = bool(v_loss.isfinite())
-            if finite:
-                optimizer.zero_grad()
-                v_loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                finite = bool(grad_norm.isfinite())
+            optimizer.zero_grad()
+            v_loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            finite = bool(v_loss.isfinite() & grad_norm.isfinite())
             if finite:
                 optimizer.step()
             else:  # no step, which would ruin Adam's moments; the NaN is logged
@@ -576,7 +574,7 @@ def main(args: Args) -> dict:
             envs = Envs(args, held, iteration)
             tables = [PolicyTable(agent) for agent in agents]
 
-    # Weights, and the evaluation of every agent on every task in the official environments
+    # Weights, and the final evaluation of every agent on every task
     envs.close()
     for k, i in enumerate(held):
         save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
@@ -595,6 +593,9 @@ def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
     prpo_minigrid.check_task(args)
     communicators.check_communicator(args, make_communicator, has_influence=True)
+    if args.delta is not None and (args.mixture == "geometric" or args.gate != "none"):
+        valid = "needs weights that are the same in all states and --mixture arithmetic, as eq. 3"
+        communicators.refuse(args, "delta", f"{valid}: other references may move further")
 
 
 if __name__ == "__main__":

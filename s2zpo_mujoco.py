@@ -229,8 +229,8 @@ def draw_answers(
     """A simulated panel: what M evaluators answer about each pair of batches.
 
     returns: [2, pairs, trajectories], of the policy before and after the perturbation. Returns the
-    answers [pairs, evaluators], 1 for the perturbed policy and -1 against it, and the differences
-    of mean returns [pairs].
+    answers [pairs, evaluators], 1 for the perturbed policy, -1 against it, 0 where a return is NaN,
+    and the differences of mean returns [pairs].
     """
     before, after = returns.mean(-1)  # [pairs]
     differences = after - before
@@ -239,6 +239,7 @@ def draw_answers(
         len(differences), args.num_evaluators, generator=generator, dtype=returns.dtype
     )
     answers = torch.where(uniform < preference[:, None], 1, -1)
+    answers[differences.isnan()] = 0  # nobody can tell
     return answers, differences
 
 
@@ -509,9 +510,7 @@ def main(args: Args) -> dict:
         run.tick("panel")
 
         # Communication: signs and votes, packed as bits; whoever has them can take the step
-        messages = []
-        for k in range(len(held)):
-            messages.append(pack(signs[k], votes[k], num_bytes))
+        messages = [pack(signs[k], votes[k], num_bytes) for k in range(len(held))]
         received, _ = exchange.round(messages)  # of all agents
         bits[0] += sum(len(block) + 1 for block in blocks)
         exchange.count_bytes(everybody)
@@ -592,7 +591,7 @@ def main(args: Args) -> dict:
 
 def is_finite(policy: Policy) -> bool:
     """Whether a policy's parameters and normalisation are finite."""
-    return all(bool(values.isfinite().all()) for values in policy.state_dict().values())
+    return bool(communicators.flatten(policy).isfinite().all())
 
 
 def describe_panel(answers: Tensor, differences: Tensor, vote: int) -> dict[str, float]:
@@ -611,8 +610,7 @@ def describe_panel(answers: Tensor, differences: Tensor, vote: int) -> dict[str,
 
 def check_equality(exchange: Exchange, policy: Policy) -> None:
     """End where ranks have come apart: equal steps from an equal start must give equal policies."""
-    values = torch.cat([tensor.flatten() for tensor in policy.state_dict().values()])
-    digest = zlib.crc32(values.numpy().tobytes())
+    digest = zlib.crc32(communicators.flatten(policy).numpy().tobytes())
     different_ranks = exchange.find_different_ranks(digest)
     if different_ranks:
         ranks = ", ".join(map(str, different_ranks))
@@ -859,6 +857,8 @@ def evaluate(
     while running:
         batch = np.array([obs[k] for k in running], dtype=np.float32)
         outputs = policy(torch.from_numpy(batch)).numpy()
+        if not np.isfinite(outputs).all():  # finite parameters can overflow
+            return np.full(len(levels), np.nan)
         noise = 0.0
         if not greedy:
             noise = actions.draw_noise(len(running), generator=generator)
@@ -944,6 +944,7 @@ def check_env(args: Args) -> None:
             communicators.refuse(args, "env_backend", f"is for {tasks}; choose auto or gymnasium")
         if args.human:
             communicators.refuse(args, "env_backend", "cannot be filmed; choose auto or gymnasium")
+    args.env_backend = choose_backend(args)  # the settings say which
 
 
 def find_env_problem(env: gym.Env, env_id: str) -> str:

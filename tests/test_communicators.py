@@ -1434,8 +1434,9 @@ def test_invalid_snapshot_is_dropped_and_rows_renormalised(alone, snapshot, caps
     first = torch.full((4,), 4.0)
     last = torch.full((4,), 8.0)
     sent = [first, torch.tensor(snapshot), last]
-    received, _ = alone(3).round(sent)
+    received, reports = alone(3).round(sent, torch.tensor([0.5, 9.0, 0.25]))
     assert received[1] is None
+    assert reports.tolist() == pytest.approx([0.5, NAN, 0.25], nan_ok=True)  # no say in C either
     assert sent[1].tolist() == pytest.approx(list(snapshot), nan_ok=True)
     assert "invalid snapshots of agents [1]" in capsys.readouterr().out
     assert torch.equal(received[0], first) and torch.equal(received[2], last)

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import math
+import os
 import struct
 import time
 from pathlib import Path
@@ -442,7 +443,7 @@ def test_agents_of_one_process_are_two_agents(tmp_path):
     assert go(single, 2, number=0.75) == ([1, 1, 2], [0.5, 0.5, 0.75])
     assert go(pair, 3)[0] == [3, 3, 2]
     assert [*pair.peers] == [2]
-    assert (pair.label, single.label) == ("agents_0_1", "agent_2")
+    assert (pair.label, single.label) == ("agents_0-1", "agent_2")
     # What is known of peers is in one of the two checkpoints, for both
     resumed = restore(pair, join(tmp_path, (0, 1)))
     first, second = resumed.state()["peers"]
@@ -543,6 +544,66 @@ def test_rounds_since_the_checkpoint_are_not_sent_as_others(tmp_path, wait, skip
         skipped += more
     newest = max((tmp_path / "prpo" / "agent_0").iterdir())
     assert newest.name == f"round_{6 if more else 4:08}.safetensors"
+
+
+def test_a_round_that_others_could_have_written_is_not_counted(tmp_path):
+    """A file of that name would silence the agent for as many rounds."""
+    writer = join(tmp_path, (0,))
+    go(writer, 1)
+    (tmp_path / "prpo" / "agent_0" / "round_99999999.safetensors").write_bytes(b"")
+    resumed = restore(writer, join(tmp_path, (0,), resume="runs/x"))
+    go(resumed, 2)
+    assert resumed.number == 2
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    """A named pipe would never end, a folder hide the good file below it."""
+    reader = join(tmp_path, (0,))
+    writer = join(tmp_path, (1,))
+    folder = tmp_path / "prpo" / "agent_1"
+    go(writer, 5)
+    (folder / "round_00000007.safetensors").mkdir()
+    if hasattr(os, "mkfifo"):  # not on Windows
+        os.mkfifo(folder / "round_00000009.safetensors")
+    assert go(reader, 0)[0][1] == 5
+
+
+def test_a_file_that_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
+    reader = join(tmp_path, (0,))
+    writer = join(tmp_path, (1,))
+    go(writer, 5)
+    go(writer, 6)
+    read = Store.read
+
+    def read_or_fail(self, path, limit):
+        if path.endswith("2.safetensors"):
+            raise federate.StoreError("Permission denied")
+        return read(self, path, limit)
+
+    monkeypatch.setattr(Store, "read", read_or_fail)
+    assert go(reader, 0)[0][1] == 5
+
+
+def test_a_file_for_which_an_agent_waits_may_appear_in_parts(tmp_path, capsys):
+    reader = join(tmp_path, (0,), wait=30.0)
+    data = encode_snapshot(torch.full((4,), 7.0), ABOUT | {"round": "1", "report": "0.5"})
+    other = encode_snapshot(torch.full((4,), 8.0), {**ABOUT, "agent": "2", "round": "1"})
+    for agent, content in ((1, data[:50]), (2, other)):
+        path = tmp_path / "prpo" / f"agent_{agent}" / "round_00000001.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+    polls = itertools.count()
+    path = tmp_path / "prpo" / "agent_1" / "round_00000001.safetensors"
+
+    def poll():
+        if next(polls) == 2:
+            path.write_bytes(data)
+        return 0
+
+    reader.interrupted = poll
+    assert go(reader, 0)[0] == [0, 7, 8]
+    assert reader.rejected == 1
+    assert capsys.readouterr().out.count("ignored") == 1
 
 
 def test_averages_take_new_snapshots_only(tmp_path, capsys):

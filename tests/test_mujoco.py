@@ -577,17 +577,18 @@ def test_pooled_statistics_are_those_of_all_samples_together(seed, sizes, shape)
 
 
 def test_running_statistics_are_those_of_all_rollouts():
-    """Without rows that are not finite; an agent that sees no others keeps what it has."""
+    """Without rows that are not finite, or huge; an agent that sees no others keeps what it has."""
     torch.manual_seed(0)
     agent = prpo_mujoco.Agent(NUM_OBS, NUM_ACTIONS)
     seen = []
     for k, size in enumerate((40, 7, 1, 300)):
         obs = torch.randn(size, NUM_OBS) * torch.tensor([0.1, 1.0, 50.0]) + 3 * k
         seen.append(obs)
-        bad = obs[:2].clone()
+        bad = obs[:1].repeat(3, 1)
         bad[0, 1] = math.nan
-        bad[-1, 2] = math.inf
-        agent.update_statistics(torch.cat([bad[:1], obs, bad[-1:]]))
+        bad[1, 0] = -1e21  # of which float32 has no variance
+        bad[2, 2] = math.inf
+        agent.update_statistics(torch.cat([bad[:2], obs, bad[2:]]))
         everything = torch.cat(seen).double().numpy()
         assert agent.obs_count == len(everything)
         np.testing.assert_allclose(agent.obs_mean, everything.mean(0), rtol=1e-5)

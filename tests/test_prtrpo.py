@@ -666,6 +666,14 @@ BAD = {
     "no iterations": (["--cg-iters", "0"], ["--cg-iters 0", "at least 1"]),
     "no line search": (["--backtrack-iters", "0"], ["--backtrack-iters 0", "at least 1"]),
     "no backtracking": (["--backtrack-coef", "1"], ["--backtrack-coef 1", "(0, 1)"]),
+    "a bound that another mixture breaks": (
+        ["--delta", "0.2", "--mixture", "geometric"],
+        ["--delta 0.2", "--mixture arithmetic"],
+    ),
+    "a bound with weights of states": (
+        ["--delta", "0.2", "--gate", "value"],
+        ["--delta 0.2", "the same in all states"],
+    ),
     "negative damping": (["--damping-coef", "-1"], ["--damping-coef -1", "positive"]),
     "a flag of PR-PPO": (["--clip-coef", "0.1"], ["--clip-coef"]),
     "no number": (["--epsilon", "nan"], ["--epsilon nan", "finite"]),
@@ -690,6 +698,8 @@ def test_defaults_stand():
     expected = vars(prtrpo_minigrid.Args())
     assert parsed.pop("device") == "cpu"
     assert expected.pop("device") == "auto"
+    assert parsed.pop("env_backend") in ("envpool", "gymnasium")
+    assert expected.pop("env_backend") == "auto"
     assert parsed == expected
 
 

@@ -1234,6 +1234,64 @@ def test_a_signal_during_the_last_evaluation_says_so(tmp_path, capfd, monkeypatc
     assert "\nfinishing the evaluation; Ctrl-C again to end at once\n" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("method", ["log_evaluation", "save"])
+def test_a_signal_behind_the_log_costs_no_other_iteration(
+    method, whole, tmp_path, capsys, monkeypatch
+):
+    """During an evaluation, after which a checkpoint is written, or during that checkpoint."""
+    original = getattr(communicators.Run, method)
+
+    def interrupt(self, *arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(communicators.Run, method, interrupt)
+    with pytest.raises(SystemExit) as end:
+        toy.main(args_of(tmp_path))
+    assert end.value.code == 128 + signal.SIGTERM
+    assert "interrupted after iteration 2 of 6" in capsys.readouterr().out
+    monkeypatch.undo()
+    folder = only_run(tmp_path)
+    assert files_of(folder) == [[2]] * 3
+    resume(folder)
+    assert_same(folder, whole)
+
+
+def test_a_signal_that_comes_again_at_the_end_costs_no_summary(tmp_path, monkeypatch):
+    """torchrun passes on what Slurm has sent to all."""
+    summarize = communicators.Run._summarize
+
+    def interrupt(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return summarize(self)
+
+    def interrupt_first(iteration):
+        if iteration == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(communicators.Run, "_summarize", interrupt)
+    with pytest.raises(SystemExit) as end:
+        toy.main(args_of(tmp_path), at=interrupt_first)
+    assert end.value.code == 128 + signal.SIGTERM
+    assert (only_run(tmp_path) / "summary.json").exists()
+
+
+def test_an_error_of_the_disk_is_no_damage(whole, tmp_path, monkeypatch):
+    """Or it would cost every agent its newest checkpoint."""
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    saved = files_of(folder)
+    read_bytes = Path.read_bytes
+
+    def read_or_fail(path):
+        if path.suffix == ".pt":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_or_fail)
+    assert "Stale file handle" in refusal(lambda: resume(folder), code=1)
+    assert files_of(folder) == saved
+
+
 @pytest.mark.parametrize("number", OF_SLURM)
 def test_a_signal_ends_the_run_after_its_iteration(number, whole, tmp_path, capsys):
     """With a checkpoint, a summary and the signal's exit code; the resumed run is the whole one."""

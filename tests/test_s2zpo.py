@@ -174,6 +174,26 @@ def test_equal_returns_are_a_fair_coin_without_noise_too():
 # --- blocks, messages, steps ---
 
 
+def test_nobody_can_tell_which_of_two_is_better_if_one_has_no_return():
+    """Or NaN before the perturbation would count against it."""
+    returns = torch.tensor([[[math.nan], [0.0]], [[1.0], [5.0]]])  # [2, pairs, trajectories]
+    args = Args(link="noiseless", num_evaluators=3)
+    answers, _ = s2zpo_mujoco.draw_answers(returns, args, 1.0, seeded(1))
+    assert answers.tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "InvertedPendulum-v5"])
+def test_a_policy_that_overflows_has_no_return(env_id, greedy):
+    """Its parameters are finite."""
+    args = Args(env_id=env_id)
+    policy = s2zpo_mujoco.make_policy(args).requires_grad_(False)
+    for parameter in policy.parameters():
+        parameter.fill_(3e38)
+    returns = s2zpo_mujoco.evaluate(args, policy, env_id, [1, 2], 0, greedy)
+    assert [math.isnan(number) for number in returns] == [True, True]
+
+
 @given(
     partition=st.sampled_from(["random", "contiguous", "layer"]),
     n=st.integers(1, 12),

@@ -325,6 +325,9 @@ def test_good_input_passes(script):
         assert expected.pop("precision") == "auto"
         for precision in ("float32", "bfloat16"):
             assert script.parse_args(["--precision", precision]).precision == precision
+    if "env_backend" in expected:
+        assert expected.pop("env_backend") == "auto"
+        assert parsed.pop("env_backend") in ("envpool", "gymnasium")
     assert parsed == expected
 
 
@@ -608,8 +611,9 @@ def test_resume_of_something_else(script, finished, whole_run, tmp_path):
     # The number of evaluation episodes may change; all other settings are those of the run
     args = script.parse_args(["--resume", str(folder), "--eval-episodes", "7"])
     assert (args.resume, args.eval_episodes) == (str(folder), 7)
+    assert getattr(args, "env_backend", "") != "auto"  # these runs have not chosen one
     for name, value in vars(args).items():
-        if name not in ("resume", "eval_episodes") and name in settings:
+        if name not in ("resume", "eval_episodes", "env_backend") and name in settings:
             assert (list(value) if isinstance(value, tuple) else value) == settings[name], name
     assert len(vars(args).keys() & settings.keys()) > 40
 
@@ -804,14 +808,14 @@ def test_summary(script, finished):
         assert row[task]["greedy_return"] == pytest.approx(greedy.mean())
 
 
-@on([PRPO_MINIGRID, PRPO_ATARI])
+@on([PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO])
 @pytest.mark.parametrize("greedy", [False, True])
 def test_an_agent_whose_policy_overflows_has_no_return(script, greedy):
     """Its parameters are finite."""
-    agent = script.new_agent()
+    args = script.Args(device="cpu")
+    agent = script.make_agents(args)[0]
     for parameter in agent.parameters():
         parameter.data.fill_(3e38)
-    args = script.Args(device="cpu")
     returns = script.evaluate(args, agent, args.env_id, [1, 2], 0, greedy)
     assert [math.isnan(number) for number in returns] == [True, True]
 
