@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import re
@@ -73,6 +74,7 @@ from prpo_llm import (
     measure_losses,
     measure_peak_memory,
     measure_sampling_gaps,
+    misses_evaluation,
     pad,
     save_adapters,
     select_adapters,
@@ -233,7 +235,6 @@ class Args(RunArgs):
     mixture = "arithmetic"
     gate = "none"
     clip_higher = 0.0
-    stop_strings = ()
     private_layers = 0
 
     def __post_init__(self):
@@ -389,7 +390,7 @@ def main(args: Args) -> dict:
     if server is not None:
         with server.ending_the_run(run):
             server.unload_leftovers(run)
-    if tests and not run.iteration:
+    if tests and (not run.iteration or misses_evaluation(args, run)):
         evaluate(args, run, model, tokenizer, make, tests, server)
 
     for step in run.iterations():
@@ -484,7 +485,8 @@ def main(args: Args) -> dict:
                     rows = C[rows_held][averaging]
                     averages, lost[averaging] = average_adapters(args, model, rows, received)
                     trained[averaging] = averages
-                reset(moments)
+                for moment in itertools.chain(*moments.values()):
+                    moment.zero_()
             del received  # whole adapters: they need not stay in memory
         run.tick("exchange")
 
@@ -492,7 +494,7 @@ def main(args: Args) -> dict:
         rows = []
         for k in range(len(held)):
             row = {"episode/client": float(clients[k])}
-            row |= measure_episodes(args, episodes[k], advantages[k], categories)
+            row |= measure_episodes(episodes[k], advantages[k], categories)
             row |= measure_updates(losses, learns, k)
             row["losses/sampling_gap"] = float(sampling_gaps[k])
             if args.aggregation == "weights":
@@ -509,8 +511,9 @@ def main(args: Args) -> dict:
         }
         run.log(rows, C, distances, scalars)
 
-        # Evaluation
-        if tests and run.due(args.eval_every) and step < args.total_steps:
+        # Evaluation; that of a run which is to end waits for its resume
+        is_evaluated = tests and run.due(args.eval_every) and step < args.total_steps
+        if is_evaluated and not run.interrupted:
             evaluate(args, run, model, tokenizer, make, tests, server)
 
         # Checkpoint
@@ -541,13 +544,6 @@ def draw_clients(args: Args, step: int) -> list[int]:
     return sorted(rng.choice(args.num_agents, args.agents_at_once, replace=False).tolist())
 
 
-def reset(moments: dict[str, list[Tensor]]) -> None:
-    """Make the optimizer a fresh one, in place."""
-    for of_agents in moments.values():
-        for moment in of_agents:
-            moment.zero_()
-
-
 def spread_advantages(advantages: Tensor, batch: dict) -> Tensor:
     """The advantages of episodes [agents, tasks, group] for all tokens of their turns.
 
@@ -558,7 +554,7 @@ def spread_advantages(advantages: Tensor, batch: dict) -> Tensor:
 
 
 def measure_episodes(
-    args: Args, episodes: list["Episode"], advantages: Tensor, categories: list[str]
+    episodes: list["Episode"], advantages: Tensor, categories: list[str]
 ) -> dict[str, float]:
     """Metrics of an agent's episodes; advantages: [tasks, group]."""
     answers = sum(len(episode.turns) for episode in episodes)

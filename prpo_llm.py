@@ -145,7 +145,7 @@ class Args(RunArgs):
     missing_eos_penalty: NonNegative = 1.0
     """subtracted from the reward of a completion that does not end"""
     min_response_tokens: Natural = 0
-    """completions with fewer tokens, the end included, count as ones that do not end"""
+    """completions with fewer tokens, the end included, are penalised like ones that do not end"""
     # what a completion that does not end gets in place of its reward (table 5's code: -3); then no
     # penalty is subtracted
     missing_eos_reward: float | None = None
@@ -291,7 +291,7 @@ class Args(RunArgs):
         if names_weights_file(self) and not self.reward_matrix:
             # `check_rewards` refuses what cannot be read
             with contextlib.suppress(OSError, ValueError):
-                weights = read_weights_file(self)
+                weights = communicators.read_table(self.reward_weights[0])
                 self.reward_matrix = communicators.write_matrix(weights)
 
 
@@ -1339,8 +1339,9 @@ def main(args: Args) -> dict:
         if args.log_completions:
             completion_log.write(batch, chosen, texts, extra_columns | scores)
 
-        # Evaluation
-        if tests and run.due(args.eval_every) and step < args.total_steps:
+        # Evaluation; that of a run which is to end waits for its resume
+        is_evaluated = tests and run.due(args.eval_every) and step < args.total_steps
+        if is_evaluated and not run.interrupted:
             with saving_progress(run, state, step):
                 evaluate(args, run, model, tokenizer, functions, tests, server)
 
@@ -1494,8 +1495,9 @@ def rollout(
         first = (step - 1) * args.batch_size
         for number in range(first, first + args.batch_size):
             epoch, place = divmod(number, len(examples[i]))
-            order_seed = derive_seed(args.seed, i, epoch, PROMPT_ORDER)
-            order = np.random.default_rng(order_seed).permutation(len(examples[i]))
+            if place == 0 or number == first:
+                order_seed = derive_seed(args.seed, i, epoch, PROMPT_ORDER)
+                order = np.random.default_rng(order_seed).permutation(len(examples[i]))
             chosen.append(examples[i][order[place]])
         generator = torch.Generator().manual_seed(derive_seed(args.seed, i, step, SAMPLING))
         shape = (args.batch_size, group_size, args.response_length)
@@ -1554,7 +1556,7 @@ def generate(
     NaN where the model's output is NaN.
     """
     decoding = Decoding(model, prompts, uniforms.to(model.device), ends, temperature, top_p)
-    size, looks_every = PACES.get(model.device.type, PACES["cpu"])
+    size, looks_every = PACES[model.device.type]
     most = uniforms.shape[2] - 1  # passes after that of the prompts
     passes = 0
     decoding.end(is_stopped, 1)
@@ -2356,7 +2358,6 @@ def attend_shared_prefix(
     value: Tensor,
     attention_mask,
     scaling: float,
-    dropout: float = 0.0,
     *,
     groups: Groups | DecodingGroups,
     **options,
@@ -2919,16 +2920,14 @@ def list_adapter_sides(model: nn.Module) -> list[nn.ParameterDict]:
     return [side for layer in layers for side in (layer.A, layer.B)]
 
 
-class TrainedAdapter(NamedTuple):
-    """A and B of one layer, of the policy or of the value model."""
+def list_trained_adapters(
+    model: nn.Module, private_layers: int
+) -> list[tuple[nn.Parameter, nn.Parameter, bool]]:
+    """The adapters of the policy and then of the value model, as `add_adapters` joins them.
 
-    A: nn.Parameter  # [adapters, rank, inputs]
-    B: nn.Parameter  # [adapters, outputs, rank]
-    is_private: bool  # in one of the last layers that --private-layers does not share
-
-
-def list_trained_adapters(model: nn.Module, private_layers: int) -> list[TrainedAdapter]:
-    """The adapters of the policy and then of the value model, as `add_adapters` joins them."""
+    Of each layer A [adapters, rank, inputs], B [adapters, outputs, rank], and whether it is one of
+    the last layers that --private-layers does not share.
+    """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Adapters)}
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
@@ -2940,7 +2939,7 @@ def list_trained_adapters(model: nn.Module, private_layers: int) -> list[Trained
                 continue
             number = re.search(r"\.(\d+)\.", name.removeprefix(prefix))
             is_private = number is not None and int(number[1]) >= first_private
-            adapters.append(TrainedAdapter(layer.A[kind], layer.B[kind], is_private))
+            adapters.append((layer.A[kind], layer.B[kind], is_private))
     return adapters
 
 
@@ -2972,10 +2971,8 @@ def find_diverged(model) -> Tensor:
 
     Outputs do not show it: some attention kernels turn NaN into numbers.
     """
-    diverged = []
-    for side in list_adapter_sides(model):
-        diverged.append(~side["policy"].isfinite().flatten(1).all(1))
-    return torch.stack(diverged).any(0)
+    finite = [side["policy"].isfinite().flatten(1).all(1) for side in list_adapter_sides(model)]
+    return ~torch.stack(finite).all(0)
 
 
 def save_adapter(
@@ -3321,10 +3318,7 @@ def compare_once(args: Args, model, folder: Path) -> None:
         "device": device,
     }
 
-    def compare(_: Path) -> None:
-        compare_with_plain(args, model)
-
-    if not get_cached_folder("compared", key, compare):
+    if not get_cached_folder("compared", key, lambda _: compare_with_plain(args, model)):
         compare_with_plain(args, model)
 
 
@@ -3589,7 +3583,6 @@ def load_docstrings(args: Args, tokenizer, flag: str) -> tuple[list[dict], int]:
     if writes_date or not hasattr(tokenizer, "backend_tokenizer"):  # nothing else describes it
         return read()
     packages = ("transformers", "tokenizers", "jinja2", "datasets")
-    functions = (read_examples, read_row, to_plain, drop_empty, get_text)
     key = {
         "content": content,
         "columns": [args.prompt_column, args.completion_column, args.topic_column],
@@ -3598,7 +3591,7 @@ def load_docstrings(args: Args, tokenizer, flag: str) -> tuple[list[dict], int]:
         "template": [tokenizer.chat_template, str(tokenizer.special_tokens_map)],
         "template_kwargs": args.chat_template_kwargs,
         "versions": {package: importlib.metadata.version(package) for package in packages},
-        "code": [inspect.getsource(function) for function in functions],
+        "code": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
     }
 
     def write(folder: Path) -> None:
@@ -3990,6 +3983,8 @@ def load_reward_model(args: Args, name: str, device: torch.device) -> tuple[nn.M
         if child != model.base_model_prefix:  # a score of 13 in bfloat16 is a multiple of 1/16
             setattr(model, child, Float32Layer(head))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        communicators.refuse(args, "reward", f"{name} has a tokenizer without an end of text")
     # The score is read before padding
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return model.eval(), tokenizer
@@ -4118,9 +4113,10 @@ def score_completions(
         ids.append(row)
         texts.append(decode(args, tokenizer, example, row[:-1] if at_eos else row))
         ends.append(at_eos or completes_stop_string(args, tokenizer, row))
-    columns = list_reward_columns(args, chosen, texts, ids)
     values = np.empty((len(functions), len(texts)))  # [functions, rows]
     for k, (name, function) in enumerate(functions.items()):
+        # Of its own, because a function may change what it gets
+        columns = list_reward_columns(args, chosen, texts, ids)
         values[k] = call_reward(args, name, function, columns)
     finite = np.isfinite(values)
     weights = get_reward_weights(args)[agents].T  # [functions, rows]
@@ -4142,17 +4138,6 @@ def score_completions(
 def names_weights_file(args: Args) -> bool:
     """Whether --reward-weights is the name of a file."""
     return len(args.reward_weights) == 1 and isinstance(args.reward_weights[0], str)
-
-
-def read_weights_file(args: Args) -> Tensor:
-    """The weights of --reward-weights FILE.csv: comma-separated, # begins a comment.
-
-    Returns [agents, rewards], float64. Raises ValueError if they are not finite, a row is all 0, or
-    their number is another, and OSError if the file cannot be read.
-    """
-    weights = communicators.read_table(args.reward_weights[0])
-    check_reward_weights(args, weights)
-    return weights
 
 
 def check_reward_weights(args: Args, weights: Tensor) -> None:
@@ -4181,14 +4166,13 @@ def list_reward_columns(
     """All keyword arguments that a reward function may have: the data's columns, and TRL's."""
     columns = {}
     for name in dict.fromkeys(name for example in chosen for name in example["row"]):
-        # Copies, because a function may change what it gets
         columns[name] = [copy.deepcopy(example["row"].get(name)) for example in chosen]
     prompts = columns[args.prompt_column]
     columns["prompts"] = prompts
     columns["completions"] = match_form(prompts[0], [*texts])
     columns["completion_ids"] = [[*row] for row in ids]
     columns["reference_completions"] = [example["completion"] for example in chosen]
-    columns.setdefault("references", columns["reference_completions"])  # or the data's own
+    columns.setdefault("references", [*columns["reference_completions"]])  # or the data's own
     return columns
 
 
@@ -4214,6 +4198,7 @@ def call_reward(args: Args, name: str, function: Callable, columns: dict[str, li
     It gets the columns that its signature names, and all others but `prompt` and `completion` if
     it has **kwargs.
     """
+    number = len(columns["completions"])
     parameters = inspect.signature(function).parameters.values()
     names = {parameter.name for parameter in parameters} & columns.keys()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -4230,7 +4215,6 @@ def call_reward(args: Args, name: str, function: Callable, columns: dict[str, li
     except Exception as error:
         error.add_note(f"--reward {name} has raised this")
         raise
-    number = len(columns["completions"])
     if len(rewards) != number:
         reason = f"{name} returns {len(rewards)} rewards for {number} completions"
         communicators.refuse(args, "reward", reason, any_rank=True)
@@ -4275,13 +4259,19 @@ def saving_progress(run: Run, state: dict[str, list], steps: int) -> Iterator[No
 
 
 def misses_evaluation(args: Args, run: Run) -> bool:
-    """Whether a resumed run has no evaluation of its last step, in which a reward failed."""
-    if run.exchange.world_size > 1 or not run.due(args.eval_every):
+    """Whether a resumed run has no evaluation of its last step, in which a reward failed or a
+    signal came.
+    """
+    if not run.due(args.eval_every):
         return False
     if run.iteration == run.total:  # evaluated at the end of every run
         return False
-    with open(run.folder / "evaluations.csv", newline="") as file:
-        return str(run.iteration) not in {row["step"] for row in csv.DictReader(file)}
+    misses = torch.zeros(len(run.exchange.agents), 1)
+    if run.chief:  # which has the file
+        with open(run.folder / "evaluations.csv", newline="") as file:
+            steps = {row["step"] for row in csv.DictReader(file)}
+        misses[:] = str(run.iteration) not in steps
+    return bool(run.exchange.all_gather(misses).nansum() > 0)
 
 
 # --- evaluation, and logs of completions ---
@@ -4375,8 +4365,7 @@ def complete_greedily(
     if args.eval_samples:
         sampled = sample_evaluation(args, complete, model, tokenizer, functions, chosen, agents)
         means, samples = sampled
-        for name, column in means.items():
-            measures[name] = [float(value) for value in column]
+        measures |= means
     rows = []
     for n, example in enumerate(chosen):
         row = {"agent": agents[n], "example": example, "completion": texts[n]}
@@ -4641,7 +4630,9 @@ def check_communication(args: Args) -> None:
         reason = "must be positive, or agents would swap adapters"
         communicators.refuse(args, "self_preference", reason)
     check_gate(args)
-    check_kl(args)
+    if choose_kl_direction(args) == "forward" and args.kl_estimator != "full":
+        reason = "must be full for the forward KL, whose samples are the reference's"
+        communicators.refuse(args, "kl_estimator", reason)
 
 
 def check_gate(args: Args) -> None:
@@ -4655,13 +4646,6 @@ def check_gate(args: Args) -> None:
     if args.reward_kl_coef > 0:
         reason = "does not go with --reward-kl-coef: the gate reads returns, that KL is in them"
         communicators.refuse(args, "gate", reason)
-
-
-def check_kl(args: Args) -> None:
-    """The estimator suits the direction of the KL."""
-    if choose_kl_direction(args) == "forward" and args.kl_estimator != "full":
-        reason = "must be full for the forward KL, whose samples are the reference's"
-        communicators.refuse(args, "kl_estimator", reason)
 
 
 def check_adapters(args: Args) -> None:
@@ -4725,10 +4709,9 @@ def check_rewards(args: Args) -> None:
         communicators.refuse(args, "reward", "must have different names in metrics")
     if names_weights_file(args):
         try:
-            if args.reward_matrix:
-                check_reward_weights(args, communicators.read_matrix(args.reward_matrix))
-            else:
-                read_weights_file(args)
+            if not args.reward_matrix:
+                communicators.read_table(args.reward_weights[0])  # raises again
+            check_reward_weights(args, communicators.read_matrix(args.reward_matrix))
         except (OSError, ValueError) as error:
             communicators.refuse(args, "reward_weights", str(error))
         return

@@ -1220,6 +1220,30 @@ def test_penalties_are_taken_from_the_reward_and_not_from_the_score(files, token
     )
 
 
+def test_a_reward_function_changes_nothing_for_the_next_one(files, tokenizer, tmp_path):
+    """Messages, references, or all completions, from which nothing is left to count."""
+
+    def spoil(prompts, completions, references, **_):
+        for prompt, completion in zip(prompts, completions, strict=True):
+            prompt.extend(completion)
+        references.sort()
+        completions.clear()
+        return [0.0, 0.0]
+
+    def look(prompts, completions, reference_completions, **_):
+        seen.append((prompts, completions, reference_completions))
+        return [1.0, 2.0]
+
+    args = tiny(files, tmp_path, missing_eos_penalty=0.0)
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "completion": text} for text in "cb"]
+    seen = []
+    for functions in ({"look": look}, {"spoil": spoil, "look": look}):
+        *_, columns = score(args, tokenizer, functions, ["a", "b"], rows)
+        assert columns["reward_look"].tolist() == [1.0, 2.0]
+    assert seen[0] == seen[1]
+    assert seen[0][2] == ["c", "b"]
+
+
 def test_a_reward_takes_the_place_of_that_of_a_completion_without_an_end(
     files, tokenizer, tmp_path
 ):

@@ -294,6 +294,25 @@ def test_a_reward_that_fails_in_an_evaluation_loses_nothing(files, tmp_path):
     assert steps.value_counts().to_dict() == {0: 2, 2: 2, 4: 2}
 
 
+def test_a_run_that_is_to_end_is_saved_before_a_long_evaluation(files, tmp_path, capsys):
+    """Which the resumed run makes up for."""
+    failure = "__import__('os').kill(__import__('os').getpid(), 15)"  # in step 2
+    (tmp_path / "own.py").write_text(FAILING.format(step=1, failure=failure))
+    changes = {"reward": f"{tmp_path / 'own.py'}:own", "save_every": 10, "eval_every": 2}
+    (tmp_path / "broken").touch()
+    with pytest.raises(SystemExit) as end:
+        prpo_llm.main(tiny(files, tmp_path / "runs", **changes))
+    assert end.value.code == 128 + 15
+    folder = only_run(tmp_path / "runs")
+    assert "interrupted after step 2 of 4" in capsys.readouterr().out
+    assert set(pd.read_csv(folder / "evaluations.csv").step) == {0}
+    (tmp_path / "broken").unlink()
+    resume = ["--resume", str(folder), "--reward", changes["reward"]]
+    prpo_llm.main(parse_args(prpo_llm, resume))
+    steps = pd.read_csv(folder / "evaluations.csv").step
+    assert steps.value_counts().to_dict() == {0: 2, 2: 2, 4: 2}
+
+
 def test_a_reward_that_fails_in_the_last_evaluation_says_how_to_go_on(files, tmp_path):
     (tmp_path / "own.py").write_text(FAILING.format(step=4, failure="raise OSError('down')"))
     (tmp_path / "broken").touch()
