@@ -7,6 +7,7 @@ because it loads torch, which takes seconds.
 
 import csv
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -90,6 +91,12 @@ def parse_object(place: Path | str, text: str) -> dict:
     if not isinstance(content, dict):
         raise Damaged(f"{place}: must be a JSON object")
     return content
+
+
+def end_with_reader() -> None:
+    """End without a traceback once a reader, such as head or less, has seen enough."""
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def read_flags(Args: type, argv: list[str] | None = None):

@@ -10,13 +10,12 @@ is `above` or `below` where the adjusted p is below --significance, `equal` wher
 within 0.05 around 0, and otherwise `undecided`. Every seed that cannot be paired is named.
 """
 
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from arguments import read_flags, refuse
+from arguments import end_with_reader, read_flags, refuse
 from runs import (
     Run,
     header,
@@ -88,8 +87,8 @@ def find_hardest(rows: pd.DataFrame) -> int:
 def make_endpoints(rows: pd.DataFrame, hardest: int) -> list[pd.Series]:
     """The endpoints by method and seed, NaN where an agent that counts has no return."""
     by_run = rows.groupby(["method", "seed"])
-    after = by_run.evaluation.agg(lambda agents: agents.mean(skipna=False))
-    over_run = by_run.auc.agg(lambda agents: agents.mean(skipna=False))
+    after = by_run.evaluation.mean(skipna=False)
+    over_run = by_run.auc.mean(skipna=False)
     of_hardest = rows[rows.agent == hardest].set_index(["method", "seed"]).evaluation
     return [
         after.rename("return after training"),
@@ -155,12 +154,12 @@ def compare(
         rivals, differences, p_values, adjust_by_holm(p_values), strict=True
     ):
         mean, low, high = mean_interval(gains)
-        row = {endpoint.name: find_method(rival).label}
-        row["difference"] = f"{mean:.3f} [{low:.3f}, {high:.3f}]".replace("-0.000", "0.000")
+        row = {"difference": f"{mean:.3f} [{low:.3f}, {high:.3f}]".replace("-0.000", "0.000")}
         row["positive"] = f"{(gains > 0).sum()} of {len(gains)}"
         row |= {"p": f"{p:.4f}", "p, Holm": f"{adjusted:.4f}"}
+        row = {name: cell.replace("nan", "-") for name, cell in row.items()}
         row["verdict"] = judge(mean, low, high, adjusted, significance)
-        rows.append({name: cell.replace("nan", "-") for name, cell in row.items()})
+        rows.append({endpoint.name: find_method(rival).label} | row)
     return rows
 
 
@@ -231,6 +230,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    # A reader that has seen enough, such as head or less, ends it without a traceback
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    end_with_reader()
     main(read_flags(Args))

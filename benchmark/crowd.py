@@ -59,7 +59,7 @@ def make_rows(runs: list[Run], threshold: float) -> pd.DataFrame:
         if not method:
             refuse(f"--runs: --exp-name {run.name} has no number of agents behind a hyphen")
         # Not the last that there is: an agent that has diverged has none
-        evaluation = run.table.groupby("agent").evaluation.agg(lambda values: values.iloc[-1])
+        evaluation = run.table.groupby("agent").evaluation.last(skipna=False)
         evaluation[evaluation.index.isin(run.diverged)] = np.nan
         solved = evaluation >= threshold
         above = run.table[run.table.return_last_100 >= threshold]

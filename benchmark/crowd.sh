@@ -5,7 +5,8 @@
 #   bash benchmark/crowd.sh | python benchmark/run.py       50 runs, 40 minutes on two cores
 #   bash benchmark/crowd.sh tune | python benchmark/run.py  16 runs of eight agents, a quarter of an hour
 #
-# tune: four coefficients on a tuning seed, for `python benchmark/table.py --search --runs runs/crowd-tune`.
+# tune: four coefficients on a tuning seed, for
+# `python benchmark/table.py --search --measure auc --runs runs/crowd-tune`.
 set -eu
 mode=$*
 case $mode in

@@ -5,7 +5,7 @@
 #   bash benchmark/doorkey.sh | python benchmark/run.py       35 runs, 40 minutes on two cores
 #   bash benchmark/doorkey.sh tune | python benchmark/run.py  28 runs, half an hour
 #
-# tune: four coefficients on a tuning seed; `python benchmark/table.py --search --runs runs/doorkey-tune`
+# tune: four coefficients on a tuning seed; `python benchmark/table.py --search --measure auc --runs runs/doorkey-tune`
 # tells which one is best for which method. 0.5 was taken for all.
 set -eu
 mode=$*

@@ -47,7 +47,9 @@ def read_rows(name: str, measure: str = "evaluation", panel: str | None = None) 
 
 def average(rows: pd.DataFrame) -> pd.DataFrame:
     """One value per panel, method and seed: the mean over agents, or over tasks."""
-    return rows.groupby(["panel", "method", "seed"], sort=False).value.mean().reset_index()
+    return (
+        rows.groupby(["panel", "method", "seed"], sort=False).value.mean(skipna=False).reset_index()
+    )
 
 
 def read_panels(files: dict[str, str]) -> pd.DataFrame:
@@ -413,7 +415,11 @@ def missions():
 def bits():
     """S²ZPO on five tasks: return at the end, mean over the cells of the grid."""
     rows = read_table(RESULTS / "s2zpo_runs.csv", ("task", "algorithm", "seed", "evaluation"))
-    cells = rows.groupby(["task", "algorithm", "seed"]).evaluation.mean().unstack("algorithm")
+    cells = (
+        rows.groupby(["task", "algorithm", "seed"])
+        .evaluation.mean(skipna=False)
+        .unstack("algorithm")
+    )
     gains = (cells.fedavg - cells.par).rename("value").reset_index()
     rows = gains.rename(columns={"task": "method"}).assign(panel="")
     label = "FedAvg-S²ZPO minus Par-S²ZPO, return at the end"

@@ -7,7 +7,7 @@
 #   bash benchmark/fourrooms_5m.sh paper | python benchmark/run.py     30 runs, ten hours
 #
 # searched: the settings that the search of `minigrid.sh tune` prefers where they are others
-# (`python benchmark/table.py --search --runs runs/minigrid-tune`), and FedAvg with the learning rate
+# (`python benchmark/table.py --search --measure auc --runs runs/minigrid-tune`), and FedAvg with the learning rate
 # that it prefers for the other methods.
 #
 # paper: a round every 32 iterations and the forward KL, as the paper has them; search: three learning

@@ -7,8 +7,8 @@
 #
 # tune: four coefficients of each method on a tuning seed, at full length, because the large rooms are
 # learned late. The table below has name, best coefficient there (`python benchmark/table.py --search
-# --runs runs/goals-tune`) and method; the pull of *proximal* towards the average parameters has values
-# of its own.
+# --measure auc --runs runs/goals-tune`) and method; the pull of *proximal* towards the average
+# parameters has values of its own.
 set -eu
 mode=$*
 case $mode in

@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import sys
 import threading
 import urllib.error
@@ -440,7 +441,7 @@ def add_other_tasks(path: Path, table: pd.DataFrame) -> pd.DataFrame:
     """
     if not path.is_file():
         return table
-    before = read_table(path, comment=None)
+    before = read_table(path)
     same = (before.judge == table.judge.iloc[0]) & (before.step == table.step.iloc[0])
     return pd.concat((before[same & ~before.task.isin(table.task)], table))
 
@@ -479,7 +480,7 @@ def main(args: Args) -> pd.DataFrame:
     shown = win_rates.drop(columns=["judge", "against"])
     print(shown.to_string(index=False, float_format="%.3f", na_rep="-"))
     if args.csv:
-        command = f"# python benchmark/judge.py {' '.join(sys.argv[1:])}\n"
+        command = f"# python benchmark/judge.py {shlex.join(sys.argv[1:])}\n"
         write(Path(args.csv), command, win_rates)
     return win_rates
 

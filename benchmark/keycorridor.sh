@@ -5,7 +5,7 @@
 #   bash benchmark/keycorridor.sh | python benchmark/run.py       35 runs, half an hour on two cores
 #   bash benchmark/keycorridor.sh tune | python benchmark/run.py  28 runs, half an hour
 #
-# tune: four coefficients on a tuning seed, for `python benchmark/table.py --search --runs
+# tune: four coefficients on a tuning seed, for `python benchmark/table.py --search --measure auc --runs
 # runs/keycorridor-tune`.
 set -eu
 mode=$*

@@ -5,7 +5,8 @@
 #   bash benchmark/levels.sh | python benchmark/run.py       45 runs, half an hour on two cores
 #   bash benchmark/levels.sh tune | python benchmark/run.py  36 runs, half an hour
 #
-# tune: four coefficients on a tuning seed, for `python benchmark/table.py --search --runs runs/levels-tune`.
+# tune: four coefficients on a tuning seed, for
+# `python benchmark/table.py --search --measure auc --runs runs/levels-tune`.
 set -eu
 mode=$*
 case $mode in

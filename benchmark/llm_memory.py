@@ -19,6 +19,7 @@ import csv
 import io
 import json
 import random
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -241,7 +242,7 @@ def main(args: Args) -> None:
         writer.writerow([name, *(f"{column[name] / 1e9:.1f}" for column in columns)])
     print(text.getvalue(), end="")
     if args.csv:
-        command = f"# python benchmark/llm_memory.py {' '.join(sys.argv[1:])}\n"
+        command = f"# python benchmark/llm_memory.py {shlex.join(sys.argv[1:])}\n"
         Path(args.csv).write_text(command + text.getvalue())
 
 

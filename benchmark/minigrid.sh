@@ -6,7 +6,7 @@
 #   bash benchmark/minigrid.sh tune | python benchmark/run.py   225 runs of 250,000 steps on FourRooms, four hours
 #
 # tune is a search on one seed, with a round every 4 iterations and the reverse KL, and two methods with
-# the forward KL besides; `python benchmark/table.py --search --runs runs/minigrid-tune` tells which
+# the forward KL besides; `python benchmark/table.py --search --measure auc --runs runs/minigrid-tune` tells which
 # settings are best.
 set -eu
 

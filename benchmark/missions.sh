@@ -5,7 +5,8 @@
 #   bash benchmark/missions.sh | python benchmark/run.py       35 runs, 40 minutes on two cores
 #   bash benchmark/missions.sh tune | python benchmark/run.py  28 runs, half an hour
 #
-# tune: four coefficients on a tuning seed, for `python benchmark/table.py --search --runs runs/missions-tune`.
+# tune: four coefficients on a tuning seed, for
+# `python benchmark/table.py --search --measure auc --runs runs/missions-tune`.
 set -eu
 mode=$*
 case $mode in

@@ -4,7 +4,8 @@
 #   bash benchmark/networks.sh | python benchmark/run.py       35 runs, half an hour on two cores
 #   bash benchmark/networks.sh tune | python benchmark/run.py  28 runs, half an hour
 #
-# tune: four coefficients on a tuning seed, for `python benchmark/table.py --search --runs runs/networks-tune`.
+# tune: four coefficients on a tuning seed, for
+# `python benchmark/table.py --search --measure auc --runs runs/networks-tune`.
 set -eu
 mode=$*
 case $mode in

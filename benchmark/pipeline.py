@@ -29,6 +29,7 @@ the ROUGE-L of each against the first line.
 import hashlib
 import json
 import random
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -384,7 +385,7 @@ def add_to_file(path: Path, table: pd.DataFrame) -> None:
     """Add a reward model's rows to a CSV file, in place of those that are there of the same model
     and pairs.
     """
-    command = f"# python benchmark/pipeline.py {' '.join(sys.argv[1:])}\n"
+    command = f"# python benchmark/pipeline.py {shlex.join(sys.argv[1:])}\n"
     versions = f"# torch {torch.__version__}, transformers {transformers.__version__}\n"
     comments = []
     if path.exists():

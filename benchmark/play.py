@@ -21,7 +21,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -30,6 +30,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (Path.cwd(), ROOT, ROOT / "benchmark")  # of scripts, and of tasks as module:id
 sys.path[:0] = map(str, FOLDERS)
+
+from arguments import refuse  # noqa: E402
 
 import communicators  # noqa: E402
 
@@ -48,11 +50,6 @@ class Args:
     # folder for films of the first episode of every agent on every task; FOLDER/NAME.gif: also one
     # small film of each agent on its own task, side by side
     video: str = ""
-
-
-def refuse(problem: str) -> NoReturn:
-    """End with one line."""
-    communicators.stop(problem, communicators.WRONG_VALUE)
 
 
 # --- films ---

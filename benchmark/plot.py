@@ -32,12 +32,14 @@ from runs import (
     comments_of,
     expected_best,
     group_runs,
+    has_diverged,
     header,
     make_conditions,
     make_rows,
     mean_interval,
     read_runs,
     read_table,
+    refuse_repeats,
     split_search,
     with_interval,
     write,
@@ -91,10 +93,17 @@ class Args:
 def make_curves(groups: Groups) -> pd.DataFrame:
     """Each task's curves on a common grid, where all runs of a method have data.
 
-    The grid is of what these runs are counted in: timesteps, steps or iterations.
+    The grid is of what these runs are counted in: timesteps, steps or iterations. A run of which an
+    agent has diverged has no curve.
     """
     longest = defaultdict(int)
-    curves = {key: [run.curve for run in runs] for key, runs in groups.items()}
+    curves = {}
+    for key, runs in groups.items():
+        of_method = [run.curve for run in runs if not has_diverged(run)]
+        if of_method:
+            curves[key] = of_method
+    if not curves:
+        refuse("--runs: in every run an agent has diverged")
     for (env, _), of_method in curves.items():
         longest[env] = max(longest[env], *(curve.index[-1] for curve in of_method))
     tables = []
@@ -130,15 +139,18 @@ def make_search(rows: pd.DataFrame, measure: str = "evaluation") -> pd.DataFrame
 
 def make_matrix(runs: list[Run]) -> pd.DataFrame:
     """Every agent's evaluation on every task: the mean over seeds and its interval."""
-    values = defaultdict(list)
+    key = ["method", "agent", "task"]
+    rows = []
     for run in runs:
         for agent, row in enumerate(run.summary["evaluation"]["agents"]):
             for task, cell in row.items():
-                values[run.name, agent, task].append(cell["mean"])
-    if not values:
+                rows.append([run.name, agent, task, run.seed, cell["mean"]])
+    if not rows:
         refuse("--matrix: the runs have no evaluations")
-    table = pd.DataFrame([[*key, *mean_interval(cells)] for key, cells in values.items()])
-    return table.set_axis(["method", "agent", "task", "mean", "ci_low", "ci_high"], axis=1)
+    cells = refuse_repeats(pd.DataFrame(rows, columns=[*key, "seed", "value"]), [*key, "seed"])
+    groups = cells.groupby(key, sort=False).value
+    table = pd.DataFrame([[*names, *mean_interval(values)] for names, values in groups])
+    return table.set_axis([*key, "mean", "ci_low", "ci_high"], axis=1)
 
 
 # Figures

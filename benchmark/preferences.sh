@@ -7,7 +7,7 @@
 #   bash benchmark/preferences.sh tune | python benchmark/run.py  42 runs of a quarter of a minute each
 #
 # tune: three pairs of learning rate and coefficient on a tuning seed. The table below has the pairs that
-# are best there, as `python benchmark/table.py --search --runs runs/preferences-tune` tells.
+# are best there, as `python benchmark/table.py --search --measure auc --runs runs/preferences-tune` tells.
 set -eu
 mode=$*
 case $mode in

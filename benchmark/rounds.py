@@ -1,12 +1,11 @@
 """What a communication round costs as agents are added: seconds, memory and disk for each agent.
 
 Agents with a tiny network and tiny rollouts on a ring, in one process, a round after every
-iteration. `python docs/tables.py` writes the table of the file's data.
+iteration.
 
     python benchmark/rounds.py --csv benchmark/results/rounds.csv
 """
 
-import csv
 import json
 import os
 import shlex
@@ -17,7 +16,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 from arguments import read_flags, refuse
+from runs import write
 from throughput import ROOT, num_cores
 
 NUM_STEPS = 64
@@ -94,16 +95,9 @@ def measure(args: Args, num_agents: int) -> dict[str, float]:
         }
 
 
-def format_value(value) -> str:
-    """A value for the CSV file."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
 def main(args: Args) -> None:
     if not hasattr(os, "wait4"):
         refuse("rounds.py measures memory on Linux and macOS, on Windows in WSL")
-    if args.csv:
-        Path(args.csv).parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for num_agents in args.agents:
         row = measure(args, num_agents)
@@ -112,13 +106,9 @@ def main(args: Args) -> None:
         print("  ".join(shown), flush=True)
     if args.csv:
         this = Path(__file__).resolve().relative_to(ROOT)
-        with open(args.csv, "w", newline="") as file:
-            file.write(f"# {shlex.join(['python', str(this), *sys.argv[1:]])}\n")
-            file.write(f"# {time.strftime('%Y-%m-%d')}, {num_cores()} cores\n")
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            for row in rows:
-                writer.writerow({name: format_value(value) for name, value in row.items()})
+        command = shlex.join(["python", str(this), *sys.argv[1:]])
+        comments = f"# {command}\n# {time.strftime('%Y-%m-%d')}, {num_cores()} cores\n"
+        write(Path(args.csv), comments, pd.DataFrame(rows))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ probability of a success is 0.1, and 94 % if it is 0.5.
 """
 
 import fnmatch
+import itertools
 import re
 import shlex
 import sys
@@ -77,8 +78,7 @@ class Run:
         """
         x, *_ = (name for name in STEPS if name in self.table)
         y, *_ = (name for name in TRAINING_RETURNS if name in self.table)
-        curve = self.table.groupby(x)[y].agg(lambda agents: agents.mean(skipna=False))
-        return curve.dropna()
+        return self.table.groupby(x)[y].mean(skipna=False).dropna()
 
     @property
     def common(self) -> dict:
@@ -93,9 +93,10 @@ Groups = dict[tuple[str, str], list[Run]]  # (task, --exp-name) -> its runs, one
 
 
 def read_table(path: Path, columns: tuple[str, ...] = (), **options) -> pd.DataFrame:
-    """A CSV file with at least these columns, in which # begins a comment; raises Damaged."""
+    """A CSV file with at least these columns, below its comment lines; raises Damaged."""
     try:
-        table = pd.read_csv(path, **{"comment": "#"} | options)
+        number = len(comments_of(path).splitlines())
+        table = pd.read_csv(path, skiprows=number, **options)
     except (OSError, ValueError) as error:
         raise Damaged(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
     missing = [name for name in columns if name not in table]
@@ -105,9 +106,9 @@ def read_table(path: Path, columns: tuple[str, ...] = (), **options) -> pd.DataF
 
 
 def comments_of(path: Path) -> str:
-    """The comment lines of a CSV file."""
-    lines = path.read_text().splitlines(keepends=True)
-    return "".join(line for line in lines if line.startswith("#"))
+    """The lines on top of a CSV file that begin with #."""
+    with open(path) as file:
+        return "".join(itertools.takewhile(lambda line: line.startswith("#"), file))
 
 
 def format_number(value: float) -> str:
@@ -148,14 +149,16 @@ def name_data(settings: dict) -> str:
         if not isinstance(data, str):
             data = " ".join(data)
         return f"{data}, {settings['partition']}"
-    return "+".join(dict.fromkeys(settings.get("env_ids") or [settings["env_id"]]))
+    env_ids = settings.get("env_ids") or [settings["env_id"]]
+    names = [env_id.rpartition(":")[2] for env_id in env_ids]  # as metrics.csv has them
+    return "+".join(dict.fromkeys(names))
 
 
 def read_evaluations(path: Path, metrics: pd.DataFrame) -> pd.DataFrame:
     """Columns `evaluation` and `evaluation_ci95` by iteration, or step, and agent."""
     key = [metrics.columns[0], "agent"]
     columns = {name: "evaluation" for name in ("mean_return", "mean_reward", "mean_success")}
-    rows = read_table(path, comment=None).rename(columns={**columns, "ci95": "evaluation_ci95"})
+    rows = read_table(path).rename(columns={**columns, "ci95": "evaluation_ci95"})
     # An agent is judged by its own task; a language model by the first, the common prompts
     if "env_id" in metrics:
         rows = rows.merge(metrics[[*key, "env_id"]], on=key)
@@ -165,7 +168,10 @@ def read_evaluations(path: Path, metrics: pd.DataFrame) -> pd.DataFrame:
 
 def read_metrics(folder: Path) -> pd.DataFrame:
     """metrics.csv, with evaluations where there are any; raises Damaged."""
-    table = read_table(folder / "metrics.csv", comment=None)
+    table = read_table(folder / "metrics.csv")
+    for name in STEPS:
+        if name in table:
+            table[name] = pd.to_numeric(table[name])
     path = folder / "evaluations.csv"
     if path.is_file() and path.stat().st_size:
         evaluations = read_evaluations(path, table)
@@ -394,10 +400,10 @@ def wilson_interval(share: float, trials: float) -> tuple[float, float]:
 def is_all_or_nothing(scores: Any) -> bool:
     """Whether seeds either solve the task or fail: both occur, at most one seed lies between.
 
-    Never of scores below 0, as returns of MuJoCo are.
+    Never of scores below 0 or above 1, as returns of MuJoCo and of games are.
     """
     scores = np.asarray(scores, float)
-    if (scores < 0).any():
+    if (scores < 0).any() or (scores > 1).any():
         return False
     solved = (scores >= SOLVED).sum()
     failed = (scores < FAILED).sum()
@@ -449,7 +455,7 @@ def read_win_rate(run: Run, file: str) -> float:
     path = run.folder / file
     if not path.is_file():
         return np.nan
-    rates = read_table(path, comment=None)
+    rates = read_table(path)
     rates = rates[(rates.task == "validation") & (rates.agent == "all")]
     rates = rates[rates.step == run.summary["steps"]]
     return rates.win_rate.iloc[-1] if len(rates) else np.nan
@@ -481,7 +487,7 @@ def make_rows(groups: Groups, threshold: float = SOLVED) -> pd.DataFrame:
             if has_diverged(run):  # whatever its agents were worth before
                 scores = dict.fromkeys(scores, np.nan)
             rows.append(row | scores)
-    table = pd.DataFrame(rows)
+    table = refuse_repeats(pd.DataFrame(rows), ["env", "method", "seed"])
     optional = ["own_topic", "others_topics", "win_rate", "sampled_win_rate"]
     return table.drop(columns=[name for name in optional if table[name].isna().all()])
 

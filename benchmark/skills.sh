@@ -6,7 +6,8 @@
 #   bash benchmark/skills.sh tune | python benchmark/run.py  80 runs, a quarter of an hour
 #
 # tune: four learning rates and two coefficients on two tuning seeds. The table below has the rates that
-# are best there, with coefficient 0.03, as `python benchmark/table.py --search --runs runs/skills-tune` tells.
+# are best there, with coefficient 0.03, as
+# `python benchmark/table.py --search --measure auc --runs runs/skills-tune` tells.
 set -eu
 mode=$*
 case $mode in

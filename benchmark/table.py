@@ -13,7 +13,6 @@ solves the task or fails, the number of seeds that solve it follows the mean, wi
 interval. In a search an --exp-name is a method and, behind the first underscore, its setting.
 """
 
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +20,14 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from arguments import read_flags, refuse
+from arguments import end_with_reader, read_flags, refuse
 from runs import (
     SOLVED,
     expected_best,
     group_runs,
     header,
     is_all_or_nothing,
+    is_wanted,
     make_rows,
     mean_interval,
     read_runs,
@@ -46,7 +46,7 @@ class Args:
     from_csv: str = ""
     """a file with a row per run, instead: OUT_runs.csv of plot.py, OUT.csv of its --conditions"""
     methods: tuple[str, ...] = ("*",)
-    """of --runs: only the experiments with these names, in which * stands for anything"""
+    """only the experiments with these names, in which * stands for anything"""
     # evaluation: after training; auc: training return, mean over the run; final: at its end;
     # win_rate, sampled_win_rate: of language models, by benchmark/judge.py
     measure: Literal["evaluation", "auc", "final", "win_rate", "sampled_win_rate"] = "evaluation"
@@ -113,12 +113,16 @@ def tabulate_methods(rows: pd.DataFrame, args: Args) -> list[dict]:
     if args.minus and args.minus not in of_method:
         refuse(f"--minus {args.minus}: there is no such method")
     others = of_method.pop(args.minus, rows)
+    tasks = list(rows.env.unique())
+    columns = list(map(name_task, tasks))
+    if len(set(columns)) < len(tasks):  # two versions of a task
+        columns = tasks
     table = []
     for name in sorted(of_method, key=find_place):
         seeds = of_method[name]
         row = {"": find_method(name).label}
-        for task in rows.env.unique():
-            row[name_task(task)] = format_cell(seeds[seeds.env == task], others[others.env == task])
+        for task, column in zip(tasks, columns, strict=True):
+            row[column] = format_cell(seeds[seeds.env == task], others[others.env == task])
         if args.solved:
             solved = (seeds.evaluation >= args.solved).groupby("seed").all()
             row[f"all reach {args.solved:g}"] = format_share(solved.sum(), len(solved))
@@ -137,7 +141,7 @@ def tabulate_settings(rows: pd.DataFrame, args: Args) -> list[dict]:
         row = {"": find_method(method).label, "data": name_task(task)}
         row["seeds"] = " ".join(map(str, scores.index))
         for rank, (setting, mean) in enumerate(means.items(), 1):
-            row[str(rank)] = f"{setting}: {mean:.3f}".replace("nan", "-")
+            row[str(rank)] = f"{setting}: {'-' if np.isnan(mean) else format(mean, '.3f')}"
         table.append(row)
     return table
 
@@ -171,7 +175,14 @@ def read_rows(args: Args) -> pd.DataFrame:
     if args.from_csv:
         if args.csv:
             refuse("--csv writes the rows of --runs; leave out --from-csv")
+        if args.task:
+            refuse("--task is for --runs, whose evaluations are there; leave out --from-csv")
         rows = read_table(Path(args.from_csv), ("method", "seed"), dtype={"condition": str})
+        if "agent" in rows:  # which would count as seeds
+            refuse(f"--from-csv {args.from_csv}: has a row per agent, for benchmark/confirm.py")
+        rows = rows[[is_wanted(name, args.methods) for name in rows.method]]
+        if not len(rows):
+            refuse(f"--from-csv {args.from_csv}: has no run of --methods")
     else:
         runs = read_runs(args.runs, args.methods)
         per_task = not (args.search or args.evp)
@@ -181,6 +192,8 @@ def read_rows(args: Args) -> pd.DataFrame:
     rows = rows.rename(columns={"mean_training_return": "auc", "condition": "env"})
     if args.measure not in rows:
         refuse(f"--measure {args.measure}: the runs have no such column")
+    if args.solved and "evaluation" not in rows:
+        refuse(f"--solved {args.solved:g}: the runs have no evaluation")
     if "timesteps" not in rows:
         order = order_conditions(rows.env)
         return rows.sort_values("env", key=lambda names: names.map(order.index), kind="stable")
@@ -188,6 +201,8 @@ def read_rows(args: Args) -> pd.DataFrame:
 
 
 def main(args: Args) -> None:
+    if args.evp < 0:
+        refuse(f"--evp {args.evp}: must not be negative")
     tabulate = tabulate_methods
     if args.search:
         tabulate = tabulate_settings
@@ -197,6 +212,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    # A reader that has seen enough, such as head or less, ends it without a traceback
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    end_with_reader()
     main(read_flags(Args))

@@ -40,11 +40,11 @@ def read_success(run: Run) -> tuple[pd.DataFrame, pd.DataFrame]:
     method, _, partition = run.name.partition("_")
     values = (method, partition or run.settings["partition"], run.seed)
     key = dict(zip(KEY, values, strict=True))
-    evaluations = read_table(run.folder / "evaluations.csv", comment=None)
+    evaluations = read_table(run.folder / "evaluations.csv")
     evaluations = evaluations.rename(columns={"task": "category", "mean_success": "success"})
     last = run.table[run.table.step == run.table.step.max()]
     rows = evaluations.merge(last[["agent", "client"]].astype(int), on="agent").assign(**key)
-    clients = read_table(run.folder / "clients.csv", comment=None).assign(**key)
+    clients = read_table(run.folder / "clients.csv").assign(**key)
     columns = [*KEY, "step", "agent", "client", "category", "episodes", "success"]
     return rows[columns], clients[[*KEY, "client", "category", "tasks"]]
 
@@ -59,7 +59,7 @@ def read_tables(runs: list[Run]) -> tuple[pd.DataFrame, pd.DataFrame]:
 def average_agents(rows: pd.DataFrame) -> pd.DataFrame:
     """The mean success of the agents of each run, by step and category; NaN if one has diverged."""
     of_run = rows.groupby([*KEY, "step", "category"], sort=False).success
-    return of_run.agg(lambda agents: agents.mean(skipna=False)).reset_index()
+    return of_run.mean(skipna=False).reset_index()
 
 
 def share_tasks(rows: pd.DataFrame, clients: pd.DataFrame) -> pd.DataFrame:

@@ -6,7 +6,7 @@
 #   bash benchmark/unlock_goals.sh tune | python benchmark/run.py  68 runs, an hour and three quarters
 #
 # tune: four coefficients of each method on a tuning seed, at full length. The table below has name, best
-# coefficient there (`python benchmark/table.py --search --runs runs/unlock-goals-tune`) and method; the
+# coefficient there (`python benchmark/table.py --search --measure auc --runs runs/unlock-goals-tune`) and method; the
 # pull of *proximal* towards the average parameters has values of its own.
 set -eu
 mode=$*

@@ -12,6 +12,7 @@ chance is not rewarded; with one seed it is that seed's best. Curves are means o
 best cells, with 95 % intervals by Student's t.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,11 +99,12 @@ def keep_complete(rows: pd.DataFrame) -> pd.DataFrame:
 
 def choose_cells(rows: pd.DataFrame, column: str) -> dict[int, tuple]:
     """The best cell of each seed: seed -> (mu, eta). rows: of one task and algorithm."""
-    scores = rows.pivot_table(index="seed", columns=CELL, values=column)
+    scores = rows.pivot(index="seed", columns=CELL, values=column)
     chosen = {}
     for seed in scores.index:
         others = scores.drop(index=seed) if len(scores) > 1 else scores
-        chosen[seed] = others.mean(skipna=False).idxmax()
+        means = others.mean(skipna=False).fillna(-math.inf)
+        chosen[seed] = means.idxmax()
     return chosen
 
 
@@ -124,7 +126,7 @@ def tabulate(rows: pd.DataFrame) -> list[dict]:
                 continue
             name = column.replace("_", " ")
             best = take_best(group, column)
-            of_grid = group.groupby("seed")[column].agg(lambda cells: cells.mean(skipna=False))
+            of_grid = group.groupby("seed")[column].mean(skipna=False)
             row[f"{name}, grid"] = format_mean(of_grid, digits=0)
             row[f"{name}, best cell"] = format_mean(best[column], digits=0)
             row[f"{name}, its µ, η"] = ", ".join(map(str, best[CELL].value_counts().index[0]))

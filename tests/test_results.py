@@ -254,6 +254,45 @@ def test_a_task_has_the_scores_of_its_agents_where_another_has_diverged(tmp_path
     capsys.readouterr()
 
 
+def test_a_task_of_ones_own_has_one_name(tmp_path):
+    """That of metrics.csv, also of a run whose agents all have it."""
+    for name, tasks in (("isolated", ["A-v0"] * 2), ("pr", ["A-v0", "B-v0"])):
+        folder = control_run(tmp_path, 1, [0.1], exp_name=name, env_ids=tasks)
+        config = json.loads((folder / "config.json").read_text())
+        config["env_ids"] = [f"benchmark.goals:{task}" for task in tasks]
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["settings"]["env_ids"] = config["env_ids"]
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "summary.json").write_text(json.dumps(summary))
+    rows = runs.make_rows(read_groups(tmp_path))
+    assert sorted(zip(rows.env, rows.method, strict=True)) == [
+        ("A-v0", "isolated"),
+        ("A-v0", "pr"),
+        ("B-v0", "pr"),
+    ]
+
+
+def test_a_name_may_have_what_begins_a_comment(tmp_path, capsys):
+    for seed in (1, 2):
+        control_run(tmp_path, seed, [0.1], 0.3, exp_name="pr#2")
+        control_run(tmp_path, seed, [0.1], 0.5, exp_name="pr")
+    path = str(tmp_path / "rows.csv")
+    table.main(table.Args(runs=(str(tmp_path),), csv=path))
+    shown = capsys.readouterr().out
+    assert "| pr#2 | 0.35 (2 seeds) |" in shown
+    table.main(table.Args(from_csv=path))
+    assert capsys.readouterr().out == shown
+    table.main(table.Args(from_csv=path, methods=("pr",)))
+    assert "pr#2" not in capsys.readouterr().out
+
+
+def test_two_versions_of_a_task_are_two_columns(tmp_path, capsys):
+    for name, task in (("isolated", "Hopper-v4"), ("pr", "Hopper-v5"), ("pr2", "Walker2d-v5")):
+        control_run(tmp_path, 1, [0.1], 0.3, exp_name=name, env_id=task)
+    table.main(table.Args(runs=(str(tmp_path),)))
+    assert capsys.readouterr().out.startswith("| | Hopper-v4 | Hopper-v5 | Walker2d-v5 |")
+
+
 def test_language_models_have_topics_and_win_rates(tmp_path):
     """Topics follow the common prompts in the agents' order; a judge's rates count if they are of
     all agents, on common prompts, at the end.
@@ -296,6 +335,18 @@ def test_a_curve_is_a_mean_with_its_interval(tmp_path):
     half = T2 * np.std([0.2, 0.6, 0.7], ddof=1) / np.sqrt(3)
     row = curves[["mean", "ci_low", "ci_high"]].iloc[0]
     assert row.tolist() == pytest.approx([0.51, 0.51 - half, 0.51 + half])
+
+
+def test_a_run_that_has_diverged_has_no_curve(tmp_path, capsys):
+    for seed, agents in {1: [], 2: [], 3: [1]}.items():
+        control_run(tmp_path, seed, [0.1 * seed, 0.2], summary={"diverged": agents})
+    curves = plot.make_curves(read_groups(tmp_path))
+    assert set(curves.seeds) == {2}
+    assert curves["mean"].iloc[0] == pytest.approx(0.16)
+    control_run(tmp_path / "other", 1, [0.1], summary={"diverged": [0]})
+    groups = read_groups(tmp_path / "other")
+    assert refusal(plot.make_curves, groups) == "--runs: in every run an agent has diverged"
+    capsys.readouterr()
 
 
 def search_rows(tmp_path):
@@ -690,6 +741,16 @@ def test_runs_that_a_table_cannot_keep_apart_are_refused(tool, tmp_path):
     control_run(tmp_path, 1, [0.1], exp_name="isolated")
     message = refusal(module.main, module.Args(**args))
     assert message.startswith("--runs: --exp-name isolated has no ")
+
+
+def test_runs_on_two_tasks_are_no_two_seeds_on_a_third(tmp_path):
+    for stamp, task in enumerate(("Task", "Another")):
+        control_run(tmp_path, 1, [0.1], stamp=stamp, env_id=task)
+    folders = (str(tmp_path),)
+    message = refusal(table.main, table.Args(runs=folders, task="Other"))
+    assert message.endswith("; give the folders of one task")
+    message = refusal(plot.make_matrix, runs.read_runs(folders))
+    assert message.endswith("; give the folders of one task")
 
 
 DRAWN_BY_TOOLS = ["sb3", "llm", "trpo_bound"]

@@ -70,6 +70,14 @@ def test_a_run_that_has_diverged_has_no_score(tmp_path):
     assert row["evaluation, grid"] == row["over the run, grid"] == "nan [nan, nan]"
 
 
+def test_a_grid_may_have_one_cell_and_a_seed_that_has_diverged(tmp_path):
+    for seed, evaluation in enumerate([1.0, 2.0, None], start=1):
+        zeroth_run(tmp_path, seed, 0.1, [evaluation or np.nan], evaluation)
+    _, rows = read_rows(tmp_path)
+    assert zeroth.choose_cells(rows, "evaluation") == dict.fromkeys([1, 2, 3], (0.1, 0.1))
+    assert zeroth.tabulate(rows)[0]["evaluation, best cell"] == "nan [nan, nan]"
+
+
 def test_the_cell_that_is_named_is_one_that_seeds_chose(tmp_path, monkeypatch):
     """The most frequent pair, not the most frequent mu and the most frequent eta."""
     for seed in range(1, 6):
