@@ -4172,7 +4172,7 @@ def list_reward_columns(
     columns["completions"] = match_form(prompts[0], [*texts])
     columns["completion_ids"] = [[*row] for row in ids]
     columns["reference_completions"] = [example["completion"] for example in chosen]
-    columns.setdefault("references", [*columns["reference_completions"]])  # or the data's own
+    columns.setdefault("references", columns["reference_completions"])  # or the data's own
     return columns
 
 
