@@ -79,6 +79,8 @@ STYLES = {
     "pr-gate-linear": ("PR-PPO, gated by value, falls to 0", BROWN, "--"),
     "pr-reward-linear-equal": ("PR-PPO, reward, falls to 0, six of 128", GREEN, ":"),
     "pr-gate-linear-equal": ("PR-PPO, gated by value, falls to 0, six of 128", BROWN, ":"),
+    "fedavg-private-critics": ("FedAvg, uniform, private critics", VERMILION, ":"),
+    "fedavg-common-units": ("FedAvg, uniform, common units", VERMILION, "-."),
     "fedavg-median": ("FedAvg, coordinate-wise median", WINE, ":"),
     "fedavg-relative-gain": ("FedAvg, relative-gain", BLACK, "--"),
     "pr-relative-gain": ("PR-PPO, relative-gain", BLACK),

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 
+import hypothesis
 import pytest
 import torch
 from crash import crash
@@ -17,6 +18,11 @@ from smooth import smooth_adam
 from tensorboard.summary.writer import event_file_writer
 
 import communicators
+
+# The same examples in every run, however slow the machine is; others: --hypothesis-profile search
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_configure():

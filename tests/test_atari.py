@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from crash import crash
 from helpers import (
     PRPO_ATARI,
     PRPO_MINIGRID,
@@ -786,19 +785,14 @@ def test_only_the_first_game_of_a_level_is_its_score(monkeypatch):
     assert scores.tolist() == [5.0, 9.0, 7.0]
 
 
-def test_evaluations_during_training_change_nothing_and_survive_a_crash(whole_run, tmp_path):
+def test_evaluations_during_training_change_nothing_and_survive_a_crash(
+    whole_run, tmp_path, crashing
+):
     """Weights and metrics are those of a run without them; after a crash every row exists once.
 
     The crash leaves the evaluation of an iteration whose checkpoint is not complete.
     """
     script = PRPO_MINIGRID
-
-    class Crash(BaseException):
-        pass
-
-    def die():
-        raise Crash
-
     script.main(tiny(script, tmp_path / "whole", eval_every=2))
     whole = only_run(tmp_path / "whole")
     assert_same_run(whole, whole_run(script))
@@ -808,8 +802,8 @@ def test_evaluations_during_training_change_nothing_and_survive_a_crash(whole_ru
     ]
     assert rows[-3:] == evaluations_of(whole_run(script))
 
-    with pytest.raises(Crash), crash("complete", 0, 4, die):
-        script.main(tiny(script, tmp_path / "crashed", eval_every=2))
+    args = tiny(script, tmp_path / "crashed", eval_every=2)
+    crashing("complete", 0, 4, lambda: script.main(args))
     folder = only_run(tmp_path / "crashed")
     script.main(script.parse_args(["--resume", str(folder)]))
     assert evaluations_of(folder) == rows

@@ -97,18 +97,8 @@ def tiny(folder, tmp_path, monkeypatch):
     return make
 
 
-def flags(args):
-    """The arguments as a command line."""
-    default = prpo_babyai.Args()
-    words = []
-    for name, value in vars(args).items():
-        if value != getattr(default, name) and name != "communicator_matrix":
-            words.append(f"--{name.replace('_', '-')}")
-            if isinstance(value, tuple):
-                words += map(str, value)
-            elif value is not True:
-                words.append(str(value))
-    return words
+# The arguments as a command line
+flags = communicators.list_words
 
 
 def weights_of(run):

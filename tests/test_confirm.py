@@ -459,6 +459,11 @@ def test_pages_show_the_returns_of_their_rows(page, data, options, columns):
             "fedavg-private-critics",
             ["isolated", "fedavg-uniform"],
         ),
+        (
+            ["hoppers", "cheetahs", "common_units"],
+            "fedavg-common-units",
+            ["isolated", "fedavg-uniform"],
+        ),
     ],
 )
 def test_robots_have_the_differences_of_their_rows(data, lead, rivals):

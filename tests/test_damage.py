@@ -44,8 +44,8 @@ skills = importlib.import_module("skills")
 soak = importlib.import_module("soak")
 table = importlib.import_module("table")
 
-often = settings(max_examples=50, deadline=None)
-sometimes = settings(max_examples=12, deadline=None)
+often = settings(max_examples=50)
+sometimes = settings(max_examples=12)
 REFUSED = object()  # what a reader returns that ended with one line
 # Beginnings of files of other kinds
 OTHER_FILES = (b"", b"\0" * 99, b"\x89PNG\r\n\x1a\n", b"PK\x03\x04", b"\x1f\x8b\x08", b"\xff\xfe")
@@ -500,7 +500,7 @@ def start_from(files, model, folder, flag):  # noqa: F811
 
 @pytest.mark.parametrize("flag", ["adapter", "value_init"])
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_damaged_adapters_are_refused_or_finite(flag, name, files, model, adapter, data):  # noqa: F811
     with tempfile.TemporaryDirectory() as temporary:
@@ -529,7 +529,7 @@ def test_adapters_with_a_bad_config_or_too_large_are_refused(flag, files, model,
     "name",
     ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"],
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_a_damaged_base_model_is_refused_or_whole(name, files, data):  # noqa: F811
     """Without weights that are missing, which would be drawn at random."""

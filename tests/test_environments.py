@@ -86,7 +86,7 @@ some_kinds = st.integers(1, 3).flatmap(
 
 
 @every_family
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), kinds=some_kinds)
 def test_gae_equals_the_definition_episode_by_episode(script, seed, kinds):
     """Running, terminated and truncated steps in any order.
@@ -105,25 +105,6 @@ def test_gae_equals_the_definition_episode_by_episode(script, seed, kinds):
             expected = torch.tensor(expected, dtype=torch.float64)
             torch.testing.assert_close(advantages[episode, env], expected, rtol=0, atol=1e-5)
             start = end + 1
-
-
-@every_family
-@settings(deadline=None, max_examples=50)
-@given(
-    seed=st.integers(0, 2**32),
-    end=st.integers(0, 11),
-    kind=st.sampled_from([TERMINATED, TRUNCATED]),
-)
-def test_nothing_leaks_from_later_episodes(script, seed, end, kind):
-    """Another future after an episode's end changes the advantages after it, and none before."""
-    kinds = [[kind if step == end else RUNNING] for step in range(13)]
-    rewards, values, next_values, kinds = random_episodes(seed, kinds)
-    before = advantages_of(script, rewards, values, next_values, kinds)
-    for tensor in (rewards, values, next_values):
-        tensor[end + 1 :] += 7.0
-    after = advantages_of(script, rewards, values, next_values, kinds)
-    assert torch.equal(before[: end + 1], after[: end + 1])
-    assert (before[end + 1 :] != after[end + 1 :]).all()
 
 
 class Corridor(gym.Env):

@@ -77,7 +77,7 @@ def test_a_file_holds_what_was_sent():
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_random_bytes_are_rejected(data):
     assert is_rejected(data)
     assert is_rejected(FILE[:8] + data)
@@ -85,7 +85,7 @@ def test_random_bytes_are_rejected(data):
 
 
 @given(ONE_FILE, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_damaged_files_are_rejected(whole, data):
     assert is_rejected(whole[: data.draw(st.integers(0, len(whole) - 1))])
     damaged = bytearray(whole)
@@ -112,7 +112,7 @@ LAYOUT = {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}
         }
     )
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_header_ends_in_a_rejection(header):
     text = json.dumps(header).encode()
     assert is_rejected(struct.pack("<Q", len(text)) + text + bytes(24))

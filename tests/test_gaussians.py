@@ -29,7 +29,7 @@ NAN = math.nan
 MIXTURES = "arithmetic", "geometric"
 DIRECTIONS = "forward", "reverse"
 DIMENSIONS = pytest.mark.parametrize("dimensions", [1, 2])
-examples = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+examples = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 few_examples = settings(examples, max_examples=8)
 seeds = st.integers(0, 2**32)
 close = {"rtol": 1e-6, "atol": 1e-8}
@@ -111,24 +111,6 @@ def test_densities_entropies_and_divergences_are_those_of_torch(seed, states, di
         torch.testing.assert_close(forth, kl_divergence(p, q), **close)
         back = gaussian_kl(mean_q, log_std_q, mean_p, spread)
         torch.testing.assert_close(back, kl_divergence(q, p), **close)
-
-
-@DIMENSIONS
-@few_examples
-@given(seed=seeds)
-def test_densities_entropies_and_divergences_are_integrals(dimensions, seed):
-    points = make_grid(dimensions)
-    means, log_stds = draw(seed, 2, dimensions)
-    log_p, log_q = (
-        gaussian_log_prob(points, *policy) for policy in zip(means, log_stds, strict=True)
-    )
-    p = log_p.exp()
-    assert integral(p, dimensions).item() == pytest.approx(1, abs=1e-8)
-    entropy = -integral(p * log_p, dimensions)
-    torch.testing.assert_close(gaussian_entropy(log_stds[0]), entropy, **close)
-    divergence = integral(p * (log_p - log_q), dimensions)
-    kl = gaussian_kl(means[0], log_stds[0], means[1], log_stds[1])
-    torch.testing.assert_close(kl, divergence, **close)
 
 
 @examples

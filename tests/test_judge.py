@@ -454,7 +454,7 @@ def test_other_data_than_the_runs_is_refused(server, tmp_path):
 # --- win rates of verdicts ---
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(*[st.sampled_from([0.0, 1.0, np.nan])] * 4), min_size=1, max_size=12))
 def test_win_rates_by_hand(verdicts):
     """Of two agents on some prompts: the mean of prompts of the mean of agents of the mean of valid

@@ -26,7 +26,7 @@ from command import parse_args
 from helpers import REPOSITORY, copy_config, only_run, refusal, run_ranks
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_llm import files, rows_of, tiny, train, weights_of  # noqa: F401
+from test_llm import files, flags, rows_of, tiny, train, weights_of  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoTokenizer,
@@ -669,9 +669,7 @@ def dealt(args, tokenizer, held=None):
     }
 
 
-@settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     agents=st.integers(1, 3),
     size=st.integers(2, 120),
@@ -960,7 +958,7 @@ def test_ranks_share_nothing_but_the_wire(many, files, tmp_path, monkeypatch):
         "learning_rate": 1e-3,
         "eval_every": 2,
     }
-    argv = flags_of(tiny(files, "runs", **changes))
+    argv = flags(tiny(files, "runs", **changes))
     run_ranks(2, tmp_path / "alone.py", REPOSITORY / "tests" / "tools", *argv, cwd=tmp_path)
     monkeypatch.chdir(one)
     prpo_llm.main(parse_args(prpo_llm, argv))
@@ -968,20 +966,6 @@ def test_ranks_share_nothing_but_the_wire(many, files, tmp_path, monkeypatch):
     for k in range(2):
         (weights,) = weights_of(only_run(tmp_path / str(k) / "runs"))
         torch.testing.assert_close(weights, weights_of(together)[k], rtol=0, atol=1e-4)
-
-
-def flags_of(args):
-    """The same arguments as a command line."""
-    default = vars(prpo_llm.Args())
-    changed = {name: value for name, value in vars(args).items() if value != default[name]}
-    words = {
-        name: value if isinstance(value, tuple) else (value,) for name, value in changed.items()
-    }
-    return [
-        word
-        for name, values in words.items()
-        for word in (f"--{name.replace('_', '-')}", *map(str, values))
-    ]
 
 
 def test_a_prompt_that_does_not_fit_the_model_ends_the_run(files, tmp_path):
@@ -1628,7 +1612,7 @@ def test_a_file_without_the_function_is_refused(files, tmp_path, monkeypatch):
 # --- partitions ---
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     agents=st.integers(1, 8),
@@ -1683,7 +1667,7 @@ def test_coverage_reaches_from_all_at_a_bound_to_all_equal():
     assert spreads[0] > 1.1 * spreads[2]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     counts=st.lists(st.integers(1, 30), min_size=1, max_size=6),
@@ -1717,7 +1701,7 @@ def test_preference_without_noise_is_the_common_mixture():
         partition.preference_partition(pools, 1, 3001, 0.9, np.random.default_rng(1))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), xi=st.sampled_from([0.0, 1.0, 256.0]), middle=st.integers(0, 20))
 def test_hardness_partition_keeps_its_promises(seed, xi, middle):
     """Sets of equal size; the easy items are dealt as coverage deals them, the rest are hard ones,

@@ -276,7 +276,7 @@ def test_a_full_disk_leaves_the_former_adapter(files, stacked, tmp_path, monkeyp
 # --- sampled evaluation ---
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 2**31), size=st.integers(1, 40), top_p=st.floats(0.01, 0.99))
 def test_a_nucleus_is_the_fewest_likeliest_tokens(seed, size, top_p):
     """Against a loop over sorted probabilities; logits inside are kept as they are."""

@@ -789,7 +789,7 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
 # --- averages of adapters ---
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**31),
     agents=st.integers(1, 4),

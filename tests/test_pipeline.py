@@ -19,7 +19,7 @@ import scipy.stats
 import torch
 from command import parse_args
 from helpers import REPOSITORY, call, refusal
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import (
     AutoPeftModelForCausalLM,
@@ -54,7 +54,6 @@ def print_commands(*words):
 # --- data ---
 
 
-@settings(deadline=None)
 @given(TEXTS, TEXTS, st.lists(TEXTS, min_size=1, max_size=3), st.randoms())
 def test_rejected_texts_are_worse_by_construction(line, body, others, rng):
     """Each is what its name says, and none is the text that it is compared with."""

@@ -65,7 +65,7 @@ def write_matrix(path, rows):
 NUMBERS = st.floats(-3, 3).map(lambda number: round(number, 2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_scores_are_sums_by_the_agents_own_weights(data):
     """Against a plain loop: unknown rewards add nothing; a completion whose known rewards all have

@@ -43,18 +43,6 @@ def summary_of(folder):
 # --- networks of different sizes, surrogate: with resume and on several ranks ---
 
 
-def test_networks_of_different_sizes_are_counted_without_padding(tmp_path):
-    """Each of three networks is sent to two agents, in its own size."""
-    changes = {"hidden_sizes": (32, 16, 24), "communicator": "uniform"}
-    changes |= {"iterations": 2, "local_updates": 1, "eval_episodes": 0}
-    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path, num_agents=3, **changes))
-    sizes = [len(weights) for weights in weights_of(only_run(tmp_path)).values()]
-    assert len(set(sizes)) == 3
-    summary = summary_of(only_run(tmp_path))
-    assert summary["communication_rounds"] == 2
-    assert summary["communication_bytes"] == 2 * 2 * sum(sizes) * 4
-
-
 MIXED_RUNS = {
     "PR-PPO, surrogate": (PRPO_MINIGRID, MIXED | {"kl_schedule": "linear"}),
     "PR-PPO, gated": (PRPO_MINIGRID, MIXED | GATED),
@@ -259,20 +247,6 @@ def test_gains_of_peers_are_estimated_on_the_agents_own_rollout(script):
     assert of_last[2] == 0
     assert of_last[1].isnan()
     assert of_last[0] == pytest.approx(expected[0].item(), abs=1e-5)
-
-
-def test_isolated_agents_send_nothing(tmp_path):
-    """Their policies are not compared either."""
-    script = PRPO_MINIGRID
-    changes = {"num_agents": 2, "communicator": "identity", "iterations": 3}
-    script.main(tiny(script, tmp_path, local_updates=1, eval_episodes=0, **changes))
-    folder = only_run(tmp_path)
-    assert summary_of(folder)["communication_bytes"] == 0
-    entries = np.genfromtxt(folder / "communicator.csv", delimiter=",", names=True)
-    apart = entries["listener"] != entries["peer"]
-    assert (entries["weight"] == ~apart).all()
-    assert np.isnan(entries["distance"][apart]).all()
-    assert apart.any()
 
 
 # --- clones ---
