@@ -35,6 +35,11 @@ def pytest_configure():
         os.sched_setaffinity(0, {cores[int(number) % len(cores)]})
 
 
+def pytest_runtest_setup():
+    """Random numbers for which a test has no seed are the same, whatever has run before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Few small operations: one thread is fastest, and child processes, which get one too, round

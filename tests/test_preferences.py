@@ -215,7 +215,7 @@ FILES = {
     "1, 2\n3, nan\n": "finite",
     "inf, 2\n3, 4\n": "finite",
     "1, 2\n0, 0\n": "row of zeros",
-    "": "0 x 1 weights",
+    "": "1 x 0 weights",
 }
 
 
