@@ -77,6 +77,7 @@ from prpo_llm import (
     misses_evaluation,
     pad,
     save_adapters,
+    saving_progress,
     select_adapters,
     serving,
     start_server,
@@ -401,9 +402,10 @@ def main(args: Args) -> dict:
         clients = draw_clients(args, step)[rows_held]  # who the agents of this process are
 
         # Rollout: all agents' episodes are played side by side
-        episodes = start_episodes(args, make, clients, tasks, step)
-        with serving(server, run, model) as complete:
-            play(args, model, tokenizer, episodes, args.temperature, complete=complete)
+        with saving_progress(run, state, step - 1):
+            episodes = start_episodes(args, make, clients, tasks, step)
+            with serving(server, run, model) as complete:
+                play(args, model, tokenizer, episodes, args.temperature, complete=complete)
         batch, counts = collate(episodes, device)
         shape = (len(held), args.batch_size, args.group_size)
         returns = torch.tensor([episode.total for row in episodes for episode in row]).view(shape)

@@ -1206,7 +1206,7 @@ def main(args: Args) -> dict:
         kl_coef = compute_kl_coef(args, step)
 
         # Rollout: all agents' prompts are completed together
-        with serving(server, run, model) as complete:
+        with saving_progress(run, state, step - 1), serving(server, run, model) as complete:
             chosen, batch = rollout(args, model, tokenizer, examples, held, step, complete)
         lengths = batch["lengths"]  # [agents, prompts, group]
         run.tick("generate")
@@ -1215,7 +1215,7 @@ def main(args: Args) -> dict:
         tokens = batch["tokens"].flatten(0, 2)  # [completions, tokens]
         agents = [i for i in held for _ in range(lengths[0].numel())]  # of each completion
         reward_log.clear()
-        with saving_progress(run, state, step - 1):
+        with saving_progress(run, state, step - 1, together=True):
             texts, ends, scores = score_completions(
                 args, functions, tokenizer, chosen, agents, tokens, lengths.flatten()
             )
@@ -4228,32 +4228,34 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
 
 
 @contextlib.contextmanager
-def saving_progress(run: Run, state: dict[str, list], steps: int) -> Iterator[None]:
-    """Where a reward function, or a server, fails, write a checkpoint of so many steps and end.
+def saving_progress(
+    run: Run, state: dict[str, list], steps: int, together: bool = False
+) -> Iterator[None]:
+    """Where a reward function, a server or a world fails, write a checkpoint of so many steps and
+    end.
 
-    In training the present step has changed nothing yet, and all ranks end together. In an
-    evaluation others wait elsewhere, so that only a single process saves this step.
+    together: all ranks come to the end of this block, and end together. In other blocks they wait
+    for each other elsewhere, so that only a single process saves these steps.
     """
     failure = None
     try:
         yield
     except (Exception, SystemExit) as error:
         failure = error
-    is_training = steps < run.iteration
     failed = torch.full((len(run.exchange.agents), 1), int(failure is not None))
-    if is_training:
+    if together:
         failed = run.exchange.all_gather(failed)
     if not failed.any():
         return
     run.iteration = steps
-    if steps and (is_training or run.exchange.world_size == 1):
+    if steps and (together or run.exchange.world_size == 1):
         run.save(state)
     if failure is None:
         sys.exit(1)
     line = f"go on with --resume {run.folder}"
-    if not isinstance(failure, SystemExit):
+    if steps and not isinstance(failure, SystemExit):
         failure.add_note(line)
-    elif line not in str(failure.args):
+    elif steps and line not in str(failure.args):
         print(line, file=sys.stderr, flush=True)
     raise failure
 

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -1674,6 +1675,22 @@ def test_a_world_that_breaks_while_playing_ends_in_one_line(tiny, monkeypatch):
     message = refusal(prpo_babyai.main, tiny(eval_episodes=0))
     assert message.startswith("--env babyai: task ")
     assert message.endswith("of train raises RuntimeError: lost")
+
+
+def test_a_world_that_breaks_later_loses_no_step(tiny, tmp_path, monkeypatch):
+    play = prpo_babyai.play
+    calls = itertools.count(1)
+
+    def play_or_fail(*inputs, **options):
+        if next(calls) == 3:
+            raise OSError("lost connection")
+        return play(*inputs, **options)
+
+    monkeypatch.setattr(prpo_babyai, "play", play_or_fail)
+    with pytest.raises(OSError, match="lost"):
+        prpo_babyai.main(tiny("runs", eval_episodes=0, save_every=10, total_steps=4))
+    folder = only_run(tmp_path / "runs")
+    assert [path.name for path in (folder / "checkpoints" / "agent_0").iterdir()] == ["2.pt"]
 
 
 def test_an_infinite_reward_of_a_world_is_unknown(tiny, monkeypatch):

@@ -110,6 +110,7 @@ OTHERS = {
     "--help",
     "--no-compile",
     "--extra-index-url",
+    "--hypothesis-profile",
     "--agent",  # an alias
     "--shutdown-timeout",  # of torchrun
     # vLLM

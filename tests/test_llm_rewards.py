@@ -10,7 +10,7 @@ import pytest
 import torch
 from command import parse_args
 from helpers import REPOSITORY, only_run, outcomes, refusal, scalars_of, start_ranks
-from test_llm import files, flags, rows_of, tiny, train, weights_of  # noqa: F401
+from test_llm import files, flags, rows_of, tiny, to_resume, train, weights_of  # noqa: F401
 
 import prpo_llm
 
@@ -275,6 +275,28 @@ def test_a_reward_that_fails_loses_nothing(files, tmp_path, failure, capsys):
     (tmp_path / "broken").unlink()
     resume = ["--resume", str(folder), "--reward", changes["reward"]]
     assert prpo_llm.main(parse_args(prpo_llm, resume))["steps"] == 4
+    for resumed, uninterrupted in zip(weights_of(folder), weights_of(whole), strict=True):
+        assert torch.equal(resumed, uninterrupted)
+
+
+def test_a_rollout_that_fails_loses_nothing(files, tmp_path, monkeypatch):
+    """As where a server is gone."""
+    changes = {"save_every": 10, "eval_prompts": 0}
+    whole, _ = train(files, tmp_path / "whole", **changes)
+    rollout = prpo_llm.rollout
+
+    def roll_out_or_fail(args, model, tokenizer, examples, held, step, complete):
+        if step == 3:
+            raise OSError("the server is gone")
+        return rollout(args, model, tokenizer, examples, held, step, complete)
+
+    monkeypatch.setattr(prpo_llm, "rollout", roll_out_or_fail)
+    with pytest.raises(OSError, match="gone"):
+        prpo_llm.main(tiny(files, tmp_path / "runs", **changes))
+    monkeypatch.undo()
+    folder = only_run(tmp_path / "runs")
+    assert [path.name for path in (folder / "checkpoints" / "agent_0").iterdir()] == ["2.pt"]
+    prpo_llm.main(parse_args(prpo_llm, to_resume(folder)))
     for resumed, uninterrupted in zip(weights_of(folder), weights_of(whole), strict=True):
         assert torch.equal(resumed, uninterrupted)
 
