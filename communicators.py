@@ -2355,9 +2355,9 @@ class Run:
     def _note_interruption(self) -> None:
         """In one process a signal during an evaluation or a checkpoint needs no other iteration.
 
-        Ranks agree on an interruption in `log` only.
+        Ranks agree on an interruption in `log` only. Behind the last iteration the run ends anyway.
         """
-        if not self.exchange.distributed:
+        if not self.exchange.distributed and self.iteration < self.total:
             self.interrupted = self.interrupted or bool(self._signals)
 
     # The loop

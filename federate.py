@@ -220,19 +220,22 @@ class Store:
                 self._failing.discard(verb)
                 return result
 
-    def list(self, folder: str) -> list[str]:
-        """The names of the files in a folder; none if it is not there."""
+    def list(self, folder: str) -> dict[str, int | None]:
+        """The names and sizes of the files in a folder; none if it is not there."""
 
-        def list_folder() -> list[str]:
+        def list_folder() -> dict[str, int | None]:
             path = f"{self.root}/{folder}"
             self.fs.invalidate_cache(path)
             try:
                 entries = self.fs.ls(path, detail=True)
             except FileNotFoundError:
-                return []
-            # To read a named pipe would never end
-            files = [entry["name"] for entry in entries if entry["type"] == "file"]
-            return [name.rpartition("/")[2] for name in files]
+                return {}
+            sizes = {}
+            for entry in entries:
+                # To read a named pipe would never end
+                if entry.get("islink") or entry.get("type", "file") in ("file", "link"):
+                    sizes[entry["name"].rpartition("/")[2]] = entry.get("size")
+            return sizes
 
         return self._request("read", list_folder)
 
@@ -330,7 +333,7 @@ class FolderExchange(communicators.Exchange):
         self.peers = {j: Peer() for j in range(args.num_agents) if j not in self.agents}
         self.bytes_received = 0
         self.rejected = 0  # files
-        self._known_as_bad = set()  # paths
+        self._known_as_bad = {}  # paths and sizes
 
     # What the run keeps and logs
 
@@ -463,12 +466,22 @@ class FolderExchange(communicators.Exchange):
         newest = self.number
         for i, tensor in zip(self.agents, sent, strict=True):
             for number in self._list_rounds(i):
-                if self._read(i, number, len(tensor)) is not None:
+                if self._has_written(i, number, len(tensor)):
                     newest = max(newest, number)
                     break
         for peer in self.peers.values():
             peer.arrival += newest - self.number
         self.number = newest
+
+    def _has_written(self, i: int, number: int, numel: int) -> bool:
+        """Whether the file of a round of an agent held is one that it has written."""
+        limit = 8 + MAX_HEADER + 4 * numel
+        try:
+            data = self.store.read(self._path(i, number), limit) or b""
+            decode_snapshot(data, self._identify(i, number), numel, self._find_key(i))
+        except (Rejected, StoreError):
+            return False
+        return True
 
     # Files
 
@@ -518,29 +531,37 @@ class FolderExchange(communicators.Exchange):
     def _read_newest(self, j: int, numel: int) -> None:
         """Read a peer's newest snapshot, if it has not been read."""
         peer = self.peers[j]
+        sizes = self._list_rounds(j)
         numbers = []
-        for number in self._list_rounds(j):
-            is_awaited = self.wait > 0 and number == self.number
-            is_bad = self._path(j, number) in self._known_as_bad
-            # One for which this agent waits is read again: a file may be moved in parts
-            if number > peer.round and (is_awaited or not is_bad):
+        for number, size in sizes.items():
+            # One that has grown is read again: a file may be moved in parts
+            is_bad = self._known_as_bad.get(self._path(j, number), -1) == size
+            if number > peer.round and not is_bad:
                 numbers.append(number)
         # A peer for which this agent waits may be a round ahead already
         numbers.sort(key=lambda number: self.wait > 0 and number == self.number, reverse=True)
         for number in numbers[: self.kept]:
-            contents = None
-            with contextlib.suppress(StoreError):  # of this file, another may be readable
+            try:
                 contents = self._read(j, number, numel)
+            except StoreError:  # of this file, another may be readable
+                continue
             if contents is not None:
                 peer.snapshot, peer.report = contents
                 peer.round = number
                 peer.arrival = self.number
                 return
+            path = self._path(j, number)
+            if path in self._known_as_bad:  # not one that is gone again
+                self._known_as_bad[path] = sizes[number]
 
-    def _list_rounds(self, j: int) -> list[int]:
-        """The rounds of which an agent's files are in the store, the newest first."""
-        names = map(SNAPSHOT_NAME.fullmatch, self.store.list(f"{self.federation}/agent_{j}"))
-        return sorted((int(name[1]) for name in names if name), reverse=True)
+    def _list_rounds(self, j: int) -> dict[int, int | None]:
+        """The rounds of which an agent's files are in the store, the newest first: their sizes."""
+        sizes = {}
+        for name, size in self.store.list(f"{self.federation}/agent_{j}").items():
+            match = SNAPSHOT_NAME.fullmatch(name)
+            if match:
+                sizes[int(match[1])] = size
+        return dict(sorted(sizes.items(), reverse=True))
 
     def _read(self, j: int, number: int, numel: int) -> tuple[Tensor, float] | None:
         """An agent's snapshot and the number it reports; None if it is missing or rejected."""
@@ -560,7 +581,7 @@ class FolderExchange(communicators.Exchange):
             if path not in self._known_as_bad:
                 print(f"\nignored {path}, which {reason}", flush=True)
                 self.rejected += 1
-                self._known_as_bad.add(path)
+                self._known_as_bad[path] = None
             return None
 
     def _find_key(self, j: int):

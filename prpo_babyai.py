@@ -516,7 +516,8 @@ def main(args: Args) -> dict:
         # Evaluation; that of a run which is to end waits for its resume
         is_evaluated = tests and run.due(args.eval_every) and step < args.total_steps
         if is_evaluated and not run.interrupted:
-            evaluate(args, run, model, tokenizer, make, tests, server)
+            with saving_progress(run, state, step):
+                evaluate(args, run, model, tokenizer, make, tests, server)
 
         # Checkpoint
         if run.saves():
@@ -526,7 +527,8 @@ def main(args: Args) -> dict:
     folders = {i: run.folder / f"agent_{i}" for i in held}
     save_adapters(args, run, model, tokenizer, folders, step=run.iteration)
     if tests and not run.interrupted:
-        evaluate(args, run, model, tokenizer, make, tests, server)
+        with saving_progress(run, state, run.iteration):
+            evaluate(args, run, model, tokenizer, make, tests, server)
     summary = run.finish(communication_rounds=count_rounds(args, run.iteration))
     if tests and run.chief:
         print_progress(run.folder)

@@ -40,6 +40,7 @@ from runs import (
     read_runs,
     read_table,
     refuse_repeats,
+    report,
     split_search,
     with_interval,
     write,
@@ -99,7 +100,12 @@ def make_curves(groups: Groups) -> pd.DataFrame:
     longest = defaultdict(int)
     curves = {}
     for key, runs in groups.items():
-        of_method = [run.curve for run in runs if not has_diverged(run)]
+        of_method = []
+        for run in runs:
+            if has_diverged(run):
+                report(run.folder, "no curve, because an agent has diverged")
+            else:
+                of_method.append(run.curve)
         if of_method:
             curves[key] = of_method
     if not curves:

@@ -16,7 +16,7 @@ probability of a success is 0.1, and 94 % if it is 0.5.
 """
 
 import fnmatch
-import itertools
+import io
 import re
 import shlex
 import sys
@@ -93,10 +93,11 @@ Groups = dict[tuple[str, str], list[Run]]  # (task, --exp-name) -> its runs, one
 
 
 def read_table(path: Path, columns: tuple[str, ...] = (), **options) -> pd.DataFrame:
-    """A CSV file with at least these columns, below its comment lines; raises Damaged."""
+    """A CSV file with at least these columns, without its comment lines; raises Damaged."""
     try:
-        number = len(comments_of(path).splitlines())
-        table = pd.read_csv(path, skiprows=number, **options)
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            lines = [line for line in file if not line.startswith("#")]
+        table = pd.read_csv(io.StringIO("".join(lines)), **options)
     except (OSError, ValueError) as error:
         raise Damaged(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
     missing = [name for name in columns if name not in table]
@@ -106,9 +107,9 @@ def read_table(path: Path, columns: tuple[str, ...] = (), **options) -> pd.DataF
 
 
 def comments_of(path: Path) -> str:
-    """The lines on top of a CSV file that begin with #."""
+    """The comment lines of a CSV file: those that begin with #."""
     with open(path) as file:
-        return "".join(itertools.takewhile(lambda line: line.startswith("#"), file))
+        return "".join(line for line in file if line.startswith("#"))
 
 
 def format_number(value: float) -> str:
@@ -139,7 +140,10 @@ def read_settings(folder: Path) -> tuple[dict, dict]:
     summary, config = (read_json(path) if path.is_file() else {} for path in paths)
     others = {"script", "command", "elastic_run"}
     settings = {name: config[name] for name in config.keys() - others}
-    return summary, summary.get("settings") or settings
+    settings = summary.get("settings") or settings
+    if settings.get("env_backend") == "auto":  # of runs of before the settings had the choice
+        settings["env_backend"] = summary.get("env_backend", "auto")
+    return summary, settings
 
 
 def name_data(settings: dict) -> str:

@@ -177,7 +177,8 @@ def read_rows(args: Args) -> pd.DataFrame:
             refuse("--csv writes the rows of --runs; leave out --from-csv")
         if args.task:
             refuse("--task is for --runs, whose evaluations are there; leave out --from-csv")
-        rows = read_table(Path(args.from_csv), ("method", "seed"), dtype={"condition": str})
+        names = {"condition": str, "method": str}
+        rows = read_table(Path(args.from_csv), ("method", "seed"), dtype=names)
         if "agent" in rows:  # which would count as seeds
             refuse(f"--from-csv {args.from_csv}: has a row per agent, for benchmark/confirm.py")
         rows = rows[[is_wanted(name, args.methods) for name in rows.method]]

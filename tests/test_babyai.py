@@ -1677,18 +1677,23 @@ def test_a_world_that_breaks_while_playing_ends_in_one_line(tiny, monkeypatch):
     assert message.endswith("of train raises RuntimeError: lost")
 
 
-def test_a_world_that_breaks_later_loses_no_step(tiny, tmp_path, monkeypatch):
-    play = prpo_babyai.play
+@pytest.mark.parametrize(("name", "call"), [("start_episodes", 3), ("play", 3), ("evaluate", 2)])
+def test_a_world_that_breaks_later_loses_no_step(name, call, tiny, tmp_path, monkeypatch):
+    """In the third step, or in the evaluation behind the second."""
+    function = getattr(prpo_babyai, name)
     calls = itertools.count(1)
 
-    def play_or_fail(*inputs, **options):
-        if next(calls) == 3:
+    def work_or_fail(*inputs, **options):
+        if next(calls) == call:
             raise OSError("lost connection")
-        return play(*inputs, **options)
+        return function(*inputs, **options)
 
-    monkeypatch.setattr(prpo_babyai, "play", play_or_fail)
+    monkeypatch.setattr(prpo_babyai, name, work_or_fail)
+    args = tiny("runs", save_every=10, total_steps=4, eval_every=2)
+    if name != "evaluate":
+        args.eval_episodes = 0
     with pytest.raises(OSError, match="lost"):
-        prpo_babyai.main(tiny("runs", eval_episodes=0, save_every=10, total_steps=4))
+        prpo_babyai.main(args)
     folder = only_run(tmp_path / "runs")
     assert [path.name for path in (folder / "checkpoints" / "agent_0").iterdir()] == ["2.pt"]
 

@@ -186,11 +186,11 @@ def test_a_request_that_fails_is_repeated(flaky, capsys):
     store = Store(flaky)
     for number in range(20):
         store.write("a/file", bytes([number]))
-        assert store.list("a") == ["file"]
+        assert [*store.list("a")] == ["file"]
         assert store.read("a/file", 10) == bytes([number])
     assert Flaky.requests > 60
     assert capsys.readouterr().out == ""
-    assert store.list("b") == []
+    assert store.list("b") == {}
     assert store.read("a/other", 10) is None
     store.delete("a/other")
 
@@ -206,8 +206,8 @@ def test_a_store_that_is_gone_is_reported_once(flaky, capsys):
     assert capsys.readouterr().out.count("cannot be read (no answer)") == 1
     Flaky.gone = False
     Flaky.requests = 0
-    assert store.list("a") == []
-    assert store.list("a") == []
+    assert store.list("a") == {}
+    assert store.list("a") == {}
     assert capsys.readouterr().out.count("can be read again") == 1
 
 
@@ -551,9 +551,12 @@ def test_a_round_that_others_could_have_written_is_not_counted(tmp_path):
     writer = join(tmp_path, (0,))
     go(writer, 1)
     (tmp_path / "prpo" / "agent_0" / "round_99999999.safetensors").write_bytes(b"")
+    go(writer, 2)
     resumed = restore(writer, join(tmp_path, (0,), resume="runs/x"))
-    go(resumed, 2)
-    assert resumed.number == 2
+    resumed.number = 1  # of the last checkpoint
+    go(resumed, 3)
+    assert resumed.number == 3
+    assert (resumed.rejected, resumed.bytes_received) == (0, 0)  # files of its own
 
 
 def test_what_is_no_file_is_not_read(tmp_path):
@@ -565,6 +568,16 @@ def test_what_is_no_file_is_not_read(tmp_path):
     (folder / "round_00000007.safetensors").mkdir()
     if hasattr(os, "mkfifo"):  # not on Windows
         os.mkfifo(folder / "round_00000009.safetensors")
+    assert go(reader, 0)[0][1] == 5
+
+
+def test_a_link_to_a_file_is_read(tmp_path):
+    reader = join(tmp_path, (0,))
+    writer = join(tmp_path, (1,))
+    go(writer, 5)
+    path = tmp_path / "prpo" / "agent_1" / "round_00000001.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
     assert go(reader, 0)[0][1] == 5
 
 
@@ -603,6 +616,7 @@ def test_a_file_for_which_an_agent_waits_may_appear_in_parts(tmp_path, capsys):
     reader.interrupted = poll
     assert go(reader, 0)[0] == [0, 7, 8]
     assert reader.rejected == 1
+    assert reader.bytes_received == 50 + len(data) + len(other)  # the part was read once
     assert capsys.readouterr().out.count("ignored") == 1
 
 

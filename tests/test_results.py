@@ -286,6 +286,22 @@ def test_a_name_may_have_what_begins_a_comment(tmp_path, capsys):
     assert "pr#2" not in capsys.readouterr().out
 
 
+def test_runs_of_before_the_settings_had_a_backend_are_of_the_same_method(tmp_path):
+    for seed, backend in ((1, "auto"), (2, "envpool")):
+        summary = {"env_backend": "envpool"}
+        control_run(tmp_path, seed, [0.1], env_backend=backend, summary=summary)
+    assert len(runs.read_runs((str(tmp_path),))) == 2
+
+
+def test_what_a_spreadsheet_adds_to_a_table_is_no_data(tmp_path, capsys):
+    """A byte-order mark, and comments behind the rows; methods may be numbers."""
+    path = tmp_path / "rows.csv"
+    rows = "# a\nenv,method,seed,timesteps,evaluation\nx,1,1,9,0.5\nx,1,2,9,0.5\n# b\n"
+    path.write_text(rows, encoding="utf-8-sig")
+    table.main(table.Args(from_csv=str(path)))
+    assert "| 1 | 0.50 (2 seeds) |" in capsys.readouterr().out
+
+
 def test_two_versions_of_a_task_are_two_columns(tmp_path, capsys):
     for name, task in (("isolated", "Hopper-v4"), ("pr", "Hopper-v5"), ("pr2", "Walker2d-v5")):
         control_run(tmp_path, 1, [0.1], 0.3, exp_name=name, env_id=task)
