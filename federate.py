@@ -104,6 +104,11 @@ def decode_snapshot(
     return parameters, about
 
 
+def find_largest_size(numel: int) -> int:
+    """The bytes of the largest file of a snapshot of so many numbers."""
+    return 8 + MAX_HEADER + 4 * numel
+
+
 def compute_digest(about: dict[str, str], parameters: Tensor) -> str:
     """SHA-256 of a snapshot: its metadata, in the order of their names, and its parameters."""
     text = json.dumps(about, sort_keys=True).encode()
@@ -475,10 +480,11 @@ class FolderExchange(communicators.Exchange):
 
     def _has_written(self, i: int, number: int, numel: int) -> bool:
         """Whether the file of a round of an agent held is one that it has written."""
-        limit = 8 + MAX_HEADER + 4 * numel
         try:
-            data = self.store.read(self._path(i, number), limit) or b""
-            decode_snapshot(data, self._identify(i, number), numel, self._find_key(i))
+            data = self._fetch(i, number, numel)
+            if data is None:
+                return False
+            self._decode(i, number, numel, data)
         except (Rejected, StoreError):
             return False
         return True
@@ -566,16 +572,12 @@ class FolderExchange(communicators.Exchange):
     def _read(self, j: int, number: int, numel: int) -> tuple[Tensor, float] | None:
         """An agent's snapshot and the number it reports; None if it is missing or rejected."""
         path = self._path(j, number)
-        limit = 8 + MAX_HEADER + 4 * numel
-        data = self.store.read(path, limit + 1)
+        data = self._fetch(j, number, numel)
         if data is None:
             return None
         self.bytes_received += len(data)
         try:
-            if len(data) > limit:
-                raise Rejected(f"has more than {limit} bytes")
-            key = self._find_key(j)
-            parameters, about = decode_snapshot(data, self._identify(j, number), numel, key)
+            parameters, about = self._decode(j, number, numel, data)
             return parameters, _read_report(about)
         except Rejected as reason:
             if path not in self._known_as_bad:
@@ -583,6 +585,17 @@ class FolderExchange(communicators.Exchange):
                 self.rejected += 1
                 self._known_as_bad[path] = None
             return None
+
+    def _fetch(self, j: int, number: int, numel: int) -> bytes | None:
+        """The file of an agent's round; of one that is too large a byte more than is allowed."""
+        return self.store.read(self._path(j, number), find_largest_size(numel) + 1)
+
+    def _decode(self, j: int, number: int, numel: int, data: bytes) -> tuple[Tensor, dict]:
+        """What the file of an agent's round holds, or `Rejected`, as `decode_snapshot`."""
+        limit = find_largest_size(numel)
+        if len(data) > limit:
+            raise Rejected(f"has more than {limit} bytes")
+        return decode_snapshot(data, self._identify(j, number), numel, self._find_key(j))
 
     def _find_key(self, j: int):
         """The public key with which an agent has to sign; None without --trust, or `Rejected`."""

@@ -4166,6 +4166,7 @@ def list_reward_columns(
     """All keyword arguments that a reward function may have: the data's columns, and TRL's."""
     columns = {}
     for name in dict.fromkeys(name for example in chosen for name in example["row"]):
+        # Copies, because the data are read again
         columns[name] = [copy.deepcopy(example["row"].get(name)) for example in chosen]
     prompts = columns[args.prompt_column]
     columns["prompts"] = prompts
