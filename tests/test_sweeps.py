@@ -126,6 +126,20 @@ def test_the_papers_length_has_the_settings_that_the_search_chose():
     assert chosen <= listed
 
 
+def test_the_papers_rounds_have_the_settings_that_the_search_chose():
+    """Each method's best of nine, by the training return over the run."""
+    searches = {}
+    for row in read_runs("fourrooms_search"):
+        method, rate, coef = row["method"].split("_")
+        result = float(row["mean_training_return"]), rate[2:], coef[4:]
+        searches.setdefault(method, []).append(result)
+    assert {len(results) for results in searches.values()} == {9}
+    for line in print_sweep("fourrooms_5m.sh", "paper"):
+        pattern = r"--learning-rate (\S+) --kl-coef (\S+) .*--exp-name (\S+)"
+        rate, coef, name = re.search(pattern, line).groups()
+        assert max(searches[name])[1:] == (rate, coef)
+
+
 @pytest.mark.parametrize("name", ["goals", "unlock_goals"])
 def test_tasks_of_own_goals_have_the_coefficients_that_the_search_chose(name):
     """Each method's best on the tuning seed, by the training return over the run."""
