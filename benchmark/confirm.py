@@ -163,17 +163,13 @@ def compare(
     return rows
 
 
-def read_agent_rows(path: str) -> pd.DataFrame:
-    """The rows of a file that --csv has written."""
-    return read_table(Path(path), COLUMNS, dtype={"evaluation": float, "auc": float})
-
-
 def read_rows(args: Args) -> pd.DataFrame:
     """A row per run and agent."""
     if args.from_csv:
         if args.csv:
             refuse("--csv writes the rows of --runs; leave out --from-csv")
-        rows = pd.concat(map(read_agent_rows, args.from_csv))
+        types = {"evaluation": float, "auc": float}
+        rows = pd.concat(read_table(Path(path), COLUMNS, dtype=types) for path in args.from_csv)
         names = [name for name in set(rows.method) if is_wanted(name, args.methods)]
         rows = rows[rows.method.isin(names)]
         refuse_repeats(rows, ["env", "method", "seed", "agent"])

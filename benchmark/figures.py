@@ -9,6 +9,7 @@ Methods have the names and colours of benchmark/styles.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -262,26 +263,6 @@ def draw_confirmation(name: str):
     methods = usual(*(method for method in rivals if method in set(rows.method)))
     rows = rows.assign(value=-rows.value)
     return draw_dots(rows, methods, f"gated by value minus this method, {AFTER}", "0")
-
-
-def confirmation():
-    """Own goals."""
-    return draw_confirmation("confirm_goals")
-
-
-def confirmation_skills():
-    """Skills of which each agent practises other parts."""
-    return draw_confirmation("confirm_skills")
-
-
-def confirmation_doorkey():
-    """Three rooms of different size."""
-    return draw_confirmation("confirm_doorkey")
-
-
-def confirmation_unlock():
-    """A ball or a box."""
-    return draw_confirmation("confirm_unlock")
 
 
 def headline():
@@ -567,10 +548,6 @@ FIGURES: dict[str, Callable] = {
     for function in (
         own_goals,
         own_goals_methods,
-        confirmation,
-        confirmation_skills,
-        confirmation_doorkey,
-        confirmation_unlock,
         headline,
         easy_tasks,
         keycorridor,
@@ -594,6 +571,12 @@ FIGURES: dict[str, Callable] = {
         preferences,
         text_worlds,
     )
+}
+FIGURES |= {
+    "confirmation": partial(draw_confirmation, "confirm_goals"),  # own goals
+    "confirmation_skills": partial(draw_confirmation, "confirm_skills"),  # other parts of a skill
+    "confirmation_doorkey": partial(draw_confirmation, "confirm_doorkey"),  # three rooms
+    "confirmation_unlock": partial(draw_confirmation, "confirm_unlock"),  # a ball or a box
 }
 
 

@@ -38,15 +38,11 @@ class Args:
 
 def execute(words: list[str], seconds: int) -> int:
     """Run a process for so many seconds at most. Returns its exit code."""
-    process = subprocess.Popen(words)
     try:
-        return process.wait(seconds)
+        return subprocess.call(words, timeout=seconds)  # kills it where it raises an error
     except subprocess.TimeoutExpired:
         print(f"ended after {seconds} s", flush=True)
         return -signal.SIGKILL
-    finally:
-        process.kill()
-        process.wait()
 
 
 def read_run(folder: Path) -> dict:

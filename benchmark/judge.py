@@ -34,7 +34,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -123,9 +122,8 @@ class Args:
     """seconds that an answer may take"""
     retries: int = 5
     """how often a request that failed is repeated"""
-    wait: Annotated[
-        float, tyro.conf.arg(help="seconds before the first repetition, twice as long each time")
-    ] = 1.0
+    wait: float = 1.0
+    """seconds before the first repetition, twice as long each time"""
     cache: str = "runs/judge.jsonl"
     """file with all answers so far"""
     csv: str = ""

@@ -251,13 +251,6 @@ def name_film(given: Args, i: int, task: str) -> Path:
     return find_folder(given) / f"agent_{i}_{name}.mp4"
 
 
-def make_camera(path: Path, unfinished: Path, script: ModuleType, args, env_id: str, level: int):
-    """What films the first episode of `evaluate`."""
-    if hasattr(script, "make_games"):
-        return AtariCamera(path, unfinished, script, args, env_id, level)
-    return Camera(path, unfinished)
-
-
 # --- the run ---
 
 
@@ -299,6 +292,8 @@ def load_settings(script: ModuleType, config: dict, given: Args):
         refuse(f"{given.run}: is no run of this version of {script.__name__}.py")
     args.device = "auto"
     args.env_backend = "auto"  # evaluations are in the official environments
+    if hasattr(args, "human"):
+        args.human = False  # nobody is asked, so that nothing has to be drawn
     args.eval_episodes = given.episodes or args.eval_episodes or 1
     if given.seed is not None:
         args.seed = given.seed
@@ -375,7 +370,9 @@ def play(
             camera = None
             if given.video:
                 path = name_film(given, i, task)
-                camera = make_camera(path, unfinished, script, args, env_id, levels[0])
+                camera = Camera(path, unfinished)
+                if hasattr(script, "make_games"):
+                    camera = AtariCamera(path, unfinished, script, args, env_id, levels[0])
             try:
                 returns = script.evaluate(args, agent, env_id, levels, seed, given.greedy, camera)
                 if camera:

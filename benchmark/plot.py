@@ -175,12 +175,6 @@ def save(figure, path: Path, **options) -> None:
     print(f"wrote {path}")
 
 
-def add_legend(figure, columns: int) -> None:
-    """The legend of the figure's first axis, under the figure."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-
-
 def spread(heights: list[float], gap: float) -> list[float]:
     """These heights moved down until all are `gap` apart."""
     places = {}
@@ -327,7 +321,8 @@ def draw_conditions(rows: pd.DataFrame, label: str, png_path: Path):
         axis.set_ylabel(title)
         axis.grid(axis="y", alpha=0.3)
         axis.grid(axis="x", which="major" if to_scale else "minor", alpha=0.3)
-    add_legend(figure, columns=3)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     save(figure, png_path)
     return figure
 
@@ -339,11 +334,7 @@ def draw(csv_path: Path, png_path: Path):
         label = re.search("^# conditions: (.*)$", comments_of(csv_path), re.MULTILINE)[1]
         return draw_conditions(table, label, png_path)
     read_table(csv_path, ("env", "method", "mean", "ci_low", "ci_high", "seeds"))
-    comments = comments_of(csv_path)
-    counts_steps = re.search("^# python prpo_(llm|babyai)", comments, re.MULTILINE)
-    if counts_steps and not {"step", "iteration"} & set(table.columns):
-        table = table.rename(columns={"timesteps": "step"})  # of a version before 0.2
-    measure = re.search("^# measure: (.*)$", comments, re.MULTILINE)
+    measure = re.search("^# measure: (.*)$", comments_of(csv_path), re.MULTILINE)
     return draw_curves(table, png_path, measure[1] if measure else "evaluation")
 
 

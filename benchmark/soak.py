@@ -18,7 +18,6 @@ anywhere, so that as root the runs lose this capability (setpriv of util-linux).
 
 import contextlib
 import csv
-import itertools
 import os
 import random
 import resource
@@ -240,7 +239,7 @@ def disturb(args: Args, fault: str, child: Child, folder: Path, rng: random.Rand
     obstacle = full_disk(args, child) if fault == "full disk" else read_only(folder)
     with obstacle:
         code = child.wait()
-    errors = child.text(1).strip().splitlines()
+    errors = child.text(1).strip().splitlines() or [""]
     words = ("--resume", "Permission denied", "File too large", "No space left")
     if code == 0:
         return  # it was past its last file
@@ -346,7 +345,7 @@ def main(args: Args) -> None:
     if unknown:
         refuse(f"--script {' '.join(unknown)}: choose from {', '.join(SCRIPTS)}")
     args.out = str(Path(args.out).resolve())
-    results = list(itertools.starmap(try_script, [(args, script) for script in args.script]))
+    results = [try_script(args, script) for script in args.script]
     sys.exit(0 if all(results) else 1)
 
 

@@ -54,8 +54,6 @@ class Args:
     """judge all agents of a run by this task of its evaluations, instead of each by its own"""
     minus: str = ""
     """differences from this method, paired by seed, and in how many seeds they are positive"""
-    solved: float = 0.0
-    """also in how many seeds all tasks have an evaluation of this (0: no)"""
     search: bool = False
     """settings of each method, best first"""
     evp: int = 0
@@ -123,9 +121,6 @@ def tabulate_methods(rows: pd.DataFrame, args: Args) -> list[dict]:
         row = {"": find_method(name).label}
         for task, column in zip(tasks, columns, strict=True):
             row[column] = format_cell(seeds[seeds.env == task], others[others.env == task])
-        if args.solved:
-            solved = (seeds.evaluation >= args.solved).groupby("seed").all()
-            row[f"all reach {args.solved:g}"] = format_share(solved.sum(), len(solved))
         table.append(row)
     return table
 
@@ -193,8 +188,6 @@ def read_rows(args: Args) -> pd.DataFrame:
     rows = rows.rename(columns={"mean_training_return": "auc", "condition": "env"})
     if args.measure not in rows:
         refuse(f"--measure {args.measure}: the runs have no such column")
-    if args.solved and "evaluation" not in rows:
-        refuse(f"--solved {args.solved:g}: the runs have no evaluation")
     if "timesteps" not in rows:
         order = order_conditions(rows.env)
         return rows.sort_values("env", key=lambda names: names.map(order.index), kind="stable")

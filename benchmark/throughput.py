@@ -56,8 +56,6 @@ class Args:
     # Par-S2ZPO instead, on HalfCheetah-v5 or --env-id, against a plain loop over gymnasium's
     # environments with one call of the policy per step
     zeroth: bool = False
-    zeroth_iterations: int = 5
-    """updates of a compared run of it, with 64 episodes each"""
     # language models instead: completions per second against TRL, prompts of equal length, full
     # completions
     llm: bool = False
@@ -72,8 +70,6 @@ class Args:
     """steps of a compared run of it"""
     text_tasks: int = 2
     """tasks per agent and step of a compared run of it, with eight episodes each"""
-    sb3_threads: int = 0
-    """threads of stable-baselines3 (0: torch's choice); one thread has a row of its own"""
     scaling: bool = False
     """also measure how the cost per agent-step grows with the number of agents"""
     scaling_agents: tuple[int, ...] = (1, 3, 8, 16, 32)
@@ -176,7 +172,7 @@ def trpo_contenders(args: Args) -> dict[str, list[str]]:
     # All updates but the first have a reference of others
     prtrpo += ["--local-updates", "1"]
     return {
-        CONTRIB: [*contrib, "--threads", str(args.sb3_threads)],
+        CONTRIB: contrib,
         CONTRIB + ", 1 thread": [*contrib, "--threads", "1"],
         "1 agent": [*prtrpo, "--num-agents", "1", "--communicator", "identity"],
         "3 agents isolated": [*prtrpo, "--num-agents", "3", "--communicator", "identity"],
@@ -186,7 +182,7 @@ def trpo_contenders(args: Args) -> dict[str, list[str]]:
 
 def zeroth_contenders(args: Args) -> dict[str, list[str]]:
     """What is compared with a plain loop: name -> command."""
-    common = ["--env-id", args.env_id, "--total-iterations", str(args.zeroth_iterations)]
+    common = ["--env-id", args.env_id, "--total-iterations", "5"]  # of 64 episodes each
     s2zpo = ["s2zpo_mujoco.py", *common, "--eval-episodes", "0"]
     horizon = "500" if args.env_id == "CartPole-v1" else "250"
     return {
@@ -236,7 +232,7 @@ def contenders(args: Args) -> dict[str, list[str]]:
     dense = [*prpo, "--num-agents", "3", "--communicator", "uniform", *rounds]
     alone = [*prpo, "--num-agents", "1", "--communicator", "identity"]
     baselines = {
-        SB3: [*sb3, "--threads", str(args.sb3_threads)],
+        SB3: sb3,
         SB3 + ", 1 thread": [*sb3, "--threads", "1"],
     }
     if choose_script(args.env_id) == "prpo_mujoco.py":
@@ -274,7 +270,7 @@ def mujoco_contenders(args: Args, common: list[str]) -> dict[str, list[str]]:
     dense = [*prpo, "--num-agents", "4", "--communicator", "uniform"]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     commands = {
-        SB3: [*sb3, "--threads", str(args.sb3_threads)],
+        SB3: sb3,
         SB3 + ", 1 thread": [*sb3, "--threads", "1"],
     }
     for name, backend in ((", gymnasium", "gymnasium"), ("", "auto")):
@@ -364,7 +360,8 @@ def print_comparison(args: Args, unit: str, runs: dict[str, list[dict]]) -> None
     baseline = next(iter(runs.values()))
     rows = []
     for name, repeats in runs.items():
-        ratios = divide_by_baseline(repeats, baseline)
+        pairs = zip(repeats, baseline, strict=True)  # of one repeat each
+        ratios = [run["speed"] / other["speed"] for run, other in pairs]
         speed = median(run["speed"] for run in repeats)
         memory = median(run["peak_memory_mb"] for run in repeats)
         seconds = median(run["process_seconds"] for run in repeats)
@@ -409,12 +406,6 @@ def print_phases(unit: str, runs: dict[str, list[dict]]) -> None:
     rows.append(("sum", *(f"{sum(times.values()):,.1f} 100%" for times in phases.values())))
     print(f"\nwhere the time goes: microseconds per {unit}, and share")
     print_table(("", *phases), rows)
-
-
-def divide_by_baseline(runs: list[dict], baseline: list[dict]) -> list[float]:
-    """Speed against the baseline's run of the same repeat."""
-    pairs = zip(runs, baseline, strict=True)
-    return [run["speed"] / other["speed"] for run, other in pairs]
 
 
 def scale(args: Args) -> dict[str, list[dict]]:

@@ -467,6 +467,9 @@ def test_a_renderer_that_is_missing_is_one_line(run_of, tmp_path, monkeypatch):
         line = refusal(play_run, run_of(script), video=str(tmp_path / "films"))
         assert line.startswith(f"--video: {script.tiny['env_id']} cannot be drawn; MUJOCO_GL")
         assert line.endswith("OSError: nonsense")
+    config = json.loads((run_of(S2ZPO) / "config.json").read_text())
+    config["command"] = [*config["command"], "--human"]
+    assert not play.load_settings(s2zpo_mujoco, config, play.Args("run")).human
     monkeypatch.delenv("MUJOCO_GL")
     monkeypatch.undo()
     play_run(run_of(PENDULUM), episodes=1)
