@@ -240,7 +240,6 @@ every_script = on(SCRIPTS)
 every_family = on([PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO])
 with_categories = on([PRPO_MINIGRID, PRPO_ATARI])  # whose actions are numbers of a list
 on_minigrid = on(MINIGRID)
-on_atari = on(ATARI)
 
 
 def tiny_settings(script, run_dir, changes):
@@ -493,10 +492,10 @@ def copy_config(source, folder, *words):
 
 
 def rows_of(folder):
-    """metrics.csv as a list of dicts of strings, without the column that depends on the clock."""
+    """metrics.csv as a list of dicts of strings, without the columns that depend on the clock."""
     with open(folder / "metrics.csv", newline="") as file:
         return [
-            {k: v for k, v in row.items() if k != "agent_steps_per_second"}
+            {k: v for k, v in row.items() if not k.endswith("_per_second")}
             for row in csv.DictReader(file)
         ]
 

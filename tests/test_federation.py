@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import test_llm
 import torch
-from command import parse_args
 from fsspec.implementations.local import LocalFileSystem
 from helpers import (
     FEDAVG_MINIGRID,
@@ -963,7 +962,7 @@ def test_nobody_waits_for_anybody(tmp_path):
     assert tags["communicator/c_2_0"][-1][1] == 0
 
 
-@on([PRPO_MINIGRID, PRTRPO_MINIGRID])
+@on([PRPO_MINIGRID])
 def test_rounds_before_the_first_checkpoint_are_not_used_anew(script, tmp_path, crashing, launched):
     """Peers may have read them."""
     launched("--exchange", tmp_path / "store", "--agents", 0)
@@ -1261,20 +1260,6 @@ def test_language_models_train_as_in_one_process(changes, files, tmp_path):  # n
     assert "ignored" not in output  # a peer's file
     (resumed_weights,) = test_llm.weights_of(folder)
     assert torch.equal(resumed_weights, weights)
-
-
-def test_language_models_use_no_round_anew(files, tmp_path, crashing, launched):  # noqa: F811
-    """Of a run that was killed before its first checkpoint."""
-    launched("--exchange", tmp_path / "store", "--agents", 0)
-    script = test_llm.prpo_llm
-    settings = {"local_updates": 1, "save_every": 3, "eval_prompts": 0}
-    args = test_llm.tiny(files, tmp_path / "runs", **settings)
-    crashing("not in its place", 0, 3, lambda: script.main(args))
-    folder = only_run(tmp_path / "runs")
-    launched()
-    assert script.main(parse_args(script, test_llm.to_resume(folder)))["completed"]
-    newest = max((tmp_path / "store" / "prpo" / "agent_0").glob("round_*"))
-    assert newest.name == f"round_{3 + args.total_steps:08}.safetensors"
 
 
 def test_what_needs_all_language_models_in_one_place_is_refused(files, tmp_path, launched):  # noqa: F811

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import weakref
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -982,33 +981,3 @@ def test_only_linear_layers_of_the_decoder_get_adapters(targets, tmp_path):
     assert (
         message.startswith("--lora-targets") and "down_proj, gate_proj, k_proj, o_proj" in message
     )
-
-
-def test_an_agent_that_has_diverged_is_dropped(files, tmp_path, capsys, monkeypatch):
-    """Its weights are found before it is sampled from: its completions get no reward, and the
-    other agent goes on."""
-    learn = prpo_llm.learn
-    steps = []
-
-    def learn_and_break(args, model, trained, *rest):
-        losses = learn(args, model, trained, *rest)
-        steps.append(1)
-        if len(steps) == 2 * args.update_epochs:
-            trained.data[1, 0] = torch.nan
-        return losses
-
-    monkeypatch.setattr(prpo_llm, "learn", learn_and_break)
-    folder, summary = train(files, tmp_path, total_steps=4, local_updates=1)
-    rewards = [
-        [float(row["reward"]) for row in rows_of(folder) if row["agent"] == str(k)]
-        for k in range(2)
-    ]
-    assert np.isfinite(rewards[0]).all() and np.isfinite(rewards[1]).tolist() == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert "agent 1 has diverged" in capsys.readouterr().out and summary["diverged"] == [1]
-    kept = load_file(folder / "agent_0" / "adapter_model.safetensors")
-    assert all(tensor.isfinite().all() for tensor in kept.values())

@@ -12,7 +12,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from command import parse_args
 from gymnasium.wrappers.utils import RunningMeanStd
 from helpers import (
     assert_metrics,
@@ -754,29 +753,6 @@ def test_the_scale_of_rewards_stays_at_home(gate, all_sent, tmp_path):
             assert scales == [1, 1]
 
 
-def test_statistics_of_returns_survive_a_resume(tmp_path, monkeypatch):
-    """A run goes on with those of its checkpoint."""
-    scale_rewards = prpo_mujoco.scale_rewards
-    met = []
-
-    def record(data, statistics):
-        begin = statistics.clone()
-        deviation = scale_rewards(data, statistics)
-        met.append((begin, statistics.clone()))
-        return deviation
-
-    monkeypatch.setattr(prpo_mujoco, "scale_rewards", record)
-    folder = train(prpo_mujoco, tmp_path, iterations=2, num_agents=2)
-    words = ["--resume", str(folder), "--total-timesteps", str(3 * 64)]
-    state = torch.load(folder / "checkpoints" / "agent_1" / "2.pt", weights_only=True)
-    assert torch.equal(state["return_statistics"], met[3][1])
-    prpo_mujoco.main(parse_args(prpo_mujoco, words))
-    assert len(met) == 6
-    for before, after in zip(met[2:4], met[4:], strict=True):
-        assert torch.equal(after[0], before[1])
-        assert after[0][0] > 0
-
-
 # --- rollouts ---
 
 
@@ -795,51 +771,6 @@ def test_actors_are_the_agents(sizes):
             torch.testing.assert_close(means[k], agent.predict(obs[k])[0], rtol=1e-5, atol=1e-6)
         for agent, other in zip(agents, lively_agents(3, sizes), strict=True):
             agent.load_state_dict(other.state_dict())
-
-
-def test_rollouts_are_those_of_a_naive_loop(monkeypatch):
-    """Observations, final ones among them, actions as sampled, and which steps are valid."""
-    torch.manual_seed(0)
-    args = make_args(num_steps=40, num_envs=2, num_agents=3)
-    agents = lively_agents(3, [8, 8, 16])
-    envs = prpo_mujoco.Envs(args, range(3), 4)
-    actors = prpo_mujoco.Actors(agents)
-    generators = [torch.Generator().manual_seed(i) for i in range(3)]
-    plain_envs = [[PlainEnv(args, i, e, 4) for e in range(2)] for i in range(3)]
-    plain_generators = [torch.Generator().manual_seed(i) for i in range(3)]
-    played = [prpo_mujoco.rollout(args, actors, envs, generators) for _ in range(2)]
-    for rollouts in played:
-        for i, (data, episodes) in enumerate(rollouts):
-            moments = Moments()
-            monkeypatch.setattr(
-                moments, "read", lambda i=i: (agents[i].obs_mean, agents[i].obs_var)
-            )
-            plain = args, agents[i], moments, plain_envs[i], plain_generators[i]
-            samples = plain_rollout(*plain)
-            valid = torch.zeros(40, 2, dtype=torch.bool)
-            for sample in samples:
-                valid[sample["step"], sample["env"]] = True
-            assert torch.equal(data["valid"], valid)
-            assert not valid.all()
-            names = {"obs": "obs", "actions": "action", "policy": "policy", "logprobs": "logprob"}
-            names |= {"values": "value", "dones": "done", "rewards": "reward"}
-            names |= {"discounted_returns": "discounted"}
-            for name, of_sample in names.items():
-                expected = torch.stack([torch.as_tensor(sample[of_sample]) for sample in samples])
-                torch.testing.assert_close(
-                    data[name][valid], expected.to(data[name].dtype), rtol=1e-5, atol=2e-5
-                )
-            next_values = data["next_values"] * ~data["terminations"]
-            expected = torch.stack([sample["next_value"] for sample in samples])
-            torch.testing.assert_close(next_values[valid], expected, rtol=1e-5, atol=2e-5)
-            assert (data["actions"].abs() > 1).any()  # clipped for the environment only
-            assert not data["rewards"][~valid].any()
-            assert len(episodes) == data["dones"].sum()
-            batch = prpo_mujoco.make_batch(
-                data | {"advantages": data["values"], "returns": data["values"]}
-            )
-            assert torch.equal(batch["obs"], data["obs"][valid])
-    envs.close()
 
 
 def test_returns_and_lengths_of_episodes():

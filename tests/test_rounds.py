@@ -7,7 +7,6 @@ import csv
 import gc
 import json
 import math
-import shutil
 import weakref
 from types import SimpleNamespace
 from unittest import mock
@@ -26,7 +25,6 @@ from helpers import (
     REPOSITORY,
     SLOW_ATARI,
     assert_same_run,
-    call,
     flags,
     gate_by_hand,
     on,
@@ -970,58 +968,7 @@ def test_an_agent_without_an_episode_reports_its_last_mean(script, crashing, tmp
     assert seen.numbers == [pytest.approx([0.5, NAN, NAN], nan_ok=True)] * 3
 
 
-# --- a new communicator ---
-
-FUNCTION = '''def worst_first(returns: Tensor, log_probs: Tensor) -> Tensor:
-    """All weight on the agent of the lowest return; the further policies are apart, the less."""
-    C = nn.functional.one_hot(returns.argmin(), len(returns)).expand(len(returns), -1)
-    probs = log_probs.exp()
-    distance = (probs[:, None] - probs).abs().sum(-1).mean(-1).max() / 2
-    return (1 - distance) * C + distance * identity(len(returns))
-
-
-'''
-BRANCH = """    elif name == "worst-first":
-        C = communicators.worst_first(returns, log_probs)
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "of_family"),
-    [
-        pytest.param(PRPO_MINIGRID, "prpo_minigrid.py", marks=pytest.mark.slow),
-        pytest.param(FEDAVG_MINIGRID, "prpo_minigrid.py", marks=pytest.mark.slow),
-        pytest.param(PRTRPO_MINIGRID, "prpo_minigrid.py", marks=pytest.mark.slow),
-        pytest.param(PRPO_ATARI, "prpo_atari.py", marks=pytest.mark.slow),
-        pytest.param(FEDAVG_ATARI, "prpo_atari.py", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_new_communicator_takes_two_places(script, of_family, tmp_path):
-    """A function and a branch: inputs, checks, bytes and logs need nothing else."""
-    for path in {"communicators.py", of_family, f"{script.__name__}.py"}:
-        shutil.copy(REPOSITORY / path, tmp_path)
-    for path, before, text in (
-        ("communicators.py", "def from_csv(", FUNCTION),
-        (of_family, "    else:\n        C = communicators.load_matrix(args)\n", BRANCH),
-    ):
-        content = (tmp_path / path).read_text()
-        assert content.count(before) == 1
-        (tmp_path / path).write_text(content.replace(before, text + before))
-    settings = SHORT | {"communicator": "worst-first", "iterations": 2}
-    words = flags(script, tmp_path / "runs", **settings)
-    run = call(tmp_path / f"{script.__name__}.py", *words, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    folder = only_run(tmp_path / "runs")
-    C, distances = matrices_of(folder)[1]
-    assert 0 < distances.max() < 0.5
-    expected = distances.max() * torch.eye(3)
-    expected[:, C[0].argmax()] += 1 - distances.max()
-    torch.testing.assert_close(C, expected, rtol=0, atol=1e-5)
-    # All neighbours' policies are compared
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["communication_bytes"] == 2 * 6 * 4 * count_parameters(script, 128)
-    assert summary["settings"]["communicator"] == "worst-first"
+# --- communicators that do not exist ---
 
 
 @on(ALL)
@@ -1150,25 +1097,6 @@ def test_a_matrix_belongs_to_its_run(change, crashing, tmp_path):
     )
     PRPO_MINIGRID.main(again)
     assert_same_run(folder, only_run(tmp_path / "a"))
-
-
-def test_ranks_compare_the_content_of_a_matrix(tmp_path):
-    """The same path may hold another matrix on another machine."""
-    file = tmp_path / "C.csv"
-    numbers = []
-
-    def find_different_ranks(number):
-        numbers.append(number)
-        return []
-
-    for text in ("1,0\n0,1\n", "1,0\n0,1\n", "0.5,0.5\n0,1\n"):
-        file.write_text(text)
-        args = PRPO_MINIGRID.Args(num_agents=2, communicator=str(file))
-        run = SimpleNamespace(
-            args=args, exchange=SimpleNamespace(find_different_ranks=find_different_ranks)
-        )
-        communicators.Run._compare_ranks(run)
-    assert numbers[0] == numbers[1] != numbers[2]
 
 
 # --- isolated agents, PR-TRPO's radius, averages of adapters ---

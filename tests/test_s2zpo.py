@@ -4,9 +4,7 @@ import copy
 import dataclasses
 import json
 import math
-import os
 import re
-import signal
 
 import gymnasium as gym
 import numpy as np
@@ -16,6 +14,7 @@ from command import parse_args
 from helpers import (
     HAS_ENVPOOL,
     REPOSITORY,
+    assert_same_run,
     evaluations_of,
     only_run,
     refusal,
@@ -28,7 +27,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from test_docs import metrics_of_page, name_in_page
-from tyro._docstrings import get_field_docstring
 
 import communicators
 import s2zpo_mujoco
@@ -71,23 +69,6 @@ def train(run_dir, **changes):
     """A tiny run. Returns its summary and its folder."""
     summary = s2zpo_mujoco.main(parse(**TINY | {"run_dir": run_dir} | changes))
     return summary, only_run(run_dir)
-
-
-def rows_without_clock(folder):
-    """metrics.csv without what depends on the clock."""
-    return [
-        {name: value for name, value in row.items() if name != "trajectories_per_second"}
-        for row in rows_of(folder)
-    ]
-
-
-def assert_same(folder, other):
-    """Two runs have the same policy and the same metrics, bit by bit."""
-    weights = weights_of(folder)
-    expected = weights_of(other)
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[i], expected[i]) for i in weights)
-    assert rows_without_clock(folder) == rows_without_clock(other)
 
 
 def seeded(*key):
@@ -162,13 +143,6 @@ def test_ties_are_fair(answers):
 def test_the_majority_decides(answers, vote):
     votes = {s2zpo_mujoco.count_votes(torch.tensor(answers), seeded(k)) for k in range(8)}
     assert votes == {vote}
-
-
-def test_equal_returns_are_a_fair_coin_without_noise_too():
-    """A noiseless evaluator of equal batches has no opinion either."""
-    args = Args(link="noiseless", num_evaluators=1000)
-    answers, _ = s2zpo_mujoco.draw_answers(torch.ones(2, 2, 3), args, 1.0, seeded(1))
-    assert abs(answers.double().mean()) < 0.1
 
 
 # --- blocks, messages, steps ---
@@ -683,7 +657,7 @@ def test_one_agent_is_central(tmp_path):
     train(tmp_path / "central", algorithm="central", num_agents=3, num_pairs=2)
     for algorithm in ("par", "fedavg"):
         train(tmp_path / algorithm, algorithm=algorithm, num_agents=1, num_pairs=6)
-        assert_same(only_run(tmp_path / algorithm), only_run(tmp_path / "central"))
+        assert_same_run(only_run(tmp_path / algorithm), only_run(tmp_path / "central"))
 
 
 def test_metrics(finished):
@@ -713,15 +687,6 @@ def test_metrics(finished):
     assert task == "CartPole-v1"
 
 
-def test_agents_with_other_starts_do_other_things(finished, tmp_path):
-    """Seeds matter, and agents have episodes, perturbations and answers of their own."""
-    _, folder = finished
-    train(tmp_path, seed=2)
-    assert not torch.equal(weights_of(folder)[0], weights_of(only_run(tmp_path))[0])
-    returns = {row["episodic_return"] for row in rows_of(folder)[:3]}
-    assert len(returns) == 3
-
-
 @pytest.mark.parametrize("changes", [{}, {"env_backend": "gymnasium", "algorithm": "fedavg"}])
 def test_a_resumed_run_is_the_same_run(changes, tmp_path):
     """Two iterations, then two more, are four."""
@@ -731,7 +696,7 @@ def test_a_resumed_run_is_the_same_run(changes, tmp_path):
     argv = ["--resume", str(folder), "--total-iterations", "4"]
     summary = s2zpo_mujoco.main(parse_args(s2zpo_mujoco, argv))
     assert summary["completed"]
-    assert_same(folder, only_run(tmp_path / "whole"))
+    assert_same_run(folder, only_run(tmp_path / "whole"))
 
 
 def test_a_central_run_resumes_with_its_pairs(tmp_path):
@@ -784,29 +749,6 @@ def test_returns_that_are_not_finite_are_reported(tmp_path, monkeypatch):
     assert summary["diverged"] == [1] and summary["evaluation"]["group"] is not None
 
 
-def test_an_interrupted_run_saves_and_goes_on(tmp_path, monkeypatch):
-    """Ctrl-C ends the run after the iteration, with a checkpoint."""
-    combine = s2zpo_mujoco.combine
-    calls = []
-
-    def interrupt(*inputs):
-        calls.append(1)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return combine(*inputs)
-
-    monkeypatch.setattr(s2zpo_mujoco, "combine", interrupt)
-    with pytest.raises(SystemExit) as end:
-        train(tmp_path)
-    assert end.value.code == 130
-    folder = only_run(tmp_path)
-    assert not json.loads((folder / "summary.json").read_text())["completed"]
-    assert len(rows_of(folder)) == 3 * 3
-    summary = s2zpo_mujoco.main(parse_args(s2zpo_mujoco, ["--resume", str(folder)]))
-    assert summary["completed"]
-    assert len(rows_of(folder)) == 4 * 3
-
-
 def test_cart_pole_is_learned(tmp_path):
     """Thirty updates by comparisons, of two agents with few parameters."""
     changes = {"num_agents": 2, "num_pairs": 8, "total_iterations": 30, "save_every": 30}
@@ -840,7 +782,9 @@ def test_processes_train_as_one_and_send_bits(tmp_path):
     run_ranks(2, tool, report, json.dumps(runs), cwd=tmp_path)
     calls_of = json.loads((tmp_path / "report_0.json").read_text())
     for algorithm in ("par", "fedavg"):
-        assert_same(only_run(tmp_path / "two" / algorithm), only_run(tmp_path / "one" / algorithm))
+        assert_same_run(
+            only_run(tmp_path / "two" / algorithm), only_run(tmp_path / "one" / algorithm)
+        )
         sent = [
             (name, [tensors[-1][0], math.prod(tensors[-1][1])])
             for name, tensors in calls_of[algorithm]
@@ -1131,22 +1075,6 @@ def test_central_and_people_need_one_process(monkeypatch):
     message = refusal(parse_args, s2zpo_mujoco, [*flags, "--algorithm", "central"])
     assert "--algorithm central" in message
     assert "--human True" in refusal(parse_args, s2zpo_mujoco, [*flags, "--human"])
-
-
-def test_help_explains_every_flag(capsys):
-    """Every field of Args has a line of explanation, and --help shows it."""
-    with pytest.raises(SystemExit) as end:
-        parse_args(s2zpo_mujoco, ["--help"])
-    assert end.value.code == 0
-    # without frames, colours and line breaks
-    shown = re.sub(r"[^\w:,.()\[\]/*+-]+", "", capsys.readouterr().out)
-    for field in dataclasses.fields(Args):
-        if field.name == "communicator_matrix":  # no flag
-            continue
-        text = get_field_docstring(Args, field.name, ())
-        assert len(text.split()) >= 2
-        assert f"--{field.name.replace('_', '-')}" in shown
-        assert re.sub(r"[^\w:,.()\[\]/*+-]+", "", text) in shown, text
 
 
 def test_defaults_of_tasks():

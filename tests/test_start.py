@@ -345,7 +345,12 @@ def data(tmp_path, monkeypatch):
         rows.append({"prompt": [message], "completion": completion, "topic": f"topic {number}"})
     path = tmp_path / "docstrings.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    monkeypatch.setattr(prpo_llm.runpy, "run_path", lambda tool: {"cached": lambda _: str(path)})
+
+    def cached(get_cached_folder):
+        assert get_cached_folder is prpo_llm.get_cached_folder
+        return str(path)
+
+    monkeypatch.setattr(prpo_llm.runpy, "run_path", lambda tool: {"cached": cached})
     return path
 
 
