@@ -5,33 +5,8 @@ reference policy is built from, C_i pi = sum_j c_ij pi_j: agent i listens to age
 and column j shows agent j's listeners. Equation, example, definition and remark numbers are those
 of the PRPO paper.
 
-Contents
-    1 mathematics
-        communicators: identity, uniform, self_preferred, similarity, reward, softmax_reward,
-            rank_reward, best, relative_gain, samples, surrogate, from_csv, check_matrix
-        what they are computed from: bound_returns, remember, update_means, surrogate_gains
-        who may listen to whom: find_neighbours, ring, top_k, find_senders, sparsify, drop_invalid,
-            restrict
-        matrices as text: read_table, write_matrix, load_matrix, read_matrix
-        what is logged of C: non_expansion, find_compared, measure_distances,
-            summarize_communicator, summarize_gate
-        policies: gate_by_value, mix_log_probs, categorical_kl, kl_to_reference
-        policies that are Gaussians: Gaussians, gaussian_log_prob, gaussian_entropy, gaussian_kl,
-            are_bounded, mix_gaussians, match_moments, kl_to_gaussians, similarity_of_gaussians,
-            measure_gaussians
-        parameters: flatten, unflatten, load_networks, average_parameters, take_server_step,
-            average_products
-    2 exchange
-        set_device, make_exchange, and Exchange: which process holds which agents, and all
-            communication between them
-    3 arguments
-        types with bounds (Count, Natural, ...), RunArgs, refuse, refuse_others, parse_args,
-            find_inputs, read_config, derive_seed, and the statistics of returns (mean,
-            mean_and_half_interval)
-    4 the run
-        Run: folder, logs, checkpoints, signals, timing, summary, with write_atomically
-    5 speed
-        Stacked: networks of the same layers as one product for each layer
+Contents: 1 mathematics (communicators, who may listen to whom, policies, parameters), 2 exchange,
+3 arguments, 4 the run, 5 speed.
 
 There is no algorithm, no environment and no network here, and nothing here calls back into a
 script, but for its `make_communicator` and its checks of arguments.
@@ -497,9 +472,8 @@ def ring(num_agents: int) -> Tensor:
 
     Returns a bool mask [agents, agents].
     """
-    index = torch.arange(num_agents)
-    distance = (index[None] - index[:, None]) % num_agents
-    return (distance <= 1) | (distance == num_agents - 1)
+    oneself = torch.eye(num_agents, dtype=torch.bool)
+    return oneself | oneself.roll(1, 0) | oneself.roll(-1, 0)
 
 
 def top_k(communicator: Tensor, k: int) -> Tensor:
@@ -556,31 +530,20 @@ def drop_invalid(communicator: Tensor, valid: Tensor) -> Tensor:
 
 
 def restrict(
-    communicator: Tensor,
-    topology: str = "full",
-    k: int = 0,
-    usable: Tensor | None = None,
-    keep_self: bool = False,
-    allowed: Tensor | None = None,
+    args: "RunArgs", communicator: Tensor, usable: Tensor | None = None, keep_self: bool = False
 ) -> Tensor:
-    """C within a topology (full or ring), among the usable peers, of these the k heaviest (0: all).
+    """C among the usable ones of the peers that are allowed, of these the --top-k heaviest.
 
-    usable: bool [agents] (None: all); keep_self as in `sparsify`; allowed: bool [agents, agents],
-    the only peers that may get weight (None: all). An agent without any such peer listens to
-    itself. Returns [agents, agents].
+    usable: bool [agents] (None: all); keep_self as in `sparsify`. An agent without any such peer
+    listens to itself. Returns [agents, agents].
     """
-    n = len(communicator)
+    n = args.num_agents
     if usable is None:
         usable = torch.ones(n, dtype=torch.bool)
-    mask = torch.ones(n, n, dtype=torch.bool)
-    if topology == "ring":
-        mask = ring(n)
-    if allowed is not None:
-        mask = mask & allowed
-    oneself = torch.eye(n, dtype=torch.bool)
-    communicator = sparsify(communicator, (mask & usable) | oneself, keep_self)
-    if k:
-        communicator = sparsify(communicator, top_k(communicator, k), keep_self)
+    mask = (find_neighbours(args) & usable) | torch.eye(n, dtype=torch.bool)
+    communicator = sparsify(communicator, mask, keep_self)
+    if args.top_k:
+        communicator = sparsify(communicator, top_k(communicator, args.top_k), keep_self)
     return drop_invalid(communicator, usable)
 
 
@@ -1176,15 +1139,7 @@ class Exchange:
             )
             stop(f"{message}: start with torchrun, or unset RANK", WRONG_VALUE, any_rank=True)
         # Rank 0 holds the store, unless torchrun does
-        has_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = dist.TCPStore(
-            address,
-            int(port),
-            self.world_size,
-            is_master=has_store,
-            timeout=self.timeout,
-            multi_tenant=True,
-        )
+        store, _, _ = next(dist.rendezvous("env://", timeout=self.timeout))
         # torchrun's own store outlives a restart: the prefix hides the addresses of dead processes
         attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         self._store = dist.PrefixStore(attempt, store)
@@ -1417,11 +1372,8 @@ def get_world_size() -> int:
     """The number of torchrun's processes; 1 without torchrun."""
     if "RANK" not in os.environ:
         return 1
-    if "WORLD_SIZE" not in os.environ:
-        message = "RANK is set without WORLD_SIZE: start with torchrun, or unset RANK"
-        stop(message, WRONG_VALUE, any_rank=True)
     rank = os.environ["RANK"]
-    world_size = os.environ["WORLD_SIZE"]
+    world_size = os.environ.get("WORLD_SIZE", "")
     are_numbers = rank.isdecimal() and world_size.isdecimal()
     if not are_numbers or int(rank) >= int(world_size):
         message = f"RANK={rank} must be a whole number below WORLD_SIZE={world_size}"
@@ -1511,7 +1463,7 @@ def read_flags(Args: type, argv: list[str] | None = None, **options):
         Args, args=words, description=description, console_outputs=_is_first_here(), **options
     )
     for name, hint in hints.items():
-        _check_bounds(args, name, _find_bounds(hint))
+        _check_bounds(args, name, hint)
     return args
 
 
@@ -1527,20 +1479,15 @@ def _refuse_true_and_false(words: list[str], hints: dict) -> None:
             stop(f"{flag} {value}: takes no value; write {on} or {off}", WRONG_VALUE)
 
 
-def _find_bounds(hint) -> list[Bound]:
-    """The bounds that a type declares, also inside `... | None`."""
+def _check_bounds(args: RunArgs, flag: str, hint) -> None:
+    """Refuse a value outside the bounds that its type declares, also inside `... | None`."""
+    value = getattr(args, flag)
+    if value is None:  # an optional flag that was left out
+        return
     bounds = []
     for inner in (hint, *typing.get_args(hint)):
         metadata = getattr(inner, "__metadata__", ())
         bounds += [entry for entry in metadata if isinstance(entry, Bound)]
-    return bounds
-
-
-def _check_bounds(args: RunArgs, flag: str, bounds: list[Bound]) -> None:
-    """Refuse a value outside its bounds; None is an optional flag that was left out."""
-    value = getattr(args, flag)
-    if value is None:
-        return
     if isinstance(value, float) and not math.isfinite(value):
         requirements = ["be finite", *(bound.requirement for bound in bounds)]
         refuse(args, flag, f"must {' and '.join(requirements)}")
@@ -1738,15 +1685,13 @@ def read_run(given: RunArgs, words: Iterable[str] = ()) -> RunArgs:
         refuse(given, "resume", valid)
     script = find_script(given)
     of_this_version = f"must be a run of this version of {script.name}"
-    command = config.get("command")
-    is_list_of_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
-    if config.get("script") == script.stem and "command" not in config:
-        refuse(given, "resume", f"{of_this_version}; those of version 0.1 need commit 9627f85")
     name = config.get("script")
     if name not in (None, script.stem):
         refuse(given, "resume", f"is a run of {name}.py, not of {script.name}")
+    command = config.get("command")
+    is_list_of_words = isinstance(command, list) and all(isinstance(word, str) for word in command)
     if name is None or not is_list_of_words:
-        refuse(given, "resume", of_this_version)
+        refuse(given, "resume", f"{of_this_version}; those of version 0.1 need commit 9627f85")
     launched = exchange_of_launcher is not None
     if bool(config.get("exchange")) != launched:
         began = "without" if launched else "under"
@@ -2008,6 +1953,7 @@ if hasattr(signal, "SIGHUP"):  # not on Windows
 SAME_REQUEST = 10.0
 
 
+@dataclass(eq=False, repr=False)
 class Run:
     """What surrounds training, the same for every algorithm; every script's `main` shows its use.
 
@@ -2015,63 +1961,39 @@ class Run:
     determine. Modules and optimizers, generators, tensors, lists and deques are saved as
     they are and restored *in place*, so that one dict is used for both. Every agent has its own
     folder; a checkpoint counts once all agents have completed it.
-
-    total: iterations of the whole run. units_per_iteration: what all agents together do in one,
-    counted in `unit`; speed: the metric for that per second. env_ids, steps_per_iteration: in
-    control, each agent's task and the steps of an agent, which the horizontal axis counts.
-    main_metric: that of the progress line and of the final table, where its column is called
-    `main_column`. measure: what it and an evaluation measure, over `samples`. counter: what an
-    iteration is called. finite: metrics that are finite unless an agent has diverged. columns:
-    names in metrics.csv of metrics that are not called there by the last part of their key. about:
-    more to print at the start.
     """
 
-    def __init__(
-        self,
-        args: RunArgs,
-        exchange: Exchange,
-        name: str,
-        *,
-        total: int,
-        units_per_iteration: int,
-        main_metric: str,
-        env_ids: list[str] = (),
-        steps_per_iteration: int = 1,
-        unit: str = "agent-steps",
-        speed: str = "charts/SPS",
-        measure: str = "return",
-        samples: str = "episodes",
-        main_column: str = "last 100 episodes",
-        counter: str = "iteration",
-        finite: tuple[str, ...] = LOSS_TERMS,
-        columns: dict[str, str] | None = None,
-        about: str = "",
-    ):
-        self.args = args
-        self.exchange = exchange
-        self.settings = exchange.settings | vars(args)
-        self.total = total
-        self.units_per_iteration = units_per_iteration
-        self.main_metric = main_metric
-        self.env_ids = env_ids
-        self.steps_per_iteration = steps_per_iteration
-        self.unit = unit
-        self.speed = speed
-        self.measure = measure
-        self.samples = samples
-        self.main_column = main_column
-        self.counter = counter
-        self.finite = finite
-        self.columns = columns or {}
-        self.about = about
+    args: RunArgs
+    exchange: Exchange
+    title: dataclasses.InitVar[str]  # the beginning of the folder's name
+    _: dataclasses.KW_ONLY
+    total: int  # iterations of the whole run
+    units_per_iteration: int  # what all agents together do in one, counted in `unit`
+    main_metric: str  # that of the progress line and of the final table
+    env_ids: list[str] = ()  # each agent's task, in control
+    steps_per_iteration: int = 1  # of an agent, in control; the horizontal axis counts them
+    unit: str = "agent-steps"
+    speed: str = "charts/SPS"  # the metric for units per second
+    measure: str = "return"  # what the main metric and an evaluation measure
+    samples: str = "episodes"  # over what an evaluation measures it
+    main_column: str = "last 100 episodes"  # of the main metric in the final table
+    counter: str = "iteration"  # what an iteration is called
+    finite: tuple[str, ...] = LOSS_TERMS  # metrics that are finite unless an agent has diverged
+    # names in metrics.csv of metrics that are not called there by the last part of their key
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    about: str = ""  # more to print at the start
+
+    def __post_init__(self, title: str):
+        exchange = self.exchange
+        self.settings = exchange.settings | vars(self.args)
         self.chief = exchange.rank == 0  # writes the common logs
         self._compare_ranks()
         # Long names are cut, since file systems allow 255 bytes, and none leaves the folder of runs
         names = []
-        for text in (name, args.exp_name):
+        for text in (title, self.args.exp_name):
             allowed = re.sub(r"[^\w.+-]", "-", text)
             names.append(allowed.encode()[:80].decode(errors="ignore"))
-        prefix = f"{'__'.join(names)}__{args.seed}__"
+        prefix = f"{'__'.join(names)}__{self.args.seed}__"
         if exchange.label:
             prefix += f"{exchange.label}__"
         self.folder = self._open(prefix)
@@ -2196,9 +2118,12 @@ class Run:
         """
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
             return 0
-        paths = runs.glob(f"{prefix}*/config.json")
-        attempts = [path.parent.name for path in paths if path.read_text() == config]
-        return max((int(attempt.removeprefix(prefix)) for attempt in attempts), default=0)
+        last = 0
+        for path in runs.glob(f"{prefix}*/config.json"):
+            stamp = path.parent.name.removeprefix(prefix)
+            if stamp.isdecimal() and path.read_text() == config:  # not a copy, such as ..._backup
+                last = max(last, int(stamp))
+        return last
 
     @staticmethod
     def _make_folder(runs: Path, prefix: str) -> int:
@@ -2545,7 +2470,6 @@ class Run:
             for i in members:
                 for j in range(n):
                     scalars[f"communicator/c_{i}_{j}"] = communicator[i, j].item()
-                for j in range(n):
                     # Of two members the first one has the pair, of others the member
                     if j > i or j not in members:
                         pair = "_".join(f"agent_{number}" for number in sorted((i, j)))
@@ -2696,9 +2620,8 @@ class Run:
                 for line, iteration, agent in re.findall(pattern, text):
                     if int(iteration) < self.iteration or int(agent) not in self.exchange.agents:
                         kept.append(line)
-                content = "".join(kept + lines).encode()
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(path, lambda file, content=content: file.write(content))
+                _write_text(path, "".join(kept + lines))
             self.exchange.barrier()
 
     @_end_in_one_line
@@ -2740,15 +2663,12 @@ class Run:
         agents = self.exchange.members
         recent = [self.latest[self.main_metric][i] for i in agents]
         evaluations = [self._evaluation_of(i) for i in agents]
-        judged_by = [self.env_ids[i] for i in agents if self.env_ids]  # each agent's own task
-        if not judged_by:
-            first_task = list(self.results)[:1]
-            judged_by = first_task * len(agents)
-        group = [
-            evaluation[task]["mean"]
-            for evaluation, task in zip(evaluations, judged_by, strict=False)
-            if task in evaluation
-        ]
+        group = []
+        for i, evaluation in zip(agents, evaluations, strict=True):
+            # Each agent is judged by its own task
+            task = self.env_ids[i] if self.env_ids else next(iter(evaluation), None)
+            if task in evaluation:
+                group.append(evaluation[task]["mean"])
         versions = {"python": sys.version.split()[0]}
         for package in PACKAGES:
             if package.replace("-", "_") in sys.modules:

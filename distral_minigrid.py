@@ -28,7 +28,7 @@ from torch import Tensor
 
 import communicators
 import prpo_minigrid
-from communicators import Count, NonNegative, Positive, Run, derive_seed, mean
+from communicators import Count, NonNegative, Positive, Run, derive_seed, mean, refuse
 from prpo_minigrid import (
     Agent,
     Envs,
@@ -79,12 +79,6 @@ class Args(TaskArgs):
 # --- Distral ---
 
 
-def make_central(args: Args, num_actions: int) -> Agent:
-    """The central policy at the start, that of an agent of the default size; its critic is idle."""
-    torch.manual_seed(args.seed)
-    return Agent(num_actions)
-
-
 def pool_states(rollouts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The states of all agents, which the central policy learns from.
 
@@ -122,11 +116,9 @@ def distil(
         optimizer.zero_grad()
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(central.parameters(), args.max_grad_norm)
-        finite = bool(loss.isfinite() & grad_norm.isfinite())
-        if finite:
-            optimizer.step()
-        else:  # no step, which would ruin Adam's moments
-            return math.nan
+        if not (loss.isfinite() & grad_norm.isfinite()):
+            return math.nan  # without a step, which would ruin Adam's moments
+        optimizer.step()
     return mean(losses)
 
 
@@ -160,8 +152,9 @@ def main(args: Args) -> dict:
     generators = [torch.Generator().manual_seed(derive_seed(args.seed, i)) for i in held]
     last_returns = [deque(maxlen=100) for _ in held]
 
-    # Central policy, and what the agents have of it
-    central = make_central(args, agents[0].actor.out_features).to(exchange.device)
+    # Central policy, of the default size and with an idle critic, and what the agents have of it
+    torch.manual_seed(args.seed)
+    central = Agent(agents[0].actor.out_features).to(exchange.device)
     central_optimizer = torch.optim.Adam(
         central.parameters(), args.central_learning_rate, eps=1e-5, fused=True
     )
@@ -282,7 +275,7 @@ def check_args(args: Args) -> None:
     communicators.refuse_communicator(args, reason)
     if communicators.get_world_size() > 1:
         valid = "must be in one process, as the central policy learns from the states of all"
-        communicators.refuse(args, "num_agents", valid)
+        refuse(args, "num_agents", valid)
     if args.kl_coef == 0 and args.num_agents > 1:
         communicators.announce("--kl-coef 0: the central policy has no influence on the agents")
 

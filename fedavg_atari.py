@@ -23,7 +23,7 @@ from torch import Tensor
 
 import communicators
 import prpo_atari
-from communicators import Count, NonNegative, Positive, Run, derive_seed, mean
+from communicators import Count, NonNegative, Positive, Run, derive_seed, mean, refuse
 from prpo_atari import (
     Actors,
     Envs,
@@ -287,8 +287,7 @@ def check_args(args: Args) -> None:
     prpo_atari.check_task(args)
     communicators.check_communicator(args, make_communicator, has_influence=True)
     if args.communicator == "self-preferred" and args.self_preference == 0 and args.num_agents > 1:
-        valid = "must be positive, or agents would swap networks"
-        communicators.refuse(args, "self_preference", valid)
+        refuse(args, "self_preference", "must be positive, or agents would swap networks")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import communicators
 import prpo_mujoco
-from communicators import Count, NonNegative, Positive, Run, derive_seed, mean
+from communicators import Count, NonNegative, Positive, Run, derive_seed, mean, refuse
 from prpo_mujoco import (
     Actors,
     Agent,
@@ -325,11 +325,9 @@ def check_args(args: Args) -> None:
     prpo_mujoco.check_task(args)
     communicators.check_communicator(args, make_communicator, has_influence=True)
     if args.communicator == "self-preferred" and args.self_preference == 0 and args.num_agents > 1:
-        valid = "must be positive, or agents would swap networks"
-        communicators.refuse(args, "self_preference", valid)
+        refuse(args, "self_preference", "must be positive, or agents would swap networks")
     if len(set(args.hidden_sizes)) > 1:
-        valid = "must be equal: networks of different sizes have no average"
-        communicators.refuse(args, "hidden_sizes", valid)
+        refuse(args, "hidden_sizes", "must be equal: networks of different sizes have no average")
 
 
 if __name__ == "__main__":

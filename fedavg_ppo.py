@@ -27,7 +27,7 @@ from torch import Tensor
 
 import communicators
 import prpo_minigrid
-from communicators import Count, NonNegative, Positive, Run, derive_seed, mean
+from communicators import Count, NonNegative, Positive, Run, derive_seed, mean, refuse
 from prpo_minigrid import (
     Agent,
     Envs,
@@ -182,11 +182,6 @@ def update(
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-            finite = bool(loss.isfinite() & grad_norm.isfinite())
-            if finite:
-                optimizer.step()
-            else:  # no step, which would ruin Adam's moments; the NaN is logged
-                pg_loss = torch.full_like(pg_loss, torch.nan)
 
             approx_kl = (ratio - 1 - logratio).mean()  # http://joschu.net/blog/kl-approx.html
             clipfrac = torch.zeros_like(approx_kl)
@@ -205,8 +200,11 @@ def update(
             )
             if args.prox_coef:
                 losses[-1]["losses/proximal_loss"] = proximal_loss.item()
-            if not finite:  # this agent has diverged and its update ends; those of its peers go on
+            if not (loss.isfinite() & grad_norm.isfinite()):
+                # This agent has diverged: no step, which would ruin Adam's moments; peers go on
+                losses[-1]["losses/policy_loss"] = torch.nan
                 return average_losses(losses)
+            optimizer.step()
     return average_losses(losses)
 
 
@@ -411,21 +409,17 @@ def check_args(args: Args) -> None:
     """What types cannot express. `refuse` ends with one line: flag, value and what is valid."""
     flag = "env_ids" if args.env_ids else "env_id"
     if any(env_id.startswith("ALE/") or "NoFrameskip" in env_id for env_id in list_env_ids(args)):
-        communicators.refuse(args, flag, "games of the Atari 2600 are trained by fedavg_atari.py")
+        refuse(args, flag, "games of the Atari 2600 are trained by fedavg_atari.py")
     prpo_minigrid.check_task(args)
     communicators.check_communicator(args, make_communicator, has_influence=True)
     if args.communicator == "self-preferred" and args.self_preference == 0 and args.num_agents > 1:
-        valid = "must be positive, or agents would swap networks"
-        communicators.refuse(args, "self_preference", valid)
+        refuse(args, "self_preference", "must be positive, or agents would swap networks")
     if len(set(args.hidden_sizes)) > 1:
-        valid = "must be equal: networks of different sizes have no average"
-        communicators.refuse(args, "hidden_sizes", valid)
-    if args.private_heads and args.prox_coef:
-        valid = "does not go with --prox-coef, with which nothing is replaced"
-        communicators.refuse(args, "private_heads", valid)
-    if args.server_lr != 1 and args.prox_coef:
-        valid = "does not go with --prox-coef, with which nothing is replaced"
-        communicators.refuse(args, "server_lr", valid)
+        refuse(args, "hidden_sizes", "must be equal: networks of different sizes have no average")
+    for flag in ("private_heads", "server_lr"):
+        if args.prox_coef and getattr(args, flag) != getattr(Args, flag):
+            valid = "does not go with --prox-coef, with which nothing is replaced"
+            refuse(args, flag, valid)
 
 
 if __name__ == "__main__":

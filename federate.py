@@ -104,11 +104,6 @@ def decode_snapshot(
     return parameters, about
 
 
-def find_largest_size(numel: int) -> int:
-    """The bytes of the largest file of a snapshot of so many numbers."""
-    return 8 + MAX_HEADER + 4 * numel
-
-
 def compute_digest(about: dict[str, str], parameters: Tensor) -> str:
     """SHA-256 of a snapshot: its metadata, in the order of their names, and its parameters."""
     text = json.dumps(about, sort_keys=True).encode()
@@ -364,8 +359,7 @@ class FolderExchange(communicators.Exchange):
 
     def describe(self) -> dict[str, float]:
         """Scalars about the communication, for the log."""
-        scalars = {
-            "communication/bytes": self.bytes_sent,
+        scalars = super().describe() | {
             "communication/bytes_received": self.bytes_received,
             "communication/rejected": self.rejected,
         }
@@ -454,8 +448,7 @@ class FolderExchange(communicators.Exchange):
 
     def _is_new(self, peer: Peer) -> bool:
         """Whether a peer's snapshot is as new as this round, or has arrived in it."""
-        is_there = peer.snapshot is not None
-        return is_there and (peer.round >= self.number or peer.arrival == self.number)
+        return peer.round >= self.number or peer.arrival == self.number
 
     def _is_usable(self, peer: Peer) -> bool:
         """Whether a peer takes part in this round."""
@@ -471,23 +464,14 @@ class FolderExchange(communicators.Exchange):
         newest = self.number
         for i, tensor in zip(self.agents, sent, strict=True):
             for number in self._list_rounds(i):
-                if self._has_written(i, number, len(tensor)):
+                with contextlib.suppress(Rejected, StoreError):
+                    data = self._fetch(i, number, len(tensor)) or b""
+                    self._decode(i, number, len(tensor), data)
                     newest = max(newest, number)
                     break
         for peer in self.peers.values():
             peer.arrival += newest - self.number
         self.number = newest
-
-    def _has_written(self, i: int, number: int, numel: int) -> bool:
-        """Whether the file of a round of an agent held is one that it has written."""
-        try:
-            data = self._fetch(i, number, numel)
-            if data is None:
-                return False
-            self._decode(i, number, numel, data)
-        except (Rejected, StoreError):
-            return False
-        return True
 
     # Files
 
@@ -577,8 +561,7 @@ class FolderExchange(communicators.Exchange):
             return None
         self.bytes_received += len(data)
         try:
-            parameters, about = self._decode(j, number, numel, data)
-            return parameters, _read_report(about)
+            return self._decode(j, number, numel, data)
         except Rejected as reason:
             if path not in self._known_as_bad:
                 print(f"\nignored {path}, which {reason}", flush=True)
@@ -588,14 +571,16 @@ class FolderExchange(communicators.Exchange):
 
     def _fetch(self, j: int, number: int, numel: int) -> bytes | None:
         """The file of an agent's round; of one that is too large a byte more than is allowed."""
-        return self.store.read(self._path(j, number), find_largest_size(numel) + 1)
+        return self.store.read(self._path(j, number), 8 + MAX_HEADER + 4 * numel + 1)
 
-    def _decode(self, j: int, number: int, numel: int, data: bytes) -> tuple[Tensor, dict]:
-        """What the file of an agent's round holds, or `Rejected`, as `decode_snapshot`."""
-        limit = find_largest_size(numel)
-        if len(data) > limit:
-            raise Rejected(f"has more than {limit} bytes")
-        return decode_snapshot(data, self._identify(j, number), numel, self._find_key(j))
+    def _decode(self, j: int, number: int, numel: int, data: bytes) -> tuple[Tensor, float]:
+        """What the file of an agent's round holds, and the number it reports, or `Rejected`."""
+        expected = self._identify(j, number)
+        parameters, about = decode_snapshot(data, expected, numel, self._find_key(j))
+        try:
+            return parameters, float(about.get("report", "nan"))
+        except ValueError as error:
+            raise Rejected("reports no number") from error
 
     def _find_key(self, j: int):
         """The public key with which an agent has to sign; None without --trust, or `Rejected`."""
@@ -606,14 +591,6 @@ class FolderExchange(communicators.Exchange):
         if j not in self.trust:
             raise Rejected(f"is of agent {j}, whose key is not in --trust")
         return self.trust[j]
-
-
-def _read_report(about: dict[str, str]) -> float:
-    """The number that a snapshot reports, NaN if none."""
-    try:
-        return float(about.get("report", "nan"))
-    except ValueError as error:
-        raise Rejected("reports no number") from error
 
 
 # --- flags and checks ---

@@ -46,6 +46,7 @@ from communicators import (
     Stacked,
     derive_seed,
     mean,
+    refuse,
 )
 
 # requirements-minigrid.txt leaves the emulator out
@@ -426,11 +427,6 @@ def update(
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-            finite = bool(loss.isfinite() & grad_norm.isfinite())
-            if finite:
-                optimizer.step()
-            else:  # no step, which would ruin Adam's moments; the NaN is logged
-                pg_loss = torch.full_like(pg_loss, torch.nan)
 
             approx_kl = (ratio - 1 - logratio).mean()  # http://joschu.net/blog/kl-approx.html
             clipfrac = torch.zeros_like(approx_kl)
@@ -447,8 +443,11 @@ def update(
                     "losses/kl_reference": kl_reference.item(),
                 }
             )
-            if not finite:  # this agent has diverged and its update ends; those of its peers go on
+            if not (loss.isfinite() & grad_norm.isfinite()):
+                # This agent has diverged: no step, which would ruin Adam's moments; peers go on
+                losses[-1]["losses/policy_loss"] = torch.nan
                 return average_losses(losses)
+            optimizer.step()
     return average_losses(losses)
 
 
@@ -467,9 +466,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
     n = args.num_agents
     name = args.communicator
     if name == "identity":
-        return communicators.identity(n)
-    allowed = None
-    if name == "uniform":
+        C = communicators.identity(n)
+    elif name == "uniform":
         C = communicators.uniform(n)
     elif name == "self-preferred":
         C = communicators.self_preferred(n, args.self_preference)
@@ -488,10 +486,9 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
         C = communicators.surrogate(gains, args.communicator_temperature)
     else:
         C = communicators.load_matrix(args)
-        allowed = C > 0  # the zeros of the file forbid
     communicators.check_matrix(args, C, usable)
     keep_self = name == "self-preferred"
-    return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
+    return communicators.restrict(args, C, usable, keep_self)
 
 
 def estimate_gains(i: int, batch: dict[str, Tensor], peers: dict[int, Agent], n: int) -> Tensor:
@@ -742,11 +739,6 @@ def is_custom(env_id: str) -> bool:
     return ":" in env_id
 
 
-def is_ale(env_id: str) -> bool:
-    """Whether an id has the form of a game of the Arcade Learning Environment."""
-    return env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")
-
-
 class CustomGame(gym.Wrapper):
     """A game of your own whose rewards are numbers, also those of shape (1,).
 
@@ -796,15 +788,6 @@ def uses_gpu(args: Args) -> bool:
     return args.device != "cpu" and torch.cuda.is_available()
 
 
-def choose_precision(args: Args) -> str:
-    """bfloat16 on a processor that has it: elsewhere float32 is faster.
-
-    On a GPU most of the time is the launching of kernels, of which bfloat16 needs more.
-    """
-    supported = torch.cpu.get_capabilities().get("avx512_bf16")
-    return "bfloat16" if supported and not uses_gpu(args) else "float32"
-
-
 def choose_backend(args: Args) -> str:
     """The environment backend that this run uses."""
     return "gymnasium" if any(map(is_custom, list_env_ids(args))) else "ale-py"
@@ -827,21 +810,6 @@ def make_games(args: Args, env_id: str, number: int, **screen) -> "AtariVectorEn
         repeat_action_probability=0.25 if args.sticky_actions else 0.0,
         **screen,
     )
-
-
-class CustomGames(SyncVectorEnv):
-    """Games of your own, which show the last four 84x84 grey frames themselves, [4, 84, 84] uint8.
-
-    Their seeds are an array, like those of `AtariVectorEnv`.
-    """
-
-    def __init__(self, env_id: str, number: int):
-        thunks = [functools.partial(make_custom, env_id)] * number
-        super().__init__(thunks, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
-
-    def reset(self, seed: np.ndarray) -> tuple[np.ndarray, dict]:
-        """Like that of AtariVectorEnv."""
-        return super().reset(seed=seed.tolist())
 
 
 class Games:
@@ -871,14 +839,16 @@ class Games:
             members = list(members)
             rows = slice(members[0], members[-1] + 1)
             env_id = env_ids[rows.start]
-            number = self.lives[rows].size
+            of_games = np.array(seeds)[rows].ravel()
             fire = False
-            if is_custom(env_id):
-                pool = CustomGames(env_id, number)
+            if is_custom(env_id):  # shows the last four frames itself
+                thunks = [functools.partial(make_custom, env_id)] * len(of_games)
+                pool = SyncVectorEnv(thunks, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
+                obs, info = pool.reset(seed=of_games.tolist())
             else:
-                pool = make_games(args, env_id, number)
+                pool = make_games(args, env_id, len(of_games))
                 fire = ale_py.Action.FIRE in list(pool.ale.get_action_set())[1:2]
-            obs, info = pool.reset(seed=np.array(seeds)[rows].ravel())
+                obs, info = pool.reset(seed=of_games)
             self.obs[rows] = self.arrange_blocks(obs, rows)
             self.lives[rows] = info["lives"].reshape(self.lives[rows].shape)
             self.countdown[rows] = 2 * fire
@@ -1056,20 +1026,20 @@ def check_args(args: Args) -> None:
 def check_task(args: TaskArgs) -> None:
     """What types cannot express of the flags of every script on Atari."""
     if args.precision == "auto":
-        args.precision = choose_precision(args)
+        # On a GPU most of the time is the launching of kernels, of which bfloat16 needs more
+        has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16") and not uses_gpu(args)
+        args.precision = "bfloat16" if has_bfloat16 else "float32"
     n = args.num_agents
     batch_size = args.num_envs * args.num_steps
     if args.num_steps < 4:
         valid = "must be at least 4: three may only start a game and press its button"
-        communicators.refuse(args, "num_steps", valid)
+        refuse(args, "num_steps", valid)
     if batch_size % args.num_minibatches:
-        valid = f"must divide num_envs * num_steps = {batch_size}"
-        communicators.refuse(args, "num_minibatches", valid)
+        refuse(args, "num_minibatches", f"must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
-        valid = f"must be at least one rollout, {batch_size} steps"
-        communicators.refuse(args, "total_timesteps", valid)
+        refuse(args, "total_timesteps", f"must be at least one rollout, {batch_size} steps")
     if len(args.env_ids) not in (0, n):
-        communicators.refuse(args, "env_ids", f"must name one task for each of {n} agents")
+        refuse(args, "env_ids", f"must name one task for each of {n} agents")
     check_envs(args)
 
 
@@ -1088,19 +1058,19 @@ def check_envs(args: Args) -> None:
             problem = f"cannot be used: {communicators.first_line(error)}"
         if problem:
             valid = "must be <Game>NoFrameskip-v4 or ALE/<Game>-v5, or one of your own as module:id"
-            communicators.refuse(args, flag, f"{valid}; {env_id}: {problem}")
+            refuse(args, flag, f"{valid}; {env_id}: {problem}")
         # Those of your own games have no names, only their number can be compared
         named = [names for game, names in actions.items() if not is_custom(game)]
         if len(set(map(len, actions.values()))) > 1 or any(names != named[0] for names in named):
             valid = "need the same actions; give all 18 to each with --full-action-space"
-            communicators.refuse(args, flag, valid)
+            refuse(args, flag, valid)
 
 
 def find_game_problem(args: Args, env_id: str) -> str:
     """What makes an environment unusable here, nothing ("") if it is not."""
     name = strip_module(env_id)
     if not is_custom(env_id):
-        if not is_ale(env_id):
+        if not (env_id.endswith("NoFrameskip-v4") or env_id.startswith("ALE/")):
             return "is none"
         return "" if find_spec("ale_py") else "ale-py is not installed"
     env = make_custom(env_id)

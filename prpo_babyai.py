@@ -658,8 +658,7 @@ class Episode:
         listed = info.get("actions") or ()
         actions = list(listed)
         if isinstance(listed, str) or not all(isinstance(action, str) for action in actions):
-            problem = f"must list actions as texts; {self.place} has {listed!r}"
-            refuse_world(self.args, problem)
+            refuse_world(self.args, f"must list actions as texts; {self.place} has {listed!r}")
         self.observation = observation
         self.actions = actions
         if "score" in info:
@@ -864,8 +863,8 @@ def collate(episodes: list[list[Episode]], device: torch.device | str) -> tuple[
     counts = [len(turns) for turns in rows]
     width = max(counts) + 1
     longest = max(len(turn.answer) for turns in rows for turn, _ in turns)
+    prompts = []
     batch = {
-        "prompts": [],
         "tokens": torch.zeros(len(rows), width, 1, longest, dtype=torch.long),
         "lengths": torch.ones(len(rows), width, 1, dtype=torch.long),
         "mask": torch.zeros(len(rows), width, 1, longest, dtype=torch.bool),
@@ -873,8 +872,8 @@ def collate(episodes: list[list[Episode]], device: torch.device | str) -> tuple[
         "episodes": torch.zeros(len(rows), width, dtype=torch.long),
     }
     for k, turns in enumerate(rows):
-        batch["prompts"] += [turn.prompt for turn, _ in turns]
-        batch["prompts"] += [[0]] * (width - len(turns))
+        prompts += [turn.prompt for turn, _ in turns]
+        prompts += [[0]] * (width - len(turns))
         tokens, lengths = pad([turn.answer for turn, _ in turns])
         place = (k, slice(len(turns)), 0)
         size = tokens.shape[1]
@@ -885,13 +884,20 @@ def collate(episodes: list[list[Episode]], device: torch.device | str) -> tuple[
         padded = torch.nn.utils.rnn.pad_sequence(logprobs, batch_first=True)
         batch["sampled"][place][:, :size] = padded
         batch["episodes"][k, : len(turns)] = torch.tensor([number for _, number in turns])
-    prompts = batch.pop("prompts")
-    return {name: tensor.to(device) for name, tensor in batch.items()} | {
-        "prompts": prompts
-    }, counts
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    return batch | {"prompts": prompts}, counts
 
 
 # --- evaluation ---
+
+
+def start_test(args: Args, make: Callable, split: str, index: int) -> Episode:
+    """An attempt at a task, with the same random numbers whenever it is made."""
+    episode = Episode(args, make, split, index)
+    seed = derive_seed(args.seed, index, TEST_SAMPLING)
+    generator = torch.Generator().manual_seed(seed)
+    episode.uniforms = torch.rand(args.max_turns, args.response_length, generator=generator)
+    return episode
 
 
 def evaluate(
@@ -911,15 +917,7 @@ def evaluate(
     held = run.exchange.agents
     equal = args.aggregation == "weights" and averages_evenly(args)
     players = (0,) if equal else tuple(range(len(held)))
-    episodes = []
-    for _ in players:
-        row = [Episode(args, make, "test", index) for index in tests]
-        for episode in row:
-            seed = derive_seed(args.seed, episode.index, TEST_SAMPLING)
-            generator = torch.Generator().manual_seed(seed)
-            shape = (args.max_turns, args.response_length)
-            episode.uniforms = torch.rand(shape, generator=generator)
-        episodes.append(row)
+    episodes = [[start_test(args, make, "test", index) for index in tests] for _ in players]
     show = functools.partial(run.print_evaluated, what="episodes")
     # Whether the world gives scores: its first observations say it, alike for all agents
     scored = any(episode.score is not None for episode in episodes[0])
@@ -1016,8 +1014,7 @@ def list_tasks(args: Args, make: Callable) -> dict[int, str]:
             pool[index] = category
     missing = {*args.categories} - {*pool.values()}
     if missing:
-        problem = f"no training task is of the category {min(missing)}"
-        refuse(args, "categories", problem)
+        refuse(args, "categories", f"no training task is of the category {min(missing)}")
     return pool
 
 
@@ -1040,11 +1037,13 @@ def list_tests(args: Args, make: Callable, pool: dict[int, str]) -> dict[int, st
     wanted_categories = dict.fromkeys(sorted({*pool.values()}), args.eval_episodes)
     tests = {}
     index = 0
-    while any(wanted_categories.values()):
+    while missing := [name for name, number in wanted_categories.items() if number]:
+        names = ", ".join(missing)
+        if index > 1000 * args.eval_episodes * len(wanted_categories):
+            refuse(args, "eval_episodes", f"there are too few held-out tasks of {names}")
         try:
             category = read_category(make, "test", index)
         except IndexError:
-            names = ", ".join(name for name, number in wanted_categories.items() if number)
             refuse(args, "eval_episodes", f"the world has fewer held-out tasks of {names}")
         except Exception as error:
             refuse_error(args, f"task {index} of test", error)
@@ -1052,9 +1051,6 @@ def list_tests(args: Args, make: Callable, pool: dict[int, str]) -> dict[int, st
             wanted_categories[category] -= 1
             tests[index] = category
         index += 1
-        if index > 1000 * args.eval_episodes * len(wanted_categories):
-            names = ", ".join(name for name, number in wanted_categories.items() if number)
-            refuse(args, "eval_episodes", f"there are too few held-out tasks of {names}")
     return dict(sorted(tests.items(), key=lambda item: (item[1], item[0])))
 
 
@@ -1166,22 +1162,14 @@ def label_tasks(args: Args, make: Callable, numbers: np.ndarray, model, tokenize
         print(f"labelling {len(numbers)} tasks as easy or hard, once", flush=True)
         solved = []
         for block in np.array_split(numbers, math.ceil(len(numbers) / 128)):
-            episodes = []
-            for index in block.tolist():
-                episode = Episode(args, make, "train", index)
-                seed = derive_seed(args.seed, index, TEST_SAMPLING)
-                generator = torch.Generator().manual_seed(seed)
-                shape = (args.max_turns, args.response_length)
-                episode.uniforms = torch.rand(shape, generator=generator)
-                episodes.append(episode)
+            episodes = [start_test(args, make, "train", index) for index in block.tolist()]
             play(args, model, tokenizer, [episodes], args.eval_temperature, (0,))
             solved += [episode.success for episode in episodes]
         (folder / "solved.json").write_text(json.dumps(solved))
 
     folder = get_cached_folder("solved", key, write)
     if folder is None:
-        reason = "needs a cache that can be written to, see docs/runs.md"
-        refuse(args, "partition", reason)
+        refuse(args, "partition", "needs a cache that can be written to, see docs/runs.md")
     return np.array(json.loads((folder / "solved.json").read_text()))
 
 
@@ -1433,8 +1421,7 @@ def check_agents(args: Args) -> None:
         refuse(args, "communicator", "does not go with --centralised: a single agent has no peers")
     if n < args.num_agents and not args.centralised:
         if args.aggregation == "weights" and not averages_evenly(args):
-            reason = "must be uniform where only some agents train in a round"
-            refuse(args, "communicator", reason)
+            refuse(args, "communicator", "must be uniform where only some agents train in a round")
         if args.communicator.endswith(".csv"):
             refuse(args, "communicator", "must be a name where only some agents train")
         if args.top_k >= n:

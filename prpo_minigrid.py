@@ -46,6 +46,7 @@ from communicators import (
     RunArgs,
     derive_seed,
     mean,
+    refuse,
 )
 
 # What a derived seed is for: the last number of its key
@@ -419,11 +420,6 @@ def update(
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-            finite = bool(loss.isfinite() & grad_norm.isfinite())
-            if finite:
-                optimizer.step()
-            else:  # no step, which would ruin Adam's moments; the NaN is logged
-                pg_loss = torch.full_like(pg_loss, torch.nan)
 
             approx_kl = (ratio - 1 - logratio).mean()  # http://joschu.net/blog/kl-approx.html
             clipfrac = torch.zeros_like(approx_kl)
@@ -440,8 +436,11 @@ def update(
                     "losses/kl_reference": kl_reference.item(),
                 }
             )
-            if not finite:  # this agent has diverged and its update ends; those of its peers go on
+            if not (loss.isfinite() & grad_norm.isfinite()):
+                # This agent has diverged: no step, which would ruin Adam's moments; peers go on
+                losses[-1]["losses/policy_loss"] = torch.nan
                 return average_losses(losses)
+            optimizer.step()
     return average_losses(losses)
 
 
@@ -460,9 +459,8 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
     n = args.num_agents
     name = args.communicator
     if name == "identity":
-        return communicators.identity(n)
-    allowed = None
-    if name == "uniform":
+        C = communicators.identity(n)
+    elif name == "uniform":
         C = communicators.uniform(n)
     elif name == "self-preferred":
         C = communicators.self_preferred(n, args.self_preference)
@@ -481,10 +479,9 @@ def make_communicator(args: Args, returns=None, log_probs=None, gains=None, usab
         C = communicators.surrogate(gains, args.communicator_temperature)
     else:
         C = communicators.load_matrix(args)
-        allowed = C > 0  # the zeros of the file forbid
     communicators.check_matrix(args, C, usable)
     keep_self = name == "self-preferred"
-    return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
+    return communicators.restrict(args, C, usable, keep_self)
 
 
 def estimate_gains(i: int, batch: dict[str, Tensor], peers: dict[int, Agent], n: int) -> Tensor:
@@ -964,17 +961,15 @@ def check_task(args: TaskArgs) -> None:
     batch_size = args.num_envs * args.num_steps
     if args.num_steps < 2:
         valid = "must be at least 2: a step that only starts an episode is no sample"
-        communicators.refuse(args, "num_steps", valid)
+        refuse(args, "num_steps", valid)
     if batch_size % args.num_minibatches:
-        valid = f"must divide num_envs * num_steps = {batch_size}"
-        communicators.refuse(args, "num_minibatches", valid)
+        refuse(args, "num_minibatches", f"must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
-        valid = f"must be at least one rollout, {batch_size} steps"
-        communicators.refuse(args, "total_timesteps", valid)
+        refuse(args, "total_timesteps", f"must be at least one rollout, {batch_size} steps")
     if len(args.env_ids) not in (0, n):
-        communicators.refuse(args, "env_ids", f"must name one task for each of {n} agents")
+        refuse(args, "env_ids", f"must name one task for each of {n} agents")
     if len(args.hidden_sizes) not in (0, n) or any(x < 8 or x % 8 for x in args.hidden_sizes):
-        communicators.refuse(args, "hidden_sizes", f"must be {n} multiples of 8")
+        refuse(args, "hidden_sizes", f"must be {n} multiples of 8")
     check_envs(args)
 
 
@@ -992,15 +987,19 @@ def check_envs(args: Args) -> None:
             problem = f"cannot be used: {communicators.first_line(error)}"
         if problem:
             valid = "must be a MiniGrid or BabyAI task, or one of your own as module:id"
-            communicators.refuse(args, flag, f"{valid}; {env_id} {problem}")
+            refuse(args, flag, f"{valid}; {env_id} {problem}")
         actions[int(env.action_space.n)] = env_id
         if len(actions) > 1:
             numbers = ", ".join(f"{name} has {number}" for number, name in actions.items())
-            valid = f"need the same number of actions, but {numbers}"
-            communicators.refuse(args, flag, valid)
+            refuse(args, flag, f"need the same number of actions, but {numbers}")
         warn_of_missions(env, env_id)
     if args.env_backend == "envpool":
-        check_envpool(args)
+        if not find_spec("envpool"):
+            refuse(args, "env_backend", "envpool is not installed")
+        unknown = set(list_env_ids(args)) - list_envpool_ids()
+        if unknown:
+            valid = f"has no usable {', '.join(unknown)}; choose auto or gymnasium"
+            refuse(args, "env_backend", valid)
     args.env_backend = choose_backend(args)  # the settings say which
 
 
@@ -1044,16 +1043,6 @@ def warn_of_missions(env: gym.Env, env_id: str) -> None:
     if len(missions) > 1:
         message = f"{env_id}: levels have different missions, which agents are not shown"
         communicators.announce(message)
-
-
-def check_envpool(args: Args) -> None:
-    """envpool can be used for these tasks."""
-    if not find_spec("envpool"):
-        communicators.refuse(args, "env_backend", "envpool is not installed")
-    unknown = set(list_env_ids(args)) - list_envpool_ids()
-    if unknown:
-        valid = f"has no usable {', '.join(unknown)}; choose auto or gymnasium"
-        communicators.refuse(args, "env_backend", valid)
 
 
 if __name__ == "__main__":

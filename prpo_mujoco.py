@@ -52,6 +52,7 @@ from communicators import (
     Stacked,
     derive_seed,
     mean,
+    refuse,
 )
 
 # What a derived seed is for: the last number of its key
@@ -239,15 +240,12 @@ class Actors:
     def __init__(self, agents: list[Agent]):
         self.agents = agents
         self.groups = []  # (slice of the agents, their layers)
-        for _, members in itertools.groupby(range(len(agents)), key=self.size):
+        widths = [agent.actor.in_features for agent in agents]
+        for _, members in itertools.groupby(range(len(agents)), key=widths.__getitem__):
             members = list(members)
             group = slice(members[0], members[-1] + 1)
             layers = [nn.Sequential(*agent.policy_network, agent.actor) for agent in agents[group]]
             self.groups.append((group, Stacked(layers)))
-
-    def size(self, k: int) -> int:
-        """The width of the k-th agent's layers."""
-        return self.agents[k].actor.in_features
 
     def read(self) -> None:
         """Read the agents' weights and statistics, after every update."""
@@ -486,11 +484,6 @@ def update(
             optimizer.zero_grad()
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-            finite = bool(loss.isfinite() & grad_norm.isfinite())
-            if finite:
-                optimizer.step()
-            else:  # no step, which would ruin Adam's moments; the NaN is logged
-                pg_loss = torch.full_like(pg_loss, torch.nan)
 
             approx_kl = (ratio - 1 - logratio).mean()  # http://joschu.net/blog/kl-approx.html
             clipfrac = torch.zeros_like(approx_kl)
@@ -507,8 +500,11 @@ def update(
                     "losses/kl_reference": kl_reference.item(),
                 }
             )
-            if not finite:  # this agent has diverged and its update ends; those of its peers go on
+            if not (loss.isfinite() & grad_norm.isfinite()):
+                # This agent has diverged: no step, which would ruin Adam's moments; peers go on
+                losses[-1]["losses/policy_loss"] = torch.nan
                 return average_losses(losses)
+            optimizer.step()
     return average_losses(losses)
 
 
@@ -527,9 +523,8 @@ def make_communicator(args: Args, returns=None, policies=None, gains=None, usabl
     n = args.num_agents
     name = args.communicator
     if name == "identity":
-        return communicators.identity(n)
-    allowed = None
-    if name == "uniform":
+        C = communicators.identity(n)
+    elif name == "uniform":
         C = communicators.uniform(n)
     elif name == "self-preferred":
         C = communicators.self_preferred(n, args.self_preference)
@@ -548,10 +543,9 @@ def make_communicator(args: Args, returns=None, policies=None, gains=None, usabl
         C = communicators.surrogate(gains, args.communicator_temperature)
     else:
         C = communicators.load_matrix(args)
-        allowed = C > 0  # the zeros of the file forbid
     communicators.check_matrix(args, C, usable)
     keep_self = name == "self-preferred"
-    return communicators.restrict(C, args.topology, args.top_k, usable, keep_self, allowed)
+    return communicators.restrict(args, C, usable, keep_self)
 
 
 def estimate_gains(i: int, batch: dict[str, Tensor], peers: dict[int, Agent], n: int) -> Tensor:
@@ -1058,17 +1052,15 @@ def check_task(args: TaskArgs) -> None:
     batch_size = args.num_envs * args.num_steps
     if args.num_steps < 2:
         valid = "must be at least 2: a step that only starts an episode is no sample"
-        communicators.refuse(args, "num_steps", valid)
+        refuse(args, "num_steps", valid)
     if batch_size % args.num_minibatches:
-        valid = f"must divide num_envs * num_steps = {batch_size}"
-        communicators.refuse(args, "num_minibatches", valid)
+        refuse(args, "num_minibatches", f"must divide num_envs * num_steps = {batch_size}")
     if args.total_timesteps < batch_size:
-        valid = f"must be at least one rollout, {batch_size} steps"
-        communicators.refuse(args, "total_timesteps", valid)
+        refuse(args, "total_timesteps", f"must be at least one rollout, {batch_size} steps")
     if len(args.env_ids) not in (0, n):
-        communicators.refuse(args, "env_ids", f"must name one task for each of {n} agents")
+        refuse(args, "env_ids", f"must name one task for each of {n} agents")
     if len(args.hidden_sizes) not in (0, n) or min(args.hidden_sizes, default=1) < 1:
-        communicators.refuse(args, "hidden_sizes", f"must be {n} widths of at least 1")
+        refuse(args, "hidden_sizes", f"must be {n} widths of at least 1")
     check_envs(args)
 
 
@@ -1087,7 +1079,7 @@ def check_envs(args: Args) -> None:
         if problem:
             problem = problem.partition("\n")[0]  # a space with many bounds has several lines
             valid = "must be a MuJoCo task, or another with continuous actions, as module:id"
-            communicators.refuse(args, flag, f"{valid}; {env_id} {problem}")
+            refuse(args, flag, f"{valid}; {env_id} {problem}")
         sizes[env.observation_space.shape + env.action_space.shape] = env_id
         env.close()
         if len(sizes) > 1:
@@ -1095,9 +1087,14 @@ def check_envs(args: Args) -> None:
                 f"{name} {obs} and {actions}" for (obs, actions), name in sizes.items()
             )
             valid = "need the same numbers of observations and actions, not"
-            communicators.refuse(args, flag, f"{valid} {shapes}")
+            refuse(args, flag, f"{valid} {shapes}")
     if args.env_backend == "envpool":
-        check_envpool(args)
+        if not find_spec("envpool"):
+            refuse(args, "env_backend", "envpool is not installed")
+        unknown = set(list_env_ids(args)) - ENVPOOL_IDS
+        if unknown:
+            valid = f"has no usable {', '.join(unknown)}; choose auto or gymnasium"
+            refuse(args, "env_backend", valid)
     args.env_backend = choose_backend(args)  # the settings say which
 
 
@@ -1124,16 +1121,6 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
             return f"shows {np.shape(obs)} numbers, not {space.shape}"
     float(reward)  # an error is a problem, too
     return ""
-
-
-def check_envpool(args: Args) -> None:
-    """envpool can be used for these tasks."""
-    if not find_spec("envpool"):
-        communicators.refuse(args, "env_backend", "envpool is not installed")
-    unknown = set(list_env_ids(args)) - ENVPOOL_IDS
-    if unknown:
-        valid = f"has no usable {', '.join(unknown)}; choose auto or gymnasium"
-        communicators.refuse(args, "env_backend", valid)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from communicators import (
     Run,
     derive_seed,
     mean,
+    refuse,
 )
 from prpo_minigrid import (
     Envs,
@@ -321,15 +322,15 @@ def improve(
         return ((after.exp() - log_probs.exp()).abs().sum(-1) @ weights / 2).item()
 
     return {
-        "policy_loss": -surrogate,
-        "entropy": -(weights @ (after.exp() * after).sum(-1)).item(),
-        "step": kind,
-        "kl_reference_before": c,
-        "kl_reference_after": kl,
-        "epsilon": epsilon,
-        "slack": slack,
-        "tv_update": distance(before),
-        "tv_reference": distance(reference),
+        "losses/policy_loss": -surrogate,
+        "losses/entropy": -(weights @ (after.exp() * after).sum(-1)).item(),
+        "policy/kl_reference_before": c,
+        "policy/kl_reference_after": kl,
+        "policy/tv_update": distance(before),
+        "policy/tv_reference": distance(reference),
+        "trust_region/epsilon": epsilon,
+        "trust_region/slack": slack,
+        "trust_region/step": kind,
     }
 
 
@@ -366,14 +367,11 @@ def update(
             optimizer.zero_grad()
             v_loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-            finite = bool(v_loss.isfinite() & grad_norm.isfinite())
-            if finite:
-                optimizer.step()
-            else:  # no step, which would ruin Adam's moments; the NaN is logged
-                v_loss = torch.full_like(v_loss, torch.nan)
             losses.append(v_loss.item())
-            if not finite:  # this agent has diverged and its update ends; those of its peers go on
-                return step, mean(losses)
+            if not (v_loss.isfinite() & grad_norm.isfinite()):
+                # This agent has diverged: no step, which would ruin Adam's moments; peers go on
+                return step, math.nan
+            optimizer.step()
     return step, mean(losses)
 
 
@@ -485,8 +483,8 @@ def main(args: Args) -> dict:
             epsilon, bound = compute_radius(C[group], variations[group, :2], args)
             step, value_loss = update(agents[k], optimizers[k], generators[k], batch, epsilon, args)
             # What the next radii need: two scalars of each agent, and a third for the log
-            within = variations[i, 2].item() + (step["tv_update"] <= bound)
-            new_variations.append([step["tv_update"], step["tv_reference"], within])
+            within = variations[i, 2].item() + (step["policy/tv_update"] <= bound)
+            new_variations.append([step["policy/tv_update"], step["policy/tv_reference"], within])
             run.tick("update")
 
             # Metrics: declared scalars
@@ -502,15 +500,10 @@ def main(args: Args) -> dict:
                 "charts/return_last_100": mean(last_returns[k]),
                 "losses/explained_variance": (1 - (y_true - y_pred).var() / y_true.var()).item(),
                 "losses/value_loss": value_loss,
-                "losses/policy_loss": step["policy_loss"],
-                "losses/entropy": step["entropy"],
+                **step,
+                "trust_region/bound": bound,
+                "trust_region/share_within_bound": within / iteration,
             }
-            for name in ("kl_reference_before", "kl_reference_after", "tv_update", "tv_reference"):
-                row[f"policy/{name}"] = step[name]
-            for name in ("epsilon", "slack", "step"):
-                row[f"trust_region/{name}"] = step[name]
-            row["trust_region/bound"] = bound
-            row["trust_region/share_within_bound"] = within / iteration
             if args.gate != "none":
                 row |= communicators.summarize_gate(C[i] > 0, weights[:, batch["obs_inds"]])
             rows.append(row)
@@ -595,7 +588,7 @@ def check_args(args: Args) -> None:
     communicators.check_communicator(args, make_communicator, has_influence=True)
     if args.delta is not None and (args.mixture == "geometric" or args.gate != "none"):
         valid = "needs weights that are the same in all states and --mixture arithmetic, as eq. 3"
-        communicators.refuse(args, "delta", f"{valid}: other references may move further")
+        refuse(args, "delta", f"{valid}: other references may move further")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ from communicators import (
     Stacked,
     derive_seed,
     mean,
+    refuse,
 )
 
 # What a derived seed is for: the last number of its key
@@ -293,11 +294,8 @@ def pack(signs: Tensor, vote: int, num_bytes: int) -> Tensor:
 
     signs: [number], -1 or 1; the message is padded to `num_bytes`. Returns uint8 [num_bytes].
     """
-    bits = np.append(signs.numpy() > 0, vote > 0)
-    message = np.zeros(num_bytes, dtype=np.uint8)
-    packed = np.packbits(bits)
-    message[: len(packed)] = packed
-    return torch.from_numpy(message)
+    packed = np.packbits(np.append(signs.numpy() > 0, vote > 0))
+    return torch.from_numpy(np.pad(packed, (0, num_bytes - len(packed))))
 
 
 def unpack(message: Tensor, number: int) -> tuple[Tensor, int]:
@@ -774,9 +772,7 @@ class Envs:
             return self.pool.reset()[0].astype(np.float32)
         self.frames = [[] for _ in self.envs]
         self.lengths = [0] * len(self.envs)
-        obs = []
-        for env, seed in zip(self.envs, self.seeds, strict=True):
-            obs.append(env.reset(seed=seed)[0])
+        obs = [env.reset(seed=seed)[0] for env, seed in zip(self.envs, self.seeds, strict=True)]
         self.seeds = [None] * len(self.envs)  # later episodes follow from the first
         return np.array(obs, dtype=np.float32)
 
@@ -797,7 +793,8 @@ class Envs:
             ended.append(terminated or truncated)
             # Films show every third step and the last one
             if self.films and (self.lengths[row] % 3 == 0 or ended[-1]):
-                self.frames[row].append(draw(env))
+                picture = env.render()[::2, ::2]  # at half its size
+                self.frames[row].append(picture.copy())  # a view would keep the whole picture
             self.lengths[row] += 1
         return np.array(obs), np.array(rewards), np.array(ended)
 
@@ -819,11 +816,6 @@ class Envs:
             self.pool.close()
         for env in self.envs:
             env.close()
-
-
-def draw(env: gym.Env) -> np.ndarray:
-    """The environment's picture at half its size, [height, width, 3] uint8."""
-    return env.render()[::2, ::2].copy()  # a view would keep the whole picture
 
 
 # --- evaluation ---
@@ -902,29 +894,29 @@ def check_args(args: Args) -> None:
     if args.device == "auto":
         args.device = "cpu"
     if args.device != "cpu":
-        communicators.refuse(args, "device", "must be cpu: the networks are too small for a GPU")
+        refuse(args, "device", "must be cpu: the networks are too small for a GPU")
     communicators.refuse_communicator(args, "all votes count alike, for all agents")
     world_size = communicators.get_world_size()
     if args.algorithm == "central":  # one agent that has the pairs of all
         if world_size > 1:
-            communicators.refuse(args, "algorithm", "is one agent, in one process")
+            refuse(args, "algorithm", "is one agent, in one process")
         args.num_pairs *= args.num_agents
         args.num_agents = 1
     if any(size < 1 for size in args.hidden_sizes):
-        communicators.refuse(args, "hidden_sizes", "must be at least 1")
+        refuse(args, "hidden_sizes", "must be at least 1")
     if args.human:
         if world_size > 1:
-            communicators.refuse(args, "human", "answers in one process, without torchrun")
+            refuse(args, "human", "answers in one process, without torchrun")
         args.num_evaluators = 1
         args.save_every = 1
     check_env(args)
     d = len(communicators.flatten(make_policy(args).network))
     if args.algorithm == "par" and args.num_agents > d:
-        communicators.refuse(args, "num_agents", f"must be at most {d}, a parameter for each")
+        refuse(args, "num_agents", f"must be at most {d}, a parameter for each")
     if args.human:
         problem = find_drawing_problem(args.env_id)
         if problem:
-            communicators.refuse(args, "human", f"{args.env_id} cannot be drawn here; {problem}")
+            refuse(args, "human", f"{args.env_id} cannot be drawn here; {problem}")
 
 
 def check_env(args: Args) -> None:
@@ -935,15 +927,15 @@ def check_env(args: Args) -> None:
     except Exception as error:  # unknown, maybe with a suggestion, or a package is missing
         problem = f"cannot be used: {communicators.first_line(error)}"
     if problem:
-        communicators.refuse(args, "env_id", f"{valid}; {problem}")
+        refuse(args, "env_id", f"{valid}; {problem}")
     if args.env_backend == "envpool":
         if not find_spec("envpool"):
-            communicators.refuse(args, "env_backend", "envpool is not installed")
+            refuse(args, "env_backend", "envpool is not installed")
         if args.env_id not in ENVPOOL_IDS:
             tasks = ", ".join(ENVPOOL_IDS)
-            communicators.refuse(args, "env_backend", f"is for {tasks}; choose auto or gymnasium")
+            refuse(args, "env_backend", f"is for {tasks}; choose auto or gymnasium")
         if args.human:
-            communicators.refuse(args, "env_backend", "cannot be filmed; choose auto or gymnasium")
+            refuse(args, "env_backend", "cannot be filmed; choose auto or gymnasium")
     args.env_backend = choose_backend(args)  # the settings say which
 
 

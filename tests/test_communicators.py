@@ -6,22 +6,18 @@ import inspect
 import itertools
 import json
 import math
-import os
 import re
-import socket
 import statistics
-import subprocess
-import sys
 import typing
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import gate_by_hand, refusal, total_variation
+from helpers import gate_by_hand, refusal, run_ranks, total_variation
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from ports import free_port
 from torch.distributions import Categorical, kl_divergence
 
 import communicators
@@ -853,18 +849,6 @@ def test_top_k_keeps_oneself_and_the_heaviest_peers(seed, n, k):
         assert set(mask[i].nonzero().flatten().tolist()) == {i, *(j for *_, j in peers[:k])}
 
 
-@pytest.mark.parametrize(
-    ("sparse", "per_agent"),
-    [({"topology": "ring"}, 3), ({"num_peers": 2}, 3), ({"topology": "ring", "num_peers": 1}, 2)],
-)
-@pytest.mark.parametrize("n", [16, 64])
-def test_cost_per_agent_of_a_sparse_communicator_does_not_grow_with_agents(n, sparse, per_agent):
-    for name in ("uniform", "similarity"):
-        matrix = make_communicator(name, n, log_probs=policies(n, n, 2, 3), **sparse)
-        assert matrix.count_nonzero() == n * per_agent
-    assert make_communicator("uniform", n).count_nonzero() == n * n
-
-
 def test_non_expansion_is_the_largest_absolute_row_sum():
     matrix = torch.tensor([[0.5, -0.75], [0.5, 0.25]])
     assert communicators.non_expansion(matrix) == pytest.approx(1.25)
@@ -1470,7 +1454,7 @@ RANK_PROGRAM = """
 import json, os, sys, time
 import torch
 import communicators
-from communicators import Exchange, ring
+from communicators import Exchange
 
 def connect(port, timeout):
     os.environ["MASTER_PORT"] = port
@@ -1484,16 +1468,8 @@ def fail(wait):
         return str(error), time.monotonic() - start
 
 exchange = connect(sys.argv[1], 30)
-agents, parameters = list(exchange.agents), torch.arange(12.0).view(4, 3)
-local = parameters[agents].clone()
-gathered = exchange.all_gather(local)
-local += 100.0
-result = {"agents": agents, "gathered": gathered.tolist(), "dtype": str(gathered.dtype)}
-local[exchange.rank, 1] = float("nan")  # agents 0 and 3
-received, _ = exchange.round(list(local))
-exchange.count_bytes(ring(4))
-result |= {"received": [None if x is None else x.tolist() for x in received]}
-result |= {"bytes": exchange.bytes_sent}
+result = {}
+local = torch.zeros(2, 3)
 mine = torch.tensor([[7.0, 8.0], [9.0, 10.0]]).T if exchange.rank == 0 else torch.zeros(2, 2)
 result["broadcast"] = exchange.broadcast(mine).tolist()
 networks = [torch.nn.Linear(2, 1), torch.nn.Linear(3, 2)]
@@ -1527,59 +1503,13 @@ os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks(tmp_path_factory):
     """What two processes on this machine report of their collectives, rank by rank."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    ports = [str(server.getsockname()[1]) for server in sockets]
-    for server in sockets:
-        server.close()
-    common = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_PROGRAM, *ports],
-            env={**os.environ, **common, "RANK": str(rank)},
-            cwd=Path(communicators.__file__).parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=60) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(output for output, _ in outputs), "\n".join(errors for _, errors in outputs)
-    *printed, _ = outputs[0][0].splitlines()
-    assert [line for line in printed if line] == [
-        "dropped the invalid snapshots of agents [0, 3] for this round"
-    ]
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
-
-
-def test_two_ranks_gather_what_one_process_holds(ranks, alone):
-    parameters = torch.arange(12.0).view(4, 3)
-    assert [result["agents"] for result in ranks] == [[0, 1], [2, 3]]
-    for result in ranks:
-        assert result["gathered"] == alone(4).all_gather(parameters).tolist()
-        assert result["dtype"] == str(parameters.dtype)
-
-
-def test_two_ranks_exchange_the_snapshots_of_one_process(ranks, alone):
-    exchange = alone(4)
-    local = torch.arange(12.0).view(4, 3) + 100.0
-    local[[0, 3], 1] = NAN
-    received, _ = exchange.round(list(local))
-    exchange.count_bytes(communicators.ring(4))
-    for result in ranks:
-        assert result["received"] == [None, received[1].tolist(), received[2].tolist(), None]
-        assert result["bytes"] == exchange.bytes_sent == 4 * 2 * 3 * 4
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "program.py").write_text(RANK_PROGRAM)
+    ports = [free_port() for _ in range(3)]
+    output = run_ranks(2, folder / "program.py", *ports, cwd=folder)
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def test_broadcast_gives_every_rank_the_values_of_rank_0(ranks):
@@ -1611,7 +1541,8 @@ class Place:
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", "1")
-        monkeypatch.setattr(torch.distributed, "TCPStore", lambda *_, **__: self.store)
+        stores = iter([(self.store, rank, 2)])
+        monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: stores)
         monkeypatch.setattr(torch.distributed, "init_process_group", self.start)
         for name in ("new_group", "destroy_process_group"):
             monkeypatch.setattr(torch.distributed, name, lambda **_: None)

@@ -8,7 +8,6 @@ import functools
 import importlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import shlex
@@ -141,41 +140,6 @@ def test_docstrings_are_bodies_to_be_summarised_in_their_first_lines(tmp_path, m
     ):
         docstrings.main(args)
     assert not (tmp_path / "other.jsonl").exists()
-
-
-def test_ranks_of_a_machine_collect_docstrings_at_the_same_time(
-    files, tokenizer, tmp_path, monkeypatch
-):
-    """The first runs of a torchrun find no cache; one collects, and all read the same."""
-    toolbox(tmp_path, monkeypatch)
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(3)
-    results = context.Queue()
-    pairs = docstrings.collect(("toolbox",))
-    log = tmp_path / "log"
-
-    def collect(topics):
-        with open(log, "a") as file:
-            file.write("collected\n")
-        return pairs
-
-    monkeypatch.setattr(docstrings, "collect", collect)
-    monkeypatch.setattr(prpo_llm.runpy, "run_path", lambda path: {"cached": docstrings.cached})
-    args = tiny(files, tmp_path, dataset="docstrings", max_prompt_tokens=1000)
-
-    def load():
-        barrier.wait()
-        results.put(prpo_llm.load_examples(args, tokenizer, "docstrings"))
-
-    ranks = [context.Process(target=load) for _ in range(3)]
-    for rank in ranks:
-        rank.start()
-    first, *others = [results.get(timeout=60) for _ in ranks]
-    assert len(first) == 2 and others == [first, first]
-    assert prpo_llm.load_examples(args, tokenizer, "docstrings") == first
-    completions = {pair["completion"][0]["content"] for pair in pairs}
-    assert {row["completion"] for row in first} == completions
-    assert log.read_text() == "collected\n"
 
 
 # --- what is read ---
@@ -1498,7 +1462,7 @@ def test_a_reward_model_has_the_precision_of_the_run(files, reward_model, tmp_pa
         function = prpo_llm.make_reward(args, torch.device("cpu"))["judge"]
         model = function.args[0]
         assert model.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
-        assert model.score.layer.weight.dtype == torch.float32
+        assert model.score.weight.dtype == torch.float32
         scores[precision] = torch.tensor(function(**texts))
     spread = scores["float32"].std()
     assert 0 < (scores["float32"] - scores["bfloat16"]).abs().max() < 0.1 * spread

@@ -496,7 +496,7 @@ def test_stop_strings_of_many_bytes(files):  # noqa: F811
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text.encode())
         tests = [
-            prpo_llm.completes_stop_string(args, tokenizer, ids[:length])
+            prpo_llm.find_stop_test(args, tokenizer)(ids[:length])
             for length in range(1, len(ids) + 1)
         ]
         assert tests == [False] * (len(ids) - 1) + [True]

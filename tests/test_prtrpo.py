@@ -193,10 +193,11 @@ def test_a_step_is_that_of_a_dense_solve(case):
     torch.testing.assert_close(
         parameters_to_vector(policy.parameters()) - start, step, rtol=1e-3, atol=1e-5
     )
-    assert (step_metrics["kl_reference_before"], step_metrics["slack"]) == pytest.approx(
-        (c, slack), rel=1e-4, abs=1e-8
-    )
-    assert step_metrics["step"] == (RECOVERY if case == "no slack" else NORMAL)
+    assert (
+        step_metrics["policy/kl_reference_before"],
+        step_metrics["trust_region/slack"],
+    ) == pytest.approx((c, slack), rel=1e-4, abs=1e-8)
+    assert step_metrics["trust_region/step"] == (RECOVERY if case == "no slack" else NORMAL)
     assert (c > epsilon) == (case in ("outside, with slack", "no slack"))
     assert (slack > 0) == (case != "no slack")
     if distance == 0:
@@ -212,7 +213,7 @@ def test_a_step_moves_parameters_and_no_buffer():
     for network in (policy, counting):
         start = parameters_to_vector(network.parameters()).detach()
         step_metrics = prtrpo_minigrid.improve(network, batch, 0.05, prtrpo_minigrid.Args(**EXACT))
-        assert step_metrics["step"] == NORMAL
+        assert step_metrics["trust_region/step"] == NORMAL
         assert not torch.equal(parameters_to_vector(network.parameters()), start)
     moved, expected = (parameters_to_vector(x.parameters()) for x in (counting, policy))
     assert torch.equal(moved, expected)
@@ -271,11 +272,11 @@ def test_isolated_agents_take_the_steps_of_sb3_contrib():
         ours = parameters_to_vector(actor.parameters()) - start
         trained = nn.Sequential(model.policy.mlp_extractor.policy_net, model.policy.action_net)
         theirs = parameters_to_vector(trained.parameters()) - start
-        assert metrics["step"] == NORMAL
+        assert metrics["trust_region/step"] == NORMAL
         assert theirs.norm() > 0.05
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
         # The whole step would move the policy by about Pinsker's bound
-        shrunk = math.sqrt(2 * epsilon) / metrics["tv_update"]
+        shrunk = math.sqrt(2 * epsilon) / metrics["policy/tv_update"]
         assert shrunk > 1
 
 
@@ -340,7 +341,7 @@ def test_the_constraint_holds_after_every_accepted_step():
         )
         metrics = prtrpo_minigrid.improve(policy, batch, epsilon, args)
         change = parameters_to_vector(policy.parameters()).detach() - start
-        assert metrics["step"] == kind, seed
+        assert metrics["trust_region/step"] == kind, seed
         assert (change - expected_change).norm() <= 0.02 * expected_change.norm(), seed
         surrogate, kl = (value.item() for value in on_samples(policy, batch))
         if kind == NORMAL:
@@ -359,7 +360,12 @@ def test_the_constraint_holds_after_every_accepted_step():
         after = policy(batch["obs"])[0].log_softmax(-1).detach()
         reported = [
             metrics[name]
-            for name in ("kl_reference_before", "kl_reference_after", "policy_loss", "tv_update")
+            for name in (
+                "policy/kl_reference_before",
+                "policy/kl_reference_after",
+                "losses/policy_loss",
+                "policy/tv_update",
+            )
         ]
         rows = batch["obs_inds"]
         movements = [
@@ -368,7 +374,7 @@ def test_the_constraint_holds_after_every_accepted_step():
         ]
         assert reported == pytest.approx([c, kl, -surrogate, movements[0]], rel=1e-5, abs=1e-8)
         entropy = Categorical(logits=after[rows]).entropy().mean().item()
-        assert (metrics["tv_reference"], metrics["entropy"]) == pytest.approx(
+        assert (metrics["policy/tv_reference"], metrics["losses/entropy"]) == pytest.approx(
             (movements[1], entropy), rel=1e-5
         )
     assert min(kinds.values()) >= 3, kinds
@@ -381,9 +387,9 @@ def test_a_policy_that_is_no_number_takes_no_step():
     before = parameters_to_vector(policy.parameters()).detach().clone()
     batch["advantages"][3] = torch.nan
     metrics = prtrpo_minigrid.improve(policy, batch, 0.5, prtrpo_minigrid.Args())
-    assert metrics["step"] == REJECTED
-    assert metrics["tv_update"] == 0
-    assert math.isnan(metrics["policy_loss"])
+    assert metrics["trust_region/step"] == REJECTED
+    assert metrics["policy/tv_update"] == 0
+    assert math.isnan(metrics["losses/policy_loss"])
     assert torch.equal(parameters_to_vector(policy.parameters()), before)
 
 
@@ -834,15 +840,16 @@ def test_pr_trpo_in_small_mdps_stays_within_the_bound_and_improves(seed):
             steps.append(prtrpo_minigrid.improve(policy, batch, epsilon, args))
             returns.append(values.mean())
         variations = torch.tensor(
-            [[step["tv_update"], step["tv_reference"]] for step in steps], dtype=torch.double
+            [[step["policy/tv_update"], step["policy/tv_reference"]] for step in steps],
+            dtype=torch.double,
         )
         assert bound == 0.15
         assert variations[:, 0].max() <= bound + 1e-9
-        kinds |= {step["step"] for step in steps}
+        kinds |= {step["trust_region/step"] for step in steps}
         for step in steps:
             # Pinsker: the KL that is constrained bounds the total variation
-            if step["step"] == NORMAL:
-                assert step["tv_reference"] <= math.sqrt(epsilon / 2) + 1e-9
+            if step["trust_region/step"] == NORMAL:
+                assert step["policy/tv_reference"] <= math.sqrt(epsilon / 2) + 1e-9
     assert NORMAL in kinds
     assert min(returns[-n:]) > max(returns[:n]) + 0.1
 
