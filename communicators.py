@@ -1391,7 +1391,7 @@ def _list_code(args: RunArgs) -> list[Path]:
     script = find_script(args).resolve()  # as in sys.path, where imports come from
     files = {script, Path(__file__)}
     folder = str(script.parent)
-    for module in list(sys.modules.values()):
+    for module in sys.modules.copy().values():
         file = getattr(module, "__file__", None) or ""
         if (os.path.dirname(file) or ".") == folder and os.path.isfile(file):
             files.add(Path(file))

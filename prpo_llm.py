@@ -3828,7 +3828,7 @@ def import_file(args: Args, file: str):
 def forget_reward_files() -> None:
     """Take the reward files of an earlier run of this process, and what lies beside them, out of
     Python's modules and path."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         file = getattr(module, "__file__", None)
         if file and str(Path(file).parent) in reward_folders:
             del sys.modules[name]
