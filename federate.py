@@ -78,7 +78,7 @@ def decode_snapshot(
     if header_size > MAX_HEADER:
         raise Rejected(f"has a header of more than {MAX_HEADER} bytes")
     if len(data) != 8 + header_size + 4 * numel:
-        raise Rejected(f"has {len(data)} bytes, not {numel} float32 numbers and a header")
+        raise Rejected(f"has not the bytes of {numel} float32 numbers and a header")
     try:
         header = json.loads(data[8 : 8 + header_size])
         about = header.pop("__metadata__")

@@ -3872,6 +3872,17 @@ def name_reward(name: str) -> str:
     return Path(name).name
 
 
+class Float32Layer(nn.Module):
+    """A layer that computes in float32 in a model of another precision."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer.float()
+
+    def forward(self, *inputs: Tensor, **options) -> Tensor:
+        return self.layer(*[x.float() for x in inputs], **options)
+
+
 def load_reward_model(args: Args, name: str, device: torch.device) -> tuple[nn.Module, object]:
     """A sequence-classification model with one label, in --precision but for its head, and its
     tokenizer."""
@@ -3887,11 +3898,9 @@ def load_reward_model(args: Args, name: str, device: torch.device) -> tuple[nn.M
         refuse(args, "reward", f"{name} cannot be loaded: {first_line(error)}", lacks_memory(error))
     if report["missing_keys"]:
         refuse(args, "reward", f"{name} is no whole model with one score for a text")
-    for child, head in model.named_children():
+    for child, head in list(model.named_children()):
         if child != model.base_model_prefix:  # a score of 13 in bfloat16 is a multiple of 1/16
-            head.float().register_forward_pre_hook(
-                lambda _, inputs: tuple(x.float() for x in inputs)
-            )
+            setattr(model, child, Float32Layer(head))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token is None:
         refuse(args, "reward", f"{name} has a tokenizer without an end of text")
@@ -4466,6 +4475,8 @@ def check_args(args: Args) -> None:
     check_communication(args)
     check_adapters(args)
     check_rewards(args)
+    if "" in args.stop_strings:
+        refuse(args, "stop_strings", "must be texts, not empty")
     check_server(args)
     check_training(args)
     has_influence = args.kl_coef + args.reward_kl_coef > 0 or args.aggregation != "policy"
@@ -4498,8 +4509,6 @@ def check_batches(args: Args) -> None:
     """Batches are divided without remainder, and the algorithm can learn from them."""
     if args.log_completions > args.batch_size:
         refuse(args, "log_completions", f"must be at most the batch of {args.batch_size} prompts")
-    if "" in args.stop_strings:
-        refuse(args, "stop_strings", "must be texts, not empty")
     minibatch = args.minibatch_size or args.batch_size
     if args.batch_size % minibatch:
         refuse(args, "minibatch_size", f"must divide the batch of {args.batch_size}")
@@ -4517,7 +4526,9 @@ def check_batches(args: Args) -> None:
 
 
 def check_communication(args: Args) -> None:
-    """The communicator suits language models and the aggregation."""
+    """The communicator suits the aggregation; with a gate there are peers with value models, and
+    returns are known before the reference.
+    """
     if args.private_layers and args.aggregation == "weights" and args.communicator == "similarity":
         reason = "must be another one: with --private-layers nobody has a peer's whole policy"
         refuse(args, "communicator", reason)

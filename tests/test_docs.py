@@ -138,6 +138,8 @@ PAST = {
     "--update-every",
     "--distill-epochs",
     "--communication-end",
+    "--sb3-threads",
+    "--zeroth-iterations",
     "--participation",
     "--participations",
     "--dp-clip",

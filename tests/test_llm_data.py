@@ -1462,7 +1462,7 @@ def test_a_reward_model_has_the_precision_of_the_run(files, reward_model, tmp_pa
         function = prpo_llm.make_reward(args, torch.device("cpu"))["judge"]
         model = function.args[0]
         assert model.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
-        assert model.score.weight.dtype == torch.float32
+        assert model.score.layer.weight.dtype == torch.float32
         scores[precision] = torch.tensor(function(**texts))
     spread = scores["float32"].std()
     assert 0 < (scores["float32"] - scores["bfloat16"]).abs().max() < 0.1 * spread

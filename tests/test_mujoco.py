@@ -210,7 +210,6 @@ def plain_rollout(args, agent, moments, envs, generator):
         samples.append(
             {
                 "env": e,
-                "step": step,
                 "obs": obs,
                 "action": action,
                 "policy": center,

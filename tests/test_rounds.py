@@ -1,5 +1,5 @@
 """Communication rounds: what is sent, what arrives and who uses it, which snapshots count, and what
-a new communicator takes.
+a communicator reads.
 """
 
 import contextlib
@@ -887,6 +887,19 @@ def test_an_input_that_a_rule_can_do_without_is_an_input(script, monkeypatch):
     monkeypatch.setattr(communicators, "rank_reward", follow)
     args = script.Args(num_agents=3, communicator="rank-reward")
     assert communicators.find_inputs(args, script.make_communicator) == {"returns"}
+
+
+def test_a_rule_of_ones_own_that_reads_policies_gets_those_of_all_neighbours(tmp_path, monkeypatch):
+    """Though each agent listens to one peer only."""
+
+    def follow_the_next(args, returns=None, log_probs=None, gains=None, usable=None):
+        assert len(log_probs) == 3  # fails without them
+        return torch.eye(3).roll(1, 1)
+
+    PRPO_MINIGRID.patch(monkeypatch, "make_communicator", follow_the_next)
+    folder = train(PRPO_MINIGRID, tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["communication_bytes"] == 6 * 4 * count_parameters(PRPO_MINIGRID)
 
 
 @on(ALL)

@@ -122,7 +122,13 @@ BAD = {
     "negative evaluations": (["--eval-every", "-1"], ["--eval-every -1", "not be negative"]),
 }
 # The others are refused by lines that the scripts share
-QUICK_ELSEWHERE = ("unknown communicator", "rollouts that may only start a game", "misspelt flag")
+QUICK_ELSEWHERE = (
+    "unknown communicator",
+    "rollouts that may only start a game",
+    "misspelt flag",
+    "no rounds",
+    "no learning rate",
+)
 BAD_MINIGRID = {
     "unknown environment": (
         ["--env-id", "MiniGrid-FourRoom-v0"],
@@ -1137,7 +1143,6 @@ TRUST_REGION = {
         "losses",
         "step",
         "trust_region/",
-        "row[",
         "deepcopy(first[i])",
         "make_agents(args)",
         "together",
