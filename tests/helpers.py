@@ -238,7 +238,6 @@ def on(variants):
 every_script = on(SCRIPTS)
 # FedAvg differs from these in the reference and in averaging only
 every_family = on([PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO])
-with_categories = on([PRPO_MINIGRID, PRPO_ATARI])  # whose actions are numbers of a list
 on_minigrid = on(MINIGRID)
 
 
@@ -252,6 +251,17 @@ def tiny_settings(script, run_dir, changes):
 def tiny(script, run_dir, **changes):
     """The arguments of a tiny run."""
     return script.Args(**tiny_settings(script, run_dir, changes))
+
+
+def train(script, run_dir, **changes):
+    """A tiny run in this process. Returns its folder."""
+    script.main(tiny(script, run_dir, **changes))
+    return only_run(run_dir)
+
+
+def resume(script, folder, *options):
+    """Go on with a run in this process, by the command line's way. Returns its summary."""
+    return script.main(script.parse_args(["--resume", str(folder), *map(str, options)]))
 
 
 def flags(script, run_dir, **changes):
@@ -419,9 +429,49 @@ def refusal(function, *arguments, code=2, **options):
     return message
 
 
+def told_to_launcher(monkeypatch, main, *inputs, **options):
+    """What a run tells its launcher as it begins: isolated, averages, together."""
+    needs_of_runs = []
+
+    def refuse(args, *needs):
+        needs_of_runs.append(needs)
+        communicators.stop("refused")
+
+    monkeypatch.setattr(communicators, "exchange_of_launcher", refuse)
+    refusal(main, *inputs, code=1, **options)
+    (needs,) = needs_of_runs
+    return needs
+
+
 def read_box(text):
     """The words in the frame that tyro draws around its errors."""
     return " ".join(re.sub(r"[^\w\s!-~]", " ", text).split())
+
+
+def notes_of(monkeypatch, owner, name, note):
+    """A list that gets note(*inputs) before every call of a function from now on."""
+    function = getattr(owner, name)
+    notes = []
+
+    def noted(*inputs, **options):
+        notes.append(note(*inputs))
+        return function(*inputs, **options)
+
+    monkeypatch.setattr(owner, name, noted)
+    return notes
+
+
+def results_of(monkeypatch, owner, name):
+    """A list that gets what a function returns in every call from now on."""
+    function = getattr(owner, name)
+    results = []
+
+    def kept(*inputs, **options):
+        results.append(function(*inputs, **options))
+        return results[-1]
+
+    monkeypatch.setattr(owner, name, kept)
+    return results
 
 
 def total_variation(log_probs):
@@ -486,24 +536,50 @@ def only_run(run_dir):
 
 def copy_config(source, folder, *words):
     """Write the config.json of a run into a folder, with more words in its command."""
-    config = json.loads((source / "config.json").read_text())
+    config = config_of(source)
     config["command"] += map(str, words)
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def summary_of(folder):
+    """The content of summary.json."""
+    return json.loads((folder / "summary.json").read_text())
+
+
+def config_of(folder):
+    """The content of config.json."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def read_jsonl(path):
+    """The rows of a JSON Lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_jsonl(path, rows):
+    """Write a JSON Lines file. Returns its path as flags take it."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def write_matrix(path, rows):
+    """Write a CSV file of weights. Returns its path as flags take it."""
+    path.write_text("\n".join(",".join(f"{weight:g}" for weight in row) for row in rows))
+    return str(path)
+
+
+def table_of(folder, name):
+    """A CSV file of a run as a list of dicts of strings."""
+    with open(folder / f"{name}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def rows_of(folder):
     """metrics.csv as a list of dicts of strings, without the columns that depend on the clock."""
-    with open(folder / "metrics.csv", newline="") as file:
-        return [
-            {k: v for k, v in row.items() if not k.endswith("_per_second")}
-            for row in csv.DictReader(file)
-        ]
-
-
-def evaluations_of(folder):
-    """evaluations.csv as a list of dicts of strings."""
-    with open(folder / "evaluations.csv", newline="") as file:
-        return list(csv.DictReader(file))
+    return [
+        {k: v for k, v in row.items() if not k.endswith("_per_second")}
+        for row in table_of(folder, "metrics")
+    ]
 
 
 def weights_of(folder):
@@ -517,6 +593,11 @@ def weights_of(folder):
     }
 
 
+def networks_of(folder, n=3):
+    """The networks of all agents at the end of a run: each name -> values."""
+    return [load_file(folder / f"agent_{i}.safetensors") for i in range(n)]
+
+
 def scalars_of(folder):
     """TensorBoard: tag -> [(step, value), ...]."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
@@ -527,6 +608,35 @@ def scalars_of(folder):
 def assert_weights(weights, expected):
     """The same parameters after a run, up to rounding, with the optimizers of `smooth_adam`."""
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-6)
+
+
+def plain_objective(args, batch, logprob, value):
+    """Ratio, objective (clipped) and squared error of the value of each sample, [samples]."""
+    advantage = batch["advantage"]
+    if args.norm_adv:
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    ratio = (logprob - batch["logprob"]).exp()
+    objective = ratio * advantage
+    target = batch["advantage"] + batch["value"]
+    value_loss = (value - target) ** 2
+    if args.clip_coef > 0:
+        clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+        objective = torch.minimum(objective, clipped * advantage)
+        if args.clip_vloss:
+            near = batch["value"] + (value - batch["value"]).clamp(-args.clip_coef, args.clip_coef)
+            value_loss = torch.maximum(value_loss, (near - target) ** 2)
+    return ratio, objective, value_loss
+
+
+def plain_step(args, agent, optimizer, loss):
+    """One step of Adam, with the gradient's norm clipped."""
+    optimizer.zero_grad()
+    loss.backward()
+    learned = [parameter for parameter in agent.parameters() if parameter.grad is not None]
+    norm = sum((parameter.grad**2).sum() for parameter in learned).sqrt()
+    for parameter in learned:
+        parameter.grad *= min(1.0, args.max_grad_norm / norm)
+    optimizer.step()
 
 
 def measure_minibatch(args, ratio, objective, value_loss, entropy):

@@ -15,12 +15,14 @@ from helpers import (
     PRPO_ATARI,
     PRPO_MINIGRID,
     assert_same_run,
-    evaluations_of,
     every_family,
     only_run,
+    resume,
     rows_of,
     scalars_of,
+    table_of,
     tiny,
+    train,
     weights_of,
 )
 from stable_baselines3.common import atari_wrappers as wrappers
@@ -628,8 +630,7 @@ def test_compiled_networks_learn_the_same(tmp_path, monkeypatch):
     )
     for compile in (False, True):
         changes = {"num_agents": 1, "iterations": 3, "eval_episodes": 0, "compile": compile}
-        script.main(tiny(script, tmp_path / str(compile), **changes))
-        weights.append(weights_of(only_run(tmp_path / str(compile)))[0])
+        weights.append(weights_of(train(script, tmp_path / str(compile), **changes))[0])
         assert len(compiled) == compile  # by this run
     torch.testing.assert_close(*weights, rtol=0, atol=1e-5)
 
@@ -793,20 +794,19 @@ def test_evaluations_during_training_change_nothing_and_survive_a_crash(
     The crash leaves the evaluation of an iteration whose checkpoint is not complete.
     """
     script = PRPO_MINIGRID
-    script.main(tiny(script, tmp_path / "whole", eval_every=2))
-    whole = only_run(tmp_path / "whole")
+    whole = train(script, tmp_path / "whole", eval_every=2)
     assert_same_run(whole, whole_run(script))
-    rows = evaluations_of(whole)
+    rows = table_of(whole, "evaluations")
     assert [(row["iteration"], row["agent"]) for row in rows] == [
         (str(k), str(i)) for k in (2, 4, 6) for i in range(3)
     ]
-    assert rows[-3:] == evaluations_of(whole_run(script))
+    assert rows[-3:] == table_of(whole_run(script), "evaluations")
 
     args = tiny(script, tmp_path / "crashed", eval_every=2)
     crashing("complete", 0, 4, lambda: script.main(args))
     folder = only_run(tmp_path / "crashed")
-    script.main(script.parse_args(["--resume", str(folder)]))
-    assert evaluations_of(folder) == rows
+    resume(script, folder)
+    assert table_of(folder, "evaluations") == rows
     charts = scalars_of(folder)
     expected = scalars_of(whole)
     tags = [tag for tag in expected if tag.startswith("eval/")]
@@ -831,5 +831,5 @@ def test_evaluations_during_training_change_nothing_on_atari(tmp_path):
         script.main(tiny(script, tmp_path / str(eval_every), eval_every=eval_every, **changes))
     without, during = (only_run(tmp_path / name) for name in ("0", "1"))
     assert_same_run(during, without)
-    assert [row["iteration"] for row in evaluations_of(during)] == ["1", "2"]
-    assert evaluations_of(during)[1:] == evaluations_of(without)
+    assert [row["iteration"] for row in table_of(during, "evaluations")] == ["1", "2"]
+    assert table_of(during, "evaluations")[1:] == table_of(without, "evaluations")

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import importlib
-import inspect
 import itertools
 import json
 import math
@@ -19,15 +18,26 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import wire
 from command import parse_args
 from completion_server import CompletionServer
-from helpers import REPOSITORY, only_run, refusal, scalars_of
+from helpers import (
+    REPOSITORY,
+    notes_of,
+    only_run,
+    read_jsonl,
+    refusal,
+    results_of,
+    scalars_of,
+    table_of,
+    told_to_launcher,
+    write_matrix,
+)
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_docs import metrics_of_page, name_in_page
 from test_llm_training import in_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.distributed import distributed_c10d
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import communicators
@@ -111,12 +121,6 @@ def weights_of(run):
 def flat(weights):
     """An adapter as a vector."""
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
-
-
-def rows_of(run, name="metrics"):
-    """A CSV file of a run."""
-    with open(run / f"{name}.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 # --- the world ---
@@ -449,19 +453,6 @@ def test_minibatches_contain_every_turn_once():
         assert any(not torch.equal(a, b) for a, b in zip(alone, other, strict=True))
 
 
-def capture(monkeypatch, name):
-    """Keep what a function of the script returns in every call."""
-    results = []
-    function = getattr(prpo_babyai, name)
-
-    def keep(*args, **kwargs):
-        results.append(function(*args, **kwargs))
-        return results[-1]
-
-    monkeypatch.setattr(prpo_babyai, name, keep)
-    return results
-
-
 def test_one_agent_makes_the_update_of_plain_transformers(tiny, tmp_path, monkeypatch, folder):
     """Two optimizer steps on all turns of a rollout, against PEFT, autograd and torch's AdamW.
 
@@ -479,7 +470,7 @@ def test_one_agent_makes_the_update_of_plain_transformers(tiny, tmp_path, monkey
         return parameters
 
     monkeypatch.setattr(prpo_babyai, "add_adapters", add_and_save)
-    rollouts = capture(monkeypatch, "start_episodes")
+    rollouts = results_of(monkeypatch, prpo_babyai, "start_episodes")
     args = tiny(
         num_agents=1,
         aggregation="none",
@@ -557,20 +548,13 @@ def test_importance_weights_are_those_of_trainer_and_sampler(tiny, tmp_path, mon
         return batch, counts
 
     monkeypatch.setattr(prpo_babyai, "collate", spoil)
-    batches = []
-    learn = prpo_babyai.learn
-
-    def keep(args, model, trained, optimizer, batch, *inputs):
-        batches.append(dict(batch))
-        return learn(args, model, trained, optimizer, batch, *inputs)
-
-    monkeypatch.setattr(prpo_babyai, "learn", keep)
+    batches = notes_of(monkeypatch, prpo_babyai, "learn", lambda *inputs: dict(inputs[4]))
     once = {"total_steps": 1, "minibatch_size": 0, "micro_batch_size": 500, "eval_episodes": 0}
     prpo_babyai.main(tiny(precision="bfloat16", importance_cap=cap, batch_size=4, **once))
     (batch,) = batches
     weights = torch.exp(batch["logprobs"] - batch["sampled"]).clamp(max=cap)
     weights = weights if cap else torch.ones_like(weights)
-    rows = rows_of(only_run(tmp_path / "runs"))
+    rows = table_of(only_run(tmp_path / "runs"), "metrics")
     for row, weights_of_agent, mask, advantages in zip(
         rows, weights, batch["mask"], batch["advantages"], strict=True
     ):
@@ -583,14 +567,7 @@ def test_importance_weights_are_those_of_trainer_and_sampler(tiny, tmp_path, mon
 
 def test_coefficient_of_the_kl_penalty_falls(tiny, tmp_path, monkeypatch):
     """What the update of every step gets, and what is logged."""
-    coefs = []
-    learn = prpo_babyai.learn
-
-    def keep(*inputs):
-        coefs.append(inputs[-1])
-        return learn(*inputs)
-
-    monkeypatch.setattr(prpo_babyai, "learn", keep)
+    coefs = notes_of(monkeypatch, prpo_babyai, "learn", lambda *inputs: inputs[-1])
     changes = {"kl_coef": 0.4, "kl_schedule": "linear", "eval_episodes": 0, "minibatch_size": 0}
     prpo_babyai.main(tiny(total_steps=2, update_epochs=1, **changes))
     assert coefs == pytest.approx([0.4, 0.2])
@@ -700,7 +677,7 @@ def test_a_server_plays_with_the_agents_adapters(tiny, server, tmp_path, monkeyp
         torch.testing.assert_close(computed, batch["sampled"][mask], rtol=0, atol=1e-4)
         assert not torch.equal(computed, batch["sampled"][mask])
     assert sorted(requested) == sorted(played)
-    assert all(0 < float(row["sampling_gap"]) < 1e-4 for row in rows_of(run))
+    assert all(0 < float(row["sampling_gap"]) < 1e-4 for row in table_of(run, "metrics"))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -900,15 +877,11 @@ def test_who_trains_in_a_round():
 
 def watch_rounds(monkeypatch):
     """What the agents held send in each round, [agents held, numel]."""
-    sent_in_rounds = []
-    exchange_all = communicators.Exchange.round
 
-    def watch(self, sent, numbers):
-        sent_in_rounds.append(torch.stack(sent))
-        return exchange_all(self, sent, numbers)
+    def stack(exchange, sent, numbers):
+        return torch.stack(sent)
 
-    monkeypatch.setattr(communicators.Exchange, "round", watch)
-    return sent_in_rounds
+    return notes_of(monkeypatch, communicators.Exchange, "round", stack)
 
 
 def test_fedagent_averages_and_starts_each_round_afresh(tiny, tmp_path, monkeypatch):
@@ -929,7 +902,7 @@ def test_fedagent_averages_and_starts_each_round_afresh(tiny, tmp_path, monkeypa
         save(self, state)
 
     monkeypatch.setattr(communicators.Run, "save", watch_save)
-    played = capture(monkeypatch, "start_episodes")
+    played = results_of(monkeypatch, prpo_babyai, "start_episodes")
     args = tiny(
         num_agents=8,
         agents_per_round=2,
@@ -955,7 +928,7 @@ def test_fedagent_averages_and_starts_each_round_afresh(tiny, tmp_path, monkeypa
         assert torch.equal(end["snapshot"], states[0]["snapshot"])
     assert (states[0]["snapshot"] == 0).all()  # B of the start
     tasks = [{episode.index for episode in row} for rows in played for row in rows]
-    rows = rows_of(only_run(tmp_path / "runs"))
+    rows = table_of(only_run(tmp_path / "runs"), "metrics")
     clients = [float(row["client"]) for row in rows]
     assert clients[:2] == clients[2:4] != clients[4:6] == clients[6:]
     assert all(not a & b for a, b in zip(tasks[::2], tasks[1::2], strict=True))
@@ -969,7 +942,7 @@ def test_one_client_a_round_hands_its_policy_on(tiny, tmp_path):
     args = tiny(**options, total_steps=3, eval_episodes=0, minibatch_size=0)
     assert parse_args(prpo_babyai, flags(args)).agents_at_once == 1
     prpo_babyai.main(args)
-    rows = rows_of(only_run(tmp_path / "runs"))
+    rows = table_of(only_run(tmp_path / "runs"), "metrics")
     assert len({row["client"] for row in rows}) == 3
     distances = [float(row["kl_reference"]) for row in rows]
     assert distances[0] < 1e-6 < 1e-3 < distances[1] and distances[2] > 1e-3
@@ -1039,14 +1012,7 @@ def test_agents_count_by_their_episodes(tiny, saved, monkeypatch):
 
 def test_relative_gain_weighs_gains(tiny, saved, monkeypatch):
     """Over each agent's own rounds before, and not its means."""
-    remember = communicators.remember
-    records = []  # mean, gain, baseline
-
-    def watch(*given):
-        records.append(remember(*given))
-        return records[-1]
-
-    monkeypatch.setattr(communicators, "remember", watch)
+    records = results_of(monkeypatch, communicators, "remember")  # mean, gain, baseline
     options = {"communicator_temperature": 0.5, "local_updates": 1, "eval_episodes": 0}
     prpo_babyai.main(tiny(communicator="relative-gain", total_steps=3, **options))
     means, gains, _ = torch.stack(records[-3:]).T
@@ -1068,9 +1034,9 @@ def test_a_policy_that_is_not_finite_is_left_out(tiny, saved, tmp_path, monkeypa
     monkeypatch.setattr(prpo_babyai, "learn", ruin)
     prpo_babyai.main(tiny(aggregation=aggregation, communicator="uniform", total_steps=1))
     assert torch.allclose(saved[-1]["row"], torch.tensor([0.0, 0.5, 0.5]))
-    assert {row["dropped"] for row in rows_of(only_run(tmp_path / "runs"))} == {"1"}
+    assert {row["dropped"] for row in table_of(only_run(tmp_path / "runs"), "metrics")} == {"1"}
     assert (saved[-1]["trained"][1:].abs() < 1).all()
-    evaluations = rows_of(only_run(tmp_path / "runs"), "evaluations")
+    evaluations = table_of(only_run(tmp_path / "runs"), "evaluations")
     means = {row["agent"]: row["mean_success"] for row in evaluations if row["step"] == "1"}
     # Averaged, agent 0 is as the others; else what it answers means nothing
     assert (means["0"] == "nan") == (aggregation == "policy")
@@ -1090,10 +1056,10 @@ def test_averages_follow_the_rows_of_a_matrix(tiny, saved, tmp_path, monkeypatch
 
     monkeypatch.setattr(prpo_babyai, "play", watch)
     C = torch.tensor([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [0.0, 0.25, 0.75]])
-    (tmp_path / "C.csv").write_text("\n".join(",".join(map(str, row)) for row in C.tolist()))
+    matrix = write_matrix(tmp_path / "C.csv", C)
     sent_in_rounds = watch_rounds(monkeypatch)
     options = {"aggregation": "weights", "lora_average": "frozen-a", "eval_episodes": 1}
-    prpo_babyai.main(tiny(total_steps=1, communicator=str(tmp_path / "C.csv"), **options))
+    prpo_babyai.main(tiny(total_steps=1, communicator=matrix, **options))
     torch.testing.assert_close(saved[-1]["trained"], C @ sent_in_rounds[-1], rtol=0, atol=1e-6)
     assert players[-1] == (0, 1, 2)
     prpo_babyai.main(tiny(total_steps=1, communicator="uniform", **options))
@@ -1126,15 +1092,9 @@ def test_bytes_are_the_adapters_that_others_read(tiny, tmp_path, changes, messag
 @pytest.mark.parametrize(("changes", "isolated"), [({}, False), ({"aggregation": "none"}, True)])
 def test_a_launcher_knows_that_clients_must_be_together(tiny, monkeypatch, changes, isolated):
     """They are drawn in one place, of all that there are."""
-    needs_of_runs = []
-
-    def refuse(args, *needs):
-        needs_of_runs.append(needs)
-        communicators.stop("refused")
-
-    monkeypatch.setattr(communicators, "exchange_of_launcher", refuse)
-    refusal(prpo_babyai.main, tiny(num_agents=4, agents_per_round=2, **changes), code=1)
-    assert needs_of_runs == [(isolated, "", "the clients that train are drawn in one place")]
+    args = tiny(num_agents=4, agents_per_round=2, **changes)
+    needs = told_to_launcher(monkeypatch, prpo_babyai.main, args)
+    assert needs == (isolated, "", "the clients that train are drawn in one place")
 
 
 def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
@@ -1143,13 +1103,13 @@ def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
     run = only_run(tmp_path / "runs")
     lines = capsys.readouterr().out.splitlines()
     before_and_after = {}
-    for row in rows_of(run, "evaluations"):
+    for row in table_of(run, "evaluations"):
         means = before_and_after.setdefault((row["task"], row["step"]), [])
         means.append(float(row["mean_success"]))
     for line, task in zip(lines[-3:], ("all", "GoToLocal", "GoToObj"), strict=True):
         shown = [f"{np.mean(before_and_after[task, step]):.3f}" for step in ("0", "1")]
         assert line.split() == [task, *shown]
-    rows = rows_of(run)
+    rows = table_of(run, "metrics")
     assert len(rows) == 3
     names = {"success", "return", "length", "invalid", "success_GoToObj", "success_GoToLocal"}
     assert names < rows[0].keys()
@@ -1157,11 +1117,11 @@ def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
         assert 0 <= float(row["invalid"]) <= 1 <= float(row["length"]) <= 4
         assert 0 < float(row["kl_reference"]) < 1
         assert float(row["first_log_ratio"]) == pytest.approx(0, abs=1e-4)
-    evaluations = rows_of(run, "evaluations")
+    evaluations = table_of(run, "evaluations")
     assert {row["task"] for row in evaluations} == {"all", "GoToObj", "GoToLocal"}
     assert {row["episodes"] for row in evaluations} == {"4", "2"}
     assert {row["step"] for row in evaluations} == {"0", "1"}
-    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    episodes = read_jsonl(run / "episodes.jsonl")
     assert len(episodes) == 2 * 3 * 4
     by_agent = [episode for episode in episodes if (episode["agent"], episode["step"]) == (1, 1)]
     mean = np.mean([episode["success"] for episode in by_agent])
@@ -1170,7 +1130,7 @@ def test_a_run_leaves_readable_files(tiny, tmp_path, capsys):
     )
     assert float(row["mean_success"]) == pytest.approx(mean)
     tasks = {}  # of each client
-    for row in rows_of(run, "clients"):
+    for row in table_of(run, "clients"):
         assert row["category"] in ("GoToObj", "GoToLocal")
         tasks.setdefault(row["client"], []).append(int(row["tasks"]))
     assert [sum(counts) for counts in tasks.values()] == [5, 5, 5]
@@ -1218,7 +1178,7 @@ def test_an_episode_counts_once_in_a_world_without_categories(tiny, tmp_path):
     path = tmp_path / "world.py"
     path.write_text(WORLDS["easy"].replace("REST", "0"))
     prpo_babyai.main(tiny(env=f"{path}:make", categories=(), eval_episodes=3, total_steps=1))
-    rows = rows_of(only_run(tmp_path / "runs"), "evaluations")
+    rows = table_of(only_run(tmp_path / "runs"), "evaluations")
     assert {row["task"] for row in rows} == {"all"}
     assert {row["episodes"] for row in rows} == {"3"}
 
@@ -1252,8 +1212,8 @@ def test_scores_of_a_world_are_in_its_evaluations(tiny, tmp_path, first):
     path.write_text(SCORES.replace("FIRST", repr(first)))
     prpo_babyai.main(tiny(env=f"{path}:make", categories=(), eval_episodes=5, total_steps=1))
     run = only_run(tmp_path / "runs")
-    rows = rows_of(run, "evaluations")
-    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    rows = table_of(run, "evaluations")
+    episodes = read_jsonl(run / "episodes.jsonl")
     assert len(episodes) == 2 * 3 * 5
     if not first:
         assert not any("score" in row for row in rows + episodes)
@@ -1354,7 +1314,7 @@ def test_clients_are_counted_by_category(tmp_path):
     path = tmp_path / "clients.csv"
     pool = {3: "go", 5: "open", 8: "go"}
     prpo_babyai.write_clients(path, pool, [np.array([8, 3]), np.array([5, 8])])
-    rows = [",".join(row.values()) for row in rows_of(tmp_path, "clients")]
+    rows = [",".join(row.values()) for row in table_of(tmp_path, "clients")]
     assert rows == ["0,go,2", "1,go,1", "1,open,1"]
 
 
@@ -1381,7 +1341,7 @@ def test_another_world_trains(tiny, speller, tmp_path):
     settings |= {"base_model": speller, "max_prompt_tokens": 1500, "response_length": 40}
     prpo_babyai.main(tiny(**settings))
     run = only_run(tmp_path / "runs")
-    (row,) = rows_of(run)
+    (row,) = table_of(run, "metrics")
     assert {"success_fetch", "success_unlock"} < row.keys()
     assert len(weights_of(run)) == 1
 
@@ -1463,34 +1423,7 @@ def test_a_pretrained_model_acts(tmp_path):
     prpo_babyai.main(parse_args(prpo_babyai, argv))
     run = only_run(tmp_path / "runs")
     assert len(weights_of(run)) == 2
-    assert all(0 < float(row["sampling_gap"]) < 0.3 for row in rows_of(run))
-
-
-class Watched:
-    """Every function of torch.distributed that a run calls, with the sizes of its tensors."""
-
-    def __init__(self):
-        self.calls = []
-        self.depth = 0
-        for name in distributed_c10d.__all__:
-            function = getattr(distributed_c10d, name)
-            if inspect.isfunction(function):
-                watched = self.watch(name, function)
-                setattr(distributed_c10d, name, watched)
-                setattr(torch.distributed, name, watched)
-
-    def watch(self, name, function):
-        def call(*args, **kwargs):
-            if self.depth == 0:
-                tensors = [value for value in args if isinstance(value, torch.Tensor)]
-                self.calls.append((name, [tensor.numel() for tensor in tensors]))
-            self.depth += 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.depth -= 1
-
-        return call
+    assert all(0 < float(row["sampling_gap"]) < 0.3 for row in table_of(run, "metrics"))
 
 
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
@@ -1501,9 +1434,10 @@ def test_processes_train_as_one_does_and_send_adapters_only(tiny, tmp_path, aggr
     options = {"aggregation": aggregation, "num_agents": 4, "agents_per_round": 2}
 
     def train(name):
-        watched = Watched() if "RANK" in os.environ else None
+        if "RANK" in os.environ:
+            wire.watch_all()
         prpo_babyai.main(tiny(name, **options))
-        return watched.calls if watched else []
+        return wire.calls
 
     train("together")
     calls, _ = in_ranks(lambda: train("apart"), lambda: train("apart"))
@@ -1511,16 +1445,19 @@ def test_processes_train_as_one_does_and_send_adapters_only(tiny, tmp_path, aggr
     apart = only_run(tmp_path / "apart")
     for a, b in zip(weights_of(together), weights_of(apart), strict=True):
         torch.testing.assert_close(flat(a), flat(b), rtol=0, atol=2e-4)
-    for row, other in zip(rows_of(together), rows_of(apart), strict=True):
+    for row, other in zip(table_of(together, "metrics"), table_of(apart, "metrics"), strict=True):
         for name in ("success", "return", "client", "invalid", "kl_reference", "policy_loss"):
             assert float(row[name]) == pytest.approx(float(other[name]), abs=1e-3)
     numel = len(flat(weights_of(together)[0]))
     sizes = [
-        size for name, numels in calls if name in ("all_gather", "broadcast") for size in numels
+        math.prod(shape)
+        for name, tensors in calls
+        if name in ("all_gather", "broadcast")
+        for _, shape in tensors
     ]
     assert numel in sizes
     assert all(size == numel or size < 100 for size in sizes)
-    names = {name for name, numels in calls if numels}
+    names = {name for name, tensors in calls if tensors}
     assert names <= {"all_gather", "broadcast", "monitored_barrier", "get_rank"}
 
 
@@ -1543,12 +1480,12 @@ def test_a_resumed_run_is_the_whole_run(tiny, tmp_path, aggregation, half, total
     for a, b in zip(weights_of(whole), weights_of(halves), strict=True):
         torch.testing.assert_close(flat(a), flat(b), rtol=0, atol=1e-6)
     times = {"tokens_per_second", "peak_memory", "episodes_per_second"}
-    for row, other in zip(rows_of(whole), rows_of(halves), strict=True):
+    for row, other in zip(table_of(whole, "metrics"), table_of(halves, "metrics"), strict=True):
         assert {k: v for k, v in row.items() if k not in times} == {
             k: v for k, v in other.items() if k not in times
         }
-    last = [row for row in rows_of(whole, "evaluations") if row["step"] == str(total)]
-    assert last == [row for row in rows_of(halves, "evaluations") if row["step"] == str(total)]
+    last = [row for row in table_of(whole, "evaluations") if row["step"] == str(total)]
+    assert last == [row for row in table_of(halves, "evaluations") if row["step"] == str(total)]
 
 
 WORLDS = {
@@ -1709,7 +1646,7 @@ def test_an_infinite_reward_of_a_world_is_unknown(tiny, monkeypatch):
     monkeypatch.setattr(prpo_babyai.TextLevel, "step", pay)
     args = tiny(eval_episodes=0, group_size=8)
     summary = prpo_babyai.main(args)
-    rows = rows_of(only_run(args.run_dir))
+    rows = table_of(only_run(args.run_dir), "metrics")
     assert any(math.isinf(float(row["return"])) for row in rows)
     assert not summary["diverged"]
     assert all(math.isfinite(float(row["policy_loss"])) for row in rows)

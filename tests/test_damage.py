@@ -25,7 +25,7 @@ import torch
 import toy
 import transformers
 from fabricated import control_run
-from helpers import REPOSITORY, call, only_run
+from helpers import REPOSITORY, call, config_of, only_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_llm import files, tiny  # noqa: F401
@@ -543,7 +543,7 @@ def test_a_damaged_base_model_is_refused_or_whole(name, files, data):  # noqa: F
 
 def test_a_base_model_without_some_weights_is_refused(files, tmp_path):  # noqa: F811
     folder = Path(shutil.copytree(files / "model", tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     assert read(prpo_llm.load_base, tiny(files, "runs", base_model=str(folder))) is REFUSED
 
@@ -557,7 +557,7 @@ def test_models_execute_nothing(files, adapter, tmp_path):  # noqa: F811
     args = tiny(files, "runs", base_model=str(folder))
     assert read(prpo_llm.load_base, args) is REFUSED
     assert read(prpo_llm.load_reward_model, args, str(folder), torch.device("cpu")) is REFUSED
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     config |= {"auto_map": names, "model_type": "evil"}
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,7 +1,6 @@
 """Distral: what the central policy learns, from whom, and what the agents have of it."""
 
 import copy
-import json
 import math
 
 import pytest
@@ -10,13 +9,16 @@ from helpers import (
     DISTRAL_MINIGRID,
     PRPO_MINIGRID,
     assert_same_run,
-    evaluations_of,
     flags,
     only_run,
     refusal,
+    resume,
     rows_of,
     scalars_of,
+    summary_of,
+    table_of,
     tiny,
+    told_to_launcher,
     weights_of,
 )
 from safetensors.torch import load_file
@@ -232,7 +234,7 @@ def test_the_reference_of_all_agents_is_the_central_policy_of_the_last_round(
     torch.testing.assert_close(stored, dict(trained[-1].state_dict()), rtol=0, atol=0)
     rounds = [int(row["rounds"]) for row in rows_of(folder)[::3]]
     assert rounds == ([1, 2, 3, 4, 5] if local_updates == 1 else [1, 1, 2, 2, 3])
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert summary["communication_rounds"] == rounds[-1]
 
 
@@ -292,7 +294,7 @@ def test_an_agent_that_diverges_is_left_out(tmp_path, monkeypatch):
         rows = rows_of(folder)[::3]
         assert [int(row["dropped"]) for row in rows] == [0, 0, number, number]
         assert [row["distillation"] == "nan" for row in rows] == [False] * 2 + [number == 3] * 2
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = summary_of(folder)
         assert summary["diverged"] == list(range(number))
         for weights in load_file(folder / "central.safetensors").values():
             assert weights.isfinite().all()
@@ -313,11 +315,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(last_checkpoint, crashing, tmp_p
     args = tiny(DISTRAL_MINIGRID, tmp_path / "parts", **settings)
     crashing("complete", 2, last_checkpoint, lambda: distral_minigrid.main(args))
     folder = only_run(tmp_path / "parts")
-    distral_minigrid.main(DISTRAL_MINIGRID.parse_args(["--resume", str(folder)]))
+    resume(DISTRAL_MINIGRID, folder)
     assert_same_run(folder, whole)
     for name in ("central.safetensors", "evaluations.csv", "communicator.csv"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
-    assert len(evaluations_of(folder)) == 3
+    assert len(table_of(folder, "evaluations")) == 3
 
 
 def test_metrics_are_those_of_pr_ppo(whole_run):
@@ -361,15 +363,8 @@ def test_agents_in_several_processes_are_refused(tmp_path, monkeypatch):
         context.setenv("WORLD_SIZE", "3")
         line = refusal(DISTRAL_MINIGRID.parse_args, words)
     assert line.startswith("--num-agents 3: must be in one process")
-    needs_of_run = []
-
-    def launch(args, isolated, averages, together):
-        needs_of_run.append((isolated, averages, together))
-        communicators.stop("refused")
-
-    monkeypatch.setattr(communicators, "exchange_of_launcher", launch)
-    refusal(distral_minigrid.main, args, code=1)
-    assert needs_of_run == [(False, "", "the central policy learns from the states of all agents")]
+    needs = told_to_launcher(monkeypatch, distral_minigrid.main, args)
+    assert needs == (False, "", "the central policy learns from the states of all agents")
     assert not (tmp_path / "runs").exists()
 
 
@@ -384,7 +379,7 @@ def test_three_agents_learn_a_room(tmp_path):
     changes = {"seed": 11, "num_envs": 4, "total_timesteps": 28 * 256, "local_updates": 1}
     changes |= {"update_epochs": 4, "num_minibatches": 4, "save_every": 40, "eval_episodes": 12}
     folder = train(tmp_path, **changes)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     task = summary["settings"]["env_id"]
     args = distral_minigrid.Args(**summary["settings"])
     untrained = DISTRAL_MINIGRID.evaluate(args, Agent(7), task, list(range(12)), 11)

@@ -18,7 +18,7 @@ from helpers import (
     PRPO_MINIGRID,
     PRPO_MUJOCO,
     REPOSITORY,
-    every_family,
+    notes_of,
     only_run,
     refusal,
     rows_of,
@@ -65,11 +65,11 @@ def random_episodes(seed, kinds):
     return rewards, values, torch.where(kinds == RUNNING, following, finals), kinds
 
 
-def advantages_of(script, rewards, values, next_values, kinds):
-    """What `compute_advantages` gives for [steps, envs]."""
+def advantages_of(rewards, values, next_values, kinds):
+    """What `compute_advantages`, equal in all scripts, gives for [steps, envs]."""
     data = {"rewards": rewards, "values": values, "next_values": next_values}
     data |= {"terminations": kinds == TERMINATED, "dones": kinds != RUNNING}
-    return script.compute_advantages(data, GAMMA, LAMBDA)
+    return PRPO_MINIGRID.compute_advantages(data, GAMMA, LAMBDA)
 
 
 some_kinds = st.integers(1, 3).flatmap(
@@ -85,16 +85,15 @@ some_kinds = st.integers(1, 3).flatmap(
 )
 
 
-@every_family
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), kinds=some_kinds)
-def test_gae_equals_the_definition_episode_by_episode(script, seed, kinds):
+def test_gae_equals_the_definition_episode_by_episode(seed, kinds):
     """Running, terminated and truncated steps in any order.
 
     The value after a termination is never used, that after a truncation is.
     """
     rewards, values, next_values, kinds = random_episodes(seed, kinds)
-    advantages = advantages_of(script, rewards, values, next_values, kinds)
+    advantages = advantages_of(rewards, values, next_values, kinds)
     for env in range(kinds.shape[1]):
         ends = [t for t in range(len(kinds)) if kinds[t, env] != RUNNING or t == len(kinds) - 1]
         start = 0
@@ -142,9 +141,8 @@ def value_of(state):
     return np.sin(np.asarray(state) @ [1.7, 0.9, 0.4])
 
 
-@every_family
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_gae_through_gymnasium_vector_environments(script, mode):
+def test_gae_through_gymnasium_vector_environments(mode):
     """In both autoreset modes advantages of real steps are those of corridors walked separately."""
     number = 4
     steps = 50
@@ -174,7 +172,7 @@ def test_gae_through_gymnasium_vector_environments(script, mode):
         rewards.append(reward)
         kinds.append(np.where(terminations, TERMINATED, np.where(truncations, TRUNCATED, RUNNING)))
     arrays = (torch.tensor(np.array(array)) for array in (rewards, values, next_values, kinds))
-    advantages = advantages_of(script, *arrays).numpy()
+    advantages = advantages_of(*arrays).numpy()
     valid = np.array(valid)
     assert valid.all() == (mode is AutoresetMode.SAME_STEP)
 
@@ -215,15 +213,10 @@ def test_training_advantages_equal_those_of_separate_episodes(backend, tmp_path,
     neither returns nor lengths.
     """
     script = PRPO_MINIGRID
-    acted = []
+    acted = notes_of(monkeypatch, script.Envs, "step", lambda envs, actions: actions.copy())
     batches = {}
     policies = {}
-    step_envs = script.Envs.step
     update = script.update
-
-    def record_actions(envs, actions):
-        acted.append(actions.copy())
-        return step_envs(envs, actions)
 
     def record_batch(agent, optimizer, generator, batch, *rest):
         samples = {name: tensor.clone() for name, tensor in batch.items()}
@@ -232,7 +225,6 @@ def test_training_advantages_equal_those_of_separate_episodes(backend, tmp_path,
         policies.setdefault(id(agent), []).append(copy.deepcopy(agent))
         return update(agent, optimizer, generator, batch, *rest)
 
-    monkeypatch.setattr(script.Envs, "step", record_actions)
     script.patch(monkeypatch, "update", record_batch)
     monkeypatch.setattr(torch, "randperm", lambda number, generator=None: torch.arange(number))
     shape = {
@@ -702,14 +694,7 @@ def test_the_page_s_copy_learns_from_other_observations(cartpole, tmp_path, monk
     shorter = "--total-timesteps 10240 --num-agents 2 --eval-episodes 4 --local-updates 2 --run-dir"
     argv = [*command.split(), *shorter.split(), str(tmp_path / "runs")]
     args = communicators.parse_args(cartpole.Args, cartpole.check_args, argv)
-    batches = []
-    update = cartpole.update
-
-    def record(agent, optimizer, generator, batch, *rest):
-        batches.append(batch)
-        return update(agent, optimizer, generator, batch, *rest)
-
-    monkeypatch.setattr(cartpole, "update", record)
+    batches = notes_of(monkeypatch, cartpole, "update", lambda *inputs: inputs[3])
     summary = cartpole.main(args)
     folder = only_run(tmp_path / "runs")
     rows = rows_of(folder)

@@ -1,8 +1,6 @@
 """FedAvg: what a round leaves of parameters, buffers and optimizers, and the pull to averages."""
 
 import copy
-import csv
-import json
 
 import pytest
 import torch
@@ -14,13 +12,16 @@ from helpers import (
     PRPO_MINIGRID,
     PRPO_MUJOCO,
     assert_same_run,
+    networks_of,
     on,
     only_run,
+    resume,
     rows_of,
+    summary_of,
     tiny,
     weights_of,
+    write_matrix,
 )
-from safetensors.torch import load_file
 from torch.nn.utils import parameters_to_vector
 
 import communicators
@@ -35,21 +36,13 @@ SHORT = {"MiniGrid": {}, "Atari": {"num_steps": 32, "num_envs": 1}, "MuJoCo": {}
 @pytest.fixture
 def matrix(tmp_path):
     """C as the file of --communicator."""
-    path = tmp_path / "C.csv"
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows([[round(c, 1) for c in row] for row in C.tolist()])
-    return str(path)
+    return write_matrix(tmp_path / "C.csv", C)
 
 
 def train(script, run_dir, **changes):
     """The folder of a short run without evaluations."""
     script.main(tiny(script, run_dir, **SHORT[script.family] | {"eval_episodes": 0} | changes))
     return only_run(run_dir)
-
-
-def networks_of(folder):
-    """The networks of all agents at the end of a run: each name -> values."""
-    return [load_file(folder / f"agent_{i}.safetensors") for i in range(3)]
 
 
 def optimizers_of(folder, iteration):
@@ -310,13 +303,13 @@ def test_averages_survive_crashes(settings, crashing, tmp_path):
     settings = settings | {"local_updates": 2, "save_every": 1, "eval_episodes": 0}
     script.main(tiny(script, tmp_path / "whole", **settings))
     whole = only_run(tmp_path / "whole")
-    summary = json.loads((whole / "summary.json").read_text())
+    summary = summary_of(whole)
     assert summary["communication_rounds"] == 3
     crashing("complete", 0, 3, lambda: script.main(tiny(script, tmp_path / "again", **settings)))
     folder = only_run(tmp_path / "again")
     args = script.parse_args(["--resume", str(folder)])
     crashing("complete", 0, 5, lambda: script.main(args))
-    script.main(script.parse_args(["--resume", str(folder)]))
+    resume(script, folder)
     assert_same_run(folder, whole)
     assert (folder / "communicator.csv").read_text() == (whole / "communicator.csv").read_text()
 

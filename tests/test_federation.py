@@ -28,15 +28,19 @@ from helpers import (
     Child,
     assert_same_rows,
     call,
+    config_of,
     copy_config,
     flags,
     on,
     only_run,
     outcomes,
     refusal,
+    resume,
     rows_of,
     scalars_of,
+    summary_of,
     tiny,
+    train,
     weights_of,
 )
 from hypothesis import given, settings
@@ -780,7 +784,7 @@ def assert_same_training(tmp_path, processes, whole):
         # The bound on PR-TRPO's updates is that of the agents held
         apart = {"communication_bytes", "bound", "share_within_bound"}
         assert_same_rows(own_rows, same, 0.0, apart)
-        assert json.loads((folder / "summary.json").read_text())["completed"]
+        assert summary_of(folder)["completed"]
 
 
 @pytest.mark.parametrize(
@@ -972,7 +976,7 @@ def test_rounds_before_the_first_checkpoint_are_not_used_anew(script, tmp_path, 
     folder = only_run(tmp_path / "runs")
     assert not list(folder.glob("checkpoints/*/*.pt"))
     launched()
-    assert script.main(script.parse_args(["--resume", str(folder)]))["completed"]
+    assert resume(script, folder)["completed"]
     newest = max((tmp_path / "store" / "prpo" / "agent_0").glob("round_*"))
     assert newest.name == f"round_{3 + 4:08}.safetensors"
 
@@ -980,8 +984,7 @@ def test_rounds_before_the_first_checkpoint_are_not_used_anew(script, tmp_path, 
 def test_a_run_of_one_agent_is_played(tmp_path, capsys, launched):
     """play.py knows which agents a run has."""
     launched("--exchange", tmp_path / "share", "--agent", 1)
-    PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path / "runs", iterations=1, local_updates=1))
-    folder = only_run(tmp_path / "runs")
+    folder = train(PRPO_MINIGRID, tmp_path / "runs", iterations=1, local_updates=1)
     assert "__agent_1__" in folder.name
     capsys.readouterr()
     assert play.main(play.Args(str(folder))).keys() == {1}
@@ -1111,7 +1114,7 @@ def begun(whole_run, tmp_path):
         folder = tmp_path / "run"
         folder.mkdir()
         copy_config(whole_run(PRPO_MINIGRID), folder)
-        config = json.loads((folder / "config.json").read_text())
+        config = config_of(folder)
         of_launcher = vars(federate.Args(str(tmp_path / "store"), (1,))) | settings
         (folder / "config.json").write_text(json.dumps(config | of_launcher))
         return folder

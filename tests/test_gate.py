@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import PRPO_MINIGRID, REPOSITORY, gate_by_hand, only_run, refusal, tiny
+from helpers import PRPO_MINIGRID, REPOSITORY, gate_by_hand, notes_of, only_run, refusal, tiny
 
 import prpo_minigrid
 import s2zpo_mujoco
@@ -132,14 +132,7 @@ def test_rows_have_the_gates_weights_and_the_references_entropies():
 
 def test_an_episode_is_recorded_as_the_agent_sees_it(run, played, monkeypatch):
     """Up to the goal; what was reached stays reached."""
-    recorders = []
-    make_rows = gate.make_rows
-
-    def watch(recorder, *inputs):
-        recorders.append(recorder)
-        return make_rows(recorder, *inputs)
-
-    monkeypatch.setattr(gate, "make_rows", watch)
+    recorders = notes_of(monkeypatch, gate, "make_rows", lambda recorder, *_: recorder)
     comments, rows = gate.record(gate.Args(run, agent=2))
     (recorder,) = recorders
     assert len(rows) == len(played) > 8

@@ -3,8 +3,6 @@
 Kernels differ, and with them rounding: Adam makes a whole step of a gradient that is nearly 0.
 """
 
-import csv
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +16,14 @@ from helpers import (
     REPOSITORY,
     SCRIPTS,
     assert_same_rows,
-    evaluations_of,
+    config_of,
     flags,
     on,
     only_run,
+    resume,
     rows_of,
+    summary_of,
+    table_of,
     tiny,
     torchrun,
     weights_of,
@@ -76,7 +77,7 @@ def find_largest_move(args):
 def assert_nearly_same_run(ours, theirs):
     """Equal metrics of all iterations up to rounding, and nearly equal weights."""
     assert_same_rows(rows_of(ours), rows_of(theirs), 1e-4, apart={"explained_variance"})
-    args = SimpleNamespace(**json.loads((ours / "config.json").read_text()))
+    args = SimpleNamespace(**config_of(ours))
     expected = weights_of(theirs)
     for i, weights in weights_of(ours).items():
         difference = (weights - expected[i]).double()
@@ -90,9 +91,9 @@ def assert_nearly_same_run(ours, theirs):
 def test_a_gpu_trains_and_plays_like_the_processor(script, processor_run, tmp_path):
     ours = train(script, tmp_path, device="cuda")
     theirs = processor_run(script)
-    assert json.loads((ours / "summary.json").read_text())["device"] == "cuda:0"
+    assert summary_of(ours)["device"] == "cuda:0"
     assert_nearly_same_run(ours, theirs)
-    assert evaluations_of(ours) == evaluations_of(theirs)
+    assert table_of(ours, "evaluations") == table_of(theirs, "evaluations")
 
 
 @on(ALL)
@@ -100,7 +101,7 @@ def test_a_gpu_trains_and_plays_like_the_processor(script, processor_run, tmp_pa
 def test_what_one_has_saved_the_other_resumes(script, device, processor_run, crashing, tmp_path):
     crashing("complete", 2, 2, lambda: train(script, tmp_path, device=device))
     parts = only_run(tmp_path)
-    script.main(script.parse_args(["--resume", str(parts), "--device", OTHER[device]]))
+    resume(script, parts, "--device", OTHER[device])
     assert_nearly_same_run(parts, processor_run(script))
 
 
@@ -112,7 +113,7 @@ def test_a_gpu_goes_on_with_the_snapshots_of_the_last_round(script, crashing, tm
     whole = train(script, tmp_path / "whole", **changes)
     crashing("complete", 2, 4, lambda: train(script, tmp_path / "parts", **changes))
     parts = only_run(tmp_path / "parts")
-    script.main(script.parse_args(["--resume", str(parts)]))
+    resume(script, parts)
     assert_nearly_same_run(parts, whole)
 
 
@@ -262,8 +263,7 @@ def test_a_graph_generates_what_single_launches_do(files, tmp_path, monkeypatch)
 def test_the_logged_memory_is_the_gpu_s(files, tmp_path):  # noqa: F811
     torch.cuda.reset_peak_memory_stats()
     prpo_llm.main(tiny_llm(files, tmp_path, device="cuda", eval_prompts=0))
-    with open(only_run(tmp_path) / "metrics.csv", newline="") as file:
-        logged = float(list(csv.DictReader(file))[-1]["peak_memory"])
+    logged = float(table_of(only_run(tmp_path), "metrics")[-1]["peak_memory"])
     assert 0 < logged <= torch.cuda.max_memory_allocated() / 2**30 * (1 + 1e-5)
 
 

@@ -1,13 +1,12 @@
 """benchmark/gpu.sh and what it calls: rows of its tables, on a processor."""
 
-import csv
 import importlib
 import os
 import subprocess
 import sys
 
 import pytest
-from helpers import REPOSITORY, refusal
+from helpers import REPOSITORY, refusal, table_of
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 decode = importlib.import_module("decode")
@@ -26,11 +25,6 @@ WHOLE = """
 summary = '{"completions_per_second": 8.25, "train_seconds": 4}'
 (folder / "summary.json").write_text(summary)
 """
-
-
-def read_rows(path):
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,7 @@ def test_a_row_has_what_a_run_has_logged(tmp_path):
         else:
             with pytest.raises(SystemExit, match="1"):
                 gpu.main(args)
-    whole, long, broken = read_rows(table)
+    whole, long, broken = table_of(tmp_path, "gpu")
     assert (whole["finished"], whole["speed"], whole["train_seconds"]) == ("True", "8.25", "4.000")
     assert (long["finished"], long["speed"], long["peak_gib"]) == ("False", "7", "2.5")
     assert (broken["finished"], broken["speed"]) == ("False", "")
@@ -79,7 +73,7 @@ def test_a_decode_step_is_measured_without_what_happens_once(model, tmp_path, mo
         decode.main(decode.Args(str(model), lengths=lengths, csv=str(table), **size))
         monkeypatch.undo()
         assert {shape[2] for shape in rollouts} == {*lengths}
-        (row,) = read_rows(table)
+        (row,) = table_of(tmp_path, lengths[1])
         assert row["sequences"] == "12"
         steps[lengths[1]] = float(row["operators_per_step"])
     assert 50 < steps[4] == pytest.approx(steps[6], rel=0.2)
@@ -109,10 +103,10 @@ def test_gpu_sh_runs(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "nonsense: there is no such part" in done.stdout
-    rows = read_rows(out / "gpu.csv")
+    rows = table_of(out, "gpu")
     assert [row["contender"].partition(",")[0] for row in rows][-2:] == [
         "1 agent",
         "3 agents dense",
     ]
     assert all(row["finished"] == "True" and float(row["speed"]) > 0 for row in rows)
-    assert [row["agents"] for row in read_rows(out / "decode.csv")] == ["1", "1", "3"]
+    assert [row["agents"] for row in table_of(out, "decode")] == ["1", "1", "3"]

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from completion_server import transformers_serve
-from helpers import REPOSITORY, refusal
+from helpers import REPOSITORY, refusal, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +93,7 @@ def make_run(root, completions=COMPLETIONS):
         {"prompt": f"<chat>post {k}", "completion": f"human {k}", "request": f"post {k}"}
         for k in range(4)
     ]
-    data.write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(data, rows)
     folder.mkdir(parents=True)
     settings = {"dataset": str(data), "exp_name": "x"}
     (folder / "config.json").write_text(json.dumps({"script": "prpo_llm"} | settings))
@@ -105,7 +105,7 @@ def make_run(root, completions=COMPLETIONS):
             for k, text in enumerate(of_agent):
                 row = {"step": step, "agent": agent, "task": "validation", "id": k}
                 rows.append(row | {"completion": text, "reference": f"human {k}"})
-    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "completions.jsonl", rows)
     return folder
 
 
@@ -559,7 +559,7 @@ def test_a_reward_model_receives_messages_as_messages(tmp_path, monkeypatch):
         {"prompt": [{"role": "user", "content": f"post {k}"}], "completion": f"human {k}"}
         for k in range(4)
     ]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(tmp_path / "data.jsonl", rows)
     args = judge.Args(runs=(str(folder),), reward_model="model")
     rates = judge.read_pairs(str(folder), args)
     assert [*rates.prompt] == [rows[number]["prompt"] for number in rates.id]

@@ -12,11 +12,11 @@ from helpers import (
     REPOSITORY,
     assert_same_run,
     environment,
-    evaluations_of,
-    only_run,
     refusal,
+    resume,
     rows_of,
-    tiny,
+    table_of,
+    train,
 )
 
 from benchmark import levels
@@ -170,13 +170,11 @@ def test_a_run_is_evaluated_on_unseen_levels_and_goes_on(tmp_path, monkeypatch):
     changes = {"num_agents": 2, "env_ids": tuple(private), "eval_env_ids": (unseen,)}
     changes |= {"num_steps": 24, "local_updates": 1, "save_every": 1, "anneal_lr": False}
     changes |= {"eval_episodes": 1, "update_epochs": 1}
-    script.main(tiny(script, tmp_path / "whole", **changes, iterations=3))
-    folder = only_run(tmp_path / "whole")
-    rows = [(row["agent"], row["task"]) for row in evaluations_of(folder)]
+    folder = train(script, tmp_path / "whole", **changes, iterations=3)
+    rows = [(row["agent"], row["task"]) for row in table_of(folder, "evaluations")]
     assert rows == list(itertools.product("01", names))
     assert [row["env_id"] for row in rows_of(folder)[:2]] == names[:2]
-    script.main(tiny(script, tmp_path / "parts", **changes, iterations=2))
-    resumed = only_run(tmp_path / "parts")
-    script.main(script.parse_args(["--resume", str(resumed), "--total-timesteps", str(3 * 48)]))
+    resumed = train(script, tmp_path / "parts", **changes, iterations=2)
+    resume(script, resumed, "--total-timesteps", 3 * 48)
     assert_same_run(resumed, folder)
-    assert evaluations_of(resumed)[-6:] == evaluations_of(folder)
+    assert table_of(resumed, "evaluations")[-6:] == table_of(folder, "evaluations")

@@ -9,11 +9,12 @@ from helpers import (
     PRPO_MINIGRID,
     REPOSITORY,
     assert_same_run,
-    evaluations_of,
+    notes_of,
     on_minigrid,
     only_run,
     refusal,
     rows_of,
+    table_of,
     tiny,
     weights_of,
 )
@@ -154,15 +155,12 @@ def test_only_a_gate_reads_critics(tmp_path):
 
 @on_minigrid
 def test_an_opposite_agent_learns_from_turned_rewards(script, tmp_path, monkeypatch):
-    rewards = []
     honest = script.module.Envs
-    compute = prpo_minigrid.compute_advantages
 
-    def spy(data, *inputs):
-        rewards.append(data["rewards"].sum())
-        return compute(data, *inputs)
+    def add_rewards(data, *_):
+        return data["rewards"].sum()
 
-    monkeypatch.setattr(script.module, "compute_advantages", spy)
+    rewards = notes_of(monkeypatch, script.module, "compute_advantages", add_rewards)
     options = {"averages": script.averages, "lie": "opposite"}
     liars.main(tiny_liar(tmp_path, env_id=EMPTY, iterations=3, **options))
     of_agents = torch.stack(rewards).view(3, 4).sum(0)
@@ -234,7 +232,7 @@ def test_a_run_is_played_and_not_trained_again(tmp_path):
     runs = tmp_path / "runs"
     liars.main(tiny_liar(runs, env_id=EMPTY, iterations=1, eval_episodes=2))
     folder = only_run(runs)
-    last = evaluations_of(folder)[-1]
+    last = table_of(folder, "evaluations")[-1]
     returns = play.main(play.Args(str(folder)))[int(last["agent"])][last["task"]]
     assert returns.mean() == pytest.approx(float(last["mean_return"]), abs=1e-4)
     assert only_run(runs) == folder

@@ -2,7 +2,6 @@
 resume.
 """
 
-import csv
 import itertools
 import json
 import math
@@ -17,7 +16,18 @@ import torch
 import torch.nn.functional as F
 from command import parse_args
 from completion_server import CompletionServer
-from helpers import REPOSITORY, call, only_run, refusal, run_ranks, scalars_of
+from helpers import (
+    REPOSITORY,
+    call,
+    config_of,
+    only_run,
+    refusal,
+    run_ranks,
+    scalars_of,
+    table_of,
+    told_to_launcher,
+    write_jsonl,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
@@ -59,20 +69,23 @@ TINY = {
 }
 
 
+def word_tokenizer():
+    """A tokenizer that knows single letters."""
+    tokenizer = Tokenizer(
+        models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
     """A folder with a tiny random Llama, a data set in two topics, and a reward that counts a
     letter."""
     folder = tmp_path_factory.mktemp("llm")
     generator = np.random.default_rng(0)
-    tokenizer = Tokenizer(
-        models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", unk_token="<eos>"
-    )
-    fast.save_pretrained(folder / "model")
+    word_tokenizer().save_pretrained(folder / "model")
     torch.manual_seed(0)
     shape = {
         "hidden_size": 32,
@@ -97,7 +110,7 @@ def files(tmp_path_factory):
         rows.append(
             {"prompt": " ".join(letters), "completion": " ".join(letters[:2]), "topic": "xy"[k % 2]}
         )
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(folder / "data.jsonl", rows)
     (folder / "weights.csv").write_text("1\n-0.5\n")  # agent 1 is to avoid the letter
     (folder / "letters.py").write_text(
         "def count(prompts, completions, references):\n"
@@ -130,7 +143,7 @@ def to_resume(folder):
         "--resume",
         str(folder),
         "--reward",
-        *json.loads((folder / "config.json").read_text())["reward"],
+        *config_of(folder)["reward"],
     ]
 
 
@@ -485,8 +498,7 @@ def test_what_tokens_count(options):
 
 
 def rows_of(folder):
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(folder, "metrics")
     # The clock, and what is no number
     without = (
         "tokens_per_second",
@@ -555,8 +567,7 @@ def test_agents_learn_to_generate_a_letter(files, tmp_path, algorithm, aggregati
 
 def communicator_of(folder):
     """The last C of a run of two agents."""
-    with open(folder / "communicator.csv", newline="") as file:
-        rows = list(csv.DictReader(file))[-4:]
+    rows = table_of(folder, "communicator")[-4:]
     return np.array([float(row["weight"]) for row in rows]).reshape(2, 2)
 
 
@@ -599,8 +610,7 @@ def test_a_snapshot_that_is_not_there_has_no_distance(files, tmp_path, monkeypat
         monkeypatch.setattr(communicators.Exchange, "round", patched)
         folder, _ = train(files, tmp_path / name, total_steps=1, local_updates=1)
         assert [row["dropped"] for row in rows_of(folder)] == [str(int(name == "lost"))] * 2
-        with open(folder / "communicator.csv", newline="") as file:
-            rows = [*csv.DictReader(file)]
+        rows = table_of(folder, "communicator")
         between = [float(row["distance"]) for row in rows if row["listener"] != row["peer"]]
         assert len(between) >= 2
         if name == "whole":
@@ -626,8 +636,7 @@ def test_a_snapshot_that_is_not_finite_is_dropped(files, tmp_path, monkeypatch, 
     changes = {"num_agents": 3, "total_steps": 1, "local_updates": 1}
     folder, _ = train(files, tmp_path, aggregation=aggregation, **changes)
     assert {row["dropped"] for row in rows_of(folder)} == {"1"}
-    with open(folder / "communicator.csv", newline="") as file:
-        rows = [(row["peer"], float(row["weight"])) for row in csv.DictReader(file)]
+    rows = [(row["peer"], float(row["weight"])) for row in table_of(folder, "communicator")]
     assert rows == [("0", 0.5), ("1", 0.0), ("2", 0.5)] * 3
     assert {row["communication_bytes"] for row in rows_of(folder)} == {str(4 * POLICY * 4)}
     finite = [bool(weights.isfinite().all()) for weights in weights_of(folder)]
@@ -683,8 +692,7 @@ def test_no_aggregation_is_the_identity(files, tmp_path):
     }.items():
         folder, _ = train(files, tmp_path / name, **changes)
         runs[name] = weights_of(folder)
-        with open(folder / "communicator.csv", newline="") as file:
-            rows = [(float(row["weight"]), row["distance"]) for row in csv.DictReader(file)]
+        rows = [(float(row["weight"]), row["distance"]) for row in table_of(folder, "communicator")]
         assert rows == [(1, "nan"), (0, "nan"), (0, "nan"), (1, "nan")]
     for name in ("identity", "average"):
         for a, b in zip(runs["none"], runs[name], strict=True):
@@ -988,8 +996,7 @@ def test_agents_start_from_an_adapter_and_are_anchored_to_it(files, tmp_path):
     for name, anchor in (("free", 1e-9), ("held", 100.0)):
         folder, summary_of = train(files, tmp_path / name, **start, sft_anchor=anchor)
         distances[name] = [float(row["kl_anchor"]) for row in rows_of(folder)]
-        with open(folder / "evaluations.csv", newline="") as file:
-            before = next(csv.DictReader(file))
+        before = table_of(folder, "evaluations")[0]
         assert float(before["mean_reward"]) == pytest.approx(
             summary["evaluation"]["agents"][0]["validation"]["mean"], rel=1e-5
         )
@@ -1141,6 +1148,48 @@ BAD = {
         ["--min-response-tokens", "59"],
         ["--min-response-tokens 59", "at most --response-length 58"],
     ),
+    "no such reward": (["--reward", "bleu"], ["--reward bleu", "FILE.py:function"]),
+    "no such reward function": (
+        ["--reward", "nowhere.py:count"],
+        ["--reward nowhere.py:count", "existing"],
+    ),
+    "the same reward twice": (
+        ["--reward", "rouge", "rouge"],
+        ["--reward rouge rouge", "different"],
+    ),
+    "too many weights": (
+        ["--reward-weights", "1", "2"],
+        ["--reward-weights 1.0 2.0", "each --reward"],
+    ),
+    "a weight that is no number": (
+        ["--reward-weights", "nan"],
+        ["--reward-weights nan", "each --reward"],
+    ),
+    "two data sets of three": (["--dataset", "a", "b"], ["--dataset a b", "each of the 3 agents"]),
+    "nothing common to evaluate on": (
+        ["--dataset", "a_{i}"],
+        ["--eval-dataset", "--eval-prompts 0"],
+    ),
+    "own data sets dealt": (
+        ["--dataset", "a_{i}", "--eval-prompts", "0", "--partition", "topic"],
+        ["--partition topic", "data set of its own"],
+    ),
+    "two topics of three": (
+        ["--partition", "topic", "--topics", "a", "b"],
+        ["--topics a b", "3 topics"],
+    ),
+    "a topic twice": (["--topics", "a", "a"], ["--topics a a"]),
+    "empty nucleus": (["--eval-top-p", "0", "--eval-samples", "1"], ["--eval-top-p 0", "(0, 1]"]),
+    "nucleus above 1": (
+        ["--eval-top-p", "1.5", "--eval-samples", "1"],
+        ["--eval-top-p 1.5", "(0, 1]"],
+    ),
+    "more prompts than there are": (
+        ["--log-completions", "5"],
+        ["--log-completions 5", "at most the batch of 4"],
+    ),
+    "empty stop string": (["--stop-strings", "x", ""], ["--stop-strings x", "not empty"]),
+    "negative": (["--save-adapters", "-1"], ["--save-adapters -1", "not be negative"]),
 }
 
 
@@ -1195,15 +1244,8 @@ LAUNCHED = {
 def test_a_launcher_knows_what_a_run_needs(case, files, tmp_path, monkeypatch):
     """Whether agents send anything, what averages do to them, and why they must be together."""
     changes, expected = LAUNCHED[case]
-    needs_of_runs = []
-
-    def refuse(args, *needs):
-        needs_of_runs.append(needs)
-        communicators.stop("refused")
-
-    monkeypatch.setattr(communicators, "exchange_of_launcher", refuse)
-    refusal(prpo_llm.main, tiny(files, tmp_path, **changes), code=1)
-    assert needs_of_runs == [expected]
+    args = tiny(files, tmp_path, **changes)
+    assert told_to_launcher(monkeypatch, prpo_llm.main, args) == expected
 
 
 def test_a_run_without_a_communication_round_says_so(files, tmp_path, capsys):

@@ -2,7 +2,6 @@
 reason why not.
 """
 
-import csv
 import importlib
 import json
 import shlex
@@ -18,11 +17,10 @@ import torch.nn as nn
 import transformers
 import tyro
 from command import parse_args
-from helpers import REPOSITORY, refusal
+from helpers import REPOSITORY, refusal, table_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_llm import WORDS, files, follow, layers_of, rows_of, train
-from tokenizers import Tokenizer, models, pre_tokenizers
+from test_llm import WORDS, files, follow, layers_of, rows_of, train, word_tokenizer
 from torch import is_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -143,14 +141,7 @@ def save(folder, config, **generation):
     for name, value in generation.items():
         setattr(model.generation_config, name, value)
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(
-        models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<eos>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(
-        folder
-    )
+    word_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -717,8 +708,7 @@ def test_a_model_of_a_size_is_written_to_be_measured(files, tmp_path, monkeypatc
     llm_memory.main(llm_memory.Args(sizes=("tiny",), task=str(task), write=str(written)))
     paths = {"base_model": str(written), "dataset": str(written / "prompts.jsonl")}
     folder, _ = train(files, tmp_path / "runs", **paths, total_steps=1, eval_prompts=0)
-    with open(folder / "metrics.csv", newline="") as file:
-        assert all(float(row["peak_memory"]) > 0 for row in csv.DictReader(file))
+    assert all(float(row["peak_memory"]) > 0 for row in table_of(folder, "metrics"))
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Language models: what surrounds training. Saved adapters, extended runs, sampled evaluations,
 logs, stop strings."""
 
-import csv
 import importlib.util
 import io
 import json
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from command import parse_args
 from completion_server import transformers_serve
-from helpers import only_run, refusal
+from helpers import only_run, read_jsonl, refusal, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
@@ -49,15 +48,9 @@ import communicators
 import prpo_llm
 
 
-def read_evaluations(folder):
-    with open(folder / "evaluations.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def read_logged(folder, agent):
     """The rows that --log-completions wrote of an agent."""
-    text = (folder / "training_completions" / f"agent_{agent}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return read_jsonl(folder / "training_completions" / f"agent_{agent}.jsonl")
 
 
 def read_header(path):
@@ -91,7 +84,7 @@ def test_an_extended_run_is_the_longer_run(files, tmp_path):  # noqa: F811
     for extended, expected in zip(weights_of(folder), weights_of(whole), strict=True):
         assert torch.equal(extended, expected)
     assert rows_of(folder) == rows_of(whole)
-    steps = [row["step"] for row in read_evaluations(folder) if row["task"] == "validation"]
+    steps = [row["step"] for row in table_of(folder, "evaluations") if row["task"] == "validation"]
     assert steps == ["0", "0", "2", "2", "4", "4"]
     with pytest.raises(SystemExit, match="has 4 steps already, more than the 3 asked for"):
         prpo_llm.main(parse_args(prpo_llm, [*to_resume(folder), "--total-steps", "3"]))
@@ -125,7 +118,8 @@ def test_two_ranks_save_and_log_like_one_process(files, server, spread, tmp_path
     for name, content in expected.items():
         if name.endswith(".safetensors"):
             torch.testing.assert_close(contents[name][0], content[0], rtol=0, atol=1e-4)
-    for row, expected_row in zip(read_evaluations(spread), read_evaluations(together), strict=True):
+    rows = [table_of(folder, "evaluations") for folder in (spread, together)]
+    for row, expected_row in zip(*rows, strict=True):
         for column in row.keys() - {"task"}:
             assert float(row[column]) == pytest.approx(
                 float(expected_row[column]), rel=1e-3, abs=1e-4
@@ -338,7 +332,7 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
     assert uniforms.shape == (2 * 3, 4, 6) and len(uniforms.flatten().unique()) > 140
     rows = [
         row
-        for row in read_evaluations(folder)
+        for row in table_of(folder, "evaluations")
         if row["step"] == "0" and row["task"] == "validation"
     ]
     tokens = sampled[0][4].view(2, 12, 6)
@@ -381,7 +375,7 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
 def test_without_samples_evaluations_are_as_before(files, tmp_path):  # noqa: F811
     """No column is added."""
     folder, _ = train(files, tmp_path, total_steps=1)
-    assert not [column for column in read_evaluations(folder)[0] if "sampled" in column]
+    assert not [column for column in table_of(folder, "evaluations")[0] if "sampled" in column]
 
 
 # --- training completions ---
@@ -516,7 +510,7 @@ def test_stopped_completions_pay_no_penalty(files, tmp_path):  # noqa: F811
         assert float(row["response_length"]) == 1 and float(row["eos_rate"]) == 1
         assert float(row["reward"]) == float(row["score"]) >= 0
     assert any(float(row["grad_norm"]) > 0 for row in rows_of(folder))
-    evaluations = read_evaluations(folder)
+    evaluations = table_of(folder, "evaluations")
     assert all(float(row["length"]) == 1 and float(row["eos_rate"]) == 1 for row in evaluations)
 
 
@@ -545,31 +539,6 @@ def test_an_end_behind_a_stop_string_is_not_generated(files):  # noqa: F811
     ]
     assert lengths.tolist() == [[3, 2, 4, 4]]
     assert tokens[0].tolist() == [[5, c, d, 0], [5, 0, 0, 0], [d, c, 6, 7], [6, 7, c, d]]
-
-
-# --- refusals ---
-
-BAD = {
-    "empty nucleus": (["--eval-top-p", "0", "--eval-samples", "1"], ["--eval-top-p 0", "(0, 1]"]),
-    "nucleus above 1": (
-        ["--eval-top-p", "1.5", "--eval-samples", "1"],
-        ["--eval-top-p 1.5", "(0, 1]"],
-    ),
-    "more prompts than there are": (
-        ["--log-completions", "5"],
-        ["--log-completions 5", "at most the batch of 4"],
-    ),
-    "empty stop string": (["--stop-strings", "x", ""], ["--stop-strings x", "not empty"]),
-    "negative": (["--save-adapters", "-1"], ["--save-adapters -1", "not be negative"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_ends_with_one_line(case):
-    """It names the flag, the value and what would be valid."""
-    argv, texts = BAD[case]
-    message = refusal(parse_args, prpo_llm, argv)
-    assert all(text in message for text in texts), message
 
 
 # --- completions by a server ---
@@ -861,7 +830,7 @@ def test_a_server_completes_evaluations(files, server, tmp_path, monkeypatch):  
     assert {(body["n"], body["temperature"]) for body in sampled} == {(3, 1.0)}
     seeds = [body["seed"] for body in sampled]
     assert sorted(seeds[:4]) == sorted(seeds[4:]) and len({*seeds}) == 4
-    rows = [row for row in read_evaluations(folder) if row["task"] == "validation"]
+    rows = [row for row in table_of(folder, "evaluations") if row["task"] == "validation"]
     assert len(rows) == 4 and all(0 < float(row["sampled_length"]) <= 6 for row in rows)
 
 

@@ -7,14 +7,12 @@ with an adapter at each layer, the whole vocabulary, and autograd.
 
 import contextlib
 import copy
-import csv
 import io
 import json
 import math
 import multiprocessing
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
 from statistics import median_low
@@ -25,12 +23,20 @@ import pytest
 import torch
 import torch.nn as nn
 from command import parse_args
-from helpers import only_run
+from helpers import (
+    only_run,
+    place_in_group,
+    read_jsonl,
+    summary_of,
+    table_of,
+    write_jsonl,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from ports import free_port
 from safetensors.torch import load_file, save_file
-from test_llm import TARGETS, files, flags, plain_model, tiny, to_resume  # noqa: F401
+from test_llm import TARGETS, files, flags, layers_of, plain_model, tiny, to_resume  # noqa: F401
 from torch.distributions import Categorical, kl_divergence
 from transformers import AutoModelForSequenceClassification
 
@@ -91,7 +97,7 @@ def folder(files, tmp_path_factory):  # noqa: F811
         }
     )
     rows = [{"prompt": text, "completion": text[:3], "topic": "x"} for text in texts]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(folder / "data.jsonl", rows)
     (folder / "rules.py").write_text(RULES)
     np.savetxt(folder / "C.csv", MATRIX, delimiter=",")
     torch.manual_seed(3)
@@ -753,8 +759,7 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
                     expected_side = expected_side.detach()
                     torch.testing.assert_close(ours, expected_side, rtol=0, atol=3e-5)
     # Metrics
-    with open(run / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(run, "metrics")
     for row, expected_row in zip(rows, expected, strict=True):
         for name, value in expected_row.items():
             assert float(row[name]) == pytest.approx(value, rel=1e-3, abs=1e-4), (
@@ -766,7 +771,7 @@ def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch,
         float(row["nan_rewards"]) > 0 for row in rows
     )
     # Evaluations: each agent's completions of the held-out prompts
-    logged = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    logged = read_jsonl(run / "completions.jsonl")
     last = {
         (row["agent"], row["id"]): row["completion"].split()
         for row in logged
@@ -846,7 +851,7 @@ def test_average_adapters_averages_the_products_of_every_set(files, folder, tmp_
     model, _ = prpo_llm.load_base(args)
     trained, _ = prpo_llm.add_adapters(args, model, 3)
     trained[:] = torch.randn(trained.shape, generator=torch.Generator().manual_seed(2))
-    layers = [layer for layer in model.modules() if isinstance(layer, prpo_llm.Adapters)]
+    layers = [*layers_of(model).values()]
     C = torch.tensor(MATRIX)[1:]  # of two agents of three
     expected = {}
     for number, layer in enumerate(layers):
@@ -997,9 +1002,7 @@ def test_public_log_probs_leave_padding_out(files, folder, tmp_path):  # noqa: F
         for text, ids in zip(completions, ([1, 2], [5], [9, 3, 4]), strict=True)
     ]
     log_probs = prpo_llm.compute_public_log_probs(args, model, tokenizer, examples)
-    layers = {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, prpo_llm.Adapters)
-    }
+    layers = layers_of(model)
     for k in range(2):
         sides = {
             name: (layer.A["snapshot"][k], layer.B["snapshot"][k]) for name, layer in layers.items()
@@ -1042,16 +1045,12 @@ def test_a_gate_is_what_value_models_expect_at_each_token(files, folder, tmp_pat
     C = torch.tensor([[0.2, 0.3, 0.5], [0.5, 0.2, 0.3], [0.6, 0.0, 0.4]])
     reference = prpo_llm.choose_reference(args, range(1, 3), C)
     gate = prpo_llm.compute_gate(args, model, reference, batch, statistics)["gate"]
-    layers = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if isinstance(layer, prpo_llm.Adapters)
-    ]
+    layers = layers_of(model)
     critics = []
     for j in range(3):
         sides = {
             name: (layer.A["value_snapshot"][j], layer.B["value_snapshot"][j])
-            for name, layer in layers
+            for name, layer in layers.items()
         }
         plain = with_adapter(files, sides, args.value_lora_alpha / args.value_lora_rank)
         critics.append((plain, model.snapshot_head[j], model.snapshot_bias[j]))
@@ -1184,8 +1183,9 @@ def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
     prpo_llm.main(
         tiny(files, tmp_path, **changes, local_updates=2, total_steps=6, response_length=8)
     )
-    with open(only_run(tmp_path) / "communicator.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if int(row["step"]) in (2, 4, 6)]
+    rows = [
+        row for row in table_of(only_run(tmp_path), "communicator") if int(row["step"]) in (2, 4, 6)
+    ]
     baselines = [None] * 3
     apart = 0.0
     for number in range(3):
@@ -1229,8 +1229,9 @@ def test_agents_count_by_completions_that_taught(files, tmp_path, monkeypatch): 
     prpo_llm.main(
         tiny(files, tmp_path, **changes, local_updates=2, total_steps=4, response_length=8)
     )
-    with open(only_run(tmp_path) / "communicator.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if int(row["step"]) in (2, 4)]
+    rows = [
+        row for row in table_of(only_run(tmp_path), "communicator") if int(row["step"]) in (2, 4)
+    ]
     counts = sizes[0] - torch.tensor(spoilt)
     for row in rows:
         last = int(row["step"])
@@ -1550,8 +1551,7 @@ def test_rounding_is_no_advantage():
 
 def rows_of(run):
     """metrics.csv as [step][agent]."""
-    with open(run / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(run, "metrics")
     agents = 1 + max(int(row["agent"]) for row in rows)
     return [rows[first : first + agents] for first in range(0, len(rows), agents)]
 
@@ -1578,7 +1578,7 @@ def test_ppo_learns_whatever_the_offset_of_the_rewards(files, tmp_path, budget, 
     for agent, offset in enumerate((0.0, 12.0, -12.0)):
         prompts = [" ".join(generator.choice([*"bcdefgh"], size=4)) for _ in range(60)]
         rows = [{"prompt": prompt, "completion": "a", "offset": offset} for prompt in prompts]
-        (tmp_path / f"data_{agent}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        write_jsonl(tmp_path / f"data_{agent}.jsonl", rows)
     (tmp_path / "letters.py").write_text(
         "def count(completions, offset, **_):\n"
         "    return [text.split().count('a') + own for text, own in zip(completions, offset)]\n"
@@ -1663,7 +1663,7 @@ def test_a_gradient_that_is_not_finite_makes_no_step(
     if algorithm == "ppo":  # the value model has a gradient of its own
         assert second["value_step"] == first["value_step"] + 3
         assert not torch.equal(first["trained"][numel:], second["trained"][numel:])
-    assert json.loads((run / "summary.json").read_text())["diverged"] == []
+    assert summary_of(run)["diverged"] == []
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
@@ -1701,7 +1701,7 @@ def test_a_skipped_step_does_not_hide_the_others(files, tmp_path, monkeypatch): 
         assert float(healthy["skipped_steps"]) == 0 and float(other["skipped_steps"]) == 3
         for name in ("policy_loss", "grad_norm", "approx_kl"):
             assert math.isfinite(float(other[name])), name
-    assert json.loads((only_run(tmp_path) / "summary.json").read_text())["diverged"] == []
+    assert summary_of(only_run(tmp_path))["diverged"] == []
 
 
 def ruin(agent):
@@ -1725,8 +1725,7 @@ def test_a_diverged_agent_has_no_score(files, tmp_path, monkeypatch):  # noqa: F
     monkeypatch.setattr(prpo_llm, "learn", ruin(1))
     prpo_llm.main(tiny(files, tmp_path, aggregation="none", eval_every=2, eval_samples=2))
     run = only_run(tmp_path)
-    with open(run / "evaluations.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(run, "evaluations")
     for row in rows:
         lost = row["agent"] == "1" and row["step"] != "0"
         for column in ("mean_reward", "score", "sampled_reward"):
@@ -1736,7 +1735,7 @@ def test_a_diverged_agent_has_no_score(files, tmp_path, monkeypatch):  # noqa: F
         assert float(healthy["nan_rewards"]) == 0 and float(diverged["nan_rewards"]) == (
             0 if step == 0 else 6
         )
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     assert summary["diverged"] == [1]
     assert summary["evaluation"]["agents"][1]["validation"]["mean"] is None
     assert summary["evaluation"]["agents"][0]["validation"]["mean"] is not None
@@ -1771,18 +1770,11 @@ def in_ranks(*runs):
     return."""
     context = multiprocessing.get_context("fork")
     answers = []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def start(rank, run, queue):
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(runs)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-        }
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= place_in_group(len(runs), rank, port)
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         queue.put(run())
 
     queues = [context.Queue() for _ in runs]
@@ -1852,7 +1844,7 @@ def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, k
     rows = [
         {"prompt": f"{'ar'[k % 2]} b c", "completion": "b", "topic": "xy"[k % 2]} for k in range(17)
     ]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(tmp_path / "data.jsonl", rows)
     base = {
         "dataset": str(tmp_path / "data.jsonl"),
         "reward": f"{tmp_path / 'once.py'}:once",
@@ -1917,10 +1909,7 @@ def test_completions_are_a_table_of_wandb(files, tmp_path, monkeypatch):  # noqa
     wandb.log = logged.append
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     prpo_llm.main(tiny(files, tmp_path, total_steps=1, track=True))
-    written = [
-        json.loads(line)
-        for line in (only_run(tmp_path) / "completions.jsonl").read_text().splitlines()
-    ]
+    written = read_jsonl(only_run(tmp_path) / "completions.jsonl")
     tables = [tables_of_step["completions"] for tables_of_step in logged]
     assert len(tables) == 2
     assert [

@@ -4,7 +4,6 @@ Tasks are small, their agents have goals of their own.
 """
 
 import copy
-import csv
 import itertools
 import math
 
@@ -18,9 +17,14 @@ from helpers import (
     gate_by_hand,
     measure_minibatch,
     measure_update,
+    networks_of,
+    notes_of,
     only_run,
+    plain_objective,
+    plain_step,
     rows_of,
     weights_of,
+    write_matrix,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,14 +101,6 @@ def train(script, run_dir, **changes):
     """The folder of a tiny run."""
     script.main(make_args(script, run_dir, **changes))
     return only_run(run_dir)
-
-
-def write_matrix(folder, matrix):
-    """The file of --communicator."""
-    path = folder / "C.csv"
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows([[round(c, 1) for c in row] for row in matrix.tolist()])
-    return str(path)
 
 
 def lively_agents(number, sizes=None):
@@ -308,19 +304,8 @@ def plain_loss(args, agent, statistics, batch, kl_coef, weights, policies, gener
     """PPO's loss with the KL penalty, and the metrics of its minibatch."""
     center, value = outputs_of(agent, batch["obs"], statistics)
     policy = gaussian(center, agent.actor_log_std)
-    advantage = batch["advantage"]
-    if args.norm_adv:
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    ratio = (policy.log_prob(batch["action"]) - batch["logprob"]).exp()
-    objective = ratio * advantage
-    target = batch["advantage"] + batch["value"]
-    value_loss = (value - target) ** 2
-    if args.clip_coef > 0:
-        clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-        objective = torch.minimum(objective, clipped * advantage)
-        if args.clip_vloss:
-            near = batch["value"] + (value - batch["value"]).clamp(-args.clip_coef, args.clip_coef)
-            value_loss = torch.maximum(value_loss, (near - target) ** 2)
+    logprob = policy.log_prob(batch["action"])
+    ratio, objective, value_loss = plain_objective(args, batch, logprob, value)
     loss = -objective.mean() + args.vf_coef * value_loss.mean() / 2
     loss = loss - args.ent_coef * policy.entropy().mean()
     penalty = plain_penalty(args, policy, weights, policies, generator)
@@ -328,16 +313,6 @@ def plain_loss(args, agent, statistics, batch, kl_coef, weights, policies, gener
     if len(policies) == 1:  # else the penalty is another one but for a constant
         metrics["kl_reference"] = penalty.item()
     return loss + kl_coef * penalty, metrics
-
-
-def plain_step(args, agent, optimizer, loss):
-    """One step of Adam, with the gradient's norm clipped."""
-    optimizer.zero_grad()
-    loss.backward()
-    norm = sum((parameter.grad**2).sum() for parameter in agent.parameters()).sqrt()
-    for parameter in agent.parameters():
-        parameter.grad *= min(1.0, args.max_grad_norm / norm)
-    optimizer.step()
 
 
 def plain_training(args, communicator, averages):
@@ -718,15 +693,11 @@ def test_a_reward_that_is_no_number_ends_with_its_episode(monkeypatch):
 @pytest.fixture
 def all_sent(monkeypatch):
     """What agents send in rounds, [rounds][agents] flat snapshots."""
-    rounds = []
-    send = communicators.Exchange.round
 
-    def record(exchange, sent, *more):
-        rounds.append([snapshot.clone() for snapshot in sent])
-        return send(exchange, sent, *more)
+    def copy_all(exchange, sent, *_):
+        return [snapshot.clone() for snapshot in sent]
 
-    monkeypatch.setattr(communicators.Exchange, "round", record)
-    return rounds
+    return notes_of(monkeypatch, communicators.Exchange, "round", copy_all)
 
 
 @pytest.mark.parametrize("gate", ["none", "value"])
@@ -1020,11 +991,6 @@ def test_gains_are_those_that_the_listeners_rollout_predicts():
 # --- FedAvg ---
 
 
-def networks_of(folder):
-    """The networks of all agents at the end of a run: each name -> values."""
-    return [load_file(folder / f"agent_{i}.safetensors") for i in range(3)]
-
-
 def pooled_by_hand(row, networks):
     """Count, mean and variance of all samples, each agent's counted by its weight."""
     numbers = [c * network["obs_count"].double() for c, network in zip(row, networks, strict=True)]
@@ -1076,7 +1042,7 @@ def test_a_false_count_buys_no_more_than_ten_agents(C):
 @pytest.mark.parametrize("heads", [(), ("actor",), ("critic",), ("actor", "critic")], ids=str)
 def test_a_round_averages_all_but_private_heads(heads, tmp_path):
     """The policy's head has the spread, too. Agents that listen to nobody else stay as they are."""
-    changes = {"communicator": write_matrix(tmp_path, OF_THREE), "iterations": 2}
+    changes = {"communicator": write_matrix(tmp_path / "C.csv", OF_THREE), "iterations": 2}
     changes |= {"private_heads": heads, "learning_rate": 3e-3, "num_steps": 48}
     after = networks_of(train(fedavg_mujoco, tmp_path / "round", local_updates=2, **changes))
     before = networks_of(train(fedavg_mujoco, tmp_path / "none", local_updates=3, **changes))
@@ -1135,7 +1101,7 @@ def test_the_server_step_is_of_parameters(server_lr, tmp_path, monkeypatch):
 
     monkeypatch.setattr(fedavg_mujoco, "update", record)
     monkeypatch.setattr(prpo_mujoco.Agent, "update_statistics", record_statistics)
-    changes = {"communicator": write_matrix(tmp_path, OF_THREE), "learning_rate": 3e-3}
+    changes = {"communicator": write_matrix(tmp_path / "C.csv", OF_THREE), "learning_rate": 3e-3}
     train(fedavg_mujoco, tmp_path / "runs", iterations=2, server_lr=server_lr, **changes)
     final = [agent.state_dict() for agent in agents[3:]]
     rounds = ((before[:3], after[:3], before[3:]), (before[3:], after[3:], final))

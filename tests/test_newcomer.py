@@ -9,10 +9,11 @@ from helpers import (
     FEDAVG_MUJOCO,
     PRPO_MUJOCO,
     assert_same_run,
+    networks_of,
     on,
     only_run,
     refusal,
-    tiny,
+    train,
     weights_of,
 )
 from safetensors.torch import load_file
@@ -27,8 +28,7 @@ def trained(tmp_path_factory):
     """The folder of a run of two agents."""
     folder = tmp_path_factory.mktemp("trained")
     settings = {"num_agents": 2, "iterations": 3, "eval_episodes": 0, "communicator": "identity"}
-    PRPO_MUJOCO.main(tiny(PRPO_MUJOCO, folder, **settings))
-    return only_run(folder)
+    return train(PRPO_MUJOCO, folder, **settings)
 
 
 def tiny_newcomer(run_dir, start_from, **changes):
@@ -179,9 +179,8 @@ def test_flags_of_the_other_script_are_refused(averages, flag, value, trained, t
 
 def test_the_scale_of_a_gates_critics_is_not_sent_without_a_gate(tmp_path):
     settings = {"num_agents": 2, "iterations": 3, "eval_episodes": 0, "gate": "value"}
-    PRPO_MUJOCO.main(tiny(PRPO_MUJOCO, tmp_path / "gated", **settings))
-    gated = only_run(tmp_path / "gated")
+    gated = train(PRPO_MUJOCO, tmp_path / "gated", **settings)
     assert load_file(gated / "agent_0.safetensors")["value_scale"] != 1
     newcomer.main(tiny_newcomer(tmp_path / "new", gated, iterations=2))
-    networks = [load_file(only_run(tmp_path / "new") / f"agent_{i}.safetensors") for i in range(3)]
+    networks = networks_of(only_run(tmp_path / "new"))
     assert [network["value_scale"] for network in networks] == [1, 1, 1]

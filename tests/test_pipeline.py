@@ -18,7 +18,7 @@ import pytest
 import scipy.stats
 import torch
 from command import parse_args
-from helpers import REPOSITORY, call, refusal
+from helpers import REPOSITORY, call, refusal, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import (
@@ -386,7 +386,7 @@ def test_accuracy_by_kind(tmp_path, monkeypatch, capsys):
         {"prompt": "p", "chosen": "four words are here", "rejected": rejected, "kind": kind}
         for rejected, kind in kinds.items()
     ]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(tmp_path / "pairs.jsonl", rows)
 
     def measure_length(prompts, texts):
         return [float(len(text)) for text in texts]

@@ -22,12 +22,15 @@ from helpers import (
     REPOSITORY,
     SLOW_FEDAVG_MUJOCO,
     Child,
+    config_of,
     copy_config,
-    evaluations_of,
+    notes_of,
     on,
     only_run,
     outcomes,
     refusal,
+    results_of,
+    table_of,
     tiny,
 )
 from PIL import Image
@@ -114,7 +117,7 @@ def test_playing_a_run_gives_its_own_evaluation_and_writes_nothing(script, run_o
     folder = run_of(script)
     before = contents(folder)
     last = {}
-    for row in evaluations_of(folder):
+    for row in table_of(folder, "evaluations"):
         last[int(row["agent"])] = row
     if script is S2ZPO:  # one policy for all
         del last[1]
@@ -158,7 +161,7 @@ def test_what_playing_does_not_need_may_be_missing(copied_run, monkeypatch):
     copy_config(copied_run, copied_run, *words)
     for i in (0, 2):
         (copied_run / f"agent_{i}.safetensors").unlink()
-    config = json.loads((copied_run / "config.json").read_text()) | {"agents": [1]}
+    config = config_of(copied_run) | {"agents": [1]}
     (copied_run / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(PRPO_MINIGRID.module, "find_spec", lambda name: None)
     assert str(play_run(copied_run)) == str({1: expected})
@@ -193,7 +196,7 @@ def spoil_weights(folder):
 
 
 def change_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text()) | changes
+    config = config_of(folder) | changes
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -467,7 +470,7 @@ def test_a_renderer_that_is_missing_is_one_line(run_of, tmp_path, monkeypatch):
         line = refusal(play_run, run_of(script), video=str(tmp_path / "films"))
         assert line.startswith(f"--video: {script.tiny['env_id']} cannot be drawn; MUJOCO_GL")
         assert line.endswith("OSError: nonsense")
-    config = json.loads((run_of(S2ZPO) / "config.json").read_text())
+    config = config_of(run_of(S2ZPO))
     config["command"] = [*config["command"], "--human"]
     assert not play.load_settings(s2zpo_mujoco, config, play.Args("run")).human
     monkeypatch.delenv("MUJOCO_GL")
@@ -573,21 +576,8 @@ def test_greedy_games_draw_nothing_at_random(monkeypatch):
     env_id = "BreakoutNoFrameskip-v4"
     torch.manual_seed(0)
     agent = script.new_agent()
-    predict = script.Agent.predict
-    predictions = []
-    step = script.Games.step
-    taken = []
-
-    def record(agent, obs):
-        predictions.append(predict(agent, obs))
-        return predictions[-1]
-
-    def follow(games, actions):
-        taken.append(actions[0].copy())
-        return step(games, actions)
-
-    monkeypatch.setattr(script.Agent, "predict", record)
-    monkeypatch.setattr(script.Games, "step", follow)
+    predictions = results_of(monkeypatch, script.Agent, "predict")
+    taken = notes_of(monkeypatch, script.Games, "step", lambda games, actions: actions[0].copy())
     scores = [
         script.evaluate(script.Args(), agent, env_id, [1, 2], seed, greedy=True) for seed in (0, 1)
     ]
@@ -601,21 +591,8 @@ def test_sampled_games_have_the_probabilities_of_the_policy(monkeypatch):
     script = PRPO_ATARI
     torch.manual_seed(0)
     agent = script.new_agent()
-    predict = script.Agent.predict
-    multinomial = torch.multinomial
-    predicted = []
-    drawn_from = []
-
-    def record(agent, obs):
-        predicted.append(predict(agent, obs))
-        return predicted[-1]
-
-    def draw(probs, *more, **options):
-        drawn_from.append(probs)
-        return multinomial(probs, *more, **options)
-
-    monkeypatch.setattr(script.Agent, "predict", record)
-    monkeypatch.setattr(torch, "multinomial", draw)
+    predicted = results_of(monkeypatch, script.Agent, "predict")
+    drawn_from = notes_of(monkeypatch, torch, "multinomial", lambda probs, *_: probs)
     torch.nn.init.orthogonal_(agent.actor.weight)
     script.evaluate(script.Args(), agent, "BreakoutNoFrameskip-v4", [1, 2], 0)
     expected = torch.stack([logits.softmax(-1) for logits, _ in predicted])
@@ -628,14 +605,7 @@ def test_an_evaluation_begins_with_every_level(monkeypatch):
     env_id = "MiniGrid-DoorKey-6x6-v0"
     args = PRPO_MINIGRID.Args(env_id=env_id, device="cpu")
     agent = PRPO_MINIGRID.new_agent()
-    seen = []
-    predict = agent.predict
-
-    def spy(obs):
-        seen.append(obs.numpy().copy())
-        return predict(obs)
-
-    monkeypatch.setattr(agent, "predict", spy)
+    seen = notes_of(monkeypatch, agent, "predict", lambda obs: obs.numpy().copy())
     levels = [5, 6, 7]
     PRPO_MINIGRID.evaluate(args, agent, env_id, levels, 0)
     env = PRPO_MINIGRID.make_env(env_id)

@@ -5,15 +5,7 @@ import subprocess
 import gymnasium as gym
 import numpy as np
 import pytest
-from helpers import (
-    PRPO_MINIGRID,
-    REPOSITORY,
-    assert_same_run,
-    evaluations_of,
-    only_run,
-    rows_of,
-    tiny,
-)
+from helpers import PRPO_MINIGRID, REPOSITORY, assert_same_run, resume, rows_of, table_of, train
 from test_goals import FORWARD, PICKUP, face, find_objects
 
 from benchmark import pooled
@@ -140,16 +132,14 @@ def test_one_agent_learns_on_a_pool_and_goes_on(tmp_path, monkeypatch):
     tasks = pooled.POOLS[pool]
     changes = {"num_agents": 1, "env_id": f"benchmark.pooled:{pool}", "eval_env_ids": tasks}
     changes |= {"num_steps": 24, "save_every": 1, "eval_episodes": 1, "anneal_lr": False}
-    script.main(tiny(script, tmp_path / "whole", **changes, iterations=3))
-    folder = only_run(tmp_path / "whole")
+    folder = train(script, tmp_path / "whole", **changes, iterations=3)
     names = [env_id.rpartition(":")[2] for env_id in tasks]
-    assert [row["task"] for row in evaluations_of(folder)] == [pool, *names]
+    assert [row["task"] for row in table_of(folder, "evaluations")] == [pool, *names]
     assert {row["env_id"] for row in rows_of(folder)} == {pool}
-    script.main(tiny(script, tmp_path / "parts", **changes, iterations=2))
-    resumed = only_run(tmp_path / "parts")
-    script.main(script.parse_args(["--resume", str(resumed), "--total-timesteps", str(3 * 48)]))
+    resumed = train(script, tmp_path / "parts", **changes, iterations=2)
+    resume(script, resumed, "--total-timesteps", 3 * 48)
     assert_same_run(resumed, folder)
-    assert evaluations_of(resumed)[-5:] == evaluations_of(folder)
+    assert table_of(resumed, "evaluations")[-5:] == table_of(folder, "evaluations")
 
 
 def test_a_pool_can_be_drawn_and_closed():

@@ -2,7 +2,6 @@
 that FedAvg leaves alone, and the string skills in which every agent has a style.
 """
 
-import csv
 import functools
 import json
 import math
@@ -13,7 +12,17 @@ import numpy as np
 import pytest
 import torch
 from command import parse_args
-from helpers import REPOSITORY, only_run, refusal
+from helpers import (
+    REPOSITORY,
+    config_of,
+    only_run,
+    read_jsonl,
+    refusal,
+    results_of,
+    table_of,
+    write_jsonl,
+    write_matrix,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_llm import (  # noqa: F401
@@ -53,10 +62,9 @@ def write_rewards(files, folder):  # noqa: F811
     return (f"{files / 'letters.py'}:count", *more)
 
 
-def write_matrix(path, rows):
-    """A CSV file of weights, as the flag takes it."""
-    path.write_text("\n".join(", ".join(map(str, row)) for row in rows))
-    return (str(path),)
+def write_weights(path, rows):
+    """The value of --reward-weights."""
+    return (write_matrix(path, rows),)
 
 
 # --- reward weights ---
@@ -132,10 +140,10 @@ def test_equal_rows_train_as_the_same_numbers(files, tmp_path):  # noqa: F811
     row = (0.5, -0.25, 2.0)
     weights = {
         "none": (),
-        "ones": write_matrix(tmp_path / "ones.csv", [[1, 1, 1]] * 2),
+        "ones": write_weights(tmp_path / "ones.csv", [[1, 1, 1]] * 2),
         "numbers": row,
-        "rows": write_matrix(tmp_path / "rows.csv", [row] * 2),
-        "own": write_matrix(tmp_path / "own.csv", [row, (-2, 0, 1)]),
+        "rows": write_weights(tmp_path / "rows.csv", [row] * 2),
+        "own": write_weights(tmp_path / "own.csv", [row, (-2, 0, 1)]),
     }
     results = {}
     for name, value in weights.items():
@@ -158,7 +166,7 @@ def test_every_agent_is_scored_by_its_row_everywhere(files, tmp_path, algorithm)
     matrix = [[2.0, -0.5], [0.0, 1.0], [-1.0, 0.25]]
     changes = {
         "reward": write_rewards(files, tmp_path)[:2],
-        "reward_weights": write_matrix(tmp_path / "weights.csv", matrix),
+        "reward_weights": write_weights(tmp_path / "weights.csv", matrix),
         "num_agents": 3,
         "algorithm": algorithm,
         "missing_eos_penalty": 0.0,
@@ -177,8 +185,7 @@ def test_every_agent_is_scored_by_its_row_everywhere(files, tmp_path, algorithm)
     for row in rows:
         assert float(row["reward"]) == pytest.approx(add(row), abs=1e-5)
     assert {row["agent"] for row in rows} == {"0", "1", "2"}
-    with open(folder / "evaluations.csv", newline="") as file:
-        evaluations = list(csv.DictReader(file))
+    evaluations = table_of(folder, "evaluations")
     for row in evaluations:
         assert float(row["mean_reward"]) == pytest.approx(add(row), abs=1e-9)
     assert {row["agent"] for row in evaluations} == {"0", "1", "2"}
@@ -191,11 +198,11 @@ def test_every_agent_is_scored_by_its_row_everywhere(files, tmp_path, algorithm)
 
 def test_a_resumed_run_keeps_the_weights_it_began_with(files, tmp_path):  # noqa: F811
     """Also when the file has changed, or is gone; another file is refused."""
-    weights = write_matrix(tmp_path / "weights.csv", [[0.1], [-3]])
+    weights = write_weights(tmp_path / "weights.csv", [[0.1], [-3]])
     folder, _ = train(files, tmp_path / "runs", reward_weights=weights, total_steps=1)
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     assert config["reward_matrix"] == "0.1; -3.0"
-    other = write_matrix(tmp_path / "other.csv", [[1], [1]])
+    other = write_weights(tmp_path / "other.csv", [[1], [1]])
     shutil.copy(tmp_path / "other.csv", tmp_path / "weights.csv")
     for _ in range(2):
         args = parse_args(prpo_llm, to_resume(folder))
@@ -354,19 +361,11 @@ def test_every_agent_goes_on_from_its_own_row(files, tmp_path, monkeypatch):  # 
     """With an asymmetric C the shared layers after a round are the agent's own average, not a
     peer's, and the private ones are those from before."""
     (tmp_path / "C.csv").write_text("0.5, 0.35, 0.15\n0, 0.4, 0.6\n0.7, 0.1, 0.2\n")
-    average = prpo_llm.average_adapters
-    averages = []
-
-    def average_and_remember(*given):
-        result = average(*given)
-        averages.append(result[0])
-        return result
-
-    monkeypatch.setattr(prpo_llm, "average_adapters", average_and_remember)
+    results = results_of(monkeypatch, prpo_llm, "average_adapters")
     changes = {"num_agents": 3, "prompts_per_agent": 4, "eval_prompts": 0, "total_steps": 2}
     changes |= {"aggregation": "weights", "communicator": str(tmp_path / "C.csv")}
     folder, _ = train(files, tmp_path / "runs", private_layers=1, **changes)
-    (averages,) = averages
+    ((averages, _),) = results
     args = tiny(files, tmp_path, private_layers=1, **changes)
     model, _ = prpo_llm.load_base(args)
     prpo_llm.add_adapters(args, model, 3)
@@ -486,7 +485,7 @@ def test_pretraining_shows_every_style_alike(tmp_path, monkeypatch):
     deviation = (1800 * 1 / 3 * 2 / 3) ** 0.5
     assert sum(counts.values()) == 1800
     assert all(abs(count - 600) < 5 * deviation for count in counts.values())
-    rows = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
+    rows = read_jsonl(out / "train.jsonl")
     for row in rows:
         skill, word = row["prompt"][:-1].split()
         assert row["completion"] == skills.make_example(skill, word)["completion"]
@@ -513,7 +512,7 @@ def test_success_in_any_style_is_a_sum(monkeypatch):
 def test_the_table_has_each_agents_own_reward_and_style(tmp_path):
     """From completions.jsonl, each held-out prompt once, before and after."""
     data = [skills.make_example("copy", word) | {"topic": "x"} for word in ("ab", "cd")]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, data)))
+    write_jsonl(tmp_path / "train.jsonl", data)
     rewards = prpo_llm.Args(
         reward=("content", *skills.STYLES), reward_weights=(str(tmp_path / "weights.csv"),)
     )
@@ -533,7 +532,7 @@ def test_the_table_has_each_agents_own_reward_and_style(tmp_path):
             row |= {"completion": completion, "reward": float(matrix[agent] @ values)}
             names = [f"reward_skills.{name}" for name in ("content", *skills.STYLES)]
             rows += [row | dict(zip(names, values, strict=True))] * 2
-    (tmp_path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(tmp_path / "completions.jsonl", rows)
     held_out = skills.read_held_out(tmp_path, [str(tmp_path / "train.jsonl")], "mirror")
     measured = skills.measure_preferences(skills.Args(preferences=True), held_out)
     after = {

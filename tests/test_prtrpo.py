@@ -15,12 +15,15 @@ from helpers import (
     assert_same_run,
     flags,
     gate_by_hand,
+    notes_of,
     only_run,
-    refusal,
+    resume,
     rows_of,
     run_ranks,
+    summary_of,
     tiny,
-    weights_of,
+    train,
+    write_matrix,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -479,8 +482,7 @@ QUICK = {"hidden_sizes": (16, 16, 16), "local_updates": 1, "eval_episodes": 0}
 def mixed_run(tmp_path_factory):
     """One process, never interrupted."""
     folder = tmp_path_factory.mktemp("mixed")
-    prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, folder, **MIXED))
-    return only_run(folder)
+    return train(PRTRPO_MINIGRID, folder, **MIXED)
 
 
 # Where epsilon depends on what the last updates of all agents did, instead of on its minimum
@@ -493,12 +495,11 @@ def test_resume_after_a_crash_equals_a_whole_run(crashing, tmp_path):
     This includes the movements that set the next epsilon.
     """
     changes = BOUNDED | {"iterations": 6}
-    prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, tmp_path / "whole", **changes))
-    whole = only_run(tmp_path / "whole")
+    whole = train(PRTRPO_MINIGRID, tmp_path / "whole", **changes)
     args = tiny(PRTRPO_MINIGRID, tmp_path / "parts", **changes)
     crashing("complete", 0, 4, lambda: prtrpo_minigrid.main(args))
     folder = only_run(tmp_path / "parts")
-    prtrpo_minigrid.main(PRTRPO_MINIGRID.parse_args(["--resume", str(folder)]))
+    resume(PRTRPO_MINIGRID, folder)
     assert_same_run(folder, whole)
     epsilons = {row["iteration"]: float(row["epsilon"]) for row in rows_of(whole)}
     assert len(set(epsilons.values())) == 6
@@ -515,8 +516,7 @@ def test_three_ranks_train_like_one_process(mixed_run, tmp_path):
         runs[name] = ["prtrpo_minigrid", *argv]
     wire = REPOSITORY / "tests" / "tools" / "wire.py"
     run_ranks(3, wire, tmp_path / "{rank}.json", json.dumps(runs), cwd=tmp_path)
-    prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, tmp_path / "one process", **BOUNDED))
-    bounded_run = only_run(tmp_path / "one process")
+    bounded_run = train(PRTRPO_MINIGRID, tmp_path / "one process", **BOUNDED)
     assert_same_run(only_run(tmp_path / "bounded"), bounded_run)
     epsilons = {float(row["epsilon"]) for row in rows_of(bounded_run)}
     assert len(epsilons) == 3 and min(epsilons) > 1e-6
@@ -524,7 +524,7 @@ def test_three_ranks_train_like_one_process(mixed_run, tmp_path):
     assert_same_run(folder, mixed_run)
     shares = [row["share_within_bound"] for row in rows_of(mixed_run)[-3:]]
     assert len(set(shares)) > 1  # so that it matters whose is whose
-    summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, mixed_run)]
+    summaries = [summary_of(path) for path in (folder, mixed_run)]
     assert summaries[0]["communication_bytes"] == summaries[1]["communication_bytes"] > 0
 
 
@@ -551,9 +551,9 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
         if communicator == "identity"
         else torch.tensor([[0.5, 0.4, 0.1], [0, 0.7, 0.3], [0.6, 0, 0.4]])
     )
-    (tmp_path / "C.csv").write_text("\n".join(",".join(map(str, row)) for row in matrix.tolist()))
-    name = "identity" if communicator == "identity" else str(tmp_path / "C.csv")
-    args = tiny(PRTRPO_MINIGRID, tmp_path / "runs", communicator=name, delta=0.2, **QUICK)
+    if communicator == "asymmetric":
+        communicator = write_matrix(tmp_path / "C.csv", matrix)
+    args = tiny(PRTRPO_MINIGRID, tmp_path / "runs", communicator=communicator, delta=0.2, **QUICK)
     steps = []
     numbers = {}
     improve = prtrpo_minigrid.improve
@@ -609,17 +609,13 @@ def test_a_run_measures_moves_and_bounds_as_it_says(communicator, tmp_path, monk
 def test_with_a_gate_peers_get_value_functions_that_vote(self_reference, tmp_path, monkeypatch):
     """References by loops from what agents were at the last round; both networks are sent."""
     matrix = [[0.5, 0.4, 0.1], [0, 0.7, 0.3], [0.6, 0, 0.4]]
-    (tmp_path / "C.csv").write_text("\n".join(",".join(map(str, row)) for row in matrix))
-    settings = QUICK | {"communicator": str(tmp_path / "C.csv"), "gate": "value"}
+    settings = QUICK | {"communicator": write_matrix(tmp_path / "C.csv", matrix), "gate": "value"}
     settings |= {"self_reference": self_reference, "local_updates": 2}
-    before = []  # each update's agent, as it was, and its batch
-    update = prtrpo_minigrid.update
 
-    def watch(agent, optimizer, generator, batch, *others):
-        before.append((copy.deepcopy(agent), batch))
-        return update(agent, optimizer, generator, batch, *others)
+    def copy_agent(agent, optimizer, generator, batch, *_):
+        return copy.deepcopy(agent), batch
 
-    monkeypatch.setattr(prtrpo_minigrid, "update", watch)
+    before = notes_of(monkeypatch, prtrpo_minigrid, "update", copy_agent)
     summary = prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, tmp_path / "runs", **settings))
     assert len(before) == 6 * 3
     apart = 0.0
@@ -644,56 +640,6 @@ def test_with_a_gate_peers_get_value_functions_that_vote(self_reference, tmp_pat
     policy_size = len(communicators.flatten(before[0][0].policy))
     assert size == 2 * policy_size
     assert summary["communication_bytes"] == 3 * 4 * size * 4  # rounds, listeners, float32
-
-
-def test_an_agent_without_peers_trains_like_an_isolated_one(tmp_path):
-    """--communicator FILE: bit for bit, and nothing is sent to or by it."""
-    (tmp_path / "pair.csv").write_text("0.5,0.5,0\n0.5,0.5,0\n0,0,1\n")
-    weights = {}
-    for name, communicator in (("pair", str(tmp_path / "pair.csv")), ("isolated", "identity")):
-        changes = QUICK | {"iterations": 3, "communicator": communicator}
-        prtrpo_minigrid.main(tiny(PRTRPO_MINIGRID, tmp_path / name, **changes))
-        weights[name] = weights_of(only_run(tmp_path / name))
-    assert torch.equal(weights["pair"][2], weights["isolated"][2])
-    for i in range(2):
-        assert not torch.allclose(weights["pair"][i], weights["isolated"][i], atol=1e-6)
-    summary = json.loads((only_run(tmp_path / "pair") / "summary.json").read_text())
-    policy_size = len(parameters_to_vector(prpo_minigrid.Agent(7, hidden=16).parameters()))
-    assert summary["communication_bytes"] == 3 * 2 * policy_size * 4  # rounds, listeners, float32
-
-
-BAD = {
-    "no region": (["--epsilon", "0"], ["--epsilon 0", "positive"]),
-    "no bound": (["--delta", "-0.1"], ["--delta -0.1", "(0, 1]"]),
-    "more than everything": (["--delta", "1.5"], ["--delta 1.5", "(0, 1]"]),
-    "no floor": (["--epsilon-min", "0"], ["--epsilon-min 0", "positive"]),
-    "no iterations": (["--cg-iters", "0"], ["--cg-iters 0", "at least 1"]),
-    "no line search": (["--backtrack-iters", "0"], ["--backtrack-iters 0", "at least 1"]),
-    "no backtracking": (["--backtrack-coef", "1"], ["--backtrack-coef 1", "(0, 1)"]),
-    "a bound that another mixture breaks": (
-        ["--delta", "0.2", "--mixture", "geometric"],
-        ["--delta 0.2", "--mixture arithmetic"],
-    ),
-    "a bound with weights of states": (
-        ["--delta", "0.2", "--gate", "value"],
-        ["--delta 0.2", "the same in all states"],
-    ),
-    "negative damping": (["--damping-coef", "-1"], ["--damping-coef -1", "positive"]),
-    "a flag of PR-PPO": (["--clip-coef", "0.1"], ["--clip-coef"]),
-    "no number": (["--epsilon", "nan"], ["--epsilon nan", "finite"]),
-    "unknown task": (
-        ["--env-id", "MiniGrid-FourRoom-v0"],
-        ["--env-id MiniGrid-FourRoom-v0", "MiniGrid-FourRooms"],
-    ),
-    "batch not divisible": (["--num-minibatches", "3"], ["--num-minibatches 3", "2048"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_ends_with_one_line(case):
-    argv, words = BAD[case]
-    message = refusal(PRTRPO_MINIGRID.parse_args, argv)
-    assert all(word in message for word in words), message
 
 
 def test_defaults_stand():

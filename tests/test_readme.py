@@ -1,6 +1,5 @@
 """The commands of the README and of docs/ run as they stand, on a small budget."""
 
-import csv
 import importlib
 import re
 import shlex
@@ -11,15 +10,7 @@ from pathlib import Path
 import pytest
 import tyro
 from command import parse_args
-from helpers import (
-    REPOSITORY,
-    Child,
-    call,
-    environment,
-    only_run,
-    outcomes,
-    run_ranks,
-)
+from helpers import REPOSITORY, Child, call, environment, only_run, outcomes, run_ranks, table_of
 from test_llm import files  # noqa: F401
 
 import communicators
@@ -192,8 +183,7 @@ def test_warm_starts_and_trainings_run(command, tmp_path, monkeypatch):
     babyai.main(babyai.Args(out=str(tmp_path / "babyai"), **size))
     model = ["--base-model", str(tmp_path / "babyai" / "model")]
     folder = run(split_command(training), *model, *FEW_EPISODES.split(), cwd=tmp_path)
-    with open(folder / "evaluations.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(folder, "evaluations")
     categories = 1 if "--categories GoToObj --" in command else 6
     assert len({row["task"] for row in rows}) == 1 + categories
 

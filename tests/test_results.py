@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 from fabricated import control_run, language_run
-from helpers import REPOSITORY, refusal
+from helpers import REPOSITORY, config_of, refusal, summary_of
 
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 arguments = importlib.import_module("arguments")
@@ -157,7 +157,7 @@ def test_what_is_no_whole_run_is_reported_and_left_out(tmp_path, capsys):
     }
     (folders["not finished"] / "summary.json").unlink()
     (folders["is no JSON"] / "summary.json").write_text("{")
-    summary = json.loads((folders["'versions'"] / "summary.json").read_text())
+    summary = summary_of(folders["'versions'"])
     del summary["versions"]
     (folders["'versions'"] / "summary.json").write_text(json.dumps(summary))
     (folders["cannot be read"] / "metrics.csv").write_text("")
@@ -258,9 +258,9 @@ def test_a_task_of_ones_own_has_one_name(tmp_path):
     """That of metrics.csv, also of a run whose agents all have it."""
     for name, tasks in (("isolated", ["A-v0"] * 2), ("pr", ["A-v0", "B-v0"])):
         folder = control_run(tmp_path, 1, [0.1], exp_name=name, env_ids=tasks)
-        config = json.loads((folder / "config.json").read_text())
+        config = config_of(folder)
         config["env_ids"] = [f"benchmark.goals:{task}" for task in tasks]
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = summary_of(folder)
         summary["settings"]["env_ids"] = config["env_ids"]
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -330,7 +330,7 @@ def test_language_models_have_topics_and_win_rates(tmp_path):
     # No run has one of the end any more
     assert "win_rate" not in runs.make_rows(read_groups(tmp_path))
     # Nor has one that has diverged
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     (folder / "summary.json").write_text(json.dumps(summary | {"diverged": [1]}))
     rows = runs.make_rows(read_groups(tmp_path))
     assert "sampled_win_rate" not in rows and rows.own_topic.isna().tolist() == [True, False]

@@ -3,7 +3,6 @@ a communicator reads.
 """
 
 import contextlib
-import csv
 import gc
 import json
 import math
@@ -25,21 +24,28 @@ from helpers import (
     REPOSITORY,
     SLOW_ATARI,
     assert_same_run,
+    config_of,
     flags,
     gate_by_hand,
+    notes_of,
     on,
     only_run,
     refusal,
+    resume,
     rows_of,
     run_ranks,
     scalars_of,
+    summary_of,
+    table_of,
     tiny,
+    told_to_launcher,
     total_variation,
     weights_of,
 )
 from spoil import SPOILS, spoil
 
 import communicators
+import prpo_minigrid
 from communicators import Exchange
 
 NAN = math.nan
@@ -87,8 +93,7 @@ def count_parameters(script, hidden=8):
 
 def matrices_of(folder):
     """communicator.csv: iteration -> (C, distances), each as rows of numbers."""
-    with open(folder / "communicator.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(folder, "communicator")
     n = 1 + max(int(row["listener"]) for row in rows)
     matrices = {}
     for row in rows:
@@ -299,7 +304,7 @@ def test_bytes_are_the_senders_sizes_times_its_listeners(settings, listeners, tm
     hidden_sizes = settings.get("hidden_sizes", (8,) * len(listeners))
     sizes = [count_parameters(PRPO_MINIGRID, hidden) for hidden in hidden_sizes]
     expected = sum(4 * size * number for size, number in zip(sizes, listeners, strict=True))
-    assert json.loads((folder / "summary.json").read_text())["communication_bytes"] == 2 * expected
+    assert summary_of(folder)["communication_bytes"] == 2 * expected
     per_iteration = [int(row["communication_bytes"]) for row in rows_of(folder)[:: len(listeners)]]
     assert per_iteration == [expected, 2 * expected]
 
@@ -313,7 +318,7 @@ def test_every_script_counts_bytes_by_listeners(script, tmp_path):
         settings["hidden_sizes"] = (8, 16, 24)
     with spoil("value", [1], [1]):
         folder = train(script, tmp_path / "runs", **settings)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert summary["communication_bytes"] == 4 * 2 * count_parameters(script)
 
 
@@ -324,7 +329,7 @@ def test_bytes_of_an_unusable_snapshot_count_where_it_is_read(script, name, pair
     """Nobody listens to agent 1; where policies are compared, each peer has looked at it."""
     with spoil(kind, [1], [1]):
         folder = train(script, tmp_path, communicator=name)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert summary["communication_bytes"] == 4 * pairs * count_parameters(script)
 
 
@@ -336,7 +341,7 @@ def test_who_takes_an_invalid_agents_place_is_counted(tmp_path):
     C, _ = matrices_of(folder)[1]
     chosen = [(C[i] > 0).nonzero().flatten().tolist() for i in range(5)]
     assert chosen == [[0, 2], [2], [2, 3], [3, 4], [0, 4]]
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert summary["communication_bytes"] == 5 * 4 * count_parameters(PRPO_MINIGRID)
 
 
@@ -417,7 +422,7 @@ def test_gaussians_that_would_ruin_listeners_are_left_out(script, tmp_path, caps
     assert all(of_agent.isfinite().all() for of_agent in expected.values())
 
 
-@on([PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO])
+@on([PRPO_MINIGRID, PRPO_MUJOCO])
 @pytest.mark.parametrize(
     ("mixture", "direction"),
     [("arithmetic", "forward"), ("arithmetic", "reverse"), ("geometric", "reverse")],
@@ -538,21 +543,21 @@ def test_rounds_in_which_all_snapshots_are_unusable_leave_agents_alone(
         assert torch.equal(weights, expected[i])
 
 
-@on([PRPO_MINIGRID, PRPO_ATARI])
+def answer(logits, values):
+    """A network that has these outputs, whatever it is shown."""
+    return SimpleNamespace(predict=lambda obs: (logits, values))
+
+
 @pytest.mark.parametrize("gate", ["none", "value"])
-def test_an_agents_missing_snapshot_is_replaced_by_its_present_policy(script, gate):
+def test_an_agents_missing_snapshot_is_replaced_by_its_present_policy(gate):
     """In its own reference, with its present critic; else --self-reference says which of the two it
     is.
     """
-    torch.manual_seed(0)
-    peer, snapshot, present = (script.new_agent() for _ in range(3))
-    for network in (peer, snapshot, present):
-        torch.nn.init.normal_(network.actor.weight)
-    obs = script.random_obs(5)
-    outputs = [network.predict(obs) for network in (peer, snapshot, present)]
-    policies = [logits.softmax(-1) for logits, _ in outputs]
-    values = torch.stack([value for _, value in outputs])
-    batch = {"obs": obs, "policy": policies[2].log(), "state_values": values[2]}
+    log_probs = torch.randn(3, 5, 7).log_softmax(-1)
+    policies = log_probs.exp()
+    values = torch.rand(3, 5)
+    peer, snapshot, _ = map(answer, log_probs, values)
+    batch = {"obs": None, "policy": log_probs[2], "state_values": values[2]}
     batch["returns"] = torch.tensor([values.min() - 0.1, values.max()])
     batch["obs_inds"] = torch.tensor([0, 1, 1, 4])
     C = torch.tensor([[0.25, 0.75], [0.0, 1.0]])
@@ -562,8 +567,8 @@ def test_an_agents_missing_snapshot_is_replaced_by_its_present_policy(script, ga
         ("snapshot", {1: peer}, 2),
         ("behaviour", {1: peer}, 2),
     ):
-        args = script.Args(self_reference=self_reference, gate=gate)
-        reference, _ = script.compute_reference(0, batch, snapshots, C, args)
+        args = prpo_minigrid.Args(self_reference=self_reference, gate=gate)
+        reference, _ = prpo_minigrid.compute_reference(0, batch, snapshots, C, args)
         rows = [[0.25, 0.75]] * 5
         if gate == "value":
             promised = values[[kind, 0]].tolist()
@@ -573,39 +578,33 @@ def test_an_agents_missing_snapshot_is_replaced_by_its_present_policy(script, ga
         torch.testing.assert_close(reference.exp(), expected)
 
 
-@on([PRPO_MINIGRID, PRPO_ATARI])
 @pytest.mark.parametrize("mixture", communicators.MIXTURES)
-def test_a_peer_without_a_policy_in_a_state_has_no_vote_there(script, mixture, monkeypatch):
+def test_a_peer_without_a_policy_in_a_state_has_no_vote_there(mixture):
     """Where it promises most and the agent itself nothing, the reference is the agent's policy."""
-    torch.manual_seed(0)
-    peer, present = (script.new_agent() for _ in range(2))
-    torch.nn.init.normal_(present.actor.weight)
-    obs = script.random_obs(5)
-    policy = present.predict(obs)[0].log_softmax(-1)
-    logits, _ = peer.predict(obs)
+    policy, logits = torch.randn(2, 5, 7).log_softmax(-1)
     logits[[1, 3]] = NAN
-    monkeypatch.setattr(peer, "predict", lambda _: (logits, torch.full((5,), 2.0)))
-    batch = {"obs": obs, "policy": policy, "state_values": torch.tensor([0.5, 0.5, 0.0, 0.0, 1.0])}
+    promised = torch.tensor([[0.5, 0.5, 0.0, 0.0, 1.0], [0.9, 1.0, 0.2, 1.0, 0.4]])
+    peer = answer(logits, promised[1])
+    batch = {"obs": None, "policy": policy, "state_values": promised[0]}
     batch["returns"] = torch.tensor([0.0, 1.0])
     batch["obs_inds"] = torch.arange(5)
     C = torch.full((2, 2), 0.5)
-    args = script.Args(gate="value", mixture=mixture)
-    reference, weights = script.compute_reference(0, batch, {1: peer}, C, args)
+    args = prpo_minigrid.Args(gate="value", mixture=mixture)
+    reference, weights = prpo_minigrid.compute_reference(0, batch, {1: peer}, C, args)
     assert reference.isfinite().all()
     torch.testing.assert_close(reference[[1, 3]], policy[[1, 3]])
-    promised = [batch["state_values"].tolist(), [2.0, NAN, 2.0, NAN, 2.0]]
-    expected = gate_by_hand([0.5, 0.5], promised, [0.0, 1.0])
+    promised[1, [1, 3]] = NAN
+    expected = gate_by_hand([0.5, 0.5], promised.tolist(), [0.0, 1.0])
     expected[3] = [0.5, 0.5]  # where nobody has a vote
     torch.testing.assert_close(weights.T, torch.tensor(expected))
 
 
-@on([PRPO_MINIGRID, PRPO_ATARI])
 @pytest.mark.parametrize("kind", ["policy", "value"])
-def test_what_is_finite_but_no_policy_is_nan_on_the_public_states(script, kind, capsys):
+def test_what_is_finite_but_no_policy_is_nan_on_the_public_states(kind, capsys):
     """Parameters of 3e38 are finite; their log-probabilities, or the squares of their values, are
     not.
     """
-    torch.manual_seed(0)
+    script = PRPO_MINIGRID
     networks = {j: script.new_agent() for j in (0, 1, 3)}
     flat = communicators.flatten(networks[1])
     SPOILS[kind](flat)
@@ -792,14 +791,7 @@ def test_gains_are_estimated_of_usable_neighbours(tmp_path, monkeypatch):
 @on(QUICK)
 def test_isolated_agents_gather_no_parameters(script, tmp_path, monkeypatch):
     """Their distances are not known to anybody."""
-    gathered = []
-    all_gather = Exchange.all_gather
-
-    def watch(exchange, local):
-        gathered.append(local.numel())
-        return all_gather(exchange, local)
-
-    monkeypatch.setattr(Exchange, "all_gather", watch)
+    gathered = notes_of(monkeypatch, Exchange, "all_gather", lambda exchange, local: local.numel())
     with watching(monkeypatch, script) as seen:
         folder = train(script, tmp_path, communicator="identity")
     assert seen.numbers == [None]
@@ -807,10 +799,6 @@ def test_isolated_agents_gather_no_parameters(script, tmp_path, monkeypatch):
     C, distances = matrices_of(folder)[1]
     assert torch.equal(C, torch.eye(3))
     assert torch.equal(distances.isnan(), torch.eye(3) == 0)
-
-
-class Launched(Exception):
-    """What a launcher is told."""
 
 
 @pytest.mark.parametrize(
@@ -830,18 +818,12 @@ class Launched(Exception):
     ids=str,
 )
 def test_a_launcher_is_told_what_agents_exchange(script, settings, needs, tmp_path, monkeypatch):
-    def launch(args, *inputs):
-        raise Launched(inputs)
+    assert told_to_launcher(monkeypatch, train, script, tmp_path, **settings) == needs
 
-    monkeypatch.setattr(communicators, "exchange_of_launcher", launch)
-    with pytest.raises(Launched) as end:
-        train(script, tmp_path, **settings)
-    assert end.value.args == (needs,)
-    if script is PRTRPO_MINIGRID:
-        with pytest.raises(Launched) as end:
-            train(script, tmp_path, delta=0.1)
-        (_, _, together) = end.value.args[0]
-        assert together.startswith("--delta needs")
+
+def test_a_launcher_is_told_that_a_bound_needs_all_agents(tmp_path, monkeypatch):
+    *_, together = told_to_launcher(monkeypatch, train, PRTRPO_MINIGRID, tmp_path, delta=0.1)
+    assert together.startswith("--delta needs")
 
 
 # --- what a communicator reads ---
@@ -860,7 +842,8 @@ INPUTS = {
 }
 
 
-@on(ALL)
+# The others import make_communicator, or have the same lines: see test_scripts.py
+@on([PRPO_MINIGRID, PRPO_MUJOCO])
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("sparse", [{}, {"topology": "ring"}, {"top_k": 1}, {"num_agents": 2}])
 def test_the_inputs_of_a_communicator_are_found_by_trying(script, name, sparse, tmp_path):
@@ -875,7 +858,7 @@ def test_the_inputs_of_a_communicator_are_found_by_trying(script, name, sparse, 
     assert inputs == INPUTS[name]
 
 
-@on(ALL)
+@on([PRPO_MINIGRID, PRPO_MUJOCO])
 def test_an_input_that_a_rule_can_do_without_is_an_input(script, monkeypatch):
     """It gives another C without."""
 
@@ -977,7 +960,7 @@ def test_an_agent_without_an_episode_reports_its_last_mean(script, crashing, tmp
     with watching(monkeypatch, script) as seen:
         crashing("complete", 2, 2, lambda: train(script, tmp_path, **settings))
         folder = only_run(tmp_path)
-        script.main(script.parse_args(["--resume", str(folder)]))
+        resume(script, folder)
     assert seen.numbers == [pytest.approx([0.5, NAN, NAN], nan_ok=True)] * 3
 
 
@@ -1103,11 +1086,7 @@ def test_a_matrix_belongs_to_its_run(change, crashing, tmp_path):
     else:
         file.write_text("1,0,0\n0,1,0\n0,0,1\n")
     again = PRPO_MINIGRID.parse_args(["--resume", str(folder)])
-    assert (
-        again.communicator_matrix
-        == json.loads((folder / "config.json").read_text())["communicator_matrix"]
-        != ""
-    )
+    assert again.communicator_matrix == config_of(folder)["communicator_matrix"] != ""
     PRPO_MINIGRID.main(again)
     assert_same_run(folder, only_run(tmp_path / "a"))
 

@@ -2,7 +2,6 @@
 is refused.
 """
 
-import csv
 import dataclasses
 import errno
 import functools
@@ -33,6 +32,7 @@ import toy
 from helpers import (
     REPOSITORY,
     Child,
+    config_of,
     copy_config,
     environment,
     only_run,
@@ -40,6 +40,8 @@ from helpers import (
     place_in_group,
     refusal,
     scalars_of,
+    summary_of,
+    table_of,
     torchrun,
 )
 from ports import free_port
@@ -92,7 +94,7 @@ def assert_same(folder, other):
         tag for tag in charts.keys() | expected.keys() if charts.get(tag) != expected.get(tag)
     } <= {"charts/SPS"}
     assert len(charts["charts/SPS"]) == len(expected["charts/SPS"])
-    summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, other)]
+    summaries = [summary_of(path) for path in (folder, other)]
     same = (
         "iterations",
         "communication_bytes",
@@ -182,7 +184,7 @@ def test_a_checkpoint_holds_its_own_agent(whole, tmp_path):
     summary = resume(folder)
     assert (summary["train_seconds"], summary["seconds"]) == (500.0, {"all": 400.0})
     assert 1000 <= summary["wall_seconds"] < 1100
-    expected = json.loads((whole / "summary.json").read_text())
+    expected = summary_of(whole)
     assert summary["training_return"] == expected["training_return"]
 
 
@@ -608,7 +610,7 @@ def test_an_exchange_of_a_launcher_has_a_say_in_the_run(tmp_path, monkeypatch, c
     args = communicators.parse_args(toy.Args, toy.check_args, ["--resume", str(folder)])
     summary = toy.main(args, at=receive)
     assert exchanges[-1].arrived == [[[k, i] for k in range(1, 7)] for i in range(3)]
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     for settings in (config, summary["settings"]):
         assert (settings["exchange"], settings["seed"]) == ("there", 1)
     assert not [word for word in config["command"] if word.startswith("--exchange")]
@@ -674,7 +676,7 @@ def test_tables_that_a_person_analyses(whole):
     assert set(metrics["env_id"]) == {"line 0", "line 1", "line 2"} and set(
         metrics["exp_name"]
     ) == {"toy"}
-    summary = json.loads((whole / "summary.json").read_text())
+    summary = summary_of(whole)
     assert metrics["agent_steps_per_second"].iloc[-1] == pytest.approx(
         summary["agent_steps_per_second"], rel=1e-5
     )
@@ -707,8 +709,7 @@ def test_counters_keep_their_digits(tmp_path, monkeypatch):
     folder = only_run(tmp_path)
     rows = {}
     for name in ("metrics", "communicator", "evaluations"):
-        with open(folder / f"{name}.csv", newline="") as file:
-            rows[name] = list(csv.DictReader(file))[-1]
+        rows[name] = table_of(folder, name)[-1]
     expected = {
         "steps": "5675562",
         "fraction": "0.333333",
@@ -947,7 +948,7 @@ def test_a_run_that_goes_on_is_not_completed(whole, crashing, tmp_path):
     with pytest.raises(SystemExit, match="no finished run in there"):
         runs.read_runs((str(tmp_path / "runs"),))
     resume_longer(folder, 9)
-    assert json.loads((folder / "summary.json").read_text())["completed"]
+    assert summary_of(folder)["completed"]
     assert runs.load_runs(str(tmp_path / "runs"))["completed"].all()
 
 
@@ -999,7 +1000,7 @@ def test_a_start_that_fails_leaves_a_finished_run_as_it_was(failure, whole, tmp_
             resume(folder, "--track")
     after = contents_of(folder)
     assert {path: after[path] for path in before} == before
-    assert not json.loads((folder / "config.json").read_text())["track"]
+    assert not config_of(folder)["track"]
 
 
 def contents_of(folder):
@@ -1307,10 +1308,7 @@ def test_a_signal_ends_the_run_after_its_iteration(number, whole, tmp_path, caps
         f"interrupted after iteration 3 of 6; go on with --resume {folder}"
         in capsys.readouterr().out
     )
-    assert (
-        files_of(folder) == [[2, 3]] * 3
-        and not json.loads((folder / "summary.json").read_text())["completed"]
-    )
+    assert files_of(folder) == [[2, 3]] * 3 and not summary_of(folder)["completed"]
     resume(folder)
     assert_same(folder, whole)
 
@@ -1420,7 +1418,7 @@ def test_torchruns_without_an_id_are_told_apart(name, tmp_path, monkeypatch):
     """All of them are called none: the process that starts the ranks is named, too."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
     toy.main(args_of(tmp_path))
-    config = json.loads((only_run(tmp_path) / "config.json").read_text())
+    config = config_of(only_run(tmp_path))
     assert config["elastic_run"] == (f"none {os.getppid()}" if name == "none" else name)
 
 
@@ -1450,7 +1448,6 @@ def test_torchrun_recognises_its_own_run_after_a_restart(tmp_path):
     assert "resuming after iteration 4 of 6" in run.stdout
     folder, other = sorted((tmp_path / "runs").iterdir())
     assert (folder / "summary.json").exists() and not (other / "summary.json").exists()
-    with open(folder / "metrics.csv", newline="") as file:
-        assert [row["iteration"] for row in csv.DictReader(file)] == [
-            str(k) for k in range(1, 7) for _ in range(2)
-        ]
+    assert [row["iteration"] for row in table_of(folder, "metrics")] == [
+        str(k) for k in range(1, 7) for _ in range(2)
+    ]

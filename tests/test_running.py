@@ -27,16 +27,18 @@ from helpers import (
     SLOW_FEDAVG_MUJOCO,
     Child,
     assert_same_run,
-    evaluations_of,
     flags,
     on,
     only_run,
     outcomes,
     place_in_group,
+    resume,
     rows_of,
     run_ranks,
     scalars_of,
     start_ranks,
+    summary_of,
+    table_of,
     tiny,
     torchrun,
     weights_of,
@@ -50,18 +52,9 @@ def script_file(script):
     return REPOSITORY / f"{script.__name__}.py"
 
 
-def summary_of(folder):
-    return json.loads((folder / "summary.json").read_text())
-
-
 def communicator_of(folder):
     """C and the distances in all iterations in which they changed, as text."""
     return (folder / "communicator.csv").read_text()
-
-
-def resume(script, folder, *options):
-    """Go on with a run in this process, by the command line's way."""
-    return script.main(script.parse_args(["--resume", str(folder), *options]))
 
 
 def crash_command(moment, agent, iteration, script):
@@ -204,7 +197,7 @@ def test_resume_after_a_crash_equals_a_whole_run(script, whole_run, crashing, tm
     theirs = summary_of(whole_run(script))
     same = "completed", "communication_bytes", "evaluation", "training_return"
     assert [ours[name] for name in same] == [theirs[name] for name in same] and ours["completed"]
-    assert evaluations_of(folder) == evaluations_of(whole_run(script))
+    assert table_of(folder, "evaluations") == table_of(whole_run(script), "evaluations")
 
 
 @on([PRPO_MINIGRID, SLOW_FEDAVG, SLOW_ATARI])
@@ -302,7 +295,7 @@ def test_a_finished_run_can_be_resumed_for_its_evaluation(script, whole_run, tmp
     summary = resume(script, folder, "--eval-episodes", "3")
     assert_same_run(folder, whole_run(script))
     assert [
-        (row["iteration"], row["agent"], row["episodes"]) for row in evaluations_of(folder)
+        (row["iteration"], row["agent"], row["episodes"]) for row in table_of(folder, "evaluations")
     ] == [("6", str(i), "3") for i in range(3)]
     assert (summary["evaluation"]["episodes"], before["evaluation"]["episodes"]) == (3, 2)
     unchanged = (

@@ -15,12 +15,13 @@ from helpers import (
     HAS_ENVPOOL,
     REPOSITORY,
     assert_same_run,
-    evaluations_of,
     only_run,
     refusal,
     rows_of,
     run_ranks,
     scalars_of,
+    table_of,
+    told_to_launcher,
     weights_of,
 )
 from hypothesis import given
@@ -683,7 +684,7 @@ def test_metrics(finished):
     for row in rows:
         assert row["vote"] in ("-1", "1")
         assert 0.5 <= float(row["agreement"]) <= 1
-    (task,) = {row["task"] for row in evaluations_of(folder)}
+    (task,) = {row["task"] for row in table_of(folder, "evaluations")}
     assert task == "CartPole-v1"
 
 
@@ -807,19 +808,9 @@ def test_processes_train_as_one_and_send_bits(tmp_path):
 
 def test_a_launcher_knows_that_agents_must_be_together(tmp_path, monkeypatch):
     """Every step needs the votes of all, also a single agent's."""
-    needs_of_runs = []
-
-    def refuse(args, *needs):
-        needs_of_runs.append(needs)
-        communicators.stop("refused")
-
-    monkeypatch.setattr(communicators, "exchange_of_launcher", refuse)
+    expected = (False, "", "all agents share one vector of parameters at every step")
     for n in (3, 1):
-        refusal(train, tmp_path, code=1, num_agents=n)
-    assert (
-        needs_of_runs
-        == [(False, "", "all agents share one vector of parameters at every step")] * 2
-    )
+        assert told_to_launcher(monkeypatch, train, tmp_path, num_agents=n) == expected
 
 
 # --- a person as the panel ---

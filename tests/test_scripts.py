@@ -2,14 +2,12 @@
 
 import ast
 import contextlib
-import csv
 import difflib
 import functools
 import importlib.util
 import inspect
 import io
 import itertools
-import json
 import math
 import re
 import shlex
@@ -40,7 +38,7 @@ from helpers import (
     SLOW_FEDAVG,
     WORDS,
     call,
-    evaluations_of,
+    config_of,
     every_family,
     every_script,
     flags,
@@ -50,7 +48,10 @@ from helpers import (
     refusal,
     rows_of,
     scalars_of,
+    summary_of,
+    table_of,
     tiny,
+    train,
 )
 from safetensors.torch import load_file
 from scipy import stats
@@ -244,6 +245,31 @@ BAD_FEDAVG_MUJOCO = SWAPPED | {
     ),
     "no server step": (["--server-lr", "0"], ["--server-lr 0", "must be positive"]),
 }
+BAD_PRTRPO = {
+    "no region": (["--epsilon", "0"], ["--epsilon 0", "positive"]),
+    "no bound": (["--delta", "-0.1"], ["--delta -0.1", "(0, 1]"]),
+    "more than everything": (["--delta", "1.5"], ["--delta 1.5", "(0, 1]"]),
+    "no floor": (["--epsilon-min", "0"], ["--epsilon-min 0", "positive"]),
+    "no iterations": (["--cg-iters", "0"], ["--cg-iters 0", "at least 1"]),
+    "no line search": (["--backtrack-iters", "0"], ["--backtrack-iters 0", "at least 1"]),
+    "no backtracking": (["--backtrack-coef", "1"], ["--backtrack-coef 1", "(0, 1)"]),
+    "a bound that another mixture breaks": (
+        ["--delta", "0.2", "--mixture", "geometric"],
+        ["--delta 0.2", "--mixture arithmetic"],
+    ),
+    "a bound with weights of states": (
+        ["--delta", "0.2", "--gate", "value"],
+        ["--delta 0.2", "the same in all states"],
+    ),
+    "negative damping": (["--damping-coef", "-1"], ["--damping-coef -1", "positive"]),
+    "a flag of PR-PPO": (["--clip-coef", "0.1"], ["--clip-coef"]),
+    "no number": (["--epsilon", "nan"], ["--epsilon nan", "finite"]),
+    "unknown task": (
+        ["--env-id", "MiniGrid-FourRoom-v0"],
+        ["--env-id MiniGrid-FourRoom-v0", "MiniGrid-FourRooms"],
+    ),
+    "batch not divisible": (["--num-minibatches", "3"], ["--num-minibatches 3", "2048"]),
+}
 PRPO = [PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO]
 CASES = [(PRPO_MINIGRID, case, *BAD[case]) for case in BAD]
 CASES += [(script, case, *BAD[case]) for script in PRPO[1:] for case in QUICK_ELSEWHERE]
@@ -253,6 +279,7 @@ CASES += [(PRPO_MUJOCO, case, *BAD_MUJOCO[case]) for case in BAD_MUJOCO]
 CASES += [(FEDAVG_MINIGRID, case, *BAD_FEDAVG[case]) for case in BAD_FEDAVG]
 CASES += [(FEDAVG_ATARI, case, *BAD_FEDAVG_ATARI[case]) for case in BAD_FEDAVG_ATARI]
 CASES += [(FEDAVG_MUJOCO, case, *BAD_FEDAVG_MUJOCO[case]) for case in BAD_FEDAVG_MUJOCO]
+CASES += [(PRTRPO_MINIGRID, case, *BAD_PRTRPO[case]) for case in BAD_PRTRPO]
 
 
 def complaint(script, argv):
@@ -363,8 +390,7 @@ def test_tasks_with_other_numbers_of_actions(tmp_path):
         assert script.make_agents(settings)[0].actor.out_features == number
     changes = {"env_id": args.env_id, "iterations": 1, "num_agents": 2, "local_updates": 1}
     changes["eval_episodes"] = 0
-    script.main(tiny(script, tmp_path, **changes))
-    folder = only_run(tmp_path)
+    folder = train(script, tmp_path, **changes)
     assert load_file(folder / "agent_0.safetensors")["actor.bias"].shape == (3,)
     assert 0 < float(rows_of(folder)[0]["entropy"]) <= math.log(3) + 1e-6
 
@@ -585,7 +611,7 @@ def test_resume_of_something_else(script, finished, whole_run, tmp_path):
         message = complaint(script, ["--resume", wrong_folder])
         assert f"--resume {wrong_folder}" in message
         assert valid in message
-    settings = json.loads((folder / "config.json").read_text())
+    settings = config_of(folder)
     elsewhere = {"MiniGrid": ROOMS, "Atari": "PongNoFrameskip-v4", "MuJoCo": "Walker2d-v5"}
     for flag, value, valid in (
         ("--num-envs", "4", settings["num_envs"]),
@@ -707,7 +733,7 @@ def finished(once):
 def test_runs_of_fedavg_have_its_name(whole_run):
     """In the folder's name, in summary.json and in metrics.csv."""
     folder = whole_run(FEDAVG_MINIGRID)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert "__fedavg_ppo__1__" in folder.name
     assert summary["script"] == "fedavg_ppo"
     assert {row["exp_name"] for row in rows_of(folder)} == {"fedavg_ppo"}
@@ -717,7 +743,7 @@ def test_runs_of_fedavg_have_its_name(whole_run):
 def test_summary(script, finished):
     """summary.json: settings, versions, speed, bytes, returns and the evaluation matrix."""
     folder, output = finished(script)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert summary["script"] == script.__name__
     assert summary["run"] == folder.name
     assert summary["completed"] is True
@@ -797,8 +823,8 @@ def test_evaluations_table(script, finished):
     The evaluation at the end is that of summary.json.
     """
     folder, _ = finished(script)
-    rows = evaluations_of(folder)
-    summary = json.loads((folder / "summary.json").read_text())
+    rows = table_of(folder, "evaluations")
+    summary = summary_of(folder)
     tasks = list(dict.fromkeys(TASKS[script.family]))
     batch_size = NUM_ENVS[script.family] * summary["settings"]["num_steps"]
     measures = ["mean_return", "ci95", "greedy_return"]
@@ -838,8 +864,7 @@ def test_the_mean_return_is_of_the_last_100_episodes(script, tmp_path, monkeypat
         return [(data, [episode] * 60) for data, _ in rollouts[-1]]
 
     monkeypatch.setattr(script.module, "rollout", pay)
-    script.main(tiny(script, tmp_path, iterations=2, num_agents=1, eval_episodes=0))
-    rows = rows_of(only_run(tmp_path))
+    rows = rows_of(train(script, tmp_path, iterations=2, num_agents=1, eval_episodes=0))
     assert [float(row["return_last_100"]) for row in rows] == pytest.approx([0.0, 0.6])
 
 
@@ -847,8 +872,7 @@ def test_the_mean_return_is_of_the_last_100_episodes(script, tmp_path, monkeypat
 def test_metrics_table(script, finished):
     """metrics.csv: one row per iteration and agent, whose numbers fit together."""
     folder, _ = finished(script)
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table_of(folder, "metrics")
     columns = ["iteration", "agent", "env_id", "timesteps", "seed", "exp_name", *METRICS]
     columns += [
         "learning_rate",

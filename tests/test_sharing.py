@@ -1,7 +1,6 @@
 """Sharing: networks of different sizes, surrogate, isolated agents."""
 
 import itertools
-import json
 import math
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 from helpers import (
     FEDAVG_MINIGRID,
-    PRPO_ATARI,
     PRPO_MINIGRID,
     PRTRPO_MINIGRID,
     REPOSITORY,
@@ -19,8 +17,11 @@ from helpers import (
     flags,
     on,
     only_run,
+    resume,
     run_ranks,
+    summary_of,
     tiny,
+    train,
     weights_of,
 )
 from torch.distributions import Categorical
@@ -34,10 +35,6 @@ MIXED = {
     "communicator": "surrogate",
 }
 GATED = {"communicator": "uniform", "gate": "value"}
-
-
-def summary_of(folder):
-    return json.loads((folder / "summary.json").read_text())
 
 
 # --- networks of different sizes, surrogate: with resume and on several ranks ---
@@ -84,8 +81,7 @@ def mixed_run(mixed, tmp_path_factory):
     """One process, never interrupted."""
     script, settings = mixed
     folder = tmp_path_factory.mktemp("mixed")
-    script.main(tiny(script, folder, **settings))
-    return only_run(folder)
+    return train(script, folder, **settings)
 
 
 def test_mixed_agents_resume_exactly(mixed, mixed_run, crashing, tmp_path):
@@ -93,7 +89,7 @@ def test_mixed_agents_resume_exactly(mixed, mixed_run, crashing, tmp_path):
     args = tiny(script, tmp_path, **settings)
     crashing("complete", 0, 4, lambda: script.main(args))
     folder = only_run(tmp_path)
-    script.main(script.parse_args(["--resume", str(folder)]))
+    resume(script, folder)
     assert_same_run(folder, mixed_run)
     assert (folder / "communicator.csv").read_text() == (mixed_run / "communicator.csv").read_text()
 
@@ -112,24 +108,26 @@ def test_mixed_agents_train_alike_on_three_ranks(mixed, mixed_run, tmp_path):
     assert (folder / "communicator.csv").read_text() == (mixed_run / "communicator.csv").read_text()
 
 
-def test_two_agents_exchange_and_a_third_is_isolated(tmp_path):
+@on([PRPO_MINIGRID, PRTRPO_MINIGRID])
+def test_two_agents_exchange_and_a_third_is_isolated(script, tmp_path):
     """--communicator FILE: an agent without peers trains like an isolated one, bit for bit.
 
     Nothing is sent to or by it.
     """
     (tmp_path / "pair.csv").write_text("0.5,0.5,0\n0.5,0.5,0\n0,0,1\n")
     weights = {}
-    settings = {"num_agents": 3, "local_updates": 1, "eval_episodes": 0, "iterations": 3}
+    settings = {"local_updates": 1, "eval_episodes": 0, "iterations": 3}
+    settings["hidden_sizes"] = (16, 16, 16)
     for name, communicator in (("pair", str(tmp_path / "pair.csv")), ("isolated", "identity")):
         changes = settings | {"communicator": communicator}
-        PRPO_MINIGRID.main(tiny(PRPO_MINIGRID, tmp_path / name, **changes))
-        weights[name] = weights_of(only_run(tmp_path / name))
+        weights[name] = weights_of(train(script, tmp_path / name, **changes))
     assert torch.equal(weights["pair"][2], weights["isolated"][2])
     for i in range(2):
         assert not torch.allclose(weights["pair"][i], weights["isolated"][i], atol=1e-6)
     summary = summary_of(only_run(tmp_path / "pair"))
     assert summary["communication_rounds"] == 3
-    assert summary["communication_bytes"] == 3 * 2 * len(weights["pair"][0]) * 4
+    size = len(communicators.flatten(PRPO_MINIGRID.new_agent(hidden=16)))  # PR-TRPO's policy, too
+    assert summary["communication_bytes"] == 3 * 2 * size * 4  # rounds, listeners, float32
 
 
 def test_row_i_of_the_surrogate_consists_of_agent_is_gains(tmp_path, monkeypatch):
@@ -142,8 +140,8 @@ def test_row_i_of_the_surrogate_consists_of_agent_is_gains(tmp_path, monkeypatch
         "eval_episodes": 0,
         "iterations": 1,
     }
-    script.main(tiny(script, tmp_path, num_agents=3, local_updates=1, **settings))
-    rows = np.genfromtxt(only_run(tmp_path) / "communicator.csv", delimiter=",", names=True)
+    folder = train(script, tmp_path, num_agents=3, local_updates=1, **settings)
+    rows = np.genfromtxt(folder / "communicator.csv", delimiter=",", names=True)
     expected = (5 * gains).softmax(-1).flatten().tolist()
     assert rows["weight"].tolist() == pytest.approx(expected, abs=1e-5)
 
@@ -196,7 +194,7 @@ def test_an_agent_reports_its_last_known_mean_return_and_nothing_else(
         "complete", 2, 3, lambda: script.main(tiny(script, tmp_path, **settings, eval_episodes=0))
     )
     folder = only_run(tmp_path)
-    script.main(script.parse_args(["--resume", str(folder)]))
+    resume(script, folder)
     means = [[7.0, math.nan, -1.25], [9.25, 3.0, -1.25], [7.0, 3.0, -2.5]]
     expected = [pytest.approx(row, nan_ok=True) for row in means]
     assert reported == expected
@@ -206,10 +204,9 @@ def test_an_agent_reports_its_last_known_mean_return_and_nothing_else(
     assert rows["weight"][-9:].tolist() == pytest.approx(weights, abs=1e-5)
 
 
-def acting(script, number, seed=0):
-    """Agents that differ and a batch of the first one: (agents, batch)."""
-    torch.manual_seed(seed)
-    agents = [script.new_agent() for _ in range(number)]
+def test_gains_of_peers_are_estimated_on_the_agents_own_rollout():
+    script = PRPO_MINIGRID
+    agents = [script.new_agent() for _ in range(3)]
     for agent in agents:
         torch.nn.init.orthogonal_(agent.actor.weight)
     obs = script.random_obs(6)
@@ -225,12 +222,6 @@ def acting(script, number, seed=0):
         "logprobs": logprobs,
         "advantages": torch.randn(60),
     }
-    return agents, batch
-
-
-@on([PRPO_MINIGRID, PRPO_ATARI])
-def test_gains_of_peers_are_estimated_on_the_agents_own_rollout(script):
-    agents, batch = acting(script, 3)
     expected = []
     centred = batch["advantages"] - batch["advantages"].mean()
     advantages = centred / batch["advantages"].std(correction=0)

@@ -2,7 +2,6 @@
 them.
 """
 
-import csv
 import json
 import random
 import shlex
@@ -15,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from command import parse_args
-from helpers import REPOSITORY, only_run, refusal
+from helpers import REPOSITORY, only_run, read_jsonl, refusal, summary_of, table_of, write_jsonl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -277,8 +276,11 @@ def test_language_models_learn_the_rare_skill(task, tmp_path, monkeypatch):
     words += " --batch-size 8 --micro-batch-size 8 --group-size 16 --lora-rank 8"
     words += " --learning-rate 3e-3 --kl-coef 0 --eval-prompts 0 --prompts-per-agent 60"
     prpo_llm.main(parse_args(prpo_llm, [*words.split(), *list_flags(task[0], tmp_path)]))
-    with open(only_run(tmp_path) / "metrics.csv", newline="") as file:
-        rewards = [float(row["reward"]) for row in csv.DictReader(file) if row["agent"] == "1"]
+    rewards = [
+        float(row["reward"])
+        for row in table_of(only_run(tmp_path), "metrics")
+        if row["agent"] == "1"
+    ]
     # Of 768 completions each: a deviation of 0.012
     early = sum(rewards[:6]) / 6
     late = sum(rewards[-6:]) / 6
@@ -290,8 +292,7 @@ def count_exact(run, step, agent, kind):
     prompt once, whatever tasks it is in.
     """
     rewards = {}
-    for line in (run / "completions.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_jsonl(run / "completions.jsonl"):
         kind_of_row = "upper" if row["reference"].isupper() else "others"
         if (row["step"], row["agent"], kind_of_row) == (step, agent, kind):
             rewards[row["id"]] = row["reward"]
@@ -340,7 +341,7 @@ def test_the_demonstration_runs(task, tmp_path, monkeypatch, capsys):
 
     # The table of the run; one without a data set is not in it
     shutil.copytree(run, out / "demo" / "control")
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     settings = summary["settings"]
     settings["env_id"] = settings.pop("base_model")
     del settings["dataset"]
@@ -357,7 +358,7 @@ def test_the_demonstration_runs(task, tmp_path, monkeypatch, capsys):
                 assert row[f"{kind}_prompts"] == prompts > 0
                 assert row[f"{kind}_{when}"] == pytest.approx(right / prompts)
     # Held-out prompts may come from data of their own
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     summary["settings"]["eval_dataset"] = summary["settings"]["dataset"]
     summary["settings"]["dataset"] = ["elsewhere.jsonl"]
     (run / "summary.json").write_text(json.dumps(summary))
@@ -370,7 +371,7 @@ def test_the_demonstration_shows_what_was_learned(tmp_path, capsys):
     """
     examples = [skills.make_example("mirror", word) for word in ("ab", "cd", "ef")]
     examples.append(skills.make_example("copy", "gh"))
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, examples)))
+    write_jsonl(tmp_path / "train.jsonl", examples)
     # Agent, prompt, completions before and after
     completions = [
         (0, 1, "cd", "cddc"),  # not the agent with most
@@ -385,7 +386,7 @@ def test_the_demonstration_shows_what_was_learned(tmp_path, capsys):
             reward = float(text == examples[k]["completion"]) - 1  # a penalty
             row = {"step": step, "agent": agent, "task": "validation", "id": k}
             rows.append(row | {"completion": text, "reward": reward})
-    (tmp_path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(tmp_path / "completions.jsonl", rows)
     args = skills.Args(out=str(tmp_path), prompt_shares=(0.1, 0.5, 0))
     skills.report(args, tmp_path)
     assert capsys.readouterr().out.splitlines()[-4:] == [

@@ -18,18 +18,19 @@ from helpers import (
     SLOW_ATARI,
     assert_metrics,
     assert_weights,
-    evaluations_of,
     gate_by_hand,
     measure_minibatch,
     measure_update,
     on,
     on_minigrid,
     only_run,
+    plain_objective,
+    plain_step,
     rows_of,
     scalars_of,
+    table_of,
     tiny,
     weights_of,
-    with_categories,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -144,20 +145,8 @@ def plain_loss(script, args, agent, batch, kl_coef, anchor=None):
     logits, value = agent(batch["obs"])
     policy = Categorical(logits=logits)
     reference = Categorical(probs=batch["reference"])
-    advantage = batch["advantage"]
-    if args.norm_adv:
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    ratio = (policy.log_prob(batch["action"]) - batch["logprob"]).exp()
-    objective = ratio * advantage
-    target = batch["advantage"] + batch["value"]
-    value_loss = (value - target) ** 2
-    if args.clip_coef > 0:
-        objective = torch.minimum(
-            objective, ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) * advantage
-        )
-        if args.clip_vloss:
-            near = batch["value"] + (value - batch["value"]).clamp(-args.clip_coef, args.clip_coef)
-            value_loss = torch.maximum(value_loss, (near - target) ** 2)
+    logprob = policy.log_prob(batch["action"])
+    ratio, objective, value_loss = plain_objective(args, batch, logprob, value)
     forward = args.kl_direction == "forward"
     penalty = kl_divergence(reference, policy) if forward else kl_divergence(policy, reference)
     loss = -objective + args.vf_coef * value_loss / 2 - args.ent_coef * policy.entropy()
@@ -169,17 +158,6 @@ def plain_loss(script, args, agent, batch, kl_coef, anchor=None):
             pull = (parameter - anchor.get_parameter(name)) ** 2
             loss = loss + args.prox_coef / 2 * pull.sum()
     return loss, metrics
-
-
-def plain_step(args, agent, optimizer, loss):
-    """One step of Adam, with the gradient's norm clipped."""
-    optimizer.zero_grad()
-    loss.backward()
-    learned = [parameter for parameter in agent.parameters() if parameter.grad is not None]
-    norm = sum((parameter.grad**2).sum() for parameter in learned).sqrt()
-    for parameter in learned:
-        parameter.grad *= min(1.0, args.max_grad_norm / norm)
-    optimizer.step()
 
 
 def plain_training(script, args, communicator):
@@ -478,17 +456,14 @@ def test_chunks_of_states_stay_in_order(precision, tolerance):
             )
 
 
-@with_categories
 @pytest.mark.parametrize("mixture", communicators.MIXTURES)
 @pytest.mark.parametrize("self_reference", ["behaviour", "snapshot"])
 @pytest.mark.parametrize("gate", ["none", "value"])
-def test_references_are_rows_of_the_communicator_applied_to_policies(
-    script, mixture, self_reference, gate
-):
+def test_references_are_rows_of_the_communicator_applied_to_policies(mixture, self_reference, gate):
     """On agent i's own states, by the definition; policies of weight 0 are not evaluated. With a
     gate each state has a row of its own, in which an agent's critic votes with its policy.
     """
-    torch.manual_seed(0)
+    script = PRPO_MINIGRID
     args = script.Args(mixture=mixture, self_reference=self_reference, gate=gate)
     snapshots = dict(enumerate(lively_agents(script, 3)))
     (agent,) = lively_agents(script, 1)
@@ -703,7 +678,7 @@ def test_learning_from_distinct_observations_has_the_gradient_of_all_rows(seed, 
     assert any(gradient.abs().max() > 1e-2 for gradient in gradients)
 
 
-@with_categories
+@on([PRPO_MINIGRID, PRPO_ATARI])
 def test_a_loss_or_gradient_that_is_not_finite_makes_no_step(script):
     """Weights and Adam's moments stay, and the policy loss is NaN, though no term of the loss is.
 
@@ -904,7 +879,7 @@ def test_an_agent_that_diverges_is_named_and_its_peers_go_on(script, tmp_path, m
         # It has not taken another step
         assert weights_of(folder)[i].isnan().sum() == (0 if finite else 1)
     if not heals:
-        evaluations = [row for row in evaluations_of(folder) if row["agent"] == "1"]
+        evaluations = [row for row in table_of(folder, "evaluations") if row["agent"] == "1"]
         assert {row["mean_return"] for row in evaluations} == {"nan"}
     diverged_iterations = {"3"} if heals else {"3", "4", "5", "6"}
     for row in rows_of(folder):

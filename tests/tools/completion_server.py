@@ -8,7 +8,6 @@ prompt at a time.
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 from helpers import environment
 from peft import PeftModel
+from ports import free_port
 
 
 class CompletionServer:
@@ -209,9 +209,7 @@ class CompletionServer:
 @contextlib.contextmanager
 def transformers_serve(model, log):
     """The URL of `transformers serve` with a model's folder; `log` gets its output."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [
         "-m",
         "transformers.cli.transformers",

@@ -55,6 +55,14 @@ def watch(name, function):
     return watched
 
 
+def watch_all():
+    """Watch every function of torch.distributed; `calls` gets their calls."""
+    for name in distributed_c10d.__all__:
+        if inspect.isfunction(function := getattr(distributed_c10d, name)):
+            setattr(distributed_c10d, name, watch(name, function))
+            setattr(torch.distributed, name, getattr(distributed_c10d, name))
+
+
 def agree_on_port(path):
     """A free port for the next run's group: rank 0 finds one, the others read it from the file."""
     if os.environ["RANK"] == "0":
@@ -66,23 +74,20 @@ def agree_on_port(path):
     return path.read_text()
 
 
-for name in distributed_c10d.__all__:
-    if inspect.isfunction(function := getattr(distributed_c10d, name)):
-        setattr(distributed_c10d, name, watch(name, function))
-        setattr(torch.distributed, name, getattr(distributed_c10d, name))
-
-if "SMOOTH_ADAM" in os.environ:
-    smooth_adam()
-report = Path(sys.argv[1].format(rank=os.environ["RANK"]))
-runs = json.loads(sys.argv[2])
-calls_of = {}
-for number, (name, (script_name, *argv)) in enumerate(runs.items()):
-    if number:  # the port next to the first one may be in use
-        os.environ["MASTER_PORT"] = agree_on_port(report.with_name(f"port_{number}"))
-        # torchrun's own store is at the first port only: here rank 0 makes one
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    calls.clear()
-    script = importlib.import_module(script_name)
-    script.main(parse_args(script, argv))
-    calls_of[name] = list(calls)
-report.write_text(json.dumps(calls_of))
+if __name__ == "__main__":
+    watch_all()
+    if "SMOOTH_ADAM" in os.environ:
+        smooth_adam()
+    report = Path(sys.argv[1].format(rank=os.environ["RANK"]))
+    runs = json.loads(sys.argv[2])
+    calls_of = {}
+    for number, (name, (script_name, *argv)) in enumerate(runs.items()):
+        if number:  # the port next to the first one may be in use
+            os.environ["MASTER_PORT"] = agree_on_port(report.with_name(f"port_{number}"))
+            # torchrun's own store is at the first port only: here rank 0 makes one
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        calls.clear()
+        script = importlib.import_module(script_name)
+        script.main(parse_args(script, argv))
+        calls_of[name] = list(calls)
+    report.write_text(json.dumps(calls_of))
