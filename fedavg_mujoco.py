@@ -73,8 +73,8 @@ class Args(TaskArgs):
 
     # Communication round
     local_updates: Count = 2  # iterations between communication rounds
-    # how far agents go, from what they went on from in the round before, towards the average, as
-    # a part of the way: 1 is FedAvg, others are FedOpt with SGD
+    # share of the way from what agents had after the last round to the average: 1 is FedAvg,
+    # others are FedOpt with SGD
     server_lr: Positive = 1.0
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
     """heads that are not averaged, but sent: the last layers (actor critic: FedPer)"""

@@ -2,6 +2,15 @@
 
     python benchmark/gif.py films/alone.mp4 films/with_peers.mp4 --out films/both.gif
 
+The README's picture shows agents of its main job, and of the same job with --communicator identity:
+
+    python benchmark/play.py runs/<alone> --video films/alone
+    python benchmark/play.py runs/<peers> --video films/peers
+    python benchmark/gif.py films/alone/agent_3_DoorKeyGoals-8x8-blue-v0.mp4 \\
+        films/peers/agent_3_DoorKeyGoals-8x8-blue-v0.mp4 \\
+        films/peers/agent_1_DoorKeyGoals-8x8-green-v0.mp4 \\
+        --seconds 7 --out docs/alone_and_with_peers.gif
+
 Who is done earlier stands still.
 """
 

@@ -1466,15 +1466,15 @@ ARGS = '''
 + """coefficient of the KL penalty towards the policy before the update"""
 '''
 SERVER_STEP = """
-+ # how far agents go, from what they went on from in the round before, towards the average, as
-+ # a part of the way: 1 is FedAvg, others are FedOpt with SGD
++ # share of the way from what agents had after the last round to the average: 1 is FedAvg,
++ # others are FedOpt with SGD
 + server_lr: Positive = 1.0
 """
 RELATIVES = '''
 + private_heads: tuple[Literal["actor", "critic"], ...] = ()
 + """heads that are not averaged, but sent (actor critic: FedPer)"""
-+ # above 0 the average only pulls: coefficient of half the squared distance of an agent's
-+ # parameters from it, a term of its loss
++ # above 0 the average replaces nothing, but pulls: coefficient of half the squared distance to
++ # it in the loss
 + prox_coef: NonNegative = 0.0
 '''
 UPDATE = '''
