@@ -4433,11 +4433,10 @@ class CompletionLog:
         }
         for name, column in scores.items():
             columns.setdefault(name, column.tolist())
-        values = zip(*columns.values(), strict=True)
-        all_rows = [dict(zip(columns, row, strict=True)) for row in values]
         rows = []
         for k, path in enumerate(self.paths):
-            rows_of_agent = all_rows[k * number :][:logged]
+            places = range(k * number, k * number + logged)
+            rows_of_agent = [{name: column[n] for name, column in columns.items()} for n in places]
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows_of_agent)

@@ -403,7 +403,12 @@ def test_the_analysis_in_the_pages_runs(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     page = (REPOSITORY / "docs" / "runs.md").read_text()
-    exec("".join(re.findall(r"```python\n(.*?)```", page, re.S)), {})
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    *imports, last = code.strip().splitlines()
+    names = {}
+    exec("\n".join(imports), names)
+    (curve,) = eval(last, names).get_lines()
+    assert (curve.get_label(), curve.get_xydata().tolist()) == ("y", [[249856, 5], [251904, 6]])
 
 
 def test_the_communicator_of_the_page_is_the_identity_before_there_are_returns():

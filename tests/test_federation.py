@@ -966,9 +966,9 @@ def test_nobody_waits_for_anybody(tmp_path):
     assert tags["communicator/c_2_0"][-1][1] == 0
 
 
-@on([PRPO_MINIGRID])
-def test_rounds_before_the_first_checkpoint_are_not_used_anew(script, tmp_path, crashing, launched):
+def test_rounds_before_the_first_checkpoint_are_not_used_anew(tmp_path, crashing, launched):
     """Peers may have read them."""
+    script = PRPO_MINIGRID
     launched("--exchange", tmp_path / "store", "--agents", 0)
     settings = {"num_agents": 2, "local_updates": 1, "save_every": 3, "eval_episodes": 0}
     args = tiny(script, tmp_path / "runs", **settings, iterations=4)

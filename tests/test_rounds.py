@@ -881,8 +881,7 @@ def test_a_rule_of_ones_own_that_reads_policies_gets_those_of_all_neighbours(tmp
 
     PRPO_MINIGRID.patch(monkeypatch, "make_communicator", follow_the_next)
     folder = train(PRPO_MINIGRID, tmp_path)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["communication_bytes"] == 6 * 4 * count_parameters(PRPO_MINIGRID)
+    assert summary_of(folder)["communication_bytes"] == 6 * 4 * count_parameters(PRPO_MINIGRID)
 
 
 @on(ALL)

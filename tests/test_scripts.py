@@ -123,7 +123,7 @@ BAD = {
     "negative evaluations": (["--eval-every", "-1"], ["--eval-every -1", "not be negative"]),
 }
 # The others are refused by lines that the scripts share
-QUICK_ELSEWHERE = (
+ALSO_ELSEWHERE = (
     "unknown communicator",
     "rollouts that may only start a game",
     "misspelt flag",
@@ -272,7 +272,7 @@ BAD_PRTRPO = {
 }
 PRPO = [PRPO_MINIGRID, PRPO_ATARI, PRPO_MUJOCO]
 CASES = [(PRPO_MINIGRID, case, *BAD[case]) for case in BAD]
-CASES += [(script, case, *BAD[case]) for script in PRPO[1:] for case in QUICK_ELSEWHERE]
+CASES += [(script, case, *BAD[case]) for script in PRPO[1:] for case in ALSO_ELSEWHERE]
 CASES += [(PRPO_MINIGRID, case, *BAD_MINIGRID[case]) for case in BAD_MINIGRID]
 CASES += [(PRPO_ATARI, case, *BAD_ATARI[case]) for case in BAD_ATARI]
 CASES += [(PRPO_MUJOCO, case, *BAD_MUJOCO[case]) for case in BAD_MUJOCO]

@@ -106,38 +106,47 @@ def read_runs(name):
         return list(csv.DictReader(row for row in file if not row.startswith("#")))
 
 
+def read_search(name):
+    """Of every run of a search: method, (training return, rate, coefficient) and steps."""
+    for row in read_runs(name):
+        method, rate, coef = row["method"].split("_")
+        result = float(row["mean_training_return"]), rate[2:], coef[4:]
+        yield method, result, int(row["timesteps"])
+
+
+def read_settings(line):
+    """The name, rate and coefficient of a command of fourrooms_5m.sh."""
+    pattern = r"--learning-rate (\S+) --kl-coef (\S+) .*--exp-name (\S+)"
+    rate, coef, name = re.search(pattern, line).groups()
+    return name, rate, coef
+
+
 def test_the_papers_length_has_the_settings_that_the_search_chose():
     """Each method's best of the search's last rung, by the training return over the run; but not
     that of isolated agents that the first rung dropped.
     """
     best = {}
-    for row in read_runs("fourrooms_tuning"):
-        method, rate, coef = row["method"].split("_")
-        result = float(row["mean_training_return"]), rate[2:], coef[4:]
-        if int(row["timesteps"]) > 900_000 and (method, *result[1:]) != ("isolated", "1e-3", "0.5"):
+    for method, result, steps in read_search("fourrooms_tuning"):
+        if steps > 900_000 and (method, *result[1:]) != ("isolated", "1e-3", "0.5"):
             best[method] = max(result, best.get(method, (0, "", "")))
     chosen = {(method, *setting) for method, (_, *setting) in best.items()}
     assert len(chosen) == 4
     listed = set()
     for line in print_sweep("fourrooms_5m.sh") + print_sweep("fourrooms_5m.sh", "searched"):
-        pattern = r"--learning-rate (\S+) --kl-coef (\S+) .*--exp-name (\S+)"
-        rate, coef, name = re.search(pattern, line).groups()
-        listed.add((name.removesuffix("-searched"), rate, coef))
+        name, *setting = read_settings(line)
+        listed.add((name.removesuffix("-searched"), *setting))
     assert chosen <= listed
 
 
 def test_the_papers_rounds_have_the_settings_that_the_search_chose():
     """Each method's best of nine, by the training return over the run."""
     searches = {}
-    for row in read_runs("fourrooms_search"):
-        method, rate, coef = row["method"].split("_")
-        result = float(row["mean_training_return"]), rate[2:], coef[4:]
+    for method, result, _ in read_search("fourrooms_search"):
         searches.setdefault(method, []).append(result)
     assert {len(results) for results in searches.values()} == {9}
     for line in print_sweep("fourrooms_5m.sh", "paper"):
-        pattern = r"--learning-rate (\S+) --kl-coef (\S+) .*--exp-name (\S+)"
-        rate, coef, name = re.search(pattern, line).groups()
-        assert max(searches[name])[1:] == (rate, coef)
+        name, *setting = read_settings(line)
+        assert [*max(searches[name])[1:]] == setting
 
 
 @pytest.mark.parametrize("name", ["goals", "unlock_goals"])
