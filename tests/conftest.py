@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
 import fcntl
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from smooth import smooth_adam
 from tensorboard.summary.writer import event_file_writer
 
 import communicators
+import federate
 
 # The same examples in every run, however slow the machine is; others: --hypothesis-profile search
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
@@ -99,6 +101,63 @@ def whole_run(once):
         return only_run(folder)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """The folder of `language_models.write_files`."""
+    import language_models  # takes seconds, and other tests do without transformers
+
+    folder = tmp_path_factory.mktemp("llm")
+    language_models.write_files(folder)
+    return folder
+
+
+@pytest.fixture
+def stacked(files, tmp_path):
+    """(model, layers, eos) of `language_models.stack_three`."""
+    import language_models
+
+    return language_models.stack_three(files, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def running_server(files):
+    """A server of the tiny model."""
+    import language_models
+    from completion_server import CompletionServer
+    from transformers import AutoTokenizer
+
+    model = language_models.plain_model(files)
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    with CompletionServer(model, tokenizer).running() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running_server):
+    """The server of all tests, without adapters, faults and requests."""
+    running_server.reset()
+    return running_server
+
+
+@pytest.fixture(scope="session")
+def spread(files, once, running_server):
+    """(folder, output) of `language_models.train_in_two_ranks`."""
+    import language_models
+
+    return language_models.train_in_two_ranks(files, once, running_server.url)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """launched(*words): from now on scripts run in this process as under federate.py WORDS."""
+
+    def launch(*words):
+        make = functools.partial(federate.make_exchange, [*map(str, words)])
+        monkeypatch.setattr(communicators, "exchange_of_launcher", make)
+
+    return launch
 
 
 @pytest.fixture(name="smooth_adam")

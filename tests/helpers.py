@@ -709,3 +709,53 @@ def assert_same_run(folder, other, exactly=True):
         assert_weights(weights[i], expected[i])
     # Of the values' errors, whose variance may be tiny, explained variance is the relative size
     assert_same_rows(rows, expected_rows, 1e-4, apart={"explained_variance"})
+
+
+# Metrics that are logged under federate.py only
+FEDERATED = {"communication/bytes_received", "communication/rejected", "communication/age_j"}
+GATED = {"gate/weight_j", "gate/spread_j"}  # and with --gate only
+
+
+def metrics_of_page(name):
+    """The metrics that a page explains, but those of federate.py and --gate."""
+    page = (REPOSITORY / "docs" / f"{name}.md").read_text()
+    return set(re.findall(r"^\| `([a-z_]+/\w+(?:/\w+)?)` \|", page, re.M)) - FEDERATED - GATED
+
+
+def name_in_page(tag):
+    """What the pages call a metric whose TensorBoard tag names agents and tasks."""
+    if tag.startswith("eval/"):
+        return "eval/TASK/agent_i"
+    if tag.startswith("distances/"):
+        return re.sub(r"agent_\d+_agent_\d+", "agent_i_agent_j", tag)
+    tag = re.sub(r"/agent_\d+$", "", tag)
+    tag = re.sub(r"gate/(weight|spread)_\d+$", r"gate/\1_j", tag)
+    return re.sub(r"communicator/c_\d+_\d+$", "communicator/c_i_j", tag)
+
+
+def in_ranks(*runs):
+    """Run functions as the ranks of one torchrun, each on a machine of its own. Returns what they
+    return."""
+    context = multiprocessing.get_context("fork")
+    answers = []
+    port = free_port()
+
+    def start(rank, run, queue):
+        os.environ |= place_in_group(len(runs), rank, port)
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        queue.put(run())
+
+    queues = [context.Queue() for _ in runs]
+    ranks = [
+        context.Process(target=start, args=arguments)
+        for arguments in zip(range(len(runs)), runs, queues, strict=True)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        answers = [queue.get(timeout=60) for queue in queues]
+    finally:
+        for rank in ranks:
+            rank.join(5 if answers else 0)
+            rank.kill()
+    return answers

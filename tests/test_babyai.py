@@ -23,6 +23,9 @@ from command import parse_args
 from completion_server import CompletionServer
 from helpers import (
     REPOSITORY,
+    in_ranks,
+    metrics_of_page,
+    name_in_page,
     notes_of,
     only_run,
     read_jsonl,
@@ -35,8 +38,6 @@ from helpers import (
 )
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_docs import metrics_of_page, name_in_page
-from test_llm_training import in_ranks
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 

@@ -28,7 +28,7 @@ from fabricated import control_run
 from helpers import REPOSITORY, call, config_of, only_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_llm import files, tiny  # noqa: F401
+from language_models import tiny
 
 import communicators
 import prpo_llm
@@ -379,7 +379,7 @@ def test_a_matrix_is_not_downloaded(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(files):  # noqa: F811
+def tokenizer(files):
     return transformers.AutoTokenizer.from_pretrained(files / "model")
 
 
@@ -389,7 +389,7 @@ TEMPLATE = (
 )
 
 
-def read_data(files, tokenizer, path):  # noqa: F811
+def read_data(files, tokenizer, path):
     """The examples of a data set, or REFUSED."""
     args = tiny(files, "runs", dataset=str(path))
     return read(prpo_llm.read_examples, args, tokenizer, str(path), str(path), "dataset")
@@ -414,7 +414,7 @@ messages = st.lists(
     ),
     chat=st.booleans(),
 )
-def test_rows_that_are_no_texts_are_refused(files, tokenizer, rows, chat):  # noqa: F811
+def test_rows_that_are_no_texts_are_refused(files, tokenizer, rows, chat):
     """What is read has a text in Unicode in every prompt and completion."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = TEMPLATE if chat else None
@@ -430,7 +430,7 @@ def test_rows_that_are_no_texts_are_refused(files, tokenizer, rows, chat):  # no
 
 @sometimes
 @given(data=st.data())
-def test_damaged_lines_of_data_are_refused(files, tokenizer, data):  # noqa: F811
+def test_damaged_lines_of_data_are_refused(files, tokenizer, data):
     content = (files / "data.jsonl").read_bytes()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "data.jsonl")
@@ -450,7 +450,7 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("name", BAD_DATA)
-def test_data_that_cannot_be_read_is_refused(name, files, tokenizer, tmp_path, monkeypatch):  # noqa: F811
+def test_data_that_cannot_be_read_is_refused(name, files, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -459,7 +459,7 @@ def test_data_that_cannot_be_read_is_refused(name, files, tokenizer, tmp_path, m
     assert read_data(files, tokenizer, dataset) is REFUSED
 
 
-def test_data_executes_nothing(files, tokenizer, tmp_path):  # noqa: F811
+def test_data_executes_nothing(files, tokenizer, tmp_path):
     """A script that would load it, as older versions of `datasets` execute."""
     marker = tmp_path / "marker"
     folder = tmp_path / "data"
@@ -471,13 +471,13 @@ def test_data_executes_nothing(files, tokenizer, tmp_path):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def model(files):  # noqa: F811
+def model(files):
     """The tiny model, without adapters."""
     return prpo_llm.load_base(tiny(files, "runs"))[0]
 
 
 @pytest.fixture(scope="module")
-def adapter(files, model, tmp_path_factory):  # noqa: F811
+def adapter(files, model, tmp_path_factory):
     """A folder with an adapter of the tiny model."""
     folder = tmp_path_factory.mktemp("adapter")
     args = tiny(files, "runs")
@@ -487,7 +487,7 @@ def adapter(files, model, tmp_path_factory):  # noqa: F811
     return folder
 
 
-def start_from(files, model, folder, flag):  # noqa: F811
+def start_from(files, model, folder, flag):
     """The parameters that start from the adapter of a folder, of the policy or the value model."""
     changes = {flag: str(folder)}
     if flag == "value_init":
@@ -502,7 +502,7 @@ def start_from(files, model, folder, flag):  # noqa: F811
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
 @settings(max_examples=15)
 @given(data=st.data())
-def test_damaged_adapters_are_refused_or_finite(flag, name, files, model, adapter, data):  # noqa: F811
+def test_damaged_adapters_are_refused_or_finite(flag, name, files, model, adapter, data):
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(shutil.copytree(adapter, Path(temporary, "adapter")))
         (folder / name).write_bytes(data.draw(damaged((adapter / name).read_bytes())))
@@ -514,7 +514,7 @@ BAD_CONFIGS = ("[]", NESTED, '{"r": 0}', '{"r": "4"}', '{"lora_alpha": null}', '
 
 
 @pytest.mark.parametrize("flag", ["adapter", "value_init"])
-def test_adapters_with_a_bad_config_or_too_large_are_refused(flag, files, model, adapter, tmp_path):  # noqa: F811
+def test_adapters_with_a_bad_config_or_too_large_are_refused(flag, files, model, adapter, tmp_path):
     folder = Path(shutil.copytree(adapter, tmp_path / "adapter"))
     for config in BAD_CONFIGS:
         (folder / "adapter_config.json").write_text(config)
@@ -531,7 +531,7 @@ def test_adapters_with_a_bad_config_or_too_large_are_refused(flag, files, model,
 )
 @settings(max_examples=10)
 @given(data=st.data())
-def test_a_damaged_base_model_is_refused_or_whole(name, files, data):  # noqa: F811
+def test_a_damaged_base_model_is_refused_or_whole(name, files, data):
     """Without weights that are missing, which would be drawn at random."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(shutil.copytree(files / "model", Path(temporary, "model")))
@@ -541,14 +541,14 @@ def test_a_damaged_base_model_is_refused_or_whole(name, files, data):  # noqa: F
         read(prpo_llm.load_reward_model, args, str(folder), torch.device("cpu"))
 
 
-def test_a_base_model_without_some_weights_is_refused(files, tmp_path):  # noqa: F811
+def test_a_base_model_without_some_weights_is_refused(files, tmp_path):
     folder = Path(shutil.copytree(files / "model", tmp_path / "model"))
     config = config_of(folder)
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     assert read(prpo_llm.load_base, tiny(files, "runs", base_model=str(folder))) is REFUSED
 
 
-def test_models_execute_nothing(files, adapter, tmp_path):  # noqa: F811
+def test_models_execute_nothing(files, adapter, tmp_path):
     """Neither pickled weights nor code that a configuration names."""
     marker = tmp_path / "marker"
     folder = Path(shutil.copytree(files / "model", tmp_path / "model"))

@@ -27,6 +27,8 @@ from helpers import (
     SLOW_FEDAVG_MUJOCO,
     call,
     flags,
+    metrics_of_page,
+    name_in_page,
     on,
     only_run,
     scalars_of,
@@ -282,28 +284,6 @@ def test_every_script_has_its_page():
         assert re.search(row, readme, re.M), script
     assert all(f"(docs/{page.name})" in readme for page in (REPOSITORY / "docs").glob("*.md"))
     assert len(readme.splitlines()) <= 110
-
-
-# Metrics that are logged under federate.py only
-FEDERATED = {"communication/bytes_received", "communication/rejected", "communication/age_j"}
-GATED = {"gate/weight_j", "gate/spread_j"}  # and with --gate only
-
-
-def metrics_of_page(name):
-    """The metrics that a page explains, but those of federate.py and --gate."""
-    page = (REPOSITORY / "docs" / f"{name}.md").read_text()
-    return set(re.findall(r"^\| `([a-z_]+/\w+(?:/\w+)?)` \|", page, re.M)) - FEDERATED - GATED
-
-
-def name_in_page(tag):
-    """What the pages call a metric whose TensorBoard tag names agents and tasks."""
-    if tag.startswith("eval/"):
-        return "eval/TASK/agent_i"
-    if tag.startswith("distances/"):
-        return re.sub(r"agent_\d+_agent_\d+", "agent_i_agent_j", tag)
-    tag = re.sub(r"/agent_\d+$", "", tag)
-    tag = re.sub(r"gate/(weight|spread)_\d+$", r"gate/\1_j", tag)
-    return re.sub(r"communicator/c_\d+_\d+$", "communicator/c_i_j", tag)
 
 
 def test_the_first_screen_shows_the_lines_of_the_script():

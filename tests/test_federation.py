@@ -1,6 +1,5 @@
 """Agents of independent processes that share a folder: files, rounds, whole runs, bad stores."""
 
-import functools
 import io
 import itertools
 import json
@@ -12,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
+import language_models
 import numpy as np
 import pytest
-import test_llm
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from helpers import (
@@ -46,10 +45,10 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
-from test_llm import files  # noqa: F401
 
 import communicators
 import federate
+import prpo_llm
 from benchmark import play
 from federate import FolderExchange, Rejected, Store, decode_snapshot, encode_snapshot
 
@@ -748,17 +747,6 @@ def go_on(script, folder, *extra):
     return Child(*words, cwd=folder.parents[1])
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """launched(*words): from now on scripts run in this process as under federate.py WORDS."""
-
-    def launch(*words):
-        make = functools.partial(federate.make_exchange, [*map(str, words)])
-        monkeypatch.setattr(communicators, "exchange_of_launcher", make)
-
-    return launch
-
-
 def folder_of(tmp_path, agents):
     """The folder of a process's run."""
     return only_run(tmp_path / "".join(map(str, agents)))
@@ -1237,37 +1225,38 @@ def test_processes_share_a_bucket(bucket, tmp_path, whole_run):
     ],
     ids=["policy", "weights", "weights of value models too"],
 )
-def test_language_models_train_as_in_one_process(changes, files, tmp_path):  # noqa: F811
+def test_language_models_train_as_in_one_process(changes, files, tmp_path):
     """Also an agent that loses its last checkpoint, and sends a round again."""
-    whole, _ = test_llm.train(files, tmp_path / "whole", **changes)
-    expected = test_llm.weights_of(whole)
-    script = test_llm.prpo_llm.__file__
+    whole, _ = language_models.train(files, tmp_path / "whole", **changes)
+    expected = language_models.weights_of(whole)
+    script = prpo_llm.__file__
     children = []
     for i in range(2):
         words = words_of(tmp_path / "share", (i,))
         if "aggregation" not in changes:
             words += PATIENT
-        words += [script, *test_llm.flags(test_llm.tiny(files, tmp_path / str(i), **changes))]
+        args = language_models.tiny(files, tmp_path / str(i), **changes)
+        words += [script, *language_models.flags(args)]
         children.append(Child(*words, cwd=tmp_path))
     results = outcomes(children)
     assert [code for _, code in results] == [0, 0], results
     for i in range(2):
-        (weights,) = test_llm.weights_of(folder_of(tmp_path, (i,)))
+        (weights,) = language_models.weights_of(folder_of(tmp_path, (i,)))
         torch.testing.assert_close(weights, expected[i], rtol=0, atol=1e-4)
     folder = folder_of(tmp_path, (1,))
     (folder / "checkpoints" / "agent_1" / "4.pt").unlink()
-    again = Child(federate.__file__, script, *test_llm.to_resume(folder), cwd=tmp_path)
+    again = Child(federate.__file__, script, *language_models.to_resume(folder), cwd=tmp_path)
     (((output, errors), code),) = outcomes([again])
     assert code == 0, errors
     assert "resuming after step 2 of 4" in output
     assert "ignored" not in output  # a peer's file
-    (resumed_weights,) = test_llm.weights_of(folder)
+    (resumed_weights,) = language_models.weights_of(folder)
     assert torch.equal(resumed_weights, weights)
 
 
-def test_what_needs_all_language_models_in_one_place_is_refused(files, tmp_path, launched):  # noqa: F811
+def test_what_needs_all_language_models_in_one_place_is_refused(files, tmp_path, launched):
     launched("--exchange", tmp_path / "store", "--agents", 0)
     settings = {"aggregation": "weights", "lora_average": "frozen-a"}
-    args = test_llm.tiny(files, tmp_path / "runs", **settings)
-    assert "--lora-average frozen-a" in refusal(test_llm.prpo_llm.main, args)
+    args = language_models.tiny(files, tmp_path / "runs", **settings)
+    assert "--lora-average frozen-a" in refusal(prpo_llm.main, args)
     assert not (tmp_path / "runs").exists()

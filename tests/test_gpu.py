@@ -28,13 +28,13 @@ from helpers import (
     torchrun,
     weights_of,
 )
+from language_models import rows_of as language_rows_of
+from language_models import tiny as tiny_llm
+from language_models import to_resume
+from language_models import weights_of as adapters_of
 from spoil import spoil
 from test_babyai import folder  # noqa: F401
 from test_babyai import tiny as tiny_babyai  # noqa: F401
-from test_llm import files, to_resume  # noqa: F401
-from test_llm import rows_of as language_rows_of
-from test_llm import tiny as tiny_llm
-from test_llm import weights_of as adapters_of
 
 import communicators
 import prpo_babyai
@@ -194,7 +194,7 @@ def test_a_gpu_trains_language_models_like_the_processor(
     aggregation,
     learning_rate,
     agents,
-    files,  # noqa: F811
+    files,
     tmp_path,
 ):
     """A whole run, and one that goes on from there on the processor."""
@@ -218,7 +218,7 @@ def test_a_gpu_trains_language_models_like_the_processor(
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_in_bfloat16_the_first_ratio_is_one(algorithm, checkpointing, files, tmp_path):  # noqa: F811
+def test_in_bfloat16_the_first_ratio_is_one(algorithm, checkpointing, files, tmp_path):
     """The kernels are the same in both passes over a micro-batch."""
     changes = {"precision": "bfloat16", "batch_size": 4, "micro_batch_size": 2}
     changes |= {"algorithm": algorithm, "gradient_checkpointing": checkpointing}
@@ -234,7 +234,7 @@ def test_weights_on_the_processor_mix_policies_of_which_one_is_no_number():
     torch.testing.assert_close(mixed, log_probs[0])
 
 
-def test_a_graph_generates_what_single_launches_do(files, tmp_path, monkeypatch):  # noqa: F811
+def test_a_graph_generates_what_single_launches_do(files, tmp_path, monkeypatch):
     """The same tokens, over several sizes of buffers."""
     args = tiny_llm(files, tmp_path, num_agents=2)
     model, tokenizer = prpo_llm.load_base(args, torch.device("cuda"))
@@ -260,7 +260,7 @@ def test_a_graph_generates_what_single_launches_do(files, tmp_path, monkeypatch)
     torch.testing.assert_close(outputs[0][2], outputs[1][2], rtol=1e-5, atol=1e-5)
 
 
-def test_the_logged_memory_is_the_gpu_s(files, tmp_path):  # noqa: F811
+def test_the_logged_memory_is_the_gpu_s(files, tmp_path):
     torch.cuda.reset_peak_memory_stats()
     prpo_llm.main(tiny_llm(files, tmp_path, device="cuda", eval_prompts=0))
     logged = float(table_of(only_run(tmp_path), "metrics")[-1]["peak_memory"])

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import re
-import shutil
 from html import unescape
 
 import numpy as np
@@ -15,169 +14,40 @@ import pytest
 import torch
 import torch.nn.functional as F
 from command import parse_args
-from completion_server import CompletionServer
 from helpers import (
+    GATED,
     REPOSITORY,
     call,
-    config_of,
+    metrics_of_page,
+    name_in_page,
     only_run,
     refusal,
-    run_ranks,
     scalars_of,
     table_of,
     told_to_launcher,
-    write_jsonl,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from language_models import (
+    ALGORITHMS,
+    PROMPTS,
+    SPREAD,
+    follow,
+    plain_model,
+    predict,
+    rows_of,
+    tiny,
+    to_resume,
+    train,
+    weights_of,
+)
 from peft import PeftModel
 from safetensors.torch import load_file
-from smooth import smooth_adam
 from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_docs import GATED, metrics_of_page, name_in_page
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
 
 import communicators
 import prpo_llm
-
-WORDS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz"]
-TARGETS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
-TINY = {
-    "precision": "float32",
-    "device": "cpu",
-    "num_agents": 2,
-    "total_steps": 4,
-    "batch_size": 2,
-    "group_size": 3,
-    "response_length": 6,
-    "temperature": 1.0,
-    "local_updates": 2,
-    "save_every": 2,
-    "learning_rate": 1e-2,
-    "prompts_per_agent": 8,
-    "eval_prompts": 2,
-    "lora_rank": 4,
-    "value_lora_rank": 2,
-}
-
-
-def word_tokenizer():
-    """A tokenizer that knows single letters."""
-    tokenizer = Tokenizer(
-        models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<eos>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
-
-
-@pytest.fixture(scope="session")
-def files(tmp_path_factory):
-    """A folder with a tiny random Llama, a data set in two topics, and a reward that counts a
-    letter."""
-    folder = tmp_path_factory.mktemp("llm")
-    generator = np.random.default_rng(0)
-    word_tokenizer().save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 64,
-    }
-    heads = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "eos_token_id": 0,
-        "bos_token_id": None,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **shape, **heads))
-    for parameter in model.parameters():  # far from uniform, so that nothing is right by chance
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder / "model")
-    rows = []
-    for k in range(60):
-        letters = generator.choice(WORDS[1:], size=generator.integers(2, 9)).tolist()
-        rows.append(
-            {"prompt": " ".join(letters), "completion": " ".join(letters[:2]), "topic": "xy"[k % 2]}
-        )
-    write_jsonl(folder / "data.jsonl", rows)
-    (folder / "weights.csv").write_text("1\n-0.5\n")  # agent 1 is to avoid the letter
-    (folder / "letters.py").write_text(
-        "def count(prompts, completions, references):\n"
-        "    return [float(c.split().count('a')) for c in completions]\n"
-    )
-    return folder
-
-
-def tiny(files, run_dir, **changes):
-    """The arguments of a tiny run."""
-    base = {
-        "base_model": str(files / "model"),
-        "dataset": str(files / "data.jsonl"),
-        "run_dir": str(run_dir),
-    }
-    settings = TINY | base | {"reward": f"{files / 'letters.py'}:count"} | changes
-    several = {
-        name: (settings[name],) for name in ("dataset", "reward") if isinstance(settings[name], str)
-    }
-    return prpo_llm.Args(**settings | several)
-
-
-# The same arguments as a command line
-flags = communicators.list_words
-
-
-def to_resume(folder):
-    """The arguments that resume a run: the code that it executes is named anew."""
-    return [
-        "--resume",
-        str(folder),
-        "--reward",
-        *config_of(folder)["reward"],
-    ]
-
-
-def plain_model(files):
-    return AutoModelForCausalLM.from_pretrained(files / "model", dtype=torch.float32).eval()
-
-
-def layers_of(model):
-    """The layers that have adapters, by name."""
-    return {
-        name: layer for name, layer in model.named_modules() if isinstance(layer, prpo_llm.Adapters)
-    }
-
-
-def predict(model, numbers, prompts, tokens, lengths):
-    """The hidden states from which tokens are predicted, with these policies."""
-    batch = {"prompts": prompts, "tokens": tokens, "lengths": lengths}
-    with prpo_llm.select_adapters("policy", numbers):
-        return prpo_llm.compute_hidden(model, batch)
-
-
-@pytest.fixture
-def stacked(files, tmp_path):
-    """(model, layers, eos) with three agents whose adapters differ and do something."""
-    args = tiny(files, tmp_path, num_agents=3, algorithm="ppo")
-    model, tokenizer = prpo_llm.load_base(args)
-    prpo_llm.add_adapters(args, model, 3)
-    layers = layers_of(model)
-    torch.manual_seed(1)
-    for layer in layers.values():
-        for kind in layer.B:
-            torch.nn.init.normal_(layer.B[kind], std=0.5)
-            torch.nn.init.normal_(layer.A[kind], std=0.5)
-    return model, layers, tokenizer.eos_token_id
 
 
 def merged(files, layers, name, number):
@@ -187,9 +57,6 @@ def merged(files, layers, name, number):
         weight = model.get_submodule(path).weight
         weight.data += layer.scale[name] * (layer.B[name][number] @ layer.A[name][number]).detach()
     return model
-
-
-PROMPTS = [[3, 7, 1, 9, 4], [5, 2], [8, 8, 6, 1]]
 
 
 # --- the model ---
@@ -369,22 +236,6 @@ def test_an_agent_that_has_diverged_samples_tokens_of_the_vocabulary():
     assert (tokens >= 0).all() and (tokens < 27).all()
 
 
-def follow(scripts, model, monkeypatch):
-    """Let the model choose these tokens [completions, tokens], whatever the tokens before."""
-    choose = prpo_llm.Decoding.choose
-
-    def choose_scripted(self, hidden):
-        self.model.get_output_embeddings().wanted = scripts[self.places, self.step]
-        choose(self, hidden)
-
-    class Head(torch.nn.Module):
-        def forward(self, hidden):
-            return F.one_hot(self.wanted, len(WORDS)).float()
-
-    model.set_output_embeddings(Head())
-    monkeypatch.setattr(prpo_llm.Decoding, "choose", choose_scripted)
-
-
 def test_lengths_reach_up_to_and_including_the_first_eos(files, monkeypatch):
     """A completion that ends at the limit, one that ends at once, and one that never ends."""
     model = plain_model(files)
@@ -497,28 +348,6 @@ def test_what_tokens_count(options):
 # --- whole runs ---
 
 
-def rows_of(folder):
-    rows = table_of(folder, "metrics")
-    # The clock, and what is no number
-    without = (
-        "tokens_per_second",
-        "completions_per_second",
-        "peak_memory",
-        "exp_name",
-    )
-    return [{name: value for name, value in row.items() if name not in without} for row in rows]
-
-
-def weights_of(folder):
-    paths = sorted(folder.glob("agent_*/adapter_model.safetensors"))
-    return [torch.cat([t.flatten() for _, t in sorted(load_file(path).items())]) for path in paths]
-
-
-def train(files, run_dir, **changes):
-    summary = prpo_llm.main(tiny(files, run_dir, **changes))
-    return only_run(run_dir), summary
-
-
 def test_a_resumed_run_of_one_step_keeps_the_evaluation_before_training(files, tmp_path):
     """Only the last evaluation is done again."""
     folder, _ = train(files, tmp_path, total_steps=1)
@@ -528,7 +357,6 @@ def test_a_resumed_run_of_one_step_keeps_the_evaluation_before_training(files, t
     assert "\n0,0," in before
 
 
-ALGORITHMS = {"grpo": {}, "ppo": {"algorithm": "ppo"}}
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
@@ -730,80 +558,6 @@ def test_accumulation_changes_nothing(files, tmp_path, algorithm):
     whole, _ = train(files, tmp_path / "whole", micro_batch_size=4, **changes)
     for a, b in zip(weights_of(ones), weights_of(whole), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
-
-
-@pytest.fixture(scope="session")
-def running_server(files):
-    """A server of the tiny model."""
-    tokenizer = AutoTokenizer.from_pretrained(files / "model")
-    with CompletionServer(plain_model(files), tokenizer).running() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running_server):
-    """The server of all tests, without adapters, faults and requests."""
-    running_server.reset()
-    return running_server
-
-
-# What saves, logs, and ends completions
-SERVICES = {
-    "eval_every": 1,
-    "eval_samples": 3,
-    "eval_top_p": 0.9,
-    "save_adapters": 1,
-    "log_completions": 2,
-    "stop_strings": ("a", "k m"),
-    "learning_rate": 1e-3,
-}
-SPREAD = {"services": SERVICES | {"total_steps": 2}}  # settings of runs of two ranks
-for algorithm in ALGORITHMS:
-    for aggregation in ("policy", "weights"):
-        SPREAD[f"{algorithm} {aggregation}"] = ALGORITHMS[algorithm] | {
-            "aggregation": aggregation,
-            "learning_rate": 1e-3,
-            "local_updates": 1,
-            "communicator": "relative-gain",  # it depends on all rounds before
-        }
-    SPREAD[f"{algorithm} similarity"] = ALGORITHMS[algorithm] | {"communicator": "similarity"}
-
-
-SPREAD["ppo gate"] = SPREAD["ppo policy"] | {"gate": "value", "communicator": "uniform"}
-SPREAD["ppo preferences"] = SPREAD["ppo weights"] | {"private_layers": 1}
-
-
-@pytest.fixture(scope="session")
-def spread(files, once, running_server):
-    """All runs of two ranks, in one launch: their folder, and the output.
-
-    NAME/RUN are those of SPREAD, `services` with a server; `whole` is a run of one process, with a
-    checkpoint after every step, which `resumed` repeats from step 3; and RANK.json has what passed
-    through torch.distributed, by names.
-    """
-
-    def launch(folder):
-        runs = {}
-        for name, changes in SPREAD.items():
-            if name == "services":
-                changes = changes | {"generate_with": running_server.url}
-            if "preferences" in name:
-                changes = changes | {"reward_weights": (str(files / "weights.csv"),)}
-            runs[name] = [
-                "prpo_llm",
-                *flags(tiny(files, folder / name, **changes)),
-            ]
-        with pytest.MonkeyPatch.context() as patch:
-            smooth_adam(patch.setattr)
-            whole, _ = train(files, folder / "whole", save_every=1, learning_rate=1e-3)
-        resumed = shutil.copytree(whole, folder / "resumed" / whole.name)
-        (resumed / "checkpoints" / "agent_1" / "4.pt").unlink()
-        runs["resumed"] = ["prpo_llm", *to_resume(resumed)]
-        wire = REPOSITORY / "tests" / "tools" / "wire.py"
-        words = folder / "{rank}.json", json.dumps(runs)
-        return run_ranks(2, wire, *words, cwd=folder, SMOOTH_ADAM="1")
-
-    return once("spread_llm", launch)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Data and rewards of language models: what is read, who gets what, what is held out, what a
 completion is worth.
 """
-# ruff: noqa: F811 (a fixture of another file)
 
 import functools
 import importlib
@@ -34,7 +33,7 @@ from helpers import (
 )
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from test_llm import files, flags, rows_of, tiny, train, weights_of  # noqa: F401
+from language_models import flags, rows_of, tiny, train, weights_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoTokenizer,

@@ -18,9 +18,9 @@ import transformers
 import tyro
 from command import parse_args
 from helpers import REPOSITORY, refusal, table_of
+from language_models import WORDS, follow, layers_of, rows_of, train, word_tokenizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_llm import WORDS, files, follow, layers_of, rows_of, train, word_tokenizer
 from torch import is_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +32,6 @@ import prpo_llm
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 llm_memory = importlib.import_module("llm_memory")
 
-assert files  # a fixture
 PROMPT = 10
 RESPONSE = 6  # tokens of the longest row: the last one of a completion predicts nothing
 LONGEST = PROMPT + RESPONSE - 1

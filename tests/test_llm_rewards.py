@@ -1,5 +1,4 @@
 """Reward functions of language models as TRL takes them: what they return, get, import, raise."""
-# ruff: noqa: F811 (a fixture of another file)
 
 import json
 import math
@@ -10,7 +9,7 @@ import pytest
 import torch
 from command import parse_args
 from helpers import REPOSITORY, only_run, outcomes, refusal, scalars_of, start_ranks
-from test_llm import files, flags, rows_of, tiny, to_resume, train, weights_of  # noqa: F401
+from language_models import flags, rows_of, tiny, to_resume, train, weights_of
 
 import prpo_llm
 

@@ -18,29 +18,22 @@ from completion_server import transformers_serve
 from helpers import only_run, read_jsonl, refusal, table_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import PeftModel
-from safetensors import safe_open
-from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_llm import (  # noqa: F401
+from language_models import (
     PROMPTS,
     SERVICES,
     SPREAD,
     WORDS,
-    files,
-    flags,
     plain_model,
-    predict,
     rows_of,
-    running_server,
-    server,
-    spread,
-    stacked,
     tiny,
     to_resume,
     train,
     weights_of,
 )
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -72,7 +65,7 @@ def snapshot_of(folder):
 # --- runs that are extended, resumed and spread ---
 
 
-def test_an_extended_run_is_the_longer_run(files, tmp_path):  # noqa: F811
+def test_an_extended_run_is_the_longer_run(files, tmp_path):
     """--total-steps may be given anew when a run is resumed: from there on it is the run of that
     length."""
     whole, _ = train(files, tmp_path / "whole", total_steps=4)
@@ -91,7 +84,7 @@ def test_an_extended_run_is_the_longer_run(files, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_an_extended_schedule_runs_over_the_new_total(files, tmp_path, schedule):  # noqa: F811
+def test_an_extended_schedule_runs_over_the_new_total(files, tmp_path, schedule):
     """Learning rate and KL coefficient go on where a run of the new length has them."""
     changes = {"lr_scheduler_type": schedule, "eval_prompts": 0, "num_agents": 1}
     changes |= {"kl_schedule": "linear", "kl_coef": 0.5}
@@ -106,7 +99,7 @@ def test_an_extended_schedule_runs_over_the_new_total(files, tmp_path, schedule)
 
 
 @pytest.mark.usefixtures("smooth_adam")
-def test_two_ranks_save_and_log_like_one_process(files, server, spread, tmp_path):  # noqa: F811
+def test_two_ranks_save_and_log_like_one_process(files, server, spread, tmp_path):
     """Adapters, sampled evaluations, logged completions and those of a server do not depend on the
     placement."""
     folder, _ = spread
@@ -132,7 +125,7 @@ def test_two_ranks_save_and_log_like_one_process(files, server, spread, tmp_path
             assert row["advantage"] == pytest.approx(expected_row["advantage"], abs=1e-4)
 
 
-def test_a_resumed_run_saves_and_logs_like_a_whole_one(files, tmp_path, monkeypatch):  # noqa: F811
+def test_a_resumed_run_saves_and_logs_like_a_whole_one(files, tmp_path, monkeypatch):
     """What a run wrote behind its last checkpoint, half a line included, is done again: the same
     files, bit for bit."""
     whole, _ = train(files, tmp_path / "whole", **SERVICES)
@@ -172,7 +165,7 @@ def test_a_resumed_run_saves_and_logs_like_a_whole_one(files, tmp_path, monkeypa
 # --- adapters ---
 
 
-def test_adapters_of_every_step_load_in_peft(files, tmp_path):  # noqa: F811
+def test_adapters_of_every_step_load_in_peft(files, tmp_path):
     """adapters/step_N holds what a run of N steps ends with, and its tokenizer; every N-th step has
     one."""
     folder, _ = train(files, tmp_path / "long", save_adapters=2, total_steps=5, eval_prompts=0)
@@ -204,7 +197,7 @@ def test_adapters_of_every_step_load_in_peft(files, tmp_path):  # noqa: F811
     assert AutoTokenizer.from_pretrained(folder / "agent_0").eos_token == "<eos>"
 
 
-def test_the_best_adapters_are_kept(files, stacked, tmp_path):  # noqa: F811
+def test_the_best_adapters_are_kept(files, stacked, tmp_path):
     """Each agent's best by held-out reward: a worse, an equal or an unknown one replaces
     nothing."""
     model, layers, _ = stacked
@@ -239,7 +232,7 @@ def test_the_best_adapters_are_kept(files, stacked, tmp_path):  # noqa: F811
     assert evaluate(7, [9.0, -3.0, -3.0, -3.0]) == [7, 7, 7]
 
 
-def test_a_full_disk_leaves_the_former_adapter(files, stacked, tmp_path, monkeypatch):  # noqa: F811
+def test_a_full_disk_leaves_the_former_adapter(files, stacked, tmp_path, monkeypatch):
     """The weights come last and replace the former ones at once; the run ends with one line."""
     model, _, _ = stacked
     args = tiny(files, tmp_path, num_agents=3, algorithm="ppo")
@@ -291,7 +284,7 @@ def test_a_nucleus_is_the_fewest_likeliest_tokens(seed, size, top_p):
         assert torch.equal(kept[kept.isfinite()], row[kept.isfinite()])
 
 
-def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
+def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):
     """The columns are means over prompts of means over samples, at --temperature, from the nucleus
     of --eval-top-p.
 
@@ -372,7 +365,7 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):  # noqa: F811
         )
 
 
-def test_without_samples_evaluations_are_as_before(files, tmp_path):  # noqa: F811
+def test_without_samples_evaluations_are_as_before(files, tmp_path):
     """No column is added."""
     folder, _ = train(files, tmp_path, total_steps=1)
     assert not [column for column in table_of(folder, "evaluations")[0] if "sampled" in column]
@@ -381,7 +374,7 @@ def test_without_samples_evaluations_are_as_before(files, tmp_path):  # noqa: F8
 # --- training completions ---
 
 
-def test_training_completions_are_logged(files, tmp_path):  # noqa: F811
+def test_training_completions_are_logged(files, tmp_path):
     """The first prompts of each agent and step, with all their completions: what the metrics are
     means of."""
     changes = {"num_agents": 3, "local_updates": 1, "missing_eos_penalty": 0.5, "batch_size": 3}
@@ -427,7 +420,7 @@ def test_training_completions_are_logged(files, tmp_path):  # noqa: F811
 # --- stop strings ---
 
 
-def test_stop_strings_end_completions(files, stacked):  # noqa: F811
+def test_stop_strings_end_completions(files, stacked):
     """With equal random numbers a completion is what it would have been, cut behind the token that
     completes one."""
     model, _, eos = stacked
@@ -476,7 +469,7 @@ def test_stop_strings_end_completions(files, stacked):  # noqa: F811
     assert prpo_llm.find_stop_test(tiny(files, "runs"), tokenizer) is None
 
 
-def test_stop_strings_of_many_bytes(files):  # noqa: F811
+def test_stop_strings_of_many_bytes(files):
     """A token may be part of a character: the string counts from the token that completes it,
     wherever it stands."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -496,7 +489,7 @@ def test_stop_strings_of_many_bytes(files):  # noqa: F811
         assert tests == [False] * (len(ids) - 1) + [True]
 
 
-def test_stopped_completions_pay_no_penalty(files, tmp_path):  # noqa: F811
+def test_stopped_completions_pay_no_penalty(files, tmp_path):
     """With every letter a stop string, completions have one token, end, and are learned from where
     truncated ones are not."""
     stops = tuple(WORDS[1:])
@@ -514,7 +507,7 @@ def test_stopped_completions_pay_no_penalty(files, tmp_path):  # noqa: F811
     assert all(float(row["length"]) == 1 and float(row["eos_rate"]) == 1 for row in evaluations)
 
 
-def test_an_end_behind_a_stop_string_is_not_generated(files):  # noqa: F811
+def test_an_end_behind_a_stop_string_is_not_generated(files):
     """Scripted tokens: the mask reaches up to the stop string; an end of text before it counts as
     before."""
     model = plain_model(files)
@@ -549,7 +542,7 @@ def loaded_names(requests):
     return [body["lora_name"] for path, body in requests if path == "/v1/load_lora_adapter"]
 
 
-def test_a_server_completes_with_the_agents_adapters(files, server, tmp_path, monkeypatch):  # noqa: F811
+def test_a_server_completes_with_the_agents_adapters(files, server, tmp_path, monkeypatch):
     """Every prompt of every step is completed once, with its agent's present adapter, which the
     server has loaded from a folder: its log-probabilities are those of `predict`, and nothing stays
     loaded or on disk."""
@@ -624,7 +617,7 @@ def test_a_server_completes_with_the_agents_adapters(files, server, tmp_path, mo
     assert all(float(row["kl_reference"]) < 1e-6 for row in rows_of(folder) if row["step"] == "1")
 
 
-def test_a_run_with_a_server_is_resumed(files, server, tmp_path, monkeypatch):  # noqa: F811
+def test_a_run_with_a_server_is_resumed(files, server, tmp_path, monkeypatch):
     """Seeds depend on the agent, the step and the prompt; what a run left on the server is unloaded
     first, and steps that are repeated have adapters of new names."""
     changes = {"learning_rate": 1e-3, "local_updates": 1, "eval_prompts": 0}
@@ -667,7 +660,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_a_server_lacks_is_refused_before_training(files, server, tmp_path, fault):  # noqa: F811
+def test_what_a_server_lacks_is_refused_before_training(files, server, tmp_path, fault):
     """One line, no run, and nothing left behind."""
     server.faults = {fault}
     args = tiny(
@@ -679,7 +672,7 @@ def test_what_a_server_lacks_is_refused_before_training(files, server, tmp_path,
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_server_that_is_not_running_is_refused(files, tmp_path, monkeypatch):  # noqa: F811
+def test_a_server_that_is_not_running_is_refused(files, tmp_path, monkeypatch):
     """A server that is not there is named, after repetitions."""
     waits = []
     monkeypatch.setattr(prpo_llm.time, "sleep", waits.append)
@@ -694,14 +687,14 @@ def test_a_server_that_is_not_running_is_refused(files, tmp_path, monkeypatch): 
 @pytest.mark.parametrize(
     ("url", "key"), [("http://[::1:8000/v1", "key"), ("http://x/v1", "key\r"), ("http://x/v1", "€")]
 )
-def test_what_no_request_can_hold_is_not_printed(files, tmp_path, url, key, monkeypatch):  # noqa: F811
+def test_what_no_request_can_hold_is_not_printed(files, tmp_path, url, key, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", key)
     message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", generate_with=url))
     assert "this URL, or OPENAI_API_KEY, is not valid in a request" in message
     assert "key" not in message and "€" not in message
 
 
-def test_a_server_of_earlier_form_and_with_trouble(files, server, tmp_path, monkeypatch):  # noqa: F811
+def test_a_server_of_earlier_form_and_with_trouble(files, server, tmp_path, monkeypatch):
     """Token ids as words, statuses that pass, closed connections and lost answers change nothing;
     one that stays ends the run in one line, with the command to go on.
     """
@@ -732,7 +725,7 @@ def test_a_server_of_earlier_form_and_with_trouble(files, server, tmp_path, monk
         assert torch.equal(weights, expected)
 
 
-def test_a_failure_whose_text_does_not_come_is_a_failure(files, tmp_path, monkeypatch):  # noqa: F811
+def test_a_failure_whose_text_does_not_come_is_a_failure(files, tmp_path, monkeypatch):
     """With its status, after two repetitions."""
     args = tiny(files, tmp_path, generate_with="http://127.0.0.1:1/v1")
     tries = []
@@ -753,7 +746,7 @@ def test_a_failure_whose_text_does_not_come_is_a_failure(files, tmp_path, monkey
     assert end.value.status == 503 and len(tries) == 3
 
 
-def test_an_end_without_its_token_is_an_error(files, tmp_path):  # noqa: F811
+def test_an_end_without_its_token_is_an_error(files, tmp_path):
     """A completion that stops for no visible reason would pay the penalty for not ending."""
     args = tiny(files, tmp_path, generate_with="http://127.0.0.1:1/v1")
     client = prpo_llm.Server(args, range(2), SimpleNamespace(ends=[0]))
@@ -778,7 +771,7 @@ def test_an_end_without_its_token_is_an_error(files, tmp_path):  # noqa: F811
         )
 
 
-def test_a_diverged_agent_is_not_loaded_into_the_server(files, server, stacked, tmp_path):  # noqa: F811
+def test_a_diverged_agent_is_not_loaded_into_the_server(files, server, stacked, tmp_path):
     """No NaN is loaded; its peers are completed as before, and its log-probabilities are NaN,
     so that no agent learns from them."""
     model, layers, eos = stacked
@@ -808,7 +801,7 @@ def read_completions(folder, step):
     return [row for row in rows if "sample" not in row]
 
 
-def test_a_server_completes_evaluations(files, server, tmp_path, monkeypatch):  # noqa: F811
+def test_a_server_completes_evaluations(files, server, tmp_path, monkeypatch):
     """Greedily they are those of this process; --eval-samples are of the nucleus, with the same
     seeds in every evaluation and other ones for each agent and prompt."""
     changes = {"eval_samples": 3, "eval_top_p": 0.6, "total_steps": 1, "learning_rate": 1e-12}
@@ -834,7 +827,7 @@ def test_a_server_completes_evaluations(files, server, tmp_path, monkeypatch):  
     assert len(rows) == 4 and all(0 < float(row["sampled_length"]) <= 6 for row in rows)
 
 
-def test_a_server_sleeps_while_agents_learn(files, server, tmp_path, monkeypatch):  # noqa: F811
+def test_a_server_sleeps_while_agents_learn(files, server, tmp_path, monkeypatch):
     """It is awake for every rollout and evaluation, sleeps without adapters in between, and is
     woken up by the next run; completions are those of a server that never sleeps."""
     changes = {"total_steps": 2, "eval_every": 1, "learning_rate": 1e-3}
@@ -863,14 +856,14 @@ def test_a_server_sleeps_while_agents_learn(files, server, tmp_path, monkeypatch
     assert server.asleep
 
 
-def test_a_server_that_forgets_its_adapters_in_sleep_is_refused(files, server, tmp_path):  # noqa: F811
+def test_a_server_that_forgets_its_adapters_in_sleep_is_refused(files, server, tmp_path):
     server.sleep_mode = True
     server.faults = {"amnesia"}
     message = refusal(prpo_llm.main, tiny(files, tmp_path / "runs", generate_with=server.url))
     assert "its log-probabilities are off by" in message and " after it has slept; " in message
 
 
-def test_one_rank_of_a_machine_puts_its_server_to_sleep(files, server, tmp_path, monkeypatch):  # noqa: F811
+def test_one_rank_of_a_machine_puts_its_server_to_sleep(files, server, tmp_path, monkeypatch):
     """The others neither check nor wake it; all wait before and after, so that nobody completes
     meanwhile."""
     server.sleep_mode = True
@@ -902,7 +895,7 @@ def test_one_rank_of_a_machine_puts_its_server_to_sleep(files, server, tmp_path,
 
 
 @pytest.mark.slow
-def test_transformers_serve_is_refused(files, tmp_path):  # noqa: F811
+def test_transformers_serve_is_refused(files, tmp_path):
     """It loads no adapters, which is reported before training."""
     if not all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "openai"))):
         pytest.skip("pip install 'transformers[serving]'")

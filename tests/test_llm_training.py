@@ -10,8 +10,6 @@ import copy
 import io
 import json
 import math
-import multiprocessing
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -24,8 +22,8 @@ import torch
 import torch.nn as nn
 from command import parse_args
 from helpers import (
+    in_ranks,
     only_run,
-    place_in_group,
     read_jsonl,
     summary_of,
     table_of,
@@ -33,10 +31,9 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from language_models import TARGETS, flags, layers_of, plain_model, tiny, to_resume
 from peft import LoraConfig, get_peft_model
-from ports import free_port
 from safetensors.torch import load_file, save_file
-from test_llm import TARGETS, files, flags, layers_of, plain_model, tiny, to_resume  # noqa: F401
 from torch.distributions import Categorical, kl_divergence
 from transformers import AutoModelForSequenceClassification
 
@@ -86,7 +83,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def folder(files, tmp_path_factory):  # noqa: F811
+def folder(files, tmp_path_factory):
     """Prompts that all differ, a reward, C, and an adapter that does something from the start."""
     folder = tmp_path_factory.mktemp("training")
     generator = np.random.default_rng(1)
@@ -118,7 +115,7 @@ def targets(model):
     return {name: layer for name, layer in model.named_modules() if name.split(".")[-1] in TARGETS}
 
 
-def settings_of(files, folder, run_dir, **changes):  # noqa: F811
+def settings_of(files, folder, run_dir, **changes):
     """The arguments of a run."""
     paths = {
         "base_model": str(files / "model"),
@@ -148,7 +145,7 @@ class Lora(nn.Module):
         return self.base(x) + self.scale * (x @ self.A.T) @ self.B.T
 
 
-def with_adapter(files, sides, scale):  # noqa: F811
+def with_adapter(files, sides, scale):
     """A plain model with an adapter at each target; sides: layer -> (A, B)."""
     model = plain_model(files).requires_grad_(False)
     for name, (A, B) in sides.items():
@@ -159,7 +156,7 @@ def with_adapter(files, sides, scale):  # noqa: F811
 class Agent(nn.Module):
     """A policy, and for PPO a value model, as the script starts them."""
 
-    def __init__(self, files, args):  # noqa: F811
+    def __init__(self, files, args):
         super().__init__()
         stored = load_file(f"{args.adapter}/adapter_model.safetensors")
         start = {"policy": {}, "value": {}}
@@ -509,7 +506,7 @@ def plain_rate(args, step, highest):
     )
 
 
-def plain_training(files, args, examples):  # noqa: F811
+def plain_training(files, args, examples):
     """Train as the script does. Returns the agents and the rows of metrics.csv."""
     agents = [Agent(files, args) for _ in range(args.num_agents)]
     start = copy.deepcopy(agents[0])
@@ -718,7 +715,7 @@ QUICK_PLAIN = [case for case in PLAIN if case not in ("GRPO", "FedAvg")]
 
 @pytest.mark.parametrize("case", QUICK_PLAIN + SLOW_PLAIN)
 @pytest.mark.usefixtures("smooth_adam")
-def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch, case):  # noqa: F811
+def test_training_equals_the_plain_version(files, folder, tmp_path, monkeypatch, case):
     """Adapters, metrics and evaluations after several steps, rounds and epochs, with a C that is
     not symmetric."""
     args = settings_of(files, folder, tmp_path, **PLAIN[case])
@@ -844,7 +841,7 @@ def test_average_products_that_are_zero_leave_a_to_learn_from():
     assert torch.linalg.svdvals(new_A[0]).min() > 0.05
 
 
-def test_average_adapters_averages_the_products_of_every_set(files, folder, tmp_path):  # noqa: F811
+def test_average_adapters_averages_the_products_of_every_set(files, folder, tmp_path):
     """Of policies and of value models, against a singular value decomposition; heads and biases are
     plain means."""
     args = settings_of(files, folder, tmp_path, algorithm="ppo")
@@ -875,7 +872,7 @@ def test_average_adapters_averages_the_products_of_every_set(files, folder, tmp_
 # --- what the value model starts from, public states, the own policy, gains ---
 
 
-def reward_adapter(files, folder, rank, targets=TARGETS):  # noqa: F811
+def reward_adapter(files, folder, rank, targets=TARGETS):
     """A reward model as PEFT saves one in `folder`, and its model of plain transformers."""
     torch.manual_seed(5)
     plain = AutoModelForSequenceClassification.from_pretrained(
@@ -891,7 +888,7 @@ def reward_adapter(files, folder, rank, targets=TARGETS):  # noqa: F811
 
 
 @pytest.mark.parametrize("rank", [1, 2, 5])
-def test_the_value_model_starts_from_a_reward_model(files, folder, tmp_path, rank):  # noqa: F811
+def test_the_value_model_starts_from_a_reward_model(files, folder, tmp_path, rank):
     """Its values are the scores; where its rank, 2, is smaller, its products are the nearest of
     this rank."""
     plain = reward_adapter(files, tmp_path / "reward", rank)
@@ -933,7 +930,7 @@ def test_the_value_model_starts_from_a_reward_model(files, folder, tmp_path, ran
                 )
 
 
-def test_the_value_model_starts_from_the_adapter_of_the_policy(files, folder, tmp_path):  # noqa: F811
+def test_the_value_model_starts_from_the_adapter_of_the_policy(files, folder, tmp_path):
     """With the same rank the value model's states are the policy's; its head is 0."""
     args = settings_of(
         files, folder, tmp_path, algorithm="ppo", value_init="adapter", value_lora_rank=4
@@ -955,7 +952,7 @@ def test_the_value_model_starts_from_the_adapter_of_the_policy(files, folder, tm
     assert (states["value"][0, 0, 0, 0] - base).abs().max() > 1e-2
 
 
-def test_what_the_value_model_cannot_start_from_ends_in_one_line(files, folder, tmp_path):  # noqa: F811
+def test_what_the_value_model_cannot_start_from_ends_in_one_line(files, folder, tmp_path):
     """A whole model, an adapter without score head, other layers, other sizes, another kind of
     adapter."""
     reward_adapter(files, tmp_path / "reward", 2, targets=("q_proj", "o_proj"))
@@ -987,7 +984,7 @@ def test_what_the_value_model_cannot_start_from_ends_in_one_line(files, folder, 
         assert line.startswith(f"--value-init {value_init}: ") and reason in line, line
 
 
-def test_public_log_probs_leave_padding_out(files, folder, tmp_path):  # noqa: F811
+def test_public_log_probs_leave_padding_out(files, folder, tmp_path):
     """Of each snapshot, at the first eight tokens of each reference, the shorter of which are
     padded: against plain."""
     args = settings_of(files, folder, tmp_path, num_agents=2, response_length=9)
@@ -1020,7 +1017,7 @@ def test_public_log_probs_leave_padding_out(files, folder, tmp_path):  # noqa: F
 
 
 @pytest.mark.parametrize("self_reference", ["snapshot", "behaviour"])
-def test_a_gate_is_what_value_models_expect_at_each_token(files, folder, tmp_path, self_reference):  # noqa: F811
+def test_a_gate_is_what_value_models_expect_at_each_token(files, folder, tmp_path, self_reference):
     """Agents 1 and 2 of three are held: against plain value models of their senders."""
     changes = {"algorithm": "ppo", "gate": "value", "self_reference": self_reference}
     args = settings_of(files, folder, tmp_path, **changes)
@@ -1088,7 +1085,7 @@ def test_a_gate_is_what_value_models_expect_at_each_token(files, folder, tmp_pat
             assert of_completion.diff(dim=1).abs().max() > 0.05
 
 
-def test_a_gate_whose_peers_agree_leaves_the_reference(files, folder, tmp_path):  # noqa: F811
+def test_a_gate_whose_peers_agree_leaves_the_reference(files, folder, tmp_path):
     """The same values, values that promise nothing, a batch without any reward, and an agent whose
     completions are all cut off: weights are those of C, and the mixture is the one without a gate.
     """
@@ -1162,7 +1159,7 @@ def test_an_agents_own_part_of_its_reference_goes_by_its_number(monkeypatch):
             assert reference.weights[k].tolist() == C[k + 1][C[k + 1] > 0].tolist()
 
 
-def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
+def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):
     """C of every round, from the completions' rewards: gains over each agent's own history, and not
     its means."""
     score = prpo_llm.score_completions
@@ -1208,7 +1205,7 @@ def test_relative_gain_weighs_gains(files, tmp_path, monkeypatch):  # noqa: F811
     assert apart > 0.02 and len(rows) >= 18
 
 
-def test_agents_count_by_completions_that_taught(files, tmp_path, monkeypatch):  # noqa: F811
+def test_agents_count_by_completions_that_taught(files, tmp_path, monkeypatch):
     """samples: c_ij is proportional to agent j's completions since the last round, without those
     whose reward is NaN or infinite.
     """
@@ -1567,7 +1564,7 @@ SHORT = {"batch_size": 16, "micro_batch_size": 16, "response_length": 12, "total
         pytest.param(LONG, 17.0, id="150", marks=pytest.mark.slow),
     ],
 )
-def test_ppo_learns_whatever_the_offset_of_the_rewards(files, tmp_path, budget, least):  # noqa: F811
+def test_ppo_learns_whatever_the_offset_of_the_rewards(files, tmp_path, budget, least):
     """The reward is the number of "a", and 0, 12 or -12 besides, an agent each: all three learn to
     generate "a".
 
@@ -1608,7 +1605,7 @@ def test_ppo_learns_whatever_the_offset_of_the_rewards(files, tmp_path, budget, 
 @pytest.mark.parametrize("aggregation", ["policy", "weights"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_gradient_that_is_not_finite_makes_no_step(
-    files,  # noqa: F811
+    files,
     tmp_path,
     monkeypatch,
     algorithm,
@@ -1682,7 +1679,7 @@ def test_no_step_where_the_norm_is_not_finite(wrong):
     assert moments["exp_avg"][0].count_nonzero() == 4
 
 
-def test_a_skipped_step_does_not_hide_the_others(files, tmp_path, monkeypatch):  # noqa: F811
+def test_a_skipped_step_does_not_hide_the_others(files, tmp_path, monkeypatch):
     """Where one of two minibatches is skipped, metrics are means over the other, and no agent has
     diverged."""
     compute = prpo_llm.compute_advantages
@@ -1719,7 +1716,7 @@ def ruin(agent):
     return learn_and_ruin
 
 
-def test_a_diverged_agent_has_no_score(files, tmp_path, monkeypatch):  # noqa: F811
+def test_a_diverged_agent_has_no_score(files, tmp_path, monkeypatch):
     """NaN's likeliest token is the first, which ends a completion: that is not scored, in training
     or evaluation."""
     monkeypatch.setattr(prpo_llm, "learn", ruin(1))
@@ -1741,7 +1738,7 @@ def test_a_diverged_agent_has_no_score(files, tmp_path, monkeypatch):  # noqa: F
     assert summary["evaluation"]["agents"][0]["validation"]["mean"] is not None
 
 
-def test_fedavg_restores_an_agent_that_is_not_finite(files, tmp_path, monkeypatch):  # noqa: F811
+def test_fedavg_restores_an_agent_that_is_not_finite(files, tmp_path, monkeypatch):
     """It gets the mean of its senders; that its own parameters are not finite does not
     exclude it."""
     monkeypatch.setattr(prpo_llm, "learn", ruin(1))
@@ -1765,34 +1762,6 @@ def test_fedavg_restores_an_agent_that_is_not_finite(files, tmp_path, monkeypatc
 # --- placements, checkpoints, logs ---
 
 
-def in_ranks(*runs):
-    """Run functions as the ranks of one torchrun, each on a machine of its own. Returns what they
-    return."""
-    context = multiprocessing.get_context("fork")
-    answers = []
-    port = free_port()
-
-    def start(rank, run, queue):
-        os.environ |= place_in_group(len(runs), rank, port)
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        queue.put(run())
-
-    queues = [context.Queue() for _ in runs]
-    ranks = [
-        context.Process(target=start, args=arguments)
-        for arguments in zip(range(len(runs)), runs, queues, strict=True)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        answers = [queue.get(timeout=60) for queue in queues]
-    finally:
-        for rank in ranks:
-            rank.join(5 if answers else 0)
-            rank.kill()
-    return answers
-
-
 def checkpoint_of(run, agent, step):
     return torch.load(run / "checkpoints" / f"agent_{agent}" / f"{step}.pt", weights_only=True)
 
@@ -1809,7 +1778,7 @@ def test_one_reward_has_no_standard_deviation(rewards, expected):
 
 
 @pytest.mark.parametrize("minibatch_size", [1, 2])
-def test_an_isolated_agent_without_signal_stays_where_it_is(files, tmp_path, minibatch_size):  # noqa: F811
+def test_an_isolated_agent_without_signal_stays_where_it_is(files, tmp_path, minibatch_size):
     """The penalty holds it at its own policy, and no rounding error of it becomes a step."""
     (tmp_path / "equal.py").write_text(
         "def equal(prompts, completions, references):\n    return [0.5] * len(prompts)\n"
@@ -1827,7 +1796,7 @@ def test_an_isolated_agent_without_signal_stays_where_it_is(files, tmp_path, min
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
 @pytest.mark.usefixtures("smooth_adam")
-def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, kl_coef):  # noqa: F811
+def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, kl_coef):
     """Agent 1 gets equal rewards from the second step on: its momentum does not move it.
 
     The penalty is a reason to learn, for every step. In both placements the agents end with the
@@ -1875,7 +1844,7 @@ def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, k
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_machines_without_a_common_disk(files, tmp_path, algorithm):  # noqa: F811
+def test_machines_without_a_common_disk(files, tmp_path, algorithm):
     """Two machines, each with its own folder: every agent's files are where it is, and a finished
     run is finished."""
 
@@ -1901,7 +1870,7 @@ def test_machines_without_a_common_disk(files, tmp_path, algorithm):  # noqa: F8
     assert before == [Path(folder, "completions.jsonl").read_text() for folder in (first, second)]
 
 
-def test_completions_are_a_table_of_wandb(files, tmp_path, monkeypatch):  # noqa: F811
+def test_completions_are_a_table_of_wandb(files, tmp_path, monkeypatch):
     """With --track every evaluation's completions are logged, one row each."""
     logged = []
     wandb = SimpleNamespace(init=lambda **_: None, finish=lambda: None)

@@ -25,18 +25,7 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_llm import (  # noqa: F401
-    SPREAD,
-    files,
-    layers_of,
-    rows_of,
-    running_server,
-    spread,
-    tiny,
-    to_resume,
-    train,
-    weights_of,
-)
+from language_models import SPREAD, layers_of, rows_of, tiny, to_resume, train, weights_of
 from transformers import AutoTokenizer
 
 import prpo_llm
@@ -55,7 +44,7 @@ def early(completions, **_):  # unknown of an empty text
 """
 
 
-def write_rewards(files, folder):  # noqa: F811
+def write_rewards(files, folder):
     """Three --reward values, of which one may be unknown."""
     (folder / "more.py").write_text(REWARDS)
     more = (f"{folder / 'more.py'}:length", f"{folder / 'more.py'}:early")
@@ -133,7 +122,7 @@ class Texts:
         return ""
 
 
-def test_equal_rows_train_as_the_same_numbers(files, tmp_path):  # noqa: F811
+def test_equal_rows_train_as_the_same_numbers(files, tmp_path):
     """Bit for bit: a file of ones as no weights at all, one of equal rows as these numbers; with
     another row for agent 1, its training is another, and that of agent 0 the same."""
     rewards = write_rewards(files, tmp_path)
@@ -161,7 +150,7 @@ def test_equal_rows_train_as_the_same_numbers(files, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_every_agent_is_scored_by_its_row_everywhere(files, tmp_path, algorithm):  # noqa: F811
+def test_every_agent_is_scored_by_its_row_everywhere(files, tmp_path, algorithm):
     """In training, in evaluations and in sampled ones; single rewards are logged as they are."""
     matrix = [[2.0, -0.5], [0.0, 1.0], [-1.0, 0.25]]
     changes = {
@@ -196,7 +185,7 @@ def test_every_agent_is_scored_by_its_row_everywhere(files, tmp_path, algorithm)
     assert all(value > 0 for value in sampled)
 
 
-def test_a_resumed_run_keeps_the_weights_it_began_with(files, tmp_path):  # noqa: F811
+def test_a_resumed_run_keeps_the_weights_it_began_with(files, tmp_path):
     """Also when the file has changed, or is gone; another file is refused."""
     weights = write_weights(tmp_path / "weights.csv", [[0.1], [-3]])
     folder, _ = train(files, tmp_path / "runs", reward_weights=weights, total_steps=1)
@@ -281,7 +270,7 @@ def list_layers(folder):
 
 @pytest.mark.parametrize("average", ["exact", "frozen-a", "naive"])
 @pytest.mark.parametrize("private", [0, 1])
-def test_private_layers_stay_each_agents_own(files, tmp_path, average, private):  # noqa: F811
+def test_private_layers_stay_each_agents_own(files, tmp_path, average, private):
     """After a round all agents have the same adapters in the shared layers, and different ones in
     the last; of the two layers, half of the parameters are sent."""
     folder, summary = train(
@@ -311,7 +300,7 @@ def test_private_layers_stay_each_agents_own(files, tmp_path, average, private):
     assert summary["completed"]
 
 
-def test_private_layers_change_nothing_but_fedavg(files, tmp_path):  # noqa: F811
+def test_private_layers_change_nothing_but_fedavg(files, tmp_path):
     """Agents that mix policies send, and compare, whole policies: bit for bit the same run."""
     results = []
     for private in (0, 1):
@@ -321,7 +310,7 @@ def test_private_layers_change_nothing_but_fedavg(files, tmp_path):  # noqa: F81
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
-def test_the_value_head_is_private_with_the_layers(files, tmp_path):  # noqa: F811
+def test_the_value_head_is_private_with_the_layers(files, tmp_path):
     """Of all that an agent trains: what is shared is that of the first layer's modules, in the
     policy and in the value model."""
     args = tiny(files, tmp_path, algorithm="ppo", aggregation="weights", private_layers=1)
@@ -342,7 +331,7 @@ def test_the_value_head_is_private_with_the_layers(files, tmp_path):  # noqa: F8
     assert line.startswith("--private-layers 2: must be below the model's 2 layers")
 
 
-def test_the_average_of_shared_layers_is_that_of_all_layers(files, tmp_path):  # noqa: F811
+def test_the_average_of_shared_layers_is_that_of_all_layers(files, tmp_path):
     """An asymmetric C: shared columns get what FedAvg of everything gives them."""
     args = tiny(files, tmp_path, algorithm="ppo", aggregation="weights", num_agents=3)
     model, _ = prpo_llm.load_base(args)
@@ -357,7 +346,7 @@ def test_the_average_of_shared_layers_is_that_of_all_layers(files, tmp_path):  #
     assert not torch.allclose(lost, lost_whole)  # of the shared layers alone
 
 
-def test_every_agent_goes_on_from_its_own_row(files, tmp_path, monkeypatch):  # noqa: F811
+def test_every_agent_goes_on_from_its_own_row(files, tmp_path, monkeypatch):
     """With an asymmetric C the shared layers after a round are the agent's own average, not a
     peer's, and the private ones are those from before."""
     (tmp_path / "C.csv").write_text("0.5, 0.35, 0.15\n0, 0.4, 0.6\n0.7, 0.1, 0.2\n")
@@ -380,13 +369,13 @@ def test_every_agent_goes_on_from_its_own_row(files, tmp_path, monkeypatch):  # 
     assert not torch.allclose(private[0], private[1])
 
 
-def spread_settings(files, name):  # noqa: F811
+def spread_settings(files, name):
     """The settings of a run of SPREAD."""
     return SPREAD[name] | {"reward_weights": (str(files / "weights.csv"),)}
 
 
 @pytest.mark.usefixtures("smooth_adam")
-def test_two_ranks_with_preferences_train_like_one_process(files, spread, tmp_path):  # noqa: F811
+def test_two_ranks_with_preferences_train_like_one_process(files, spread, tmp_path):
     """Private layers and a row of weights each, with PPO: equal weights, metrics, completions; no
     rank sends its private layers."""
     folder, _ = spread
@@ -414,7 +403,7 @@ def test_two_ranks_with_preferences_train_like_one_process(files, spread, tmp_pa
     assert 2 * numel < largest
 
 
-def test_a_resumed_run_with_private_layers_is_the_whole_run(files, tmp_path):  # noqa: F811
+def test_a_resumed_run_with_private_layers_is_the_whole_run(files, tmp_path):
     """Bit for bit, with agents' own weights and private value heads."""
     changes = spread_settings(files, "ppo preferences") | {"save_every": 1}
     whole, _ = train(files, tmp_path / "whole", **changes)

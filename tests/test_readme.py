@@ -11,7 +11,6 @@ import pytest
 import tyro
 from command import parse_args
 from helpers import REPOSITORY, Child, call, environment, only_run, outcomes, run_ranks, table_of
-from test_llm import files  # noqa: F401
 
 import communicators
 import federate
@@ -153,7 +152,7 @@ def test_language_model_commands_run(words, tmp_path):
     assert (run(words, *few, cwd=tmp_path) / "summary.json").exists()
 
 
-def test_a_language_model_command_runs_with_another_model(files, tmp_path):  # noqa: F811
+def test_a_language_model_command_runs_with_another_model(files, tmp_path):
     """With a tiny model and data of its own the command of PPO takes a second."""
     (words,) = [words for words in OF_LANGUAGE_MODELS if "ppo" in words]
     replaced = ["--base-model", files / "model", "--dataset", files / "data.jsonl"]

@@ -15,6 +15,8 @@ from helpers import (
     HAS_ENVPOOL,
     REPOSITORY,
     assert_same_run,
+    metrics_of_page,
+    name_in_page,
     only_run,
     refusal,
     rows_of,
@@ -27,7 +29,6 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from test_docs import metrics_of_page, name_in_page
 
 import communicators
 import s2zpo_mujoco

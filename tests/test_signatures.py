@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from helpers import FEDAVG_MINIGRID, PRPO_MINIGRID, REPOSITORY, on, only_run, refusal, tiny
 from safetensors.torch import save
-from test_federation import go, join, launched, restore  # noqa: F401
+from test_federation import go, join, restore
 
 import communicators
 import federate
@@ -227,7 +227,7 @@ def test_the_documented_commands_make_keys(tmp_path, monkeypatch):
 
 
 @on([PRPO_MINIGRID, FEDAVG_MINIGRID])
-def test_two_agents_that_sign_train_as_two_that_do_not(script, tmp_path, keys, launched):  # noqa: F811
+def test_two_agents_that_sign_train_as_two_that_do_not(script, tmp_path, keys, launched):
     """Agent 0 in this process, after agent 1 has finished: what it has read is the same."""
     settings = {"num_agents": 2, "eval_episodes": 0, "timeout": 0.1, "iterations": 3}
     for name in ("plain", "signed"):
@@ -268,7 +268,7 @@ def test_keys_that_cannot_be_used_end_in_one_line(tmp_path, keys):
     assert "agent_2.pem" in complain(*identity, "--trust", keys.trust)
 
 
-def test_bad_keys_are_refused_before_anything_is_trained(tmp_path, keys, launched):  # noqa: F811
+def test_bad_keys_are_refused_before_anything_is_trained(tmp_path, keys, launched):
     launched("--exchange", tmp_path / "store", "--agent", 0, "--trust", keys.trust)
     line = refusal(PRPO_MINIGRID.main, tiny(PRPO_MINIGRID, tmp_path / "runs"))
     assert line.startswith(f"--trust {keys.trust}: needs --identity")
