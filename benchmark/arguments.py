@@ -36,6 +36,7 @@ def read_json(path: Path) -> dict:
 
 def append_row(path: Path, row: dict) -> None:
     """Append a row to a CSV file, whose first row has the columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, list(row))

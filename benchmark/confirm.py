@@ -139,7 +139,8 @@ def list_unpaired(endpoint: pd.Series, lead: str, rival: str) -> list[str]:
         unknown = endpoint[method].index[endpoint[method].isna()]
         if len(unknown):
             seeds = " ".join(map(str, unknown))
-            lines.append(f"{label} has no {endpoint.name} in seed {seeds}: an agent diverged.")
+            reason = "an agent diverged, or was not evaluated on its task"
+            lines.append(f"{label} has no {endpoint.name} in seed {seeds}: {reason}.")
     return lines
 
 

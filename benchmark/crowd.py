@@ -9,10 +9,10 @@ An --exp-name is a method and its number of agents, as in pr-reward-8. Isolated 
 of each other, so a run of eight also has four pairs and eight single ones: each such crowd is a
 row. A run of six has three pairs, six single ones, and itself.
 
-Writes OUT.csv, a row per crowd: the share of its agents whose evaluation reaches the threshold, its
-mean, and the steps after which the training return of 80 % of them has, empty if it never does.
-The printed table has the mean share, with Wilson's interval, where a seed is a trial. A figure of
-it is in benchmark/figures.py.
+Writes OUT.csv, a row per crowd: the share of its agents whose evaluation is at least 0.8, its mean,
+and the steps after which the training return of 80 % of them is, empty if it never is. The printed
+table has the mean share, with Wilson's interval, where a seed is a trial. A figure of it is in
+benchmark/figures.py.
 """
 
 import math
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from arguments import read_flags, refuse
-from runs import Run, header, read_runs, read_table, refuse_repeats, wilson_interval, write
+from runs import SOLVED, Run, header, read_runs, read_table, refuse_repeats, wilson_interval, write
 
 COLUMNS = "method", "agents", "seed", "first_agent", "share", "evaluation", "steps"  # of OUT.csv
 MOST = 0.8  # share of a crowd whose steps are reported
@@ -34,8 +34,6 @@ class Args:
     """folders to search for runs, at any depth"""
     out: str = "benchmark/results/crowd"
     """beginning of the names of the files that are written"""
-    threshold: float = 0.8
-    """return of an agent that has learned the task"""
     from_csv: bool = False
     """only print the table, from OUT.csv"""
 
@@ -51,7 +49,7 @@ def sizes_of_crowds(method: str, num_agents: int) -> list[int]:
     return [*sizes, num_agents]
 
 
-def make_rows(runs: list[Run], threshold: float) -> pd.DataFrame:
+def make_rows(runs: list[Run]) -> pd.DataFrame:
     """A row per crowd."""
     rows = []
     for run in runs:
@@ -61,8 +59,8 @@ def make_rows(runs: list[Run], threshold: float) -> pd.DataFrame:
         # Not the last that there is: an agent that has diverged has none
         evaluation = run.table.groupby("agent").evaluation.last(skipna=False)
         evaluation[evaluation.index.isin(run.diverged)] = np.nan
-        solved = evaluation >= threshold
-        above = run.table[run.table.return_last_100 >= threshold]
+        solved = evaluation >= SOLVED
+        above = run.table[run.table.return_last_100 >= SOLVED]
         reached = above.groupby("agent").timesteps.min().reindex(solved.index)
         num_agents = len(solved)
         for size in sizes_of_crowds(method, num_agents):
@@ -98,8 +96,7 @@ def main(args: Args) -> None:
     path = Path(f"{args.out}.csv")
     if not args.from_csv:
         runs = read_runs(args.runs, needed=("return_last_100", "evaluation"))
-        comments = f"{header(runs)}# threshold {args.threshold}\n"
-        write(path, comments, make_rows(runs, args.threshold))
+        write(path, f"{header(runs)}# threshold {SOLVED}\n", make_rows(runs))
     crowds = read_table(path, COLUMNS)
     shares = average_by_seed(crowds).groupby(["method", "agents"]).share.agg(format_share)
     print(shares.unstack(fill_value="").to_string())

@@ -21,6 +21,9 @@ from arguments import append_row, read_flags
 
 COLUMNS = ("work", "contender", "finished", "speed", "train_seconds", "peak_gib", "command")
 
+# Of summary.json the one that there is
+UNITS = {"completions_per_second", "episodes_per_second", "agent_steps_per_second"}
+
 
 @dataclass
 class Args:
@@ -56,8 +59,7 @@ def read_run(folder: Path) -> dict:
             row["speed"] = logged.get("completions_per_second", "")
     for path in folder.glob("*/summary.json"):
         summary = json.loads(path.read_text())
-        units = ("completions_per_second", "agent_steps_per_second")
-        (unit,) = summary.keys() & units
+        (unit,) = summary.keys() & UNITS
         row["speed"] = f"{summary[unit]:.5g}"
         row["train_seconds"] = f"{summary['train_seconds']:.3f}"
     return row

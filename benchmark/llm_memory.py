@@ -243,7 +243,9 @@ def main(args: Args) -> None:
     print(text.getvalue(), end="")
     if args.csv:
         command = f"# python benchmark/llm_memory.py {shlex.join(sys.argv[1:])}\n"
-        Path(args.csv).write_text(command + text.getvalue())
+        path = Path(args.csv)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(command + text.getvalue())
 
 
 if __name__ == "__main__":

@@ -398,6 +398,7 @@ def add_to_file(path: Path, table: pd.DataFrame) -> None:
         if len(old):
             table = pd.concat([old, table])
     text = table.to_csv(index=False, float_format="%.6g")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join([*comments, command, versions, text]))
 
 

@@ -69,8 +69,6 @@ class Args:
     """beginning of the names of the files that are written"""
     methods: tuple[str, ...] = ("*",)
     """only the experiments with these names, in which * stands for anything"""
-    threshold: float = 0.8
-    """training return of the steps to threshold in OUT_runs.csv"""
     task: str = ""
     """judge all agents of a run by this task of its evaluations, instead of each by its own"""
     matrix: bool = False
@@ -252,7 +250,7 @@ def draw_matrix(table: pd.DataFrame):
         axis.set_axis_off()
     for axis, method in zip(axes.flat, methods, strict=False):
         rows = table[table.method == method]
-        values = rows.pivot(index="agent", columns="task", values="mean")[tasks]
+        values = rows.pivot(index="agent", columns="task", values="mean").reindex(columns=tasks)
         values.columns = [task[start:].removesuffix("-v0") for task in tasks]
         draw_cells(axis, values, highest)
         axis.set_title(textwrap.fill(styles[method].label, 20))
@@ -341,15 +339,18 @@ def draw(csv_path: Path, png_path: Path):
 def main(args: Args) -> None:
     path = Path(f"{args.out}.csv")
     matrix = Path(f"{args.out}_matrix.csv")
-    if args.conditions:
+    if args.from_csv:
+        if not path.is_file():
+            refuse(f"--from-csv: there is no {path}")
+    elif args.conditions:
         runs = read_runs(args.runs, args.methods, needed=("return_last_100",))
         of_agents = f"# agents: the first {args.agents}\n" if args.agents else ""
         comments = f"{header(runs)}{of_agents}# conditions: {args.conditions}\n"
         write(path, comments, make_conditions(runs, args.agents))
-    elif not args.from_csv:
+    else:
         runs = read_runs(args.runs, args.methods)
         groups = group_runs(runs, per_task=not args.search, task=args.task)
-        rows = make_rows(groups, args.threshold)
+        rows = make_rows(groups)
         comments = header(runs)
         if args.search:
             curves = make_search(rows, args.measure)
@@ -360,9 +361,7 @@ def main(args: Args) -> None:
         write(Path(f"{args.out}_runs.csv"), header(runs), rows)
         if args.matrix:
             write(matrix, header(runs), make_matrix(runs))
-    elif not path.is_file():
-        refuse(f"--from-csv: there is no {path}")
-    if matrix.is_file():
+    if matrix.is_file() and (args.matrix or args.from_csv):
         save(draw_matrix(read_table(matrix)), matrix.with_suffix(".png"))
     draw(path, path.with_suffix(".png"))
 

@@ -17,7 +17,7 @@ One of our scripts names its run's folder there: it has finished if its summary.
 `completed`, and goes on with --resume if there is a checkpoint. Any other command has finished if
 its exit code was 0. Delete the log to have a command executed anew.
 
-Ctrl-C and SIGTERM let the runs save a checkpoint; a second one kills them.
+Ctrl-C, SIGTERM and the end of the terminal let the runs save a checkpoint; a second one kills them.
 """
 
 import contextlib
@@ -216,7 +216,7 @@ class Job:
         if words is None:
             self.elsewhere = not locked
             state = "finished" if locked else "running elsewhere"
-            print(f"{state}: {self.name}", flush=True)
+            say(f"{state}: {self.name}")
             self.file.close()
             return False
         if words == self.words:  # anew: no folder that the log names is of use
@@ -272,6 +272,14 @@ class Job:
         return True
 
 
+def say(text: str) -> None:
+    """Print lines. A reader or a terminal that has gone away decides about no command."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
 def make_environment(num_threads: int) -> dict[str, str]:
     """The environment of a command; torchrun and the like stand beside this Python."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
@@ -304,22 +312,23 @@ def execute(args: Args, jobs: list[Job], total: int) -> None:
     seconds = []  # that finished commands took
     signals = []
     answered = 0  # signals that have been passed on
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: signals.append(number))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
+            signal.signal(number, lambda number, frame: signals.append(number))
     while running or (waiting and not signals):
         while waiting and free and not signals:
             job = waiting.popleft()
             try:
                 started = job.start(free[-1], args.cores)
             except OSError as error:  # such as a --run-dir that cannot be made, or a full disk
-                print(f"cannot be started: {job.name} ({error})", flush=True)
+                say(f"cannot be started: {job.name} ({error})")
                 unstarted.append(job)
                 continue
             if started:
                 running[job] = free.pop()
         if len(signals) > answered:
             answered = len(signals)
-            print(f"stopping ({len(running)} running); once more kills them", flush=True)
+            say(f"stopping ({len(running)} running); once more kills them")
             for job in running:
                 job.stop(kill=answered > 1)
         for job in [job for job in running if job.has_ended()]:
@@ -333,20 +342,20 @@ def execute(args: Args, jobs: list[Job], total: int) -> None:
             done = total - len(waiting) - len(running)
             counts = f"[{done}/{total}] {len(running)} running, {len(failed)} failed"
             left = estimate_time_left(seconds, len(waiting), running, num_slots)
-            print(f"{counts}, {left}  {job.name}", flush=True)
+            say(f"{counts}, {left}  {job.name}")
         time.sleep(0.05)
     for job in failed:
         last = "\n    ".join(job.read_log()[-6:-1])
-        print(f"\nfailed with exit code {job.process.returncode}: {job.line}")
-        print(f"    {last}\n    all in {job.log}")
+        say(f"\nfailed with exit code {job.process.returncode}: {job.line}")
+        say(f"    {last}\n    all in {job.log}")
     if signals:
-        print("interrupted; give the same command to go on")
+        say("interrupted; give the same command to go on")
         sys.exit(130)
     elsewhere = sum(job.elsewhere for job in jobs)
     if elsewhere:
-        print(f"{elsewhere} still running elsewhere")
+        say(f"{elsewhere} still running elsewhere")
     if unstarted:
-        print(f"{len(unstarted)} could not be started")
+        say(f"{len(unstarted)} could not be started")
     sys.exit(1 if failed or unstarted or elsewhere else 0)
 
 

@@ -37,6 +37,7 @@ from arguments import Damaged, read_json, refuse
 UNCOMPARED = {"seed", "run_dir", "resume", "timeout", "track", "capture_video"}
 UNCOMPARED |= {"wandb_project_name", "wandb_entity"}
 UNCOMPARED |= {"start_from"}  # of newcomer.py: a run of the same seed
+CHANGED_ON_RESUME = {"device", "save_every", "eval_every"}
 HELD = ("communicator_matrix", "reward_matrix")  # what a flag's file held
 # Of metrics.csv the first that there is
 STEPS = ("timesteps", "step", "iteration")
@@ -285,10 +286,11 @@ def read_runs(
         if missing:
             refuse(f"--runs: {run.folder} has no {missing[0]}")
         other = first.setdefault((run.task, run.name), run)
-        both = other.common.keys() & run.common.keys()
-        if any(run.common[name] != other.common[name] for name in both):
-            problem = f"the same name as {other.folder}, but other settings; name them differently"
-            sys.exit(f"{run.folder}: {problem}")
+        for name in (run.common.keys() & other.common.keys()) - CHANGED_ON_RESUME:
+            if run.common[name] != other.common[name]:
+                values = f"--{name.replace('_', '-')} {other.common[name]} and {run.common[name]}"
+                problem = f"the same name as {other.folder}, but other settings ({values})"
+                sys.exit(f"{run.folder}: {problem}; name them differently")
     return runs
 
 
@@ -470,9 +472,9 @@ def has_diverged(run: Run) -> bool:
     return not set(run.table.agent).isdisjoint(run.diverged)
 
 
-def make_rows(groups: Groups, threshold: float = SOLVED) -> pd.DataFrame:
-    """A row per run: evaluation at the end, training return over the run and at its end, steps to
-    `threshold`; of language models also topics and win rates.
+def make_rows(groups: Groups) -> pd.DataFrame:
+    """A row per run: evaluation at the end, training return over the run and at its end, steps
+    until that is SOLVED; of language models also topics and win rates.
     """
     rows = []
     for (task, method), runs in groups.items():
@@ -486,8 +488,8 @@ def make_rows(groups: Groups, threshold: float = SOLVED) -> pd.DataFrame:
             scores["sampled_win_rate"] = read_win_rate(run, "sampled_win_rates.csv")
             scores["mean_training_return"] = curve.mean()
             scores["final"] = curve.iloc[-1]
-            reached = curve.index[curve >= threshold]
-            scores[f"steps_to_{threshold:g}"] = reached[0] if len(reached) else np.nan
+            reached = curve.index[curve >= SOLVED]
+            scores["steps_to_0.8"] = reached[0] if len(reached) else np.nan
             if has_diverged(run):  # whatever its agents were worth before
                 scores = dict.fromkeys(scores, np.nan)
             rows.append(row | scores)
@@ -499,7 +501,7 @@ def make_rows(groups: Groups, threshold: float = SOLVED) -> pd.DataFrame:
 def refuse_repeats(rows: pd.DataFrame, key: list[str]) -> pd.DataFrame:
     """The rows; ends with one line where two of them have one key, as of runs on two tasks."""
     for row in rows[rows.duplicated(key)][key].to_dict("records"):
-        refuse(f"--runs: two runs are {row}; give the folders of one task")
+        refuse(f"two runs are {row}; give those of one task and length")
     return rows
 
 

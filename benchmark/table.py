@@ -32,6 +32,7 @@ from runs import (
     mean_interval,
     read_runs,
     read_table,
+    refuse_repeats,
     split_search,
     wilson_interval,
     write,
@@ -186,6 +187,10 @@ def read_rows(args: Args) -> pd.DataFrame:
         if args.csv:
             write(Path(args.csv), header(runs), rows)
     rows = rows.rename(columns={"mean_training_return": "auc", "condition": "env"})
+    if "env" not in rows or ("timesteps" not in rows and (args.search or args.evp)):
+        refuse(f"--from-csv {args.from_csv}: has no such rows, it is of another tool")
+    if not (args.search or args.evp):
+        refuse_repeats(rows, ["env", "method", "seed"])
     if args.measure not in rows:
         refuse(f"--measure {args.measure}: the runs have no such column")
     if "timesteps" not in rows:

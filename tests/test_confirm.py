@@ -15,6 +15,7 @@ from helpers import REPOSITORY, refusal
 sys.path.insert(0, str(REPOSITORY / "benchmark"))
 confirm = importlib.import_module("confirm")
 runs = importlib.import_module("runs")
+REASON = "an agent diverged, or was not evaluated on its task"
 
 
 def write_rows(path, scores, agents=((0, 0.0),), env="x"):
@@ -190,7 +191,7 @@ def test_ties_and_seeds_without_a_return_are_said(tmp_path, capsys):
     assert "FedAvg, uniform has no run of seed 6 7 8, PR-PPO, reward has." in lines
     assert "PR-PPO, uniform has no run of seed 6, PR-PPO, reward has." in lines
     for name in tables:
-        assert f"PR-PPO, reward has no {name} in seed 8: an agent diverged." in lines
+        assert f"PR-PPO, reward has no {name} in seed 8: {REASON}." in lines
     assert len(lines) == 1 + 2 + 3
     # The other way round
     tables, lines = report(capsys, from_csv=(path,), lead="fedavg-uniform", seeds=(9,))
@@ -307,7 +308,7 @@ def test_rows_per_agent_are_made_of_runs(tmp_path, capsys):
     for endpoint in ("return after training", "return over the run"):
         unpaired = ["- [-, -]", "0 of 0", "-", "1.0000", "undecided"]
         assert tables[endpoint]["PR-PPO, uniform"] == unpaired
-    assert "PR-PPO, uniform has no return after training in seed 6: an agent diverged." in lines
+    assert f"PR-PPO, uniform has no return after training in seed 6: {REASON}." in lines
     # From the file it is the same
     assert report(capsys, from_csv=(path,), lead="pr-reward") == (tables, lines)
 

@@ -22,7 +22,7 @@ columns = "step,completions_per_second,peak_memory"
 (folder / "metrics.csv").write_text(f"{columns}\\n1,5,1.5\\n2,7,2.5\\n")
 """
 WHOLE = """
-summary = '{"completions_per_second": 8.25, "train_seconds": 4}'
+summary = '{"episodes_per_second": 8.25, "train_seconds": 4}'
 (folder / "summary.json").write_text(summary)
 """
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory):
 
 def test_a_row_has_what_a_run_has_logged(tmp_path):
     """A whole run, one that is cut off, and one that fails; the next row follows either."""
-    table = tmp_path / "gpu.csv"
+    table = tmp_path / "made" / "gpu.csv"
     programs = {"whole": LOGS + WHOLE, "long": LOGS + "time.sleep(600)", "broken": "1 / 0"}
     for name, program in programs.items():
         script = tmp_path / f"{name}.py"
@@ -49,7 +49,7 @@ def test_a_row_has_what_a_run_has_logged(tmp_path):
         else:
             with pytest.raises(SystemExit, match="1"):
                 gpu.main(args)
-    whole, long, broken = table_of(tmp_path, "gpu")
+    whole, long, broken = table_of(tmp_path / "made", "gpu")
     assert (whole["finished"], whole["speed"], whole["train_seconds"]) == ("True", "8.25", "4.000")
     assert (long["finished"], long["speed"], long["peak_gib"]) == ("False", "7", "2.5")
     assert (broken["finished"], broken["speed"]) == ("False", "")

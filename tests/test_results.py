@@ -128,17 +128,23 @@ def test_all_runs_are_one_table(tmp_path, monkeypatch):
 
 
 def test_of_repeated_runs_the_newest_counts(tmp_path, capsys):
-    """Other settings under one name end with one line, but for settings such as --run-dir."""
+    """Other settings under one name end with one line, but for --run-dir and what --resume may
+    change.
+    """
     # Ten is newer than nine
     newest = control_run(tmp_path, 1, [0.1], 0.7, stamp=10, start_from="trained/1")
     older = control_run(tmp_path, 1, [0.1], 0.2, stamp=9, kl_coef=5.0)
-    control_run(tmp_path, 2, [0.1], run_dir="elsewhere", start_from="trained/2")
+    free = {"run_dir": "elsewhere", "device": "cuda", "save_every": 7, "start_from": "trained/2"}
+    control_run(tmp_path, 2, [0.1], **free)
     ((run, _),) = read_groups(tmp_path).values()
     assert run.folder == newest
     line = f"{older}: left out, {newest} has the same name and seed and is newer"
     assert capsys.readouterr().err == f"{line}\n"
     control_run(tmp_path, 3, [0.1], env_ids=["Task"] * 3)
-    with pytest.raises(SystemExit, match="the same name as .*, but other settings"):
+    problem = (
+        r"the same name as .*, but other settings \(--env-ids .* and \['Task', 'Task', 'Task'\]\)"
+    )
+    with pytest.raises(SystemExit, match=problem):
         read_groups(tmp_path)
 
 
@@ -196,13 +202,13 @@ def test_a_row_per_run_has_means_over_agents(tmp_path):
     """Evaluation, training return over the run and at its end, steps to a threshold, which counts
     where it is reached exactly and for the first time.
     """
-    control_run(tmp_path, 1, [0.0, 0.6, 0.1], 0.2)
+    control_run(tmp_path, 1, [0.0, 0.79, 0.1], 0.2)
     control_run(tmp_path, 2, [0.1, 0.2, 0.3], 0.4)
-    rows = runs.make_rows(read_groups(tmp_path), threshold=0.61)
+    rows = runs.make_rows(read_groups(tmp_path))
     assert rows.evaluation.tolist() == pytest.approx([0.25, 0.45])
-    assert rows.mean_training_return.tolist() == pytest.approx([0.7 / 3 + 0.01, 0.21])
+    assert rows.mean_training_return.tolist() == pytest.approx([0.89 / 3 + 0.01, 0.21])
     assert rows.final.tolist() == pytest.approx([0.11, 0.31])
-    assert rows["steps_to_0.61"].fillna(-1).tolist() == [200, -1]
+    assert rows["steps_to_0.8"].fillna(-1).tolist() == [200, -1]
 
 
 def test_agents_with_different_tasks_are_apart(tmp_path):
@@ -664,6 +670,18 @@ def test_rows_are_written_for_later(tmp_path, capsys):
     assert "leave out --from-csv" in refusal(table.main, args)
 
 
+def test_rows_that_are_no_seeds_are_refused():
+    """A setting that a search ran at several lengths; rows of other tools."""
+    for name, line in (
+        ("fourrooms_tuning_runs", "two runs are .*'seed': 101}; give those of one task and length"),
+        ("crowd", ".* is of another tool"),
+    ):
+        args = table.Args(from_csv=str(RESULTS / f"{name}.csv"))
+        assert re.fullmatch(line, refusal(table.main, args))
+    args = table.Args(from_csv=str(RESULTS / "agreement.csv"), search=True, measure="auc")
+    assert refusal(table.main, args).endswith("is of another tool")
+
+
 # Figures
 
 
@@ -690,6 +708,16 @@ def test_runs_are_drawn_and_drawn_again(tmp_path):
     assert all((plt.imread(path) == picture).all() for path, picture in pictures.items())
     line = f"--from-csv: there is no {tmp_path}/y.csv"
     assert refusal(plot.main, plot.Args(out=str(tmp_path / "y"), from_csv=True)) == line
+
+
+def test_methods_on_different_tasks_have_a_matrix_each(tmp_path):
+    """With a gap for a task on which a method was not evaluated."""
+    control_run(tmp_path, 1, [0.1], exp_name="isolated")
+    control_run(tmp_path, 1, [0.1], exp_name="pr-uniform", env_id="Hard")
+    plot.main(plot.Args(runs=(str(tmp_path),), out=str(tmp_path / "x"), matrix=True))
+    figure = plot.draw_matrix(runs.read_table(tmp_path / "x_matrix.csv"))
+    cells = [[text.get_text() for text in axis.texts] for axis in figure.axes]
+    assert ["nan" in of_method for of_method in cells] == [True, True]
 
 
 def test_curves_are_labelled_by_what_runs_are_counted_in(tmp_path):
@@ -730,7 +758,8 @@ def test_methods_are_compared_under_every_condition(names, agents, tmp_path):
     assert rows.final[:3].tolist() == pytest.approx([0.2 + bonus, 0.4 + bonus, 0.6 + bonus])
     assert rows.auc[0] == pytest.approx(0.15 + bonus)
     picture = plt.imread(f"{out}.png")
-    plot.main(plot.Args(out=str(out), from_csv=True))
+    shutil.rmtree(tmp_path / "runs")
+    plot.main(plot.Args(runs=("runs",), out=str(out), from_csv=True, **options))
     assert (plt.imread(f"{out}.png") == picture).all()
 
 
@@ -751,7 +780,7 @@ def test_runs_that_a_table_cannot_keep_apart_are_refused(tool, tmp_path):
     if tool == "plot":
         args["conditions"] = "agents"
     module = importlib.import_module(tool)
-    assert refusal(module.main, module.Args(**args)).endswith("; give the folders of one task")
+    assert refusal(module.main, module.Args(**args)).endswith("; give those of one task and length")
     shutil.rmtree(tmp_path)
     control_run(tmp_path, 1, [0.1], exp_name="isolated")
     message = refusal(module.main, module.Args(**args))
@@ -763,9 +792,9 @@ def test_runs_on_two_tasks_are_no_two_seeds_on_a_third(tmp_path):
         control_run(tmp_path, 1, [0.1], stamp=stamp, env_id=task)
     folders = (str(tmp_path),)
     message = refusal(table.main, table.Args(runs=folders, task="Other"))
-    assert message.endswith("; give the folders of one task")
+    assert message.endswith("; give those of one task and length")
     message = refusal(plot.make_matrix, runs.read_runs(folders))
-    assert message.endswith("; give the folders of one task")
+    assert message.endswith("; give those of one task and length")
 
 
 DRAWN_BY_TOOLS = ["sb3", "llm", "trpo_bound"]
@@ -945,7 +974,7 @@ def test_isolated_agents_are_crowds_of_every_size(tmp_path):
     crowd_run(tmp_path, "isolated-4", 1, [100, 0, 200, 300])
     crowd_run(tmp_path, "pr-uniform-5", 2, [300, 200, 100, 0, 100])
     crowd_run(tmp_path, "pr-reward-2", 3, [100, 100], {"diverged": [1]})
-    rows = crowd.make_rows(runs.read_runs((str(tmp_path),)), 0.8).set_index(
+    rows = crowd.make_rows(runs.read_runs((str(tmp_path),))).set_index(
         ["method", "agents", "first_agent"]
     )
     expected = {

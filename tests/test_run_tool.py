@@ -291,7 +291,7 @@ def test_a_full_disk_ends_no_list(monkeypatch):
     assert job.has_ended()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_the_runs_and_waits_for_their_checkpoints(tmp_path, tool, number):
     """A second list does not touch what runs; afterwards the same list resumes it, and what waited
     is still to do.
@@ -316,6 +316,14 @@ def test_a_signal_reaches_the_runs_and_waits_for_their_checkpoints(tmp_path, too
     ) == 2 and "later" not in calls(tmp_path)
     assert tool(lines).returncode == 0
     assert [len(words) for words in calls(tmp_path).values()] == [2, 2, 1]
+
+
+def test_a_reader_that_goes_away_stops_nobody(tmp_path, tool):
+    """As `| head -1` does."""
+    process = tool([train("one"), train("two"), train("three")], "--jobs", "1", wait=False)
+    process.stdout.close()
+    assert process.wait(timeout=20) == 0
+    assert calls(tmp_path).keys() == {"one", "two", "three"}
 
 
 def test_a_second_signal_kills(tmp_path, tool):

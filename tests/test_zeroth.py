@@ -110,7 +110,7 @@ def test_runs_with_other_settings_are_not_mixed(tmp_path):
     zeroth_run(tmp_path, 1, 0.1, [2.0], stamp=2)
     assert read_rows(tmp_path)[1].over_the_run.tolist() == [2]
     again = zeroth_run(tmp_path, 1, 0.1, [2.0], exp_name="again")
-    with pytest.raises(SystemExit, match="^--runs: two runs are .*; give the folders of one task$"):
+    with pytest.raises(SystemExit, match="^two runs are .*; give those of one task and length$"):
         read_rows(tmp_path)
     (again / "summary.json").unlink()
     zeroth_run(tmp_path, 2, 0.1, [3.0], exp_name="other", num_agents=8)
