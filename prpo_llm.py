@@ -89,10 +89,8 @@ FIRST_ADAPTERS = 8
 
 @dataclass
 class Args(RunArgs):
-    save_every: Count = 10
-    """steps between checkpoints"""
-    eval_every: Natural = 0
-    """steps between evaluations during training (0: only before and after)"""
+    save_every: Count = 10  # steps between checkpoints
+    eval_every: Natural = 0  # steps between evaluations during training (0: only before and after)
     # held-out prompts of an evaluation, common ones and of each topic, greedily completed (0: no
     # evaluation)
     eval_prompts: Natural = 16
@@ -132,8 +130,7 @@ class Args(RunArgs):
     """of agents and evaluations (default: with --partition topic the largest, else none)"""
     prompts_per_agent: Count = 256
     """training prompts of each agent; of a separate data set an agent gets all"""
-    max_prompt_tokens: Count = 300
-    """longer prompts are left out"""
+    max_prompt_tokens: Count = 300  # longer prompts are left out
     chat_template_kwargs: str = "{}"
     """JSON object of arguments of the chat template, such as '{"enable_thinking": false}'"""
     # rouge (ROUGE-L F against the reference), FILE.py:function as TRL calls it, a reward model's
@@ -200,41 +197,31 @@ class Args(RunArgs):
     """group-relative advantages, or a value model with generalized advantage estimation"""
     total_steps: Count = 40
     """steps of each agent: completions are sampled, rewarded and learned from"""
-    batch_size: Count = 4
-    """prompts per agent and step"""
-    group_size: Count = 8
-    """completions per prompt (PPO: 1)"""
-    response_length: Count = 58
-    """maximum tokens of a completion"""
+    batch_size: Count = 4  # prompts per agent and step
+    group_size: Count = 8  # completions per prompt (PPO: 1)
+    response_length: Count = 58  # maximum tokens of a completion
     stop_strings: tuple[str, ...] = ()
     """texts that end a completion as an end-of-text token does, without a penalty"""
     generate_with: str = ""
     """URL, such as http://127.0.0.1:8000/v1, of a vLLM server that completes all prompts"""
     temperature: Positive = 0.7
     """sampling temperature, which scales the logits wherever a probability is taken"""
-    learning_rate: Positive = 1e-4
-    """learning rate of AdamW"""
+    learning_rate: Positive = 1e-4  # learning rate of AdamW
     value_learning_rate: Positive | None = None
     """PPO: that of the value model (default: the policy's)"""
-    weight_decay: NonNegative = 0.0
-    """AdamW: decay of the parameters"""
+    weight_decay: NonNegative = 0.0  # AdamW: decay of the parameters
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """linear and cosine fall to 0"""
-    warmup_steps: Natural = 0
-    """steps at the start in which the learning rate rises linearly"""
-    update_epochs: Count = 2
-    """epochs per step"""
-    minibatch_size: Natural = 0
-    """prompts per agent and optimizer step (0: the whole batch)"""
-    micro_batch_size: Count = 1
-    """prompts per agent that pass through the model at once"""
+    warmup_steps: Natural = 0  # steps at the start in which the learning rate rises linearly
+    update_epochs: Count = 2  # epochs per step
+    minibatch_size: Natural = 0  # prompts per agent and optimizer step (0: the whole batch)
+    micro_batch_size: Count = 1  # prompts per agent that pass through the model at once
     # prompts per agent that are completed at once (0: the whole batch); evaluations complete as
     # many tokens at once
     rollout_batch_size: Natural = 0
     gradient_checkpointing: bool = False
     """compute every layer again in the backward pass, which needs less memory"""
-    clip_coef: NonNegative = 0.2
-    """clip range of the surrogate objective (0: no clipping)"""
+    clip_coef: NonNegative = 0.2  # clip range of the surrogate objective (0: no clipping)
     clip_higher: NonNegative = 0.0
     """upper side of the clip range, if it is to be wider (0: --clip-coef; DAPO: 0.28)"""
     # tokens with a negative advantage lose at most so many times its size, whatever the ratio (0:
@@ -248,19 +235,15 @@ class Args(RunArgs):
     advantage_type: Literal["group", "rloo"] = "group"
     norm_reward: Literal["auto", "on", "off"] = "auto"
     """centre and divide rewards by the agent's running mean and deviation; auto: with PPO only"""
-    ent_coef: NonNegative = 0.0
-    """coefficient of the entropy bonus"""
+    ent_coef: NonNegative = 0.0  # coefficient of the entropy bonus
     # weight policy losses by the ratio of the trainer's to the sampler's probability, at most
     # this (0: no weights)
     importance_cap: ZeroOrAboveOne = 0.0
     mask_truncated_completions: bool = False
     """a completion that does not end is scored, but not learned from"""
-    gamma: Fraction = 1.0
-    """PPO: discount factor per token"""
-    gae_lambda: Fraction = 0.95
-    """PPO: lambda of generalized advantage estimation"""
-    vf_coef: NonNegative = 0.1
-    """PPO: coefficient of the value loss"""
+    gamma: Fraction = 1.0  # PPO: discount factor per token
+    gae_lambda: Fraction = 0.95  # PPO: lambda of generalized advantage estimation
+    vf_coef: NonNegative = 0.1  # PPO: coefficient of the value loss
     value_clip_coef: NonNegative | None = None
     """PPO: clip range of values (0: no clipping; default: --clip-coef)"""
     # PPO: the value model starts from the base model, the weights of --adapter (adapter), or from
@@ -268,14 +251,10 @@ class Args(RunArgs):
     value_init: str = "base"
     max_grad_norm: Positive = 1.0
     """maximum norm of each agent's gradient, of policy and value model separately"""
-    lora_rank: Count = 64
-    """rank of the policy's adapters"""
-    lora_alpha: Count = 16
-    """the policy's adapters are scaled by alpha / rank"""
-    value_lora_rank: Count = 16
-    """PPO: rank of the value model's adapters"""
-    value_lora_alpha: Count = 32
-    """PPO: the value model's adapters are scaled by alpha / rank"""
+    lora_rank: Count = 64  # rank of the policy's adapters
+    lora_alpha: Count = 16  # the policy's adapters are scaled by alpha / rank
+    value_lora_rank: Count = 16  # PPO: rank of the value model's adapters
+    value_lora_alpha: Count = 32  # PPO: the value model's adapters are scaled by alpha / rank
     lora_targets: tuple[str, ...] = (
         "q_proj",
         "k_proj",
@@ -324,7 +303,71 @@ def get_group_size(args: Args) -> int:
     return args.group_size if args.algorithm == "grpo" else 1
 
 
-# --- advantages: a batch holds tensors [agents, prompts, group, tokens] ---
+# --- rollout: a batch holds tensors [agents, prompts, group, tokens] ---
+
+
+def rollout(
+    args: Args,
+    model,
+    tokenizer,
+    examples: dict[int, list[dict]],
+    held: range,
+    step: int,
+    complete: Callable,
+) -> tuple[list, dict]:
+    """All agents complete the prompts of this step together, by `generate` or a server.
+
+    Every epoch over an agent's examples has its own order. Returns the example of every completion,
+    agent after agent, and the batch.
+    """
+    group_size = get_group_size(args)
+    chosen = []  # the example of every prompt, agent after agent
+    uniforms = []
+    for i in held:
+        first = (step - 1) * args.batch_size
+        for number in range(first, first + args.batch_size):
+            epoch, place = divmod(number, len(examples[i]))
+            if place == 0 or number == first:
+                order_seed = derive_seed(args.seed, i, epoch, PROMPT_ORDER)
+                order = np.random.default_rng(order_seed).permutation(len(examples[i]))
+            chosen.append(examples[i][order[place]])
+        generator = torch.Generator().manual_seed(derive_seed(args.seed, i, step, SAMPLING))
+        shape = (args.batch_size, group_size, args.response_length)
+        uniforms.append(torch.rand(shape, generator=generator))
+    uniforms = torch.cat(uniforms)
+    prompts = [example["ids"] for example in chosen]
+
+    # Blocks of so many prompts of each agent as are completed at once
+    blocks = torch.arange(len(prompts)).view(len(held), -1)
+    generated = []
+    is_stopped = find_stop_test(args, tokenizer)
+    with select_adapters("policy"):
+        for block in blocks.split(args.rollout_batch_size or args.batch_size, dim=1):
+            inds = block.flatten().tolist()
+            outputs = complete(
+                model,
+                [prompts[n] for n in inds],
+                uniforms[inds],
+                tokenizer.ends,
+                args.temperature,
+                is_stopped=is_stopped,
+            )
+            generated.append([output.unflatten(0, block.shape) for output in outputs])
+    tokens, lengths, sampled = (
+        torch.cat(columns, dim=1) for columns in zip(*generated, strict=True)
+    )
+    tokens = tokens[..., : lengths.max()]
+    batch = {
+        "prompts": prompts,
+        "tokens": tokens,
+        "lengths": lengths,
+        "mask": torch.arange(tokens.shape[-1], device=model.device) < lengths[..., None],
+        "sampled": sampled[..., : lengths.max()],  # the sampler's log-probabilities
+    }
+    return [example for example in chosen for _ in range(group_size)], batch
+
+
+# --- advantages ---
 
 
 def update_statistics(statistics: Tensor, rewards: Tensor) -> None:
@@ -546,8 +589,8 @@ class Reference(NamedTuple):
     """Row i of C of each agent held, without the peers of weight 0."""
 
     weights: list[Tensor]  # of each agent's senders
-    # What of each agent's row is computed together: one sender of each; agents with fewer senders
-    # repeat their last one, with no weight
+    # One sender of each agent, which pass through the model together; an agent with fewer senders
+    # repeats its last one, which has no weight
     turns: list[tuple[int, ...]]
     from_policy: list[list[bool]]  # of each turn: whose sender is its own present policy
 
@@ -608,9 +651,9 @@ def compute_references(args: Args, model, reference: Reference, batch: dict) -> 
     """Every agent's reference policy C_i pi on its own completions, frozen for the update.
 
     Returns for the batch the old policy's log-probabilities, computed here if it has none, the
-    importance weights where they are needed, and the senders' states, see `collect_peers`. States
-    are as large as the activations of a model, so an update that needs them once computes them
-    itself, and others keep them in the processor's memory.
+    importance weights where they are needed, and the senders' states, see `collect_peers`. These
+    are large: an update that needs each once computes them itself; else they are kept in the
+    processor's memory.
     """
     logprobs = batch.get("logprobs")
     if logprobs is None:
@@ -804,6 +847,45 @@ def compute_public_log_probs(args: Args, model, tokenizer, examples: list[dict])
 
 
 # --- update: one optimizer step of all agents, and the average of adapters ---
+
+
+def make_optimizer(
+    args: Args, policy: Tensor, value: Tensor
+) -> tuple[torch.optim.Optimizer, dict[str, list[Tensor]]]:
+    """AdamW, in which each agent's parameters count their own steps.
+
+    policy, value: [agents, numel]. Returns it, and name in checkpoints -> each agent's moment, a
+    view of the optimizer's state.
+    """
+    groups = [{"params": [*policy]}]
+    if args.algorithm == "ppo":
+        groups.append({"params": [*value]})
+    options = {"weight_decay": args.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(groups, args.learning_rate, **options)
+    moments = {}
+    for group, prefix in zip(optimizer.param_groups, ("", "value_"), strict=False):
+        for row in group["params"]:
+            # As AdamW would make it in its first step
+            moments_of_row = {
+                "step": torch.zeros((), device=row.device),
+                "exp_avg": 0 * row,
+                "exp_avg_sq": 0 * row,
+            }
+            optimizer.state[row] = moments_of_row
+            for name, moment in moments_of_row.items():
+                moments.setdefault(prefix + name, []).append(moment)
+    return optimizer, moments
+
+
+def draw_order(args: Args, step: int, epoch: int) -> Tensor:
+    """The order of an epoch's prompts [prompts].
+
+    Prompts keep their micro-batch, so that bfloat16 rounds alike and the ratio starts at 1.
+    """
+    seed = derive_seed(args.seed, step, epoch, MINIBATCHES)
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randperm(args.batch_size // args.micro_batch_size, generator=generator)
+    return torch.arange(args.batch_size).view(len(blocks), -1)[blocks].flatten()
 
 
 def weigh_tokens(lengths: Tensor, args: Args) -> Tensor:
@@ -1341,43 +1423,7 @@ def main(args: Args) -> dict:
     return run.finish(communication_rounds=run.iteration // args.local_updates)
 
 
-def make_optimizer(
-    args: Args, policy: Tensor, value: Tensor
-) -> tuple[torch.optim.Optimizer, dict[str, list[Tensor]]]:
-    """AdamW, in which each agent's parameters count their own steps.
-
-    policy, value: [agents, numel]. Returns it, and name in checkpoints -> each agent's moment, a
-    view of the optimizer's state.
-    """
-    groups = [{"params": [*policy]}]
-    if args.algorithm == "ppo":
-        groups.append({"params": [*value]})
-    options = {"weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(groups, args.learning_rate, **options)
-    moments = {}
-    for group, prefix in zip(optimizer.param_groups, ("", "value_"), strict=False):
-        for row in group["params"]:
-            # As AdamW would make it in its first step
-            moments_of_row = {
-                "step": torch.zeros((), device=row.device),
-                "exp_avg": 0 * row,
-                "exp_avg_sq": 0 * row,
-            }
-            optimizer.state[row] = moments_of_row
-            for name, moment in moments_of_row.items():
-                moments.setdefault(prefix + name, []).append(moment)
-    return optimizer, moments
-
-
-def draw_order(args: Args, step: int, epoch: int) -> Tensor:
-    """The order of an epoch's prompts [prompts].
-
-    Prompts keep their micro-batch, so that bfloat16 rounds alike and the ratio starts at 1.
-    """
-    seed = derive_seed(args.seed, step, epoch, MINIBATCHES)
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randperm(args.batch_size // args.micro_batch_size, generator=generator)
-    return torch.arange(args.batch_size).view(len(blocks), -1)[blocks].flatten()
+# --- metrics ---
 
 
 def measure_sampling_gaps(batch: dict) -> Tensor:
@@ -1457,67 +1503,6 @@ def measure_peak_memory(device: torch.device) -> float:
 # --- generation: completions of prompts, here or by a server ---
 
 
-def rollout(
-    args: Args,
-    model,
-    tokenizer,
-    examples: dict[int, list[dict]],
-    held: range,
-    step: int,
-    complete: Callable,
-) -> tuple[list, dict]:
-    """All agents complete the prompts of this step together, by `generate` or a server.
-
-    Every epoch over an agent's examples has its own order. Returns the example of every completion,
-    agent after agent, and the batch.
-    """
-    group_size = get_group_size(args)
-    chosen = []  # the example of every prompt, agent after agent
-    uniforms = []
-    for i in held:
-        first = (step - 1) * args.batch_size
-        for number in range(first, first + args.batch_size):
-            epoch, place = divmod(number, len(examples[i]))
-            if place == 0 or number == first:
-                order_seed = derive_seed(args.seed, i, epoch, PROMPT_ORDER)
-                order = np.random.default_rng(order_seed).permutation(len(examples[i]))
-            chosen.append(examples[i][order[place]])
-        generator = torch.Generator().manual_seed(derive_seed(args.seed, i, step, SAMPLING))
-        shape = (args.batch_size, group_size, args.response_length)
-        uniforms.append(torch.rand(shape, generator=generator))
-    uniforms = torch.cat(uniforms)
-    prompts = [example["ids"] for example in chosen]
-
-    # Blocks of so many prompts of each agent as are completed at once
-    blocks = torch.arange(len(prompts)).view(len(held), -1)
-    generated = []
-    is_stopped = find_stop_test(args, tokenizer)
-    with select_adapters("policy"):
-        for block in blocks.split(args.rollout_batch_size or args.batch_size, dim=1):
-            inds = block.flatten().tolist()
-            outputs = complete(
-                model,
-                [prompts[n] for n in inds],
-                uniforms[inds],
-                tokenizer.ends,
-                args.temperature,
-                is_stopped=is_stopped,
-            )
-            generated.append([output.unflatten(0, block.shape) for output in outputs])
-    tokens, lengths, sampled = (
-        torch.cat(columns, dim=1) for columns in zip(*generated, strict=True)
-    )
-    tokens = tokens[..., : lengths.max()]
-    batch = {
-        "prompts": prompts,
-        "tokens": tokens,
-        "lengths": lengths,
-        "mask": torch.arange(tokens.shape[-1], device=model.device) < lengths[..., None],
-        "sampled": sampled[..., : lengths.max()],  # the sampler's log-probabilities
-    }
-    return [example for example in chosen for _ in range(group_size)], batch
-
-
 @torch.no_grad()
 def generate(
     model,
@@ -1565,7 +1550,7 @@ def generate(
 class Decoding:
     """Completions while they are sampled: tensors [rows, group, ...], which change in place.
 
-    `advance` has no value that the processor must know, so that a GPU can repeat it as one graph.
+    `advance` copies no number from the GPU to the processor, so that CUDA can repeat it as a graph.
     The step, the positions and the buffers of keys and values are tensors, too. A row is a prompt;
     the selected adapters have equal numbers of rows.
     """
@@ -1698,8 +1683,8 @@ def find_columns(chosen: Tensor) -> Tensor:
     return order[:, :number].sort(1).values
 
 
-# Of each kind of device: tokens in the first buffers of completions, and between two looks at who
-# has ended, for which the processor waits
+# Of each kind of device: tokens in the first buffers of completions, and passes between two looks
+# at who has ended, for which the processor waits
 PACES = {"cpu": (16, 1), "cuda": (64, 16)}
 # Passes before a graph is recorded, in which libraries allocate what they need
 WARM_UP = 2
@@ -1726,20 +1711,12 @@ def record(function: Callable[[], None]) -> Callable[[], None]:
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Draw from softmax(logits) by inverting the distribution function.
 
-    In two stages, because there are many tokens: a block of 256, then a token in it. logits: [...,
-    vocabulary] float32, uniforms: [...] in [0, 1). Returns tokens [...].
+    logits: [..., vocabulary] float32, uniforms: [...] in [0, 1). Returns tokens [...].
     """
-    padded = F.pad(logits.softmax(-1), (0, -logits.shape[-1] % 256))
-    probs = padded.unflatten(-1, (-1, 256))  # [..., blocks, 256]
-    mass = probs.sum(-1).double().cumsum(-1)
-    target = uniforms.double()[..., None] * mass[..., -1:]
-    block = torch.searchsorted(mass, target, right=True).clamp(max=mass.shape[-1] - 1)
-    before = F.pad(mass, (1, 0)).gather(-1, block)
-    inner = probs.take_along_dim(block[..., None], dim=-2).squeeze(-2).double()
-    token = torch.searchsorted(inner.cumsum(-1), target - before, right=True)
-    # Rounding must not lead to tokens of probability 0
-    last = 255 - inner.flip(-1).gt(0).int().argmax(-1, keepdim=True)
-    tokens = (block * 256 + token.minimum(last)).squeeze(-1)
+    cumulative = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+    target = uniforms.double()[..., None] * cumulative[..., -1:]
+    # The first token whose sum is larger: never one of probability 0
+    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     return tokens.clamp(max=logits.shape[-1] - 1)  # NaN would lead to tokens that do not exist
 
 
@@ -2301,7 +2278,8 @@ def attend_with_shared_heads(
     """PyTorch's attention where several heads may share keys and values; without a mask tokens see
     those before.
 
-    No kernel of a GPU takes a mask and shared heads: with a mask these are more tokens of one head.
+    No kernel of a GPU takes a mask and shared heads, so with a mask the heads that share keys
+    become further tokens of one head.
     """
     number, heads, tokens, _ = query.shape
     shared = heads // key.shape[1]
@@ -2357,13 +2335,15 @@ def compute_hidden(model, batch: dict) -> Tensor:
         return compute_hidden_together(model, batch)
     hidden = []
     agents, prompts = batch["lengths"].shape[:2]
+    name, numbers, *_ = Adapters.selection
+    numbers = numbers or range(agents)
     for k in range(agents):
         of_agent = {
             "prompts": batch["prompts"][k * prompts : (k + 1) * prompts],
             "tokens": batch["tokens"][k : k + 1],
             "lengths": batch["lengths"][k : k + 1],
         }
-        with select_adapter(k):
+        with select_adapters(name, (numbers[k],)):
             hidden.append(compute_hidden_together(model, of_agent))
     longest = max(states.shape[-2] for states in hidden)
     padded = [F.pad(states, (0, 0, 0, longest - states.shape[-2])) for states in hidden]
@@ -2467,8 +2447,8 @@ def count_logits(device: torch.device) -> int:
     """How many logits are computed at a time: the same number in a whole run, so that they round
     alike.
 
-    On a processor 12 MB, for its cache; on a GPU a power of two, of which 100 bytes each are a
-    quarter of the free memory at most: a loss makes some twenty tensors of them.
+    On a processor 12 MB, for its cache. On a GPU the largest power of two whose loss, of some
+    twenty tensors or 100 bytes per logit, fits into a quarter of the free memory.
     """
     if device.type == "cpu":
         return 3 * 2**20
@@ -2532,18 +2512,6 @@ def select_adapters(name: str, numbers: tuple[int, ...] | None = None) -> Iterat
     """
     previous = Adapters.selection
     Adapters.selection = Selection(name, numbers, {}, {})
-    try:
-        yield
-    finally:
-        Adapters.selection = previous
-
-
-@contextlib.contextmanager
-def select_adapter(k: int) -> Iterator[None]:
-    """Inside `select_adapters`: pass batches through the k-th of the selected adapters only."""
-    previous = Adapters.selection
-    numbers = (k if previous.numbers is None else previous.numbers[k],)
-    Adapters.selection = previous._replace(numbers=numbers)
     try:
         yield
     finally:
@@ -3646,23 +3614,22 @@ def deal(args: Args, tokenizer, held: range) -> tuple[dict[int, list], dict[str,
         pool = [example for example in common if example["place"] < HELD_OUT]
     # By token ids, which are the same for messages without a chat template and for texts
     reserved = {tuple(example["ids"]) for example in pool}
-    training = {}
-    for i in held:
-        examples = loaded[names[i]]
-        training[i] = [example for example in examples if tuple(example["ids"]) not in reserved]
-    shared = training[held[0]]
     topics = args.topics
     if args.partition == "topic":
         counts = Counter(example["topic"] for example in common)
         topics = topics or sorted(counts, key=lambda name: (-counts[name], name))[:n]
         if len(topics) < n:
             refuse(args, "num_agents", f"must be at most {len(topics)}, as there are topics")
-        for i in held:
-            of_topic = [example for example in shared if example["topic"] == topics[i]]
-            training[i] = of_topic[: args.prompts_per_agent]
-    elif not separate:
-        size = min(args.prompts_per_agent, len(shared) // n)
-        training = {i: shared[i * size : (i + 1) * size] for i in held}
+    training = {}
+    for i in held:
+        examples = [each for each in loaded[names[i]] if tuple(each["ids"]) not in reserved]
+        if args.partition == "topic":
+            of_topic = [example for example in examples if example["topic"] == topics[i]]
+            examples = of_topic[: args.prompts_per_agent]
+        elif not separate:
+            size = min(args.prompts_per_agent, len(examples) // n)
+            examples = examples[i * size : (i + 1) * size]
+        training[i] = examples
     tests = {}
     if args.eval_prompts:
         tests["validation"] = pool[: args.eval_prompts]
@@ -4059,17 +4026,6 @@ def names_weights_file(args: Args) -> bool:
     return len(args.reward_weights) == 1 and isinstance(args.reward_weights[0], str)
 
 
-def check_reward_weights(args: Args, weights: Tensor) -> None:
-    """ValueError for weights [agents, rewards] that are of another size, not finite, or all 0."""
-    if weights.shape != (args.num_agents, len(args.reward)):
-        size = " x ".join(map(str, weights.shape))
-        raise ValueError(f"has {size} weights, not {args.num_agents} agents x {len(args.reward)}")
-    if not weights.isfinite().all():
-        raise ValueError("must be finite weights")
-    if not weights.any(1).all():
-        raise ValueError("has a row of zeros: every agent needs a reward")
-
-
 def get_reward_weights(args: Args) -> np.ndarray:
     """The weight of every reward for every agent [agents, rewards], as the file was at the start of
     the run."""
@@ -4221,20 +4177,30 @@ def evaluate(
             for first in range(0, len(examples), size):
                 run.print_evaluated(first, len(examples), f"prompts of {task}")
                 selected = examples[first : first + size]
-                inputs = args, complete, model, tokenizer, functions, selected, held
-                for i, example, text, scores, measures, samples in complete_greedily(*inputs):
+                chosen = selected * len(held)
+                agents = [i for i in held for _ in selected]
+                inputs = args, complete, model, tokenizer, functions, chosen, agents
+                no_uniforms = torch.zeros(len(chosen), 1, args.response_length)
+                texts, scores, measures = complete_and_score(*inputs, no_uniforms, temperature=0.0)
+                samples = [[] for _ in chosen]
+                if args.eval_samples:
+                    means, samples = sample_evaluation(*inputs)
+                    measures |= means
+                for n, example in enumerate(chosen):
                     completion = {
                         "step": run.iteration,
-                        "agent": i,
+                        "agent": agents[n],
                         "task": task,
                         "id": example["id"],
-                        "completion": text,
+                        "completion": texts[n],
                         "reference": example["completion"],
                     }
-                    written.append(completion | scores)
-                    sampled += [completion | sample for sample in samples]
-                    for name, value in (scores | measures).items():
-                        results[i - held.start][task].setdefault(name, []).append(value)
+                    of_row = {name: column[n] for name, column in scores.items()}
+                    written.append(completion | of_row)
+                    sampled += [completion | sample for sample in samples[n]]
+                    of_agent = results[agents[n] - held.start][task]
+                    for name, column in (scores | measures).items():
+                        of_agent.setdefault(name, []).append(column[n])
     run.log_evaluation(results)
     if args.save_adapters:
         save_best_adapters(args, run, model, tokenizer)
@@ -4243,50 +4209,40 @@ def evaluate(
         show_completions(args, run, tests, written)
 
 
-def complete_greedily(
+def complete_and_score(
     args: Args,
     complete: Callable,
     model,
     tokenizer,
     functions: dict,
-    examples: list[dict],
-    held: range,
-) -> list[tuple]:
-    """The greedy completions of these examples by each agent held, agent after agent.
+    chosen: list[dict],
+    agents: list[int],
+    uniforms: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
+) -> tuple[list[str], dict[str, list[float]], dict[str, list[float]]]:
+    """Complete each chosen example as often as it has uniforms [examples, number, tokens].
 
-    complete: `generate`, or by a server. Each has its agent, example, text, scores, which
-    completions.jsonl has too, other measures (length, end, and means over sampled completions) and
-    the sampled completions.
+    complete: `generate`, or by a server; the [n]-th example is completed by agents[n]. Returns
+    texts, columns of scores, NaN of diverged agents, and columns with lengths and ends.
     """
-    agents = [i for i in held for _ in examples]
-    chosen = examples * len(held)
     prompts = [example["ids"] for example in chosen]
-    no_uniforms = torch.zeros(len(chosen), 1, args.response_length)
-    outputs = complete(
-        model,
-        prompts,
-        no_uniforms,
-        tokenizer.ends,
-        temperature=0.0,
-        is_stopped=find_stop_test(args, tokenizer),
-    )
-    tokens, lengths, logprobs = (output[:, 0] for output in outputs)
-    texts, ends, scores = score_completions(
-        args, functions, tokenizer, chosen, agents, tokens, lengths
-    )
-    hide_diverged(scores, logprobs, model)
-    measures = {"length": lengths.tolist(), "eos_rate": ends}
-    samples = [[] for _ in chosen]
-    if args.eval_samples:
-        sampled = sample_evaluation(args, complete, model, tokenizer, functions, chosen, agents)
-        means, samples = sampled
-        measures |= means
-    rows = []
-    for n, example in enumerate(chosen):
-        row_scores = {name: float(column[n]) for name, column in scores.items()}
-        row_measures = {name: column[n] for name, column in measures.items()}
-        rows.append((agents[n], example, texts[n], row_scores, row_measures, samples[n]))
-    return rows
+    is_stopped = find_stop_test(args, tokenizer)
+    outputs = complete(model, prompts, uniforms, tokenizer.ends, temperature, top_p, is_stopped)
+    tokens, lengths, logprobs = (output.flatten(0, 1) for output in outputs)
+    number = uniforms.shape[1]
+    repeated = [example for example in chosen for _ in range(number)]
+    agents = [i for i in agents for _ in range(number)]
+    inputs = args, functions, tokenizer, repeated, agents, tokens, lengths
+    texts, ends, scores = score_completions(*inputs)
+    # Of NaN, the most probable token is the first: it is no completion of a diverged agent
+    diverged = find_diverged(model)
+    diverged = diverged.repeat_interleave(len(texts) // len(diverged))
+    diverged |= ~logprobs.isfinite().all(-1)
+    for column in scores.values():
+        column[diverged.cpu().numpy()] = math.nan
+    columns = {name: column.tolist() for name, column in scores.items()}
+    return texts, columns, {"length": lengths.tolist(), "eos_rate": ends}
 
 
 def choose_evaluation_batch_size(args: Args) -> int:
@@ -4331,19 +4287,6 @@ def log_table(name: str, rows: list[dict]) -> None:
     wandb.log({name: wandb.Table([*rows[0]], values)})
 
 
-def hide_diverged(scores: dict[str, np.ndarray], logprobs: Tensor, model) -> None:
-    """Make the scores of diverged agents NaN, in place: of NaN, the most probable token is the
-    first.
-
-    logprobs: [completions, tokens], of each agent held an equal number of completions.
-    """
-    agents = find_diverged(model)
-    diverged = agents.repeat_interleave(len(logprobs) // len(agents))
-    diverged |= ~logprobs.isfinite().all(-1)
-    for column in scores.values():
-        column[diverged.cpu().numpy()] = math.nan
-
-
 def sample_evaluation(
     args: Args,
     complete: Callable,
@@ -4360,35 +4303,19 @@ def sample_evaluation(
         seed = derive_seed(args.seed, i, example["id"], TEST_SAMPLING)
         generator = torch.Generator().manual_seed(seed)
         uniforms.append(torch.rand(args.eval_samples, args.response_length, generator=generator))
-    tokens, lengths, logprobs = complete(
-        model,
-        [example["ids"] for example in chosen],
-        torch.stack(uniforms),
-        tokenizer.ends,
-        args.temperature,
-        args.eval_top_p,
-        find_stop_test(args, tokenizer),
-    )
-    repeated = [example for example in chosen for _ in range(args.eval_samples)]
-    agents = [i for i in agents for _ in range(args.eval_samples)]
-    rows = tokens.flatten(0, 1)
-    texts, ends, scores = score_completions(
-        args, functions, tokenizer, repeated, agents, rows, lengths.flatten()
-    )
-    hide_diverged(scores, logprobs.flatten(0, 1), model)
+    inputs = args, complete, model, tokenizer, functions, chosen, agents
+    how = torch.stack(uniforms), args.temperature, args.eval_top_p
+    texts, scores, measures = complete_and_score(*inputs, *how)
     shape = (len(chosen), args.eval_samples)
-    rewards = scores["reward"].reshape(shape)
-    means = {
-        "sampled_reward": [communicators.mean(row[~np.isnan(row)]) for row in rewards],
-        "sampled_length": lengths.double().mean(1).tolist(),
-        "sampled_eos_rate": np.reshape(ends, shape).mean(1).tolist(),
-    }
+    rewards = np.reshape(scores["reward"], shape)
+    means = {"sampled_reward": [communicators.mean(row[~np.isnan(row)]) for row in rewards]}
+    for name, column in measures.items():
+        means[f"sampled_{name}"] = np.reshape(column, shape).mean(1).tolist()
     samples = [[] for _ in chosen]
     for n, text in enumerate(texts):
         example, number = divmod(n, args.eval_samples)
         sample = {"sample": number, "completion": text}
-        sample |= {name: float(column[n]) for name, column in scores.items()}
-        samples[example].append(sample)
+        samples[example].append(sample | {name: column[n] for name, column in scores.items()})
     return means, samples
 
 
@@ -4604,9 +4531,18 @@ def check_rewards(args: Args) -> None:
         try:
             if not args.reward_matrix:
                 communicators.read_table(args.reward_weights[0])  # raises again
-            check_reward_weights(args, communicators.read_matrix(args.reward_matrix))
+            weights = communicators.read_matrix(args.reward_matrix)
         except (OSError, ValueError) as error:
             refuse(args, "reward_weights", str(error))
+        n = args.num_agents
+        if weights.shape != (n, len(args.reward)):
+            size = " x ".join(map(str, weights.shape))
+            reason = f"has {size} weights, not {n} agents x {len(args.reward)}"
+            refuse(args, "reward_weights", reason)
+        if not weights.isfinite().all():
+            refuse(args, "reward_weights", "must be finite weights")
+        if not weights.any(1).all():
+            refuse(args, "reward_weights", "has a row of zeros: every agent needs a reward")
         return
     weights = args.reward_weights
     are_finite = all(isinstance(w, float | int) and math.isfinite(w) for w in weights)

@@ -132,6 +132,7 @@ PAST = {
     "--levels-per-agent",
     "--eval-only",
     "--capture-video",
+    "--threshold",
     "--cudagraphs",
     "--partition-strength",
     "--partition-overlap",
