@@ -50,6 +50,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from scipy.special import stdtrit
 from torch import Tensor
 
@@ -671,6 +673,8 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
     """
     if mixture not in MIXTURES:
         raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
+    if all(torch.equal(policy, log_probs[0]) for policy in log_probs):
+        return log_probs[0]  # rounding errors of a mixture would move agents without a signal
     if weights.dim() > 1:
         return _mix_by_state(log_probs, weights, mixture)
     row = weights.to(log_probs.dtype).tolist()
@@ -1097,6 +1101,20 @@ class Exchange:
     def recall(self, sent: list[Tensor], sizes: list[int] | None = None) -> list[Tensor | None]:
         """After a resume: what `round` returned last; sent, sizes: as given to it then."""
         return _keep_finite(self._gather(sent, sizes))
+
+    def drop_reports(self, reports: Tensor, usable: Tensor, evaluated: Iterable[int]) -> int:
+        """Make the reports of agents without a usable policy NaN, in place, so that they have no
+        influence on C. Returns how many agents have none.
+
+        reports: [agents], of `round`; usable: bool [agents], known here of the agents held and of
+        those in `evaluated`.
+        """
+        rows_held = slice(self.agents.start, self.agents.stop)
+        useless = self.all_gather((~usable[rows_held, None]).long()).flatten().bool()
+        reports[useless] = torch.nan
+        # Under federate.py only the agents held are known so far
+        reports[[j for j in evaluated if not usable[j]]] = torch.nan
+        return int(useless.sum())
 
     def _gather(self, sent: list[Tensor], sizes: list[int] | None) -> list[Tensor | None]:
         """The tensors of all agents; None of the peers of isolated agents."""
@@ -2277,6 +2295,14 @@ class Run:
         self._note_interruption()
         self.exchange.barrier()
 
+    @_end_in_one_line
+    def save_weights(self, name: str, network: nn.Module) -> None:
+        """Write a network's parameters and buffers to NAME.safetensors."""
+        try:
+            save_file(network.state_dict(), self.folder / f"{name}.safetensors")
+        except SafetensorError as error:  # also of a full disk
+            raise OSError(str(error)) from error
+
     def _note_interruption(self) -> None:
         """In one process a signal during an evaluation or a checkpoint needs no other iteration.
 
@@ -2295,6 +2321,26 @@ class Run:
             self._tock = self._began
             yield self.iteration
         self._trained = True
+
+    def evaluates(self) -> bool:
+        """Whether an evaluation during training is due. One of an interrupted run waits for its
+        resume.
+        """
+        is_due = self.due(self.args.eval_every) and self.iteration < self.total
+        return is_due and not self.interrupted
+
+    def misses_evaluation(self) -> bool:
+        """Whether a resumed run lacks the evaluation of its last iteration: it was interrupted or
+        failed there.
+        """
+        if not self.iteration or not self.evaluates():
+            return False
+        misses = torch.zeros(len(self.exchange.agents), 1)
+        if self.chief:  # which has the file
+            with open(self.folder / "evaluations.csv", newline="") as file:
+                evaluated = {row[self.counter] for row in csv.DictReader(file)}
+            misses[:] = str(self.iteration) not in evaluated
+        return bool(self.exchange.all_gather(misses).nansum() > 0)
 
     def due(self, every: int) -> bool:
         """Whether this iteration is one of every `every`; 0 is never."""

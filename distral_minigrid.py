@@ -23,7 +23,6 @@ from typing import Annotated, Literal
 import torch
 import torch.nn as nn
 import tyro
-from safetensors.torch import save_file
 from torch import Tensor
 
 import communicators
@@ -174,6 +173,8 @@ def main(args: Args) -> dict:
     run.restore(state)
     envs = Envs(args, held, run.iteration)
     tables = [PolicyTable(agent) for agent in agents]
+    if args.eval_episodes and run.misses_evaluation():
+        run.log_evaluation(evaluate_agents(args, agents, held))
 
     for iteration in run.iterations():
         remaining = 1.0 - (iteration - 1) / num_iterations
@@ -242,7 +243,7 @@ def main(args: Args) -> dict:
         run.log(rows, communicators.uniform(n), torch.full((n, n), torch.nan), scalars)
 
         # Evaluation
-        if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
+        if args.eval_episodes and run.evaluates():
             run.log_evaluation(evaluate_agents(args, agents, held))
 
         # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
@@ -255,8 +256,8 @@ def main(args: Args) -> dict:
     # Weights, and the final evaluation of every agent on every task
     envs.close()
     for k, i in enumerate(held):
-        save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
-    save_file(central.state_dict(), run.folder / "central.safetensors")
+        run.save_weights(f"agent_{i}", agents[k])
+    run.save_weights("central", central)
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
     return run.finish(

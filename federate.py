@@ -611,7 +611,7 @@ class Args:
     # included, has sent something new
     quorum: PositiveFraction = 1.0
     # rounds after which the last snapshot of a peer that sends nothing new gets no more weight; an
-    # average that replaces takes new ones only
+    # average that replaces takes none of an earlier round, unless it has just come
     max_age: Natural = 8
     # PEM file of the private key (Ed25519) that signs what the agents of this process send
     identity: str = ""
@@ -675,7 +675,7 @@ def check_flags(flags: Args, args, averages: str) -> None:
     if not re.fullmatch(r"\w[\w.-]{0,79}", flags.federation, re.ASCII):
         refuse(flags, "federation", "must be a name of letters, digits, _, - and .")
     if flags.max_age != Args.max_age and averages == "replace":
-        refuse(flags, "max_age", "has no effect on averages, which are of new ones; leave it out")
+        refuse(flags, "max_age", "has no effect on averages that replace; leave it out")
     try:
         urls = map(urllib.parse.urlsplit, flags.exchange.split("::"))  # the parts of a chained one
         passwords = [url.password for url in urls]

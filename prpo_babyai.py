@@ -74,7 +74,6 @@ from prpo_llm import (
     measure_losses,
     measure_peak_memory,
     measure_sampling_gaps,
-    misses_evaluation,
     pad,
     save_adapters,
     saving_progress,
@@ -368,7 +367,7 @@ def main(args: Args) -> dict:
     if server is not None:
         with server.ending_the_run(run):
             server.unload_leftovers(run)
-    if tests and (not run.iteration or misses_evaluation(args, run)):
+    if tests and (not run.iteration or run.misses_evaluation()):
         evaluate(args, run, model, tokenizer, make, tests, server)
 
     for step in run.iterations():
@@ -441,8 +440,7 @@ def main(args: Args) -> dict:
                 snapshots[:] = first_policy
             usable &= log_probs.flatten(1).isfinite().all(1)
             log_probs[~usable] = torch.nan
-            num_usable = int(exchange.all_gather(usable[rows_held, None].long()).sum())
-            dropped = len(exchange.members) - num_usable
+            dropped = exchange.drop_reports(reported_returns, usable, range(n))
 
             # The new communicator
             new_C = make_communicator(present, reported_returns, log_probs, usable)
@@ -490,9 +488,8 @@ def main(args: Args) -> dict:
         }
         run.log(rows, C, distances, scalars)
 
-        # Evaluation; that of a run which is to end waits for its resume
-        is_evaluated = tests and run.due(args.eval_every) and step < args.total_steps
-        if is_evaluated and not run.interrupted:
+        # Evaluation
+        if tests and run.evaluates():
             with saving_progress(run, state, step):
                 evaluate(args, run, model, tokenizer, make, tests, server)
 

@@ -15,7 +15,6 @@ through it together.
 import asyncio
 import contextlib
 import copy
-import csv
 import functools
 import glob
 import hashlib
@@ -165,7 +164,7 @@ class Args(RunArgs):
     # last round)
     kl_coef: Annotated[NonNegative, tyro.conf.arg(aliases=["--communication-coef"])] = 0.1
     kl_schedule: Literal["constant", "linear"] = "constant"
-    """linear: the coefficient falls to 0 over the run"""
+    """linear: --kl-coef falls to 0 over the run"""
     # forward: KL(reference || policy), eq. 4; reverse: KL(policy || reference), eq. 7; auto:
     # reverse for GRPO, forward for PPO
     kl_direction: Literal["auto", "forward", "reverse"] = "auto"
@@ -1260,7 +1259,7 @@ def main(args: Args) -> dict:
     if server is not None:
         with server.ending_the_run(run):
             server.unload_leftovers(run)
-    if tests and (not run.iteration or misses_evaluation(args, run)):
+    if tests and (not run.iteration or run.misses_evaluation()):
         evaluate(args, run, model, tokenizer, functions, tests, server)
 
     for step in run.iterations():
@@ -1347,8 +1346,7 @@ def main(args: Args) -> dict:
             log_probs = compute_public_log_probs(args, model, tokenizer, public_states)
             usable &= log_probs.flatten(1).isfinite().all(1)
             log_probs[~usable] = torch.nan
-            num_usable = int(exchange.all_gather(usable[rows_held, None].long()).sum())
-            dropped = len(exchange.members) - num_usable
+            dropped = exchange.drop_reports(reported_returns, usable, range(n))
 
             # The new communicator
             new_C = make_communicator(args, reported_returns, log_probs, usable)
@@ -1404,9 +1402,8 @@ def main(args: Args) -> dict:
         if args.log_completions:
             completion_log.write(batch, chosen, texts, extra_columns | scores)
 
-        # Evaluation; that of a run which is to end waits for its resume
-        is_evaluated = tests and run.due(args.eval_every) and step < args.total_steps
-        if is_evaluated and not run.interrupted:
+        # Evaluation
+        if tests and run.evaluates():
             with saving_progress(run, state, step):
                 evaluate(args, run, model, tokenizer, functions, tests, server)
 
@@ -3233,8 +3230,9 @@ def compare_with_plain(args: Args, model) -> None:
     """
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
-    size = min(args.max_prompt_tokens, COMPARED_PROMPT)
     response = min(args.response_length, COMPARED_RESPONSE)
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    size = min(args.max_prompt_tokens, COMPARED_PROMPT, max(positions - response, 1))
     prompt = torch.randint(config.vocab_size, (size,), generator=generator).tolist()
     uniforms = torch.rand(1, 4, response, generator=generator)
     lengths = torch.full((1, 1, 4), response)
@@ -3358,11 +3356,11 @@ def list_datasets(args: Args) -> list[str]:
     return [pattern.replace("{i}", str(i)) for i in range(args.num_agents)]
 
 
-def refuse_data(args: Args, flag: str, name: str, problem: str) -> NoReturn:
+def refuse_data(args: Args, flag: str, name: str, problem: str, any_rank=False) -> NoReturn:
     """End with one line, from any rank if agents have data of their own: maybe only this one has
     the problem."""
     message = f"--{flag} {name}: {problem}"
-    any_rank = bool(list_datasets(args)) or args.partition == "topic"
+    any_rank = any_rank or bool(list_datasets(args)) or args.partition == "topic"
     communicators.stop(message, communicators.WRONG_VALUE, any_rank=any_rank)
 
 
@@ -3679,7 +3677,8 @@ def check_kind(args: Args, source: tuple[str, str], examples: list[dict]) -> Non
     source: the flag and the name of their data set.
     """
     if len({isinstance(example["row"][args.prompt_column], list) for example in examples}) > 1:
-        refuse_data(args, *source, "must have texts as prompts or messages, not both")
+        problem = "must have texts as prompts or messages, not both"
+        refuse_data(args, *source, problem, any_rank=True)
 
 
 def check_number(
@@ -4136,19 +4135,6 @@ def saving_progress(
     raise failure
 
 
-def misses_evaluation(args: Args, run: Run) -> bool:
-    """Whether a resumed run has no evaluation of its last step, in which a reward failed or a
-    signal came."""
-    if not run.due(args.eval_every) or run.iteration == run.total:  # the end is evaluated anyway
-        return False
-    misses = torch.zeros(len(run.exchange.agents), 1)
-    if run.chief:  # which has the file
-        with open(run.folder / "evaluations.csv", newline="") as file:
-            steps = {row["step"] for row in csv.DictReader(file)}
-        misses[:] = str(run.iteration) not in steps
-    return bool(run.exchange.all_gather(misses).nansum() > 0)
-
-
 # --- evaluation, and logs of completions ---
 
 
@@ -4442,8 +4428,8 @@ def check_batches(args: Args) -> None:
         refuse(args, "micro_batch_size", f"must divide the minibatch of {minibatch}")
     if args.prompts_per_agent < args.batch_size and not list_datasets(args):
         refuse(args, "prompts_per_agent", f"must be at least {args.batch_size}, a batch")
-    if 0 < args.clip_higher < args.clip_coef:
-        refuse(args, "clip_higher", f"must be at least --clip-coef {args.clip_coef}")
+    if args.clip_higher and not 0 < args.clip_coef <= args.clip_higher:
+        refuse(args, "clip_higher", f"must be at least --clip-coef {args.clip_coef}, above 0")
     if args.algorithm == "grpo" and args.group_size < 2:
         refuse(args, "group_size", "must be at least 2 for GRPO")
     if args.min_response_tokens > args.response_length:

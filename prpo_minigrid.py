@@ -15,9 +15,11 @@ observation, an action or a reward of a step.
     python prpo_minigrid.py --resume runs/<name>                 # continue an interrupted run
 """
 
+import contextlib
 import copy
 import functools
 import importlib
+import io
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -32,7 +34,6 @@ import torch
 import torch.nn as nn
 import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from safetensors.torch import save_file
 from torch import Tensor
 
 import communicators
@@ -587,6 +588,8 @@ def main(args: Args) -> dict:
     peers = communicators.load_networks(exchange.recall(sent, sizes), first, senders)
     envs = Envs(args, held, run.iteration)
     tables = [PolicyTable(agent) for agent in agents]
+    if args.eval_episodes and run.misses_evaluation():
+        run.log_evaluation(evaluate_agents(args, agents, held))
 
     for iteration in run.iterations():
         remaining = 1.0 - (iteration - 1) / num_iterations
@@ -651,8 +654,7 @@ def main(args: Args) -> dict:
             networks = communicators.load_networks(received, first, evaluated)
             log_probs = compute_public_log_probs(networks, public_states, n, num_actions)
             usable = log_probs.flatten(1).isfinite().all(1)
-            num_usable = int(exchange.all_gather(usable[rows_held, None].long()).sum())
-            dropped = len(exchange.members) - num_usable
+            dropped = exchange.drop_reports(reported_returns, usable, evaluated)
 
             # The new communicator; each agent estimates its own row of gains
             gains = torch.full((n, n), torch.nan)
@@ -685,7 +687,7 @@ def main(args: Args) -> dict:
         run.log(rows, C, distances, scalars)
 
         # Evaluation
-        if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
+        if args.eval_episodes and run.evaluates():
             run.log_evaluation(evaluate_agents(args, agents, held))
 
         # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
@@ -698,7 +700,7 @@ def main(args: Args) -> dict:
     # Weights, and the final evaluation of every agent on every task
     envs.close()
     for k, i in enumerate(held):
-        save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
+        run.save_weights(f"agent_{i}", agents[k])
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
     return run.finish(
@@ -743,6 +745,15 @@ class CustomTask(gym.Wrapper):
         return obs, np.asarray(reward).item(), terminated, truncated, {}
 
 
+class QuietTask(gym.Wrapper):
+    """A level of BabyAI, which prints the layouts that it rejects."""
+
+    def reset(self, **options) -> tuple[dict, dict]:
+        """Like the task's."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            return self.env.reset(**options)
+
+
 # Steps after which an episode of your own task ends that has no time limit; fewer than between
 # checkpoints, at which environments start anew
 LONGEST_EPISODE = 10_000
@@ -755,6 +766,8 @@ def make_env(env_id: str, **options) -> gym.Env:
     an evaluation plays whole episodes. options: of gym.make; one of your own may not know them.
     """
     env = gym.make(env_id, disable_env_checker=True, **options)
+    if env_id.startswith("BabyAI-"):
+        env = QuietTask(env)
     if ":" in env_id:
         env = CustomTask(env)
         if env.spec.max_episode_steps is None:
@@ -762,11 +775,16 @@ def make_env(env_id: str, **options) -> gym.Env:
     return show_observations(env)
 
 
+# Tasks that differ in envpool 1.2.5: some doors lead into walls, boxes have another colour, doors
+# are locked
+UNLIKE_MINIGRID = ("MultiRoom", "ObstructedMaze", "ActionObjDoor")
+
+
 def list_envpool_ids() -> set[str]:
-    """MiniGrid's in envpool, without MultiRoom (1.2.5), where some doors lead into walls."""
+    """MiniGrid's in envpool, but those that differ there."""
     names = importlib.import_module("envpool").list_all_envs()
-    families = "MiniGrid-", "BabyAI-"
-    return {name for name in names if name.startswith(families) and "MultiRoom" not in name}
+    names = {name for name in names if name.startswith(("MiniGrid-", "BabyAI-"))}
+    return {name for name in names if not any(word in name for word in UNLIKE_MINIGRID)}
 
 
 def choose_backend(args: Args) -> str:

@@ -37,7 +37,6 @@ import torch
 import torch.nn as nn
 import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from safetensors.torch import save_file
 from torch import Tensor
 
 import communicators
@@ -659,6 +658,8 @@ def main(args: Args) -> dict:
     peers = communicators.load_networks(exchange.recall(sent, sizes), first, senders)
     envs = Envs(args, held, run.iteration)
     actors = Actors(agents)
+    if args.eval_episodes and run.misses_evaluation():
+        run.log_evaluation(evaluate_agents(args, agents, held))
 
     for iteration in run.iterations():
         remaining = 1.0 - (iteration - 1) / num_iterations
@@ -727,8 +728,7 @@ def main(args: Args) -> dict:
             networks = communicators.load_networks(received, first, evaluated)
             policies = compute_public_policies(networks, public_states, n, num_actions)
             usable = policies.flatten(1).isfinite().all(1)
-            num_usable = int(exchange.all_gather(usable[rows_held, None].long()).sum())
-            dropped = len(exchange.members) - num_usable
+            dropped = exchange.drop_reports(reported_returns, usable, evaluated)
 
             # The new communicator; each agent estimates its own row of gains
             gains = torch.full((n, n), torch.nan)
@@ -761,7 +761,7 @@ def main(args: Args) -> dict:
         run.log(rows, C, distances, scalars)
 
         # Evaluation
-        if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
+        if args.eval_episodes and run.evaluates():
             run.log_evaluation(evaluate_agents(args, agents, held))
 
         # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
@@ -773,7 +773,7 @@ def main(args: Args) -> dict:
     # Weights, and the final evaluation of every agent on every task
     envs.close()
     for k, i in enumerate(held):
-        save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
+        run.save_weights(f"agent_{i}", agents[k])
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
     return run.finish(

@@ -35,7 +35,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 
 import communicators
@@ -475,6 +474,8 @@ def main(args: Args) -> dict:
     }
     run.restore(state)
     envs = Envs(args, held, run.iteration)
+    if args.eval_episodes and run.misses_evaluation():
+        run.log_evaluation(evaluate_agents(args, policy, held))
 
     for iteration in run.iterations():
         eta_t = eta / math.sqrt(1 + args.eta_decay * (iteration - 1))
@@ -559,7 +560,7 @@ def main(args: Args) -> dict:
         run.log(rows, communicators.uniform(n), torch.full((n, n), torch.nan), scalars)
 
         # Evaluation
-        if args.eval_episodes and run.due(args.eval_every) and iteration < args.total_iterations:
+        if args.eval_episodes and run.evaluates():
             run.log_evaluation(evaluate_agents(args, policy, held))
 
         # Checkpoint; every run, interrupted or not, starts its environments anew here
@@ -572,7 +573,7 @@ def main(args: Args) -> dict:
     # Weights, and the evaluation in gymnasium's environment
     envs.close()
     for i in held:
-        save_file(policy.state_dict(), run.folder / f"agent_{i}.safetensors")
+        run.save_weights(f"agent_{i}", policy)
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, policy, held))
     total_steps = sum(run.latest.get("charts/environment_steps", [0]))

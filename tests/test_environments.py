@@ -406,6 +406,37 @@ def test_doors_lead_somewhere():
         PRPO_MINIGRID.check_envs(PRPO_MINIGRID.Args(env_id=task, env_backend="envpool"))
 
 
+@needs_envpool
+@pytest.mark.parametrize(
+    ("env_id", "kind", "column"),
+    [("MiniGrid-ObstructedMaze-1Dlh-v0", 7, 1), ("BabyAI-ActionObjDoor-v0", 4, 2)],
+)
+def test_boxes_and_doors_are_those_of_minigrid(env_id, kind, column):
+    """In envpool boxes are blue in place of grey, and doors locked: it is never chosen there.
+
+    If this test fails, it may be usable again.
+    """
+
+    def list_codes(backend):
+        args = PRPO_MINIGRID.Args(
+            env_id=env_id, num_agents=1, num_envs=60, env_backend=backend, seed=7
+        )
+        envs = PRPO_MINIGRID.make_envs(args, 0)
+        codes = envs.obs.reshape(-1, 3)
+        envs.close()
+        return set(codes[codes[:, 0] == kind][:, column].tolist())
+
+    assert list_codes("gymnasium") != list_codes("envpool")
+    assert PRPO_MINIGRID.choose_backend(PRPO_MINIGRID.Args(env_id=env_id)) == "gymnasium"
+
+
+def test_babyai_prints_no_rejected_layouts(capsys):
+    env = PRPO_MINIGRID.make_env("BabyAI-PickupLoc-v0")
+    for seed in range(20):
+        env.reset(seed=seed)
+    assert capsys.readouterr().out == ""
+
+
 @every_backend
 def test_a_goal_on_the_last_allowed_step_is_a_termination(backend):
     """The official environment reports both, envpool a truncation only, which would bootstrap."""

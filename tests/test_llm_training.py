@@ -1778,14 +1778,15 @@ def test_one_reward_has_no_standard_deviation(rewards, expected):
 
 
 @pytest.mark.parametrize("minibatch_size", [1, 2])
-def test_an_isolated_agent_without_signal_stays_where_it_is(files, tmp_path, minibatch_size):
-    """The penalty holds it at its own policy, and no rounding error of it becomes a step."""
+@pytest.mark.parametrize("communicator", ["identity", "uniform"])
+def test_agents_without_signal_stay_where_they_are(files, tmp_path, communicator, minibatch_size):
+    """The penalty holds them at the policy of all, and no rounding error of it becomes a step."""
     (tmp_path / "equal.py").write_text(
         "def equal(prompts, completions, references):\n    return [0.5] * len(prompts)\n"
     )
-    settings = {"communicator": "identity", "kl_coef": 0.5, "missing_eos_penalty": 0.0}
+    settings = {"communicator": communicator, "kl_coef": 0.5, "missing_eos_penalty": 0.0}
     settings |= {"reward": f"{tmp_path / 'equal.py'}:equal", "save_every": 1, "eval_prompts": 0}
-    settings |= {"minibatch_size": minibatch_size}
+    settings |= {"minibatch_size": minibatch_size, "local_updates": 1}
     prpo_llm.main(tiny(files, tmp_path / "runs", **settings))
     run = only_run(tmp_path / "runs")
     for agent in range(2):

@@ -3,6 +3,7 @@ processes.
 """
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import (
+    DISTRAL_MINIGRID,
     FEDAVG_ATARI,
     FEDAVG_MINIGRID,
     FEDAVG_MUJOCO,
@@ -41,6 +43,7 @@ from helpers import (
     table_of,
     tiny,
     torchrun,
+    train,
     weights_of,
 )
 from ports import free_port
@@ -404,6 +407,40 @@ def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
     whole = rows_of(folder)
     assert whole[: len(rows)] == rows
     assert Counter(row["iteration"] for row in whole) == {str(k): 3 for k in range(1, 41)}
+
+
+@on(
+    [
+        PRPO_MINIGRID,
+        FEDAVG_MINIGRID,
+        PRTRPO_MINIGRID,
+        DISTRAL_MINIGRID,
+        PRPO_MUJOCO,
+        SLOW_FEDAVG_MUJOCO,
+        SLOW_ATARI,
+    ]
+)
+def test_the_evaluation_of_an_interrupted_run_waits_for_its_resume(script, tmp_path, monkeypatch):
+    """The checkpoint comes at once, as the message says, and no evaluation is lost."""
+    changes = {"iterations": 4, "eval_every": 2}
+    whole = train(script, tmp_path / "whole", **changes)
+    rollout = script.module.rollout
+    rollouts = []
+
+    def interrupt(*inputs):
+        rollouts.append(rollout(*inputs))
+        if len(rollouts) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rollouts[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.module, "rollout", interrupt)
+        with pytest.raises(SystemExit):
+            script.main(tiny(script, tmp_path / "runs", **changes))
+    folder = only_run(tmp_path / "runs")
+    assert table_of(folder, "evaluations") == []
+    resume(script, folder)
+    assert table_of(folder, "evaluations") == table_of(whole, "evaluations")
 
 
 def test_a_signal_to_one_rank_ends_all_ranks_at_the_same_iteration(tmp_path):

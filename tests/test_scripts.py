@@ -53,6 +53,7 @@ from helpers import (
     tiny,
     train,
 )
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from scipy import stats
 from tyro._docstrings import get_field_docstring
@@ -816,6 +817,51 @@ def test_an_agent_whose_policy_overflows_has_no_return(script, greedy):
     assert [math.isnan(number) for number in returns] == [True, True]
 
 
+@on(
+    [
+        PRPO_MINIGRID,
+        FEDAVG_MINIGRID,
+        PRTRPO_MINIGRID,
+        PRPO_MUJOCO,
+        FEDAVG_MUJOCO,
+        SLOW_ATARI,
+    ]
+)
+def test_an_agent_whose_policy_overflows_reports_nothing(script, tmp_path, monkeypatch):
+    """Its return would move the weights among the others."""
+    load = communicators.load_networks
+    make = script.module.make_communicator
+    reports = []
+
+    def spoil(*inputs):
+        networks = load(*inputs)
+        if 2 in networks:
+            for parameter in networks[2].parameters():
+                parameter.data.fill_(3e38)
+        return networks
+
+    def record(args, returns=None, *others):
+        if returns is not None:
+            reports.append(returns.isnan().tolist())
+        return make(args, returns, *others)
+
+    monkeypatch.setattr(communicators, "load_networks", spoil)
+    monkeypatch.setattr(script.module, "make_communicator", record)
+    train(script, tmp_path, iterations=3, local_updates=3, eval_episodes=0, num_envs=4)
+    assert reports[-1] == [False, False, True]
+
+
+def test_a_full_disk_at_the_last_weights_ends_in_one_line(tmp_path, monkeypatch):
+    def fail(*_):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(communicators, "save_file", fail)
+    args = tiny(PRPO_MINIGRID, tmp_path, iterations=2, eval_episodes=0)
+    message = refusal(PRPO_MINIGRID.main, args, code=1)
+    expected = "No space left on device; what was saved before is kept, go on with --resume"
+    assert message == f"{only_run(tmp_path)}: {expected}"
+
+
 @on([PRPO_MINIGRID, SLOW_ATARI, PRPO_MUJOCO])
 def test_evaluations_table(script, finished):
     """evaluations.csv and TensorBoard: every agent on every task at each --eval-every.
@@ -1109,7 +1155,16 @@ GAUSSIANS = {
     ),
     "LONGEST_EPISODE": ("LONGEST_EPISODE",),
     "CustomTask": ("def step(",),
-    "make_env": ('"""', "evaluation plays", "of your own", "import_mujoco", "return", "Its own"),
+    "make_env": (
+        '"""',
+        "evaluation plays",
+        "of your own",
+        "import_mujoco",
+        "return",
+        "Its own",
+        "BabyAI",
+        "QuietTask",
+    ),
     "evaluate_agents": ("Sampled actions", "levels."),
     "check_task": ("What types cannot express of the flags", "hidden_sizes"),
     "find_env_problem": (
@@ -1775,7 +1830,7 @@ DISTRAL_LOOP = """
 + "communication/rounds": 1 + (iteration - 1) // args.local_updates,
 + "communication/dropped": n - len(finite),
 + run.log(rows, communicators.uniform(n), torch.full((n, n), torch.nan), scalars)
-+ save_file(central.state_dict(), run.folder / "central.safetensors")
++ run.save_weights("central", central)
 + communication_rounds=math.ceil(run.iteration / args.local_updates),
 """
 
