@@ -1438,6 +1438,20 @@ def test_snapshots_count_the_bytes_that_agents_send_each_other(alone, reads, lis
         assert torch.equal(torch.stack(received), local[:-1])
 
 
+@pytest.mark.parametrize("evaluated", [(), (1, 2)])
+def test_agents_without_a_usable_policy_report_nothing(alone, monkeypatch, evaluated):
+    """Agent 2, which is held here, and agent 1, elsewhere, if its policy has been evaluated."""
+    exchange = alone(3)
+    # As federate.py does, which knows of the agents held only
+    exchange.agents = range(2, 3)
+    monkeypatch.setattr(
+        exchange, "all_gather", lambda row: torch.nn.functional.pad(row, (0, 0, 2, 0))
+    )
+    reports = torch.ones(3)
+    assert exchange.drop_reports(reports, torch.tensor([True, False, False]), evaluated) == 1
+    assert reports.isnan().tolist() == [False, 1 in evaluated, True]
+
+
 def test_agents_that_ranks_cannot_share_equally_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
