@@ -668,12 +668,12 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
     arithmetic: log sum_j c_j pi_j. geometric: sum_j c_j log pi_j, renormalised. A policy of weight
     0 has no influence, whatever its log-probabilities are, and one that is NaN in a state (its
     network overflows there) none in this state.
-    Returns [..., actions], whose probabilities sum to 1; NaN where all policies are. Raises
-    ValueError if a geometric mixture has no common support.
+    Returns [..., actions], whose probabilities sum to 1, maybe a view; NaN where all policies are.
+    Raises ValueError if a geometric mixture has no common support.
     """
     if mixture not in MIXTURES:
         raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
-    if all(torch.equal(policy, log_probs[0]) for policy in log_probs):
+    if all(torch.equal(policy, log_probs[0]) for policy in log_probs[1:]):
         return log_probs[0]  # rounding errors of a mixture would move agents without a signal
     if weights.dim() > 1:
         return _mix_by_state(log_probs, weights, mixture)
@@ -1104,7 +1104,7 @@ class Exchange:
 
     def drop_reports(self, reports: Tensor, usable: Tensor, evaluated: Iterable[int]) -> int:
         """Make the reports of agents without a usable policy NaN, in place, so that they have no
-        influence on C. Returns how many agents have none.
+        influence on C. Returns the number of these agents.
 
         reports: [agents], of `round`; usable: bool [agents], known here of the agents held and of
         those in `evaluated`.
@@ -2315,6 +2315,8 @@ class Run:
 
     def iterations(self) -> Iterator[int]:
         """The iterations that are left, from 1; an interruption makes the current one the last."""
+        if self.iteration:  # a resumed run may have made up for an evaluation
+            self._note_interruption()
         while self.iteration < self.total and not self.interrupted:
             self.iteration += 1
             self._began = time.perf_counter()
@@ -2329,6 +2331,7 @@ class Run:
         is_due = self.due(self.args.eval_every) and self.iteration < self.total
         return is_due and not self.interrupted
 
+    @_end_in_one_line
     def misses_evaluation(self) -> bool:
         """Whether a resumed run lacks the evaluation of its last iteration: it was interrupted or
         failed there.

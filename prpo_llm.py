@@ -1708,12 +1708,20 @@ def record(function: Callable[[], None]) -> Callable[[], None]:
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
     """Draw from softmax(logits) by inverting the distribution function.
 
-    logits: [..., vocabulary] float32, uniforms: [...] in [0, 1). Returns tokens [...].
+    In two stages, because there are many tokens: a block of 256, then a token in it. logits: [...,
+    vocabulary] float32, uniforms: [...] in [0, 1). Returns tokens [...].
     """
-    cumulative = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
-    target = uniforms.double()[..., None] * cumulative[..., -1:]
-    # The first token whose sum is larger: never one of probability 0
-    tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    padded = F.pad(logits.softmax(-1), (0, -logits.shape[-1] % 256))
+    probs = padded.unflatten(-1, (-1, 256))  # [..., blocks, 256]
+    mass = probs.sum(-1).double().cumsum(-1)
+    target = uniforms.double()[..., None] * mass[..., -1:]
+    block = torch.searchsorted(mass, target, right=True).clamp(max=mass.shape[-1] - 1)
+    before = F.pad(mass, (1, 0)).gather(-1, block)
+    inner = probs.take_along_dim(block[..., None], dim=-2).squeeze(-2).double()
+    token = torch.searchsorted(inner.cumsum(-1), target - before, right=True)
+    # Rounding must not lead to tokens of probability 0
+    last = 255 - inner.flip(-1).gt(0).int().argmax(-1, keepdim=True)
+    tokens = (block * 256 + token.minimum(last)).squeeze(-1)
     return tokens.clamp(max=logits.shape[-1] - 1)  # NaN would lead to tokens that do not exist
 
 
@@ -2332,15 +2340,13 @@ def compute_hidden(model, batch: dict) -> Tensor:
         return compute_hidden_together(model, batch)
     hidden = []
     agents, prompts = batch["lengths"].shape[:2]
-    name, numbers, *_ = Adapters.selection
-    numbers = numbers or range(agents)
     for k in range(agents):
         of_agent = {
             "prompts": batch["prompts"][k * prompts : (k + 1) * prompts],
             "tokens": batch["tokens"][k : k + 1],
             "lengths": batch["lengths"][k : k + 1],
         }
-        with select_adapters(name, (numbers[k],)):
+        with select_adapter(k):
             hidden.append(compute_hidden_together(model, of_agent))
     longest = max(states.shape[-2] for states in hidden)
     padded = [F.pad(states, (0, 0, 0, longest - states.shape[-2])) for states in hidden]
@@ -2509,6 +2515,18 @@ def select_adapters(name: str, numbers: tuple[int, ...] | None = None) -> Iterat
     """
     previous = Adapters.selection
     Adapters.selection = Selection(name, numbers, {}, {})
+    try:
+        yield
+    finally:
+        Adapters.selection = previous
+
+
+@contextlib.contextmanager
+def select_adapter(k: int) -> Iterator[None]:
+    """Inside `select_adapters`: pass batches through the k-th of the selected adapters only."""
+    previous = Adapters.selection
+    numbers = (k if previous.numbers is None else previous.numbers[k],)
+    Adapters.selection = previous._replace(numbers=numbers)
     try:
         yield
     finally:
@@ -4221,7 +4239,7 @@ def complete_and_score(
     agents = [i for i in agents for _ in range(number)]
     inputs = args, functions, tokenizer, repeated, agents, tokens, lengths
     texts, ends, scores = score_completions(*inputs)
-    # Of NaN, the most probable token is the first: it is no completion of a diverged agent
+    # The most probable token of NaN is the first: no choice of an agent that has diverged
     diverged = find_diverged(model)
     diverged = diverged.repeat_interleave(len(texts) // len(diverged))
     diverged |= ~logprobs.isfinite().all(-1)
@@ -4290,8 +4308,8 @@ def sample_evaluation(
         generator = torch.Generator().manual_seed(seed)
         uniforms.append(torch.rand(args.eval_samples, args.response_length, generator=generator))
     inputs = args, complete, model, tokenizer, functions, chosen, agents
-    how = torch.stack(uniforms), args.temperature, args.eval_top_p
-    texts, scores, measures = complete_and_score(*inputs, *how)
+    sampling = torch.stack(uniforms), args.temperature, args.eval_top_p
+    texts, scores, measures = complete_and_score(*inputs, *sampling)
     shape = (len(chosen), args.eval_samples)
     rewards = np.reshape(scores["reward"], shape)
     means = {"sampled_reward": [communicators.mean(row[~np.isnan(row)]) for row in rewards]}
@@ -4428,8 +4446,10 @@ def check_batches(args: Args) -> None:
         refuse(args, "micro_batch_size", f"must divide the minibatch of {minibatch}")
     if args.prompts_per_agent < args.batch_size and not list_datasets(args):
         refuse(args, "prompts_per_agent", f"must be at least {args.batch_size}, a batch")
-    if args.clip_higher and not 0 < args.clip_coef <= args.clip_higher:
-        refuse(args, "clip_higher", f"must be at least --clip-coef {args.clip_coef}, above 0")
+    if args.clip_higher and not args.clip_coef:
+        refuse(args, "clip_higher", "has no effect with --clip-coef 0")
+    if 0 < args.clip_higher < args.clip_coef:
+        refuse(args, "clip_higher", f"must be at least --clip-coef {args.clip_coef}")
     if args.algorithm == "grpo" and args.group_size < 2:
         refuse(args, "group_size", "must be at least 2 for GRPO")
     if args.min_response_tokens > args.response_length:

@@ -10,9 +10,9 @@ of each other, so a run of eight also has four pairs and eight single ones: each
 row. A run of six has three pairs, six single ones, and itself.
 
 Writes OUT.csv, a row per crowd: the share of its agents whose evaluation is at least 0.8, its mean,
-and the steps after which the training return of 80 % of them is, empty if it never is. The printed
-table has the mean share, with Wilson's interval, where a seed is a trial. A figure of it is in
-benchmark/figures.py.
+and the steps after which 80 % of them have a training return of at least 0.8, empty if they never
+do. The printed table has the mean share, with Wilson's interval, where a seed is a trial. A figure
+of it is in benchmark/figures.py.
 """
 
 import math

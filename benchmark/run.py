@@ -312,9 +312,15 @@ def execute(args: Args, jobs: list[Job], total: int) -> None:
     seconds = []  # that finished commands took
     signals = []
     answered = 0  # signals that have been passed on
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
-            signal.signal(number, lambda number, frame: signals.append(number))
+
+    def note(number: int, frame) -> None:
+        if number != signal.SIGHUP or number not in signals:  # the shell and the kernel send it
+            signals.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # by nohup
+        signal.signal(signal.SIGHUP, note)
     while running or (waiting and not signals):
         while waiting and free and not signals:
             job = waiting.popleft()

@@ -286,7 +286,7 @@ def read_runs(
         if missing:
             refuse(f"--runs: {run.folder} has no {missing[0]}")
         other = first.setdefault((run.task, run.name), run)
-        for name in (run.common.keys() & other.common.keys()) - CHANGED_ON_RESUME:
+        for name in sorted((run.common.keys() & other.common.keys()) - CHANGED_ON_RESUME):
             if run.common[name] != other.common[name]:
                 values = f"--{name.replace('_', '-')} {other.common[name]} and {run.common[name]}"
                 problem = f"the same name as {other.folder}, but other settings ({values})"

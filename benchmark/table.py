@@ -187,9 +187,12 @@ def read_rows(args: Args) -> pd.DataFrame:
         if args.csv:
             write(Path(args.csv), header(runs), rows)
     rows = rows.rename(columns={"mean_training_return": "auc", "condition": "env"})
-    if "env" not in rows or ("timesteps" not in rows and (args.search or args.evp)):
-        refuse(f"--from-csv {args.from_csv}: has no such rows, it is of another tool")
-    if not (args.search or args.evp):
+    is_search = args.search or args.evp
+    if "env" not in rows:
+        refuse(f"--from-csv {args.from_csv}: has no column env or condition, it is of another tool")
+    if is_search and "timesteps" not in rows:
+        refuse(f"--from-csv {args.from_csv}: has no column timesteps, it is of no search")
+    if not is_search:
         refuse_repeats(rows, ["env", "method", "seed"])
     if args.measure not in rows:
         refuse(f"--measure {args.measure}: the runs have no such column")

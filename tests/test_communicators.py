@@ -1163,9 +1163,10 @@ def test_weights_by_state_mix_each_state_with_its_own(mixture, seed, n, dimensio
 @pytest.mark.parametrize("mixture", communicators.MIXTURES)
 def test_one_policy_with_all_weight_in_every_state_is_the_reference(mixture):
     """Bit for bit as with a vector of weights: a gate does not change isolated training."""
-    log_probs = policies(0, 1, 50, 7)
-    mixed = mix_log_probs(log_probs, torch.ones(1, 50), mixture)
-    assert torch.equal(mixed, mix_log_probs(log_probs, torch.ones(1), mixture))
+    log_probs = policies(0, 2, 50, 7)
+    weights = torch.tensor([1.0, 0.0])
+    mixed = mix_log_probs(log_probs, weights[:, None].expand(2, 50), mixture)
+    assert torch.equal(mixed, mix_log_probs(log_probs, weights, mixture))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

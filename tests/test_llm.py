@@ -852,6 +852,10 @@ BAD = {
     "not a number": (["--kl-coef", "nan"], ["--kl-coef nan", "finite"]),
     "infinite": (["--missing-eos-penalty", "inf"], ["--missing-eos-penalty inf", "finite"]),
     "group of one": (["--group-size", "1"], ["--group-size 1", "at least 2"]),
+    "upper clip without a lower": (
+        ["--clip-coef", "0", "--clip-higher", "0.28"],
+        ["--clip-higher 0.28", "has no effect with --clip-coef 0"],
+    ),
     "upper clip below the lower": (
         ["--clip-higher", "0.1"],
         ["--clip-higher 0.1", "at least --clip-coef 0.2"],

@@ -679,7 +679,7 @@ def test_rows_that_are_no_seeds_are_refused():
         args = table.Args(from_csv=str(RESULTS / f"{name}.csv"))
         assert re.fullmatch(line, refusal(table.main, args))
     args = table.Args(from_csv=str(RESULTS / "agreement.csv"), search=True, measure="auc")
-    assert refusal(table.main, args).endswith("is of another tool")
+    assert refusal(table.main, args).endswith("has no column timesteps, it is of no search")
 
 
 # Figures

@@ -421,10 +421,14 @@ def test_signals_end_a_run_with_a_checkpoint(script, number, tmp_path):
     ]
 )
 def test_the_evaluation_of_an_interrupted_run_waits_for_its_resume(script, tmp_path, monkeypatch):
-    """The checkpoint comes at once, as the message says, and no evaluation is lost."""
+    """The checkpoint comes at once, as the message says, and no evaluation is lost.
+
+    A signal in that of the resumed run ends it before another iteration.
+    """
     changes = {"iterations": 4, "eval_every": 2}
     whole = train(script, tmp_path / "whole", **changes)
     rollout = script.module.rollout
+    evaluate = script.module.evaluate_agents
     rollouts = []
 
     def interrupt(*inputs):
@@ -433,12 +437,21 @@ def test_the_evaluation_of_an_interrupted_run_waits_for_its_resume(script, tmp_p
             os.kill(os.getpid(), signal.SIGTERM)
         return rollouts[-1]
 
+    def interrupt_evaluation(*inputs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*inputs)
+
     with monkeypatch.context() as patch:
         patch.setattr(script.module, "rollout", interrupt)
         with pytest.raises(SystemExit):
             script.main(tiny(script, tmp_path / "runs", **changes))
     folder = only_run(tmp_path / "runs")
     assert table_of(folder, "evaluations") == []
+    with monkeypatch.context() as patch:
+        patch.setattr(script.module, "evaluate_agents", interrupt_evaluation)
+        with pytest.raises(SystemExit):
+            resume(script, folder)
+    assert rows_of(folder)[-1]["iteration"] == "2"
     resume(script, folder)
     assert table_of(folder, "evaluations") == table_of(whole, "evaluations")
 

@@ -689,6 +689,16 @@ def test_metrics(finished):
     assert task == "CartPole-v1"
 
 
+def test_a_resumed_run_makes_a_missed_evaluation(tmp_path):
+    """As in the scripts of PR-PPO, where it is missing after a signal."""
+    _, whole = train(tmp_path / "whole", eval_every=2)
+    _, folder = train(tmp_path / "resumed", eval_every=2, total_iterations=2)
+    (folder / "evaluations.csv").unlink()
+    argv = ["--resume", str(folder), "--total-iterations", "4"]
+    s2zpo_mujoco.main(parse_args(s2zpo_mujoco, argv))
+    assert table_of(folder, "evaluations") == table_of(whole, "evaluations")
+
+
 @pytest.mark.parametrize("changes", [{}, {"env_backend": "gymnasium", "algorithm": "fedavg"}])
 def test_a_resumed_run_is_the_same_run(changes, tmp_path):
     """Two iterations, then two more, are four."""
