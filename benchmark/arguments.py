@@ -94,6 +94,16 @@ def parse_object(place: Path | str, text: str) -> dict:
     return content
 
 
+def is_atari(env_id: str) -> bool:
+    """Whether a task is a game of the Atari 2600."""
+    return env_id.endswith("NoFrameskip-v4")
+
+
+def is_minigrid(env_id: str) -> bool:
+    """Whether a task is one of MiniGrid."""
+    return env_id.startswith(("MiniGrid-", "BabyAI-"))
+
+
 def end_with_reader() -> None:
     """End without a traceback once a reader, such as head or less, has seen enough."""
     if hasattr(signal, "SIGPIPE"):  # not on Windows

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from arguments import read_json
 from minigrid.utils.baby_ai_bot import BabyAIBot
-from tiny_llama import Trainer, make_model
+from tiny_llama import Trainer, make_model, pad_examples
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -169,18 +169,6 @@ def draw_batches(args: Args, lengths: list[int]) -> Iterator[list[int]]:
         inds.sort(key=lambda k: lengths[k])
         for block in torch.randperm(number, generator=generator).tolist():
             yield inds[block * args.batch_size : (block + 1) * args.batch_size]
-
-
-def pad_examples(pairs: list[tuple], eos: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [examples, longest], padded with EOS, and labels: the answer and EOS, else -100."""
-    longest = max(len(prompt) + len(answer) for prompt, answer in pairs) + 1
-    tokens = torch.full((len(pairs), longest), eos)
-    labels = torch.full((len(pairs), longest), -100)
-    for k, (prompt, answer) in enumerate(pairs):
-        ids = torch.tensor([*prompt, *answer, eos])
-        tokens[k, : len(ids)] = ids
-        labels[k, len(prompt) : len(ids)] = ids[len(prompt) :]
-    return tokens, labels
 
 
 def measure_success(args: Args, folder: Path) -> dict[str, float]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 from arguments import read_flags, refuse
 from runs import write
-from throughput import ROOT, num_cores
+from throughput import ROOT, num_cores, run_alone
 
 NUM_STEPS = 64
 
@@ -74,21 +74,18 @@ def measure(args: Args, num_agents: int) -> dict[str, float]:
     """One run. Returns its row."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *make_command(args, num_agents, folder)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
+        code, peak_memory = run_alone(command, stdout=subprocess.DEVNULL)
+        if code:
             sys.exit(f"{shlex.join(command)} failed")
         (run,) = Path(folder).iterdir()
         summary = json.loads((run / "summary.json").read_text())
         iterations = num_agents * args.iterations  # of all agents
-        unit = 1024 if sys.platform != "darwin" else 1
         return {
             "topology": args.topology,
             "agents": num_agents,
             "round_ms": 1000 * summary["seconds"]["exchange"] / iterations,
             "iteration_ms": 1000 * summary["train_seconds"] / iterations,
-            "peak_memory_mb": usage.ru_maxrss * unit / 2**20,
+            "peak_memory_mb": peak_memory,
             "checkpoint_kb": measure_size(run, f"checkpoints/*/{args.iterations}.pt") / num_agents,
             "tensorboard_kb": measure_size(run, "events*") / iterations,
             "csv_kb": measure_size(run, "*.csv") / iterations,

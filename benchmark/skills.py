@@ -54,7 +54,7 @@ from arguments import (  # noqa: E402
     read_json_lines,
     refuse,
 )
-from tiny_llama import Trainer, make_model  # noqa: E402
+from tiny_llama import Trainer, make_model, pad_examples  # noqa: E402
 
 SKILLS: dict[str, Callable[[str], str]] = {
     "copy": lambda word: word,
@@ -261,20 +261,13 @@ def make_tokenizer(more: str = "") -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer, batch: list[dict[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [examples, longest], padded with EOS, and labels: what follows the prompt, with one
-    EOS, else -100.
-    """
+    """The tokens and labels of `pad_examples`."""
     code = tokenizer.get_vocab()
-    longest = max(len(example["prompt"] + example["completion"]) for example in batch) + 1
-    tokens = []
-    labels = []
+    pairs = []
     for example in batch:
-        ids = [code[letter] for letter in example["prompt"] + example["completion"]] + [code[EOS]]
-        prompt_length = len(example["prompt"])
-        padding = longest - len(ids)
-        tokens.append(ids + [code[EOS]] * padding)
-        labels.append([-100] * prompt_length + ids[prompt_length:] + [-100] * padding)
-    return torch.tensor(tokens), torch.tensor(labels)
+        prompt = [code[letter] for letter in example["prompt"]]
+        pairs.append((prompt, [code[letter] for letter in example["completion"]]))
+    return pad_examples(pairs, code[EOS])
 
 
 def pretrain(args: Args, tokenizer, without: set[str]) -> LlamaForCausalLM:

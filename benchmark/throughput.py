@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from arguments import read_flags, refuse
+from arguments import is_atari, is_minigrid, read_flags, refuse
 
 ROOT = Path(__file__).resolve().parent.parent
 SB3 = "stable-baselines3"
@@ -80,6 +80,22 @@ class Args:
     """also write every single run into this file"""
 
 
+def run_alone(command: list[str], **outputs) -> tuple[int, float]:
+    """Run a process; outputs: as `subprocess.Popen` takes them. Returns its exit code, and its peak
+    memory in MiB.
+    """
+    process = subprocess.Popen(command, cwd=ROOT, **outputs)
+    try:
+        _, status, usage = os.wait4(process.pid, 0)  # of this child alone, unlike RUSAGE_CHILDREN
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return process.returncode, usage.ru_maxrss * unit / 2**20
+
+
 def measure(command: list[str]) -> dict:
     """Run `command` alone, in a temporary folder.
 
@@ -89,38 +105,19 @@ def measure(command: list[str]) -> dict:
         with open(Path(folder, "log"), "w+") as log:
             arguments = [sys.executable, *command, "--run-dir", folder]
             started = time.perf_counter()
-            process = subprocess.Popen(arguments, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-            try:
-                # Of this child alone, unlike RUSAGE_CHILDREN
-                _, status, usage = os.wait4(process.pid, 0)
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
+            code, peak_memory = run_alone(arguments, stdout=log, stderr=subprocess.STDOUT)
             seconds = time.perf_counter() - started
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
+            if code:
                 log.seek(0)
                 sys.exit(f"{shlex.join(command)} failed:\n{log.read()[-2000:]}")
         summary = json.loads(next(Path(folder).glob("*/summary.json")).read_text())
-    peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     units = ("completions", "episodes", "agent_steps")
     unit = next(name for name in units if f"{name}_per_second" in summary)
     return summary | {
         "speed": summary[f"{unit}_per_second"],
-        "peak_memory_mb": peak_bytes / 2**20,
+        "peak_memory_mb": peak_memory,
         "process_seconds": seconds,
     }
-
-
-def is_atari(env_id: str) -> bool:
-    """Whether a task is a game of the Atari 2600."""
-    return env_id.endswith("NoFrameskip-v4")
-
-
-def is_minigrid(env_id: str) -> bool:
-    """Whether a task is one of MiniGrid."""
-    return env_id.startswith(("MiniGrid-", "BabyAI-"))
 
 
 def choose_script(env_id: str) -> str:

@@ -24,6 +24,18 @@ def make_model(args, tokenizer, **settings) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def pad_examples(pairs: list[tuple], eos: int) -> tuple[Tensor, Tensor]:
+    """Tokens [examples, longest], padded with EOS, and labels: the answer and EOS, else -100."""
+    longest = max(len(prompt) + len(answer) for prompt, answer in pairs) + 1
+    tokens = torch.full((len(pairs), longest), eos)
+    labels = torch.full((len(pairs), longest), -100)
+    for k, (prompt, answer) in enumerate(pairs):
+        ids = torch.tensor([*prompt, *answer, eos])
+        tokens[k, : len(ids)] = ids
+        labels[k, len(prompt) : len(ids)] = ids[len(prompt) :]
+    return tokens, labels
+
+
 class Trainer:
     """AdamW for --steps; --learning-rate is reached after a tenth of them and falls by a cosine."""
 

@@ -53,7 +53,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecNormalize
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from arguments import read_flags, refuse
+from arguments import is_atari, is_minigrid, read_flags, refuse
 
 # Their versions go into summary.json
 PACKAGES = ("stable-baselines3", "torch", "numpy", "gymnasium", "minigrid", "ale-py", "mujoco")
@@ -134,16 +134,6 @@ def check_args(args: Args, minigrid_only: bool = False) -> None:
         examples += ", BeamRiderNoFrameskip-v4 and HalfCheetah-v5"
     if args.env_id not in gym.registry or not usable:
         refuse(f"--env-id {args.env_id}: unknown; {examples} will do")
-
-
-def is_minigrid(env_id: str) -> bool:
-    """Whether a task is one of MiniGrid."""
-    return env_id.startswith(("MiniGrid-", "BabyAI-"))
-
-
-def is_atari(env_id: str) -> bool:
-    """Whether a task is a game of the Atari 2600."""
-    return env_id.endswith("NoFrameskip-v4")
 
 
 def is_mujoco(env_id: str) -> bool:
