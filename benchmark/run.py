@@ -57,7 +57,7 @@ TEMPLATE = """\
 exec @COMMAND@
 """
 # How the output of our scripts begins, alone and as processes of a federation
-FOLDER = re.compile(r"(.+__\d+__(?:agents?_[\d_]+__)?\d+): (?:agents? [\d ]+ of )?\d+ agents on ")
+FOLDER = re.compile(r"(.+__\d+__(?:agents?_[\d-]+__)?\d+): (?:agents? [\d-]+ of )?\d+ agents on ")
 ENDED = "# exit code "
 FOR_A_SHELL = set("|&;<>()$`*?~")
 

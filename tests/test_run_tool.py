@@ -463,8 +463,7 @@ def test_our_scripts_say_what_the_tool_looks_for(tmp_path, tool):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("agents", ["1", "1 2"])
+@pytest.mark.parametrize("agents", ["1 2", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_process_of_a_federation_is_resumed(agents, tmp_path, tool):
     line = f"python {REPOSITORY}/federate.py --wait 0 --exchange share --agents {agents}"
     line += f" {REPOSITORY}/prpo_minigrid.py --env-id MiniGrid-Empty-5x5-v0"
