@@ -3374,7 +3374,7 @@ def list_datasets(args: Args) -> list[str]:
     return [pattern.replace("{i}", str(i)) for i in range(args.num_agents)]
 
 
-def refuse_data(args: Args, flag: str, name: str, problem: str, any_rank=False) -> NoReturn:
+def refuse_data(args: Args, flag: str, name: str, problem: str, any_rank: bool = False) -> NoReturn:
     """End with one line, from any rank if agents have data of their own: maybe only this one has
     the problem."""
     message = f"--{flag} {name}: {problem}"

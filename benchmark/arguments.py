@@ -94,6 +94,13 @@ def parse_object(place: Path | str, text: str) -> dict:
     return content
 
 
+def read_speed(summary: dict) -> float:
+    """What a run's summary.json says that it made in a second: completions, episodes or steps."""
+    units = ("completions", "episodes", "agent_steps")
+    unit = next(name for name in units if f"{name}_per_second" in summary)
+    return summary[f"{unit}_per_second"]
+
+
 def is_atari(env_id: str) -> bool:
     """Whether a task is a game of the Atari 2600."""
     return env_id.endswith("NoFrameskip-v4")

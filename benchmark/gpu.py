@@ -17,12 +17,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments import append_row, read_flags
+from arguments import append_row, read_flags, read_speed
 
 COLUMNS = ("work", "contender", "finished", "speed", "train_seconds", "peak_gib", "command")
-
-# Of summary.json the one that there is
-UNITS = {"completions_per_second", "episodes_per_second", "agent_steps_per_second"}
 
 
 @dataclass
@@ -59,8 +56,7 @@ def read_run(folder: Path) -> dict:
             row["speed"] = logged.get("completions_per_second", "")
     for path in folder.glob("*/summary.json"):
         summary = json.loads(path.read_text())
-        (unit,) = summary.keys() & UNITS
-        row["speed"] = f"{summary[unit]:.5g}"
+        row["speed"] = f"{read_speed(summary):.5g}"
         row["train_seconds"] = f"{summary['train_seconds']:.3f}"
     return row
 

@@ -286,12 +286,19 @@ def read_runs(
         if missing:
             refuse(f"--runs: {run.folder} has no {missing[0]}")
         other = first.setdefault((run.task, run.name), run)
-        for name in sorted((run.common.keys() & other.common.keys()) - CHANGED_ON_RESUME):
-            if run.common[name] != other.common[name]:
-                values = f"--{name.replace('_', '-')} {other.common[name]} and {run.common[name]}"
-                problem = f"the same name as {other.folder}, but other settings ({values})"
-                sys.exit(f"{run.folder}: {problem}; name them differently")
+        values = find_difference(other, run, CHANGED_ON_RESUME)
+        if values:
+            problem = f"the same name as {other.folder}, but other settings ({values})"
+            sys.exit(f"{run.folder}: {problem}; name them differently")
     return runs
+
+
+def find_difference(run: Run, other: Run, apart: set[str]) -> str:
+    """The first setting, but for these, in which two runs differ, with both values; or nothing."""
+    for name in sorted((run.common.keys() & other.common.keys()) - apart):
+        if run.common[name] != other.common[name]:
+            return f"--{name.replace('_', '-')} {run.common[name]} and {other.common[name]}"
+    return ""
 
 
 def split_run(run: Run) -> list[Run]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from arguments import is_atari, is_minigrid, read_flags, refuse
+from arguments import is_atari, is_minigrid, read_flags, read_speed, refuse
 
 ROOT = Path(__file__).resolve().parent.parent
 SB3 = "stable-baselines3"
@@ -111,10 +111,8 @@ def measure(command: list[str]) -> dict:
                 log.seek(0)
                 sys.exit(f"{shlex.join(command)} failed:\n{log.read()[-2000:]}")
         summary = json.loads(next(Path(folder).glob("*/summary.json")).read_text())
-    units = ("completions", "episodes", "agent_steps")
-    unit = next(name for name in units if f"{name}_per_second" in summary)
     return summary | {
-        "speed": summary[f"{unit}_per_second"],
+        "speed": read_speed(summary),
         "peak_memory_mb": peak_memory,
         "process_seconds": seconds,
     }

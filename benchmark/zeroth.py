@@ -20,7 +20,16 @@ from pathlib import Path
 import pandas as pd
 from arguments import read_flags, refuse
 from plot import make_axes, save
-from runs import Run, header, read_runs, read_table, refuse_repeats, with_interval, write
+from runs import (
+    Run,
+    find_difference,
+    header,
+    read_runs,
+    read_table,
+    refuse_repeats,
+    with_interval,
+    write,
+)
 from styles import BLACK, BLUE, VERMILION
 from table import format_mean, print_table
 
@@ -71,10 +80,9 @@ def make_rows(runs: list[Run]) -> pd.DataFrame:
     first = {}
     for run in runs:
         other = first.setdefault((run.task, run.settings["algorithm"]), run)
-        for name in sorted(run.common.keys() & other.common.keys() - {*CELL, "exp_name"}):
-            if run.common[name] != other.common[name]:
-                values = f"--{name.replace('_', '-')} {other.common[name]} and {run.common[name]}"
-                sys.exit(f"{run.task}, {run.settings['algorithm']} has runs with {values}")
+        values = find_difference(other, run, {*CELL, "exp_name"})
+        if values:
+            sys.exit(f"{run.task}, {run.settings['algorithm']} has runs with {values}")
     rows = refuse_repeats(pd.DataFrame(map(make_row, runs)), KEY)
     return keep_complete(rows.sort_values(KEY, key=lambda values: values.map(str)))
 

@@ -69,34 +69,37 @@ SPREAD["ppo gate"] = SPREAD["ppo policy"] | {"gate": "value", "communicator": "u
 SPREAD["ppo preferences"] = SPREAD["ppo weights"] | {"private_layers": 1}
 
 
-def word_tokenizer():
+def word_tokenizer(pad_token="<eos>"):
     """A tokenizer that knows single letters."""
     tokenizer = Tokenizer(
         models.WordLevel({word: k for k, word in enumerate(WORDS)}, unk_token="<eos>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<eos>"}
+    names = {"eos_token": "<eos>", "pad_token": pad_token, "unk_token": "<eos>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def write_files(folder):
-    """A tiny random Llama, a data set in two topics, and a reward that counts a letter."""
-    generator = np.random.default_rng(0)
-    word_tokenizer().save_pretrained(folder / "model")
+def random_llama():
+    """A tiny Llama for `word_tokenizer`, with random weights."""
     torch.manual_seed(0)
     shape = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "max_position_embeddings": 64,
-    }
-    heads = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "eos_token_id": 0,
         "bos_token_id": None,
     }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **shape, **heads))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), **shape))
+
+
+def write_files(folder):
+    """A tiny random Llama, a data set in two topics, and a reward that counts a letter."""
+    generator = np.random.default_rng(0)
+    word_tokenizer().save_pretrained(folder / "model")
+    model = random_llama()
     for parameter in model.parameters():  # far from uniform, so that nothing is right by chance
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)

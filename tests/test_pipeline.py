@@ -21,20 +21,18 @@ from command import parse_args
 from helpers import REPOSITORY, call, refusal, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
+from language_models import random_llama, word_tokenizer
 from peft import (
     AutoPeftModelForCausalLM,
     AutoPeftModelForSequenceClassification,
     LoraConfig,
     get_peft_model,
 )
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import processors
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 import prpo_llm
@@ -111,24 +109,8 @@ def test_parts_depend_on_the_text_alone():
 def base(tmp_path_factory):
     """The folder of a tiny random Llama that knows single letters, in bfloat16."""
     folder = tmp_path_factory.mktemp("base")
-    words = ["<eos>", *"abcdefghijklmnopqrstuvwxyz"]
-    vocabulary = {word: k for k, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    options = {"eos_token": "<eos>", "unk_token": "<eos>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(folder)
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "eos_token_id": 0,
-        "bos_token_id": None,
-    }
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape)).bfloat16().save_pretrained(folder)
+    word_tokenizer(pad_token=None).save_pretrained(folder)
+    random_llama().bfloat16().save_pretrained(folder)
     return folder
 
 
