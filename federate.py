@@ -198,26 +198,27 @@ class Store:
         self.fs, self.root = fsspec.core.url_to_fs(url)
         protocols = [self.fs.protocol] if isinstance(self.fs.protocol, str) else self.fs.protocol
         self.renames = not set(protocols) & set(self.object_stores)
-        self._failing = set()  # of "read" and "written"
+        self._failing = {"read": set(), "written": set()}  # the folders of which a request failed
 
-    def _request(self, verb: str, request: Callable) -> object:
-        """The result of a request."""
-        delays = self.delays[:1] if verb in self._failing else self.delays
+    def _request(self, verb: str, folder: str, request: Callable) -> object:
+        """The result of a request about a folder or a file in it."""
+        failing = self._failing[verb]
+        delays = self.delays[:1] if failing else self.delays
         for delay in (*delays, None):
             try:
                 result = request()
             except Exception as error:  # drivers have errors of their own
                 if delay is None:
-                    if verb not in self._failing:
+                    if not failing:
                         line = f"{self.url} cannot be {verb} ({first_line(error)})"
                         print(f"\n{line}, going on without", flush=True)
-                    self._failing.add(verb)
+                    failing.add(folder)
                     raise StoreError(str(error)) from error
                 time.sleep(delay)
             else:
-                if verb in self._failing:
+                if failing == {folder}:
                     print(f"\n{self.url} can be {verb} again", flush=True)
-                self._failing.discard(verb)
+                failing.discard(folder)
                 return result
 
     def list(self, folder: str) -> dict[str, int | None]:
@@ -232,12 +233,13 @@ class Store:
                 return {}
             sizes = {}
             for entry in entries:
-                # To read a named pipe would never end
-                if entry.get("islink") or entry.get("type", "file") in ("file", "link"):
+                # To read a named pipe, or a link to one, would never end
+                is_file = entry.get("type", "file") in ("file", "link")
+                if is_file or self.fs.isfile(entry["name"]):
                     sizes[entry["name"].rpartition("/")[2]] = entry.get("size")
             return sizes
 
-        return self._request("read", list_folder)
+        return self._request("read", folder, list_folder)
 
     def read(self, path: str, limit: int) -> bytes | None:
         """The first `limit` bytes of a file; None if it is not there."""
@@ -247,8 +249,10 @@ class Store:
                 return self.fs.cat_file(f"{self.root}/{path}", start=0, end=limit)
             except FileNotFoundError:
                 return None
+            except (PermissionError, IsADirectoryError):  # of this file; the store is well
+                return b""
 
-        return self._request("read", read_file)
+        return self._request("read", os.path.dirname(path), read_file)
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, which appears as a whole or not at all."""
@@ -263,7 +267,7 @@ class Store:
             self.fs.pipe_file(f"{folder}/writing.tmp", data)
             self.fs.mv(f"{folder}/writing.tmp", whole)
 
-        self._request("written", write_file)
+        self._request("written", os.path.dirname(path), write_file)
 
     def delete(self, path: str) -> None:
         """Delete a file, if it is there."""
@@ -272,7 +276,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(f"{self.root}/{path}")
 
-        self._request("written", delete_file)
+        self._request("written", os.path.dirname(path), delete_file)
 
 
 # --- the exchange ---
@@ -342,7 +346,7 @@ class FolderExchange(communicators.Exchange):
         return {"peers": [self, *([] for _ in self.agents[1:])]}
 
     def state_dict(self) -> dict:
-        """All that a resumed process needs, so that it needs no file of a peer."""
+        """All that a resumed process needs; of peers' files averages read agent 0's first one."""
         return {
             "number": self.number,
             "bytes_received": self.bytes_received,
@@ -412,7 +416,7 @@ class FolderExchange(communicators.Exchange):
     def round(
         self, sent: list[Tensor], numbers: Tensor | None = None, sizes: list[int] | None = None
     ) -> tuple[list[Tensor | None], Tensor]:
-        """As there: write the files of the agents held, read the newest of every peer.
+        """As `Exchange.round`: write the files of the agents held, read the newest of every peer.
 
         A peer whose snapshot is missing or too old is None, its report NaN.
         """
@@ -464,7 +468,7 @@ class FolderExchange(communicators.Exchange):
         newest = self.number
         for i, tensor in zip(self.agents, sent, strict=True):
             for number in self._list_rounds(i):
-                with contextlib.suppress(Rejected, StoreError):
+                with contextlib.suppress(Rejected):
                     data = self._fetch(i, number, len(tensor)) or b""
                     self._decode(i, number, len(tensor), data)
                     newest = max(newest, number)
@@ -532,7 +536,7 @@ class FolderExchange(communicators.Exchange):
         numbers.sort(key=lambda number: self.wait > 0 and number == self.number, reverse=True)
         for number in numbers[: self.kept]:
             try:
-                contents = self._read(j, number, numel)
+                contents = self._read(j, number, numel, sizes[number])
             except StoreError:  # of this file, another may be readable
                 continue
             if contents is not None:
@@ -540,9 +544,6 @@ class FolderExchange(communicators.Exchange):
                 peer.round = number
                 peer.arrival = self.number
                 return
-            path = self._path(j, number)
-            if path in self._known_as_bad:  # not one that is gone again
-                self._known_as_bad[path] = sizes[number]
 
     def _list_rounds(self, j: int) -> dict[int, int | None]:
         """The rounds of which an agent's files are in the store, the newest first: their sizes."""
@@ -553,8 +554,13 @@ class FolderExchange(communicators.Exchange):
                 sizes[int(match[1])] = size
         return dict(sorted(sizes.items(), reverse=True))
 
-    def _read(self, j: int, number: int, numel: int) -> tuple[Tensor, float] | None:
-        """An agent's snapshot and the number it reports; None if it is missing or rejected."""
+    def _read(
+        self, j: int, number: int, numel: int, size: int | None = None
+    ) -> tuple[Tensor, float] | None:
+        """An agent's snapshot and the number it reports; None if it is missing or rejected.
+
+        size: of the file, as listed.
+        """
         path = self._path(j, number)
         data = self._fetch(j, number, numel)
         if data is None:
@@ -566,7 +572,7 @@ class FolderExchange(communicators.Exchange):
             if path not in self._known_as_bad:
                 print(f"\nignored {path}, which {reason}", flush=True)
                 self.rejected += 1
-                self._known_as_bad[path] = None
+            self._known_as_bad[path] = size  # one that has grown is read again
             return None
 
     def _fetch(self, j: int, number: int, numel: int) -> bytes | None:
@@ -631,7 +637,8 @@ def make_exchange(
 ) -> FolderExchange:
     """What `communicators.make_exchange` returns under this launcher, whose own words these are.
 
-    The other inputs are as there. Ends with one line where the exchange cannot be used.
+    The other inputs are those of that function. Ends with one line where the exchange cannot be
+    used.
     """
     flags = read_settings(words, args, averages)
     if together:

@@ -213,6 +213,32 @@ def test_a_store_that_is_gone_is_reported_once(flaky, capsys):
     assert capsys.readouterr().out.count("can be read again") == 1
 
 
+def test_a_folder_that_cannot_be_read_is_reported_once(flaky, capsys, monkeypatch):
+    """Whatever other folders answer meanwhile; the store can be read again when this one can."""
+    store = Store(flaky)
+    monkeypatch.setattr(Flaky, "_fail", lambda self: None)
+    closed = ["a"]
+
+    def list_unless_closed(self, path, **kwargs):
+        Flaky.requests += 1
+        if path.endswith(tuple(closed)):
+            raise PermissionError(path)
+        return LocalFileSystem.ls(self, path, **kwargs)
+
+    monkeypatch.setattr(Flaky, "ls", list_unless_closed)
+    for tries in (4, 2, 2):
+        before = Flaky.requests
+        with pytest.raises(OSError):
+            store.list("a")
+        assert Flaky.requests == before + tries
+        assert store.list("b") == {}
+    assert capsys.readouterr().out.count("cannot be read") == 1
+    closed.clear()
+    assert store.list("a") == {}
+    assert store.list("b") == {}
+    assert capsys.readouterr().out.count("can be read again") == 1
+
+
 def test_a_file_appears_as_a_whole(tmp_path, monkeypatch):
     """Where there are renames, nothing stands under its name before it is complete."""
     store = Store(f"file://{tmp_path}")
@@ -562,15 +588,18 @@ def test_a_round_that_others_could_have_written_is_not_counted(tmp_path):
 
 
 def test_what_is_no_file_is_not_read(tmp_path):
-    """A named pipe would never end, a folder hide the good file below it."""
+    """A named pipe would never end, a folder hide the good file below it; links to them, too."""
     reader = join(tmp_path, (0,))
     writer = join(tmp_path, (1,))
     folder = tmp_path / "prpo" / "agent_1"
     go(writer, 5)
     (folder / "round_00000007.safetensors").mkdir()
+    (folder / "round_00000008.safetensors").symlink_to(tmp_path)
     if hasattr(os, "mkfifo"):  # not on Windows
         os.mkfifo(folder / "round_00000009.safetensors")
+        (folder / "round_00000010.safetensors").symlink_to(folder / "round_00000009.safetensors")
     assert go(reader, 0)[0][1] == 5
+    assert (reader.rejected, go(reader, 0)[0][1]) == (0, 5)
 
 
 def test_a_link_to_a_file_is_read(tmp_path):
@@ -597,6 +626,53 @@ def test_a_file_that_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Store, "read", read_or_fail)
     assert go(reader, 0)[0][1] == 5
+
+
+def test_a_file_without_permission_is_ignored_once(tmp_path, monkeypatch, capsys):
+    """The store is well: nothing is repeated, and the file before it counts."""
+    reader = join(tmp_path, (0,))
+    writer = join(tmp_path, (1,))
+    go(writer, 5)
+    go(writer, 6)
+    cat_file = LocalFileSystem.cat_file
+    paths = []
+
+    def cat_or_fail(self, path, *args, **kwargs):
+        paths.append(path)
+        if path.endswith("2.safetensors"):
+            raise PermissionError(path)
+        return cat_file(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", cat_or_fail)
+    for _ in range(2):
+        assert go(reader, 0)[0][1] == 5
+    assert reader.rejected == 1 and len(paths) == 2
+    output = capsys.readouterr().out
+    assert output.count("ignored") == 1 and "cannot be read" not in output
+
+
+def test_rounds_are_skipped_when_the_store_answers(tmp_path, monkeypatch):
+    """One request that fails is no reason to write over rounds that peers have read."""
+    writer = join(tmp_path, (0,))
+    for value in (1, 2, 3):
+        go(writer, value)
+    resumed = restore(writer, join(tmp_path, (0,), resume="runs/x"))
+    resumed.number = 0  # of the last checkpoint
+    read = Store.read
+    failing = [True]
+
+    def read_or_fail(self, path, limit):
+        if failing[0]:
+            raise federate.StoreError("no answer")
+        return read(self, path, limit)
+
+    monkeypatch.setattr(Store, "read", read_or_fail)
+    go(resumed, 4)
+    assert resumed.number == 1
+    failing.clear()
+    failing.append(False)
+    go(resumed, 5)
+    assert resumed.number == 4
 
 
 def test_a_file_for_which_an_agent_waits_may_appear_in_parts(tmp_path, capsys):
