@@ -20,7 +20,6 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -675,39 +674,19 @@ def mix_log_probs(log_probs: Tensor, weights: Tensor, mixture: str = "arithmetic
         raise ValueError(f"unknown mixture {mixture!r}; choose from {', '.join(MIXTURES)}")
     if all(torch.equal(policy, log_probs[0]) for policy in log_probs[1:]):
         return log_probs[0]  # rounding errors of a mixture would move agents without a signal
-    if weights.dim() > 1:
-        return _mix_by_state(log_probs, weights, mixture)
-    row = weights.to(log_probs.dtype).tolist()
-    mixed = [(weight, log_probs[j]) for j, weight in enumerate(row) if weight > 0]
-    if len(mixed) > 1 and any(policy[..., 0].isnan().any() for _, policy in mixed):
-        weights = weights.view(-1, *[1] * (log_probs.dim() - 2))
-        return _mix_by_state(log_probs, weights.expand(log_probs.shape[:-1]), mixture)
-    if mixture == "arithmetic":
-        # One policy after the other, because the vocabulary of a language model is large
-        weighted = (
-            policy + math.log(weight) if weight != 1 else policy for weight, policy in mixed
-        )
-        return functools.reduce(torch.logaddexp, weighted)
-    unnormalised = sum(weight * policy for weight, policy in mixed)
-    return _normalise_geometric(unnormalised)
-
-
-def _mix_by_state(log_probs: Tensor, weights: Tensor, mixture: str) -> Tensor:
-    """`mix_log_probs` with weights [policies, ...], of which a policy that is NaN loses its own."""
+    if weights.dim() == 1:  # the same in every state
+        weights = weights.view(-1, *[1] * (log_probs.dim() - 2)).expand(log_probs.shape[:-1])
+    # A policy that is NaN in a state has no weight there
     weights = weights.to(log_probs).masked_fill(log_probs[..., 0].isnan(), 0.0)
     weights = (weights / weights.sum(0))[..., None]  # NaN where no policy is left
+    # One policy after the other, because the vocabulary of a language model is large
+    pairs = zip(log_probs, weights, strict=True)
     if mixture == "arithmetic":
-        # One policy after the other, because the vocabulary of a language model is large
         weighted = (
-            (policy + weight.log()).masked_fill(weight == 0, -math.inf)
-            for policy, weight in zip(log_probs, weights, strict=True)
+            (policy + weight.log()).masked_fill_(weight == 0, -math.inf) for policy, weight in pairs
         )
         return functools.reduce(torch.logaddexp, weighted)
-    return _normalise_geometric((weights * log_probs).masked_fill(weights == 0, 0.0).sum(0))
-
-
-def _normalise_geometric(unnormalised: Tensor) -> Tensor:
-    """Log-probabilities of a geometric mixture, [..., actions]."""
+    unnormalised = sum((weight * policy).masked_fill_(weight == 0, 0.0) for policy, weight in pairs)
     if unnormalised.isneginf().all(-1).any():
         raise ValueError("the policies of a geometric mixture have no action in common")
     return torch.log_softmax(unnormalised, dim=-1)
@@ -858,7 +837,9 @@ def kl_to_gaussians(
     """
     weights, means, log_stds = (values.detach() for values in reference)
     if direction == "forward":
-        return gaussian_kl(means[0], log_stds[0], mean, log_std)
+        (mean_p,) = means  # of one Gaussian, see `match_moments`
+        (log_std_p,) = log_stds
+        return gaussian_kl(mean_p, log_std_p, mean, log_std)
     if direction != "reverse":
         valid = ", ".join(KL_DIRECTIONS)
         raise ValueError(f"unknown KL direction {direction!r}; choose from {valid}")
@@ -878,11 +859,13 @@ def similarity_of_gaussians(policies: Tensor) -> Tensor:
     reference states S_ref; an agent whose policy is NaN gets no weight. Returns [agents, agents].
     """
     means, log_stds = policies.detach().double().unbind(2)
-    # The integral of two Gaussians' product is a density: of their distance, with both variances
-    log_variances = torch.logaddexp(2 * log_stds[:, None], 2 * log_stds[None])
-    distances = means[:, None] - means[None]
-    log_overlaps = gaussian_log_prob(distances, torch.zeros(()), 0.5 * log_variances).logsumexp(-1)
-    return _softmax_rows(log_overlaps.nan_to_num(nan=-math.inf), 1.0)
+    log_overlaps = []
+    for mean, log_std in zip(means, log_stds, strict=True):
+        # The integral of two Gaussians' product: a density of their distance, with both variances
+        log_variances = torch.logaddexp(2 * log_std, 2 * log_stds)
+        overlaps = gaussian_log_prob(mean, means, 0.5 * log_variances)  # [agents, states]
+        log_overlaps.append(overlaps.logsumexp(-1))
+    return _softmax_rows(torch.stack(log_overlaps).nan_to_num(nan=-math.inf), 1.0)
 
 
 def measure_gaussians(policies: Tensor, compared: Tensor, listeners: range) -> Tensor:
@@ -1104,7 +1087,7 @@ class Exchange:
 
     def drop_reports(self, reports: Tensor, usable: Tensor, evaluated: Iterable[int]) -> int:
         """Make the reports of agents without a usable policy NaN, in place, so that they have no
-        influence on C. Returns the number of these agents.
+        influence on C. Returns how many agents of this run these are.
 
         reports: [agents], of `round`; usable: bool [agents], known here of the agents held and of
         those in `evaluated`.
@@ -1381,7 +1364,7 @@ def get_local_rank() -> int:
 
 def find_held(num_agents: int) -> range:
     """The agents that this rank holds; all without torchrun."""
-    agents_per_rank = num_agents // get_world_size()  # which refuses what is no rank
+    agents_per_rank = num_agents // get_world_size()  # get_world_size has checked RANK
     rank = int(os.environ.get("RANK", 0))
     return range(rank * agents_per_rank, (rank + 1) * agents_per_rank)
 
@@ -1411,7 +1394,7 @@ def _list_code(args: RunArgs) -> list[Path]:
     folder = str(script.parent)
     for module in sys.modules.copy().values():
         file = getattr(module, "__file__", None) or ""
-        if (os.path.dirname(file) or ".") == folder and os.path.isfile(file):
+        if os.path.dirname(file) == folder and os.path.isfile(file):
             files.add(Path(file))
     return sorted(files, key=lambda path: path.name)
 
@@ -1559,8 +1542,8 @@ def check_texts(args: RunArgs) -> None:
 def find_inputs(args: RunArgs, make_communicator: Callable) -> set[str]:
     """What a script's communicator is computed from, of returns, log_probs (policies) and gains.
 
-    Found by trying which of them it cannot do without, or gives another C without. Ends with one
-    line if --communicator is none.
+    Each is replaced by None in turn: C depends on it if that fails or gives another C. Ends with
+    one line if --communicator is none.
     """
     inputs = _draw_inputs(args, make_communicator)
     C = make_communicator(args, **inputs)
@@ -2720,8 +2703,9 @@ class Run:
                 group.append(evaluation[task]["mean"])
         versions = {"python": sys.version.split()[0]}
         for package in PACKAGES:
-            if package.replace("-", "_") in sys.modules:
-                versions[package] = importlib.metadata.version(package)
+            module = sys.modules.get(package.replace("-", "_"))
+            if module is not None:
+                versions[package] = str(getattr(module, "__version__", "unknown"))
         summary = {
             "script": find_script(self.args).stem,
             "run": self.name,
