@@ -83,8 +83,7 @@ def compute_average(i: int, received: list[Tensor | None], C: Tensor) -> Tensor 
     if senders == [i]:
         return None
     parameters = torch.stack([received[j] for j in senders])
-    (average,) = communicators.average_parameters(C[i : i + 1, senders], parameters)
-    return average
+    return C[i, senders].to(parameters) @ parameters
 
 
 def main(args: Args) -> dict:
@@ -240,8 +239,8 @@ def main(args: Args) -> dict:
             exchange.count_bytes(reads)
 
             # FedAvg: agents go on from the average of what they received, with their optimizers
-            averages = [compute_average(i, received, C) for i in held]
-            for k, average in enumerate(averages):
+            for k, i in enumerate(held):
+                average = compute_average(i, received, C)
                 if average is not None:
                     new = communicators.take_server_step(begin[k], average, args.server_lr)
                     communicators.unflatten(new, agents[k])

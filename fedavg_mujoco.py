@@ -1,9 +1,9 @@
 """FedAvg-PPO on MuJoCo: agents that share no data average their parameters.
 
-The baseline of PR-PPO (`prpo_mujoco.py`), whose environments, network, rollout and advantages
-this script imports, so that a comparison compares one thing only. In a round each agent goes on
-from the average sum_j C[i, j] theta_j, and normalises observations by the statistics of all whom it
-listens to, each by its samples; its KL penalty pulls it towards its own policy before the update
+The baseline of PR-PPO (`prpo_mujoco.py`), whose environments, network, rollout, advantages and
+update this script imports, so that a comparison compares one thing only. In a round each agent goes
+on from the average sum_j C[i, j] theta_j, and normalises observations by the statistics of all whom
+it listens to, each by its samples; its KL penalty pulls it towards its own policy before the update
 (eq. 3 of the PRPO paper). --private-heads are not averaged (FedPer).
 
     python fedavg_mujoco.py                                      # three agents in one process
@@ -75,8 +75,9 @@ class Args(TaskArgs):
     # share of the way from what agents had after the last round to the average: 1 is FedAvg,
     # others are FedOpt with SGD
     server_lr: Positive = 1.0
+    # heads that are not averaged, but sent: the last layers, the actor's with its standard
+    # deviations (actor critic: FedPer)
     private_heads: tuple[Literal["actor", "critic"], ...] = ()
-    """heads that are not averaged, but sent: the last layers (actor critic: FedPer)"""
 
 
 # --- FedAvg-PPO ---
@@ -91,8 +92,7 @@ def compute_average(i: int, received: list[Tensor | None], C: Tensor) -> Tensor 
     if senders == [i]:
         return None
     parameters = torch.stack([received[j] for j in senders])
-    (average,) = communicators.average_parameters(C[i : i + 1, senders], parameters)
-    return average
+    return C[i, senders].to(parameters) @ parameters
 
 
 def average_statistics(i: int, networks: dict[int, Agent], C: Tensor) -> tuple[Tensor, ...]:
@@ -216,9 +216,9 @@ def main(args: Args) -> dict:
             run.tick("advantages")
 
             # Reference policy, frozen for this update: its own (eq. 3)
-            log_std = agents[k].actor_log_std.detach().expand_as(batch["policy"])
-            itself = batch["policy"][None], log_std[None], torch.ones(1)
-            batch["reference"] = communicators.mix_gaussians(*itself)
+            means = batch["policy"][None]
+            log_stds = agents[k].actor_log_std.detach().expand_as(means)
+            batch["reference"] = communicators.mix_gaussians(means, log_stds, torch.ones(1))
             run.tick("reference")
 
             # Update

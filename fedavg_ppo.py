@@ -94,8 +94,7 @@ def compute_average(i: int, received: list[Tensor | None], C: Tensor) -> Tensor 
     if senders == [i]:
         return None
     parameters = torch.stack([received[j] for j in senders])
-    (average,) = communicators.average_parameters(C[i : i + 1, senders], parameters)
-    return average
+    return C[i, senders].to(parameters) @ parameters
 
 
 def replace_parameters(agent: Agent, average: Tensor, private_heads: tuple[str, ...]) -> None:

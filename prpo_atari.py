@@ -1074,6 +1074,9 @@ def find_game_problem(args: Args, env_id: str) -> str:
             return "is none"
         return "" if find_spec("ale_py") else "ale-py is not installed"
     env = make_custom(env_id)
+    space = env.observation_space
+    if space.shape != (4, 84, 84) or space.dtype != np.uint8:
+        return f"has no space of 4x84x84 frames (uint8), but {space}"
     obs, _ = env.reset(seed=0)
     problem = find_frames_problem(obs)
     if problem:

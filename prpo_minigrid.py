@@ -754,16 +754,17 @@ class QuietTask(gym.Wrapper):
             return self.env.reset(**options)
 
 
-# Steps after which an episode of your own task ends that has no time limit; fewer than between
-# checkpoints, at which environments start anew
+# Steps after which an episode of your own task ends that has no time limit; by default fewer than
+# between checkpoints, at which environments start anew
 LONGEST_EPISODE = 10_000
 
 
 def make_env(env_id: str, **options) -> gym.Env:
     """One environment of the official package, showing its image only: [7, 7, 3] uint8 codes.
 
-    Or one of your own, as module:id, which may show just that image. It gets a time limit, because
-    an evaluation plays whole episodes. options: of gym.make; one of your own may not know them.
+    Or one of your own, as module:id, which may show just that image. One that has no time limit
+    gets one, because an evaluation plays whole episodes.
+    options: of gym.make; one of your own may not know them.
     """
     env = gym.make(env_id, disable_env_checker=True, **options)
     if env_id.startswith("BabyAI-"):

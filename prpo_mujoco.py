@@ -840,8 +840,8 @@ LONGEST_EPISODE = 1000
 def make_env(env_id: str, **options) -> gym.Env:
     """One environment of gymnasium, or one of your own, as module:id.
 
-    Its own gets a time limit, because an evaluation plays whole episodes. options: of gym.make; one
-    of your own may not know them.
+    One of your own that has no time limit gets one, because an evaluation plays whole episodes.
+    options: of gym.make; one of your own may not know them.
     """
     import_mujoco()
     env = gym.make(env_id, disable_env_checker=True, **options)
@@ -902,7 +902,9 @@ class Envs:
                 pool = SyncVectorEnv(thunks, copy=False, autoreset_mode=AutoresetMode.NEXT_STEP)
                 obs = pool.reset(seed=seeds)[0]
             self.obs[rows] = obs.reshape(self.obs[rows].shape)
-            self.pools.append((pool, rows, make_env(env_id).action_space))
+            env = make_env(env_id)
+            self.pools.append((pool, rows, env.action_space))
+            env.close()
 
     def step(self, actions: np.ndarray) -> tuple:
         """Step all environments, actions [agents, envs, actions], which are clipped to the bounds.
@@ -1105,7 +1107,8 @@ def find_env_problem(args: Args, env: gym.Env, env_id: str) -> str:
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         return f"shows no list of numbers, but {space}"
     bounds = env.action_space
-    if not isinstance(bounds, gym.spaces.Box) or len(bounds.shape) != 1:
+    is_list = isinstance(bounds, gym.spaces.Box) and len(bounds.shape) == 1
+    if not is_list or bounds.dtype.kind != "f":
         return f"has no list of continuous actions, but {bounds}"
     if not (np.isfinite(bounds.low).all() and np.isfinite(bounds.high).all()):
         return f"has actions without bounds: {bounds}"

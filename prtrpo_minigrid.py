@@ -400,7 +400,7 @@ def main(args: Args) -> dict:
     )
 
     # Agents: all start from the same parameters, and what is random is keyed by (seed, agent)
-    first = [agent.policy.to(exchange.device) for agent in make_agents(args)]
+    first = [policy.to(exchange.device) for policy in prpo_minigrid.make_agents(args)]
     num_actions = first[0].actor.out_features
     exchange.broadcast_networks(first)
     agents = [Agent(copy.deepcopy(first[i])) for i in held]

@@ -52,6 +52,7 @@ from communicators import (
     mean,
     refuse,
 )
+from prpo_mujoco import import_mujoco, layer_init, strip_module
 
 # What a derived seed is for: the last number of its key
 ENVIRONMENTS = 1
@@ -66,7 +67,6 @@ TEST_ACTIONS = 7
 # With the logistic link an evaluator prefers the better of two batches that differ by this much in
 # 73 of 100 cases
 LINK_SCALES = {
-    "CartPole-v1": 10.0,
     "HalfCheetah-v5": 50.0,
     "Hopper-v5": 30.0,
     "Walker2d-v5": 30.0,
@@ -110,11 +110,11 @@ class Args(RunArgs):
     # how evaluators answer: an evaluator prefers the second batch with probability sigma(x), where
     # x is its mean return minus the first's, over --link-scale; the learner does not know sigma
     link: Literal["logistic", "linear", "probit", "noiseless"] = "logistic"
-    # the difference of mean returns at which x of --link is 1 (default: LINK_SCALES has the task's,
-    # or else 10)
+    # the difference of mean returns at which x of --link is 1 (default: HalfCheetah-v5 50,
+    # Hopper-v5 and Walker2d-v5 30, Swimmer-v5 5, other tasks 10)
     link_scale: Positive | None = None
-    # you answer instead of the evaluators, in the terminal, after two clips for each pair; every
-    # iteration ends with a checkpoint
+    # you answer instead of the evaluators, in the terminal, after a film of each pair, both batches
+    # side by side; every iteration ends with a checkpoint
     human: bool = False
 
     # S2ZPO
@@ -136,13 +136,6 @@ class Args(RunArgs):
 
 
 # --- the policy ---
-
-
-def layer_init(layer: nn.Module, std: float = np.sqrt(2)) -> nn.Module:
-    """Orthogonal weights of gain `std`, zero bias."""
-    nn.init.orthogonal_(layer.weight, std)
-    nn.init.zeros_(layer.bias)
-    return layer
 
 
 class Policy(nn.Module):
@@ -399,18 +392,14 @@ def sum_observations(obs: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat((number, total, squares), dim=1)
 
 
-def set_normalisation(policy: Policy, sums: list[Tensor | None], keep_policy: bool) -> None:
+def set_normalisation(policy: Policy, sums: list[Tensor], keep_policy: bool) -> None:
     """Normalise with the statistics of all agents: sums, of each [1 + 2 * obs].
 
-    None, of an agent whose sums are not finite, does not count. keep_policy: the first layer takes
-    up the change, W' (x - m') / s' + b' = W (x - m) / s + b, so that actions remain what they were,
-    but where inputs are clipped.
+    keep_policy: the first layer takes up the change, W' (x - m') / s' + b' = W (x - m) / s + b, so
+    that actions remain what they were, but where inputs are clipped.
     """
-    finite = [of_agent for of_agent in sums if of_agent is not None]
-    if not finite:
-        return
     obs_size = len(policy.obs_mean)
-    number, total, squares = torch.stack(finite).sum(0).split([1, obs_size, obs_size])
+    number, total, squares = sum(sums).split([1, obs_size, obs_size])
     if number == 0:
         return
     average = total / number
@@ -679,26 +668,6 @@ def write_clip(frames: list[np.ndarray], path: Path) -> None:
 # --- the environments ---
 
 
-def strip_module(env_id: str) -> str:
-    """A task's name in logs and folders: its id without the module that registers it."""
-    return env_id.rpartition(":")[2]
-
-
-@functools.cache
-def import_mujoco() -> None:
-    """Import MuJoCo, if it is there, without its warnings about gymnasium's models.
-
-    It would write each to the terminal and to MUJOCO_LOG.TXT in the working directory.
-    """
-
-    def warn(message: str) -> None:
-        if "deprecated" not in str(message):
-            warnings.warn(str(message), stacklevel=2)
-
-    if find_spec("mujoco"):
-        importlib.import_module("mujoco").set_mju_user_warning(warn)
-
-
 @functools.cache
 def find_horizon(env_id: str) -> int:
     """The most steps of an episode by default: the task's, but 250 where it has none, or 1,000 and
@@ -718,7 +687,7 @@ def make_env(env_id: str, horizon: int | None, **options) -> gym.Env:
 
 
 # Tasks of envpool whose dynamics, returns and ends a test compares with gymnasium's
-ENVPOOL_IDS = tuple(LINK_SCALES)
+ENVPOOL_IDS = ("CartPole-v1", "HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Swimmer-v5")
 
 
 def choose_backend(args: Args) -> str:
@@ -946,8 +915,8 @@ def find_env_problem(env: gym.Env, env_id: str) -> str:
     if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
         return f"it shows no vectors, but {observations}"
     is_cart_pole = env.spec.id.startswith("CartPole-")
-    is_continuous = isinstance(env.action_space, gym.spaces.Box)
-    if not is_cart_pole and not (is_continuous and len(env.action_space.shape) == 1):
+    is_list = isinstance(env.action_space, gym.spaces.Box) and len(env.action_space.shape) == 1
+    if not is_cart_pole and not (is_list and env.action_space.dtype.kind == "f"):
         return f"its actions are {env.action_space}"
     if env.spec.id != strip_module(env_id):  # the panel's scale and envpool know full names only
         return f"{env_id} is {env.spec.id}"

@@ -194,6 +194,10 @@ class Changing(Bare):
         return obs.astype(np.float64), *more
 
 
+class UndeclaredFrames(Frames):
+    observation_space = gym.spaces.Box(0, 255, (4, 84, 84))
+
+
 class ChangingFrames(Frames):
     def step(self, action):
         obs, *more = super().step(action)
@@ -274,6 +278,10 @@ class SteppedPoint(Point):
     action_space = gym.spaces.MultiDiscrete([3, 3])
 
 
+class WholePoint(Point):
+    action_space = gym.spaces.Box(-2, 2, (2,), np.int64)
+
+
 class OtherPoint(Point):
     observation_space = gym.spaces.Box(-9, 9, (3,))
 
@@ -288,6 +296,7 @@ gym.register("SquarePoint-v0", SquarePoint)
 gym.register("FreePoint-v0", FreePoint)
 gym.register("HalfFreePoint-v0", HalfFreePoint)
 gym.register("SteppedPoint-v0", SteppedPoint)
+gym.register("WholePoint-v0", WholePoint)
 gym.register("OtherPoint-v0", OtherPoint)
 gym.register("Varied-v0", Varied)
 gym.register("Odd-v0", Odd)
@@ -302,6 +311,7 @@ gym.register("UnpaidFrames-v0", UnpaidFrames)
 gym.register("Old-v0", Old)
 gym.register("Changing-v0", Changing)
 gym.register("ChangingFrames-v0", ChangingFrames)
+gym.register("UndeclaredFrames-v0", UndeclaredFrames)
 gym.register("ChangingPoint-v0", ChangingPoint)
 gym.register("Endless-v0", Endless)
 gym.register("EndlessFrames-v0", EndlessFrames)
@@ -533,7 +543,8 @@ def test_lives_of_a_users_game_end_episodes(my_tasks):
     ("env_id", "words"),
     [
         ("no_such_module:Game-v0", "no_such_module"),
-        ("my_other_tasks:Bare-v0", "shows no 4x84x84 frames (uint8), but 7x7x3"),
+        ("my_other_tasks:Bare-v0", "has no space of 4x84x84 frames (uint8), but Box("),
+        ("my_other_tasks:UndeclaredFrames-v0", "has no space of 4x84x84 frames (uint8), but Box("),
         ("my_other_tasks:PairOfFrames-v0", "array of size 1"),
         ("my_other_tasks:UnpaidFrames-v0", "NoneType"),
         ("my_other_tasks:ChangingFrames-v0", "frames (uint8), but 4x84x84 (float64)"),
@@ -558,6 +569,33 @@ def test_games_of_ale_have_the_same_actions_beside_ones_own(order, my_tasks):
     pairs = [games[0], games[1], games[1]]
     args = PRPO_ATARI.parse_args(["--env-ids", *[pairs[k] for k in order]])
     assert len(args.env_ids) == 3
+
+
+def test_bodies_are_closed_at_every_checkpoint(my_tasks, tmp_path, monkeypatch):
+    """All that were made: a body may hold a simulator's process."""
+    opened = []
+    closed = []
+    make = PRPO_MUJOCO.module.make_env
+
+    def make_and_watch(*inputs, **options):
+        env = make(*inputs, **options)
+        opened.append(env)
+        close = env.close
+
+        def close_and_watch():
+            closed.append(env)
+            close()
+
+        env.close = close_and_watch
+        return env
+
+    monkeypatch.setattr(PRPO_MUJOCO.module, "make_env", make_and_watch)
+    changes = {"num_agents": 2, "iterations": 2, "save_every": 1, "eval_episodes": 1}
+    changes |= {"env_id": "my_other_tasks:Point-v0"}
+    args = flags(PRPO_MUJOCO, tmp_path / "runs", **changes)
+    PRPO_MUJOCO.main(PRPO_MUJOCO.parse_args(args))
+    assert len(opened) > 6
+    assert {*map(id, opened)} == {*map(id, closed)}
 
 
 def test_tasks_without_an_end_get_one(my_tasks, monkeypatch):
@@ -589,6 +627,7 @@ def test_tasks_without_an_end_get_one(my_tasks, monkeypatch):
         ("--env-id my_other_tasks:FreePoint-v0", "has actions without bounds: Box(-inf, inf"),
         ("--env-id my_other_tasks:HalfFreePoint-v0", "has actions without bounds: Box("),
         ("--env-id my_other_tasks:SteppedPoint-v0", "no list of continuous actions, but MultiDis"),
+        ("--env-id my_other_tasks:WholePoint-v0", "no list of continuous actions, but Box(-2, 2, "),
         ("--env-id my_other_tasks:OtherPoint-v0", "shows (2,) numbers, not (3,)"),
         ("--env-id my_other_tasks:PairOfPoints-v0", "array of size 1"),
         ("--env-id my_other_tasks:OldPoint-v0", "expected 5, got 4"),

@@ -1606,8 +1606,8 @@ LOOP_ON_ATARI = """
 - senders = communicators.find_senders(C, held)
 - peers = {j: networks[j] for j in senders if j in networks}
 + # FedAvg: agents go on from the average of what they received, with their optimizers
-+ averages = [compute_average(i, received, C) for i in held]
-+ for k, average in enumerate(averages):
++ for k, i in enumerate(held):
++ average = compute_average(i, received, C)
 + if average is not None:
 + new = communicators.take_server_step(begin[k], average, args.server_lr)
 + communicators.unflatten(new, agents[k])
@@ -1632,16 +1632,21 @@ LOOP_OF_FAMILIES = """
 + losses = update(agents[k], optimizers[k], generators[k], batch, kl_coef, args)
 - sent[:] = [communicators.flatten(agent) for agent in agents]
 + sent = [communicators.flatten(agent) for agent in agents]
+- averages = [compute_average(i, received, C) for i in held]
+- for k, average in enumerate(averages):
 - if average is not None and not args.prox_coef:
++ for k, i in enumerate(held):
++ average = compute_average(i, received, C)
 + if average is not None:
 - replace_parameters(agents[k], new, args.private_heads)
 + communicators.unflatten(new, agents[k])
 - tables = [PolicyTable(agent) for agent in agents]
 """
-HEADS = '''
+HEADS = """
++ # heads that are not averaged, but sent: the last layers, the actor's with its standard
++ # deviations (actor critic: FedPer)
 + private_heads: tuple[Literal["actor", "critic"], ...] = ()
-+ """heads that are not averaged, but sent: the last layers (actor critic: FedPer)"""
-'''
+"""
 SAMPLES = """
 - # samples of the policy in each state that estimate the reverse KL to an arithmetic mixture
 - kl_samples: Count = 4
@@ -1666,9 +1671,9 @@ LOOP_ON_MUJOCO = """
 - # Reference policy, frozen for this update: row i of C applied to the policies
 - batch["reference"], weights = compute_reference(i, agents[k], batch, peers, C, args)
 + # Reference policy, frozen for this update: its own (eq. 3)
-+ log_std = agents[k].actor_log_std.detach().expand_as(batch["policy"])
-+ itself = batch["policy"][None], log_std[None], torch.ones(1)
-+ batch["reference"] = communicators.mix_gaussians(*itself)
++ means = batch["policy"][None]
++ log_stds = agents[k].actor_log_std.detach().expand_as(means)
++ batch["reference"] = communicators.mix_gaussians(means, log_stds, torch.ones(1))
 - if args.gate != "none":
 - row |= communicators.summarize_gate(C[i] > 0, weights)
 - sent[:] = [communicators.flatten(agent) for agent in agents]
@@ -1695,9 +1700,9 @@ LOOP_OF_GAUSSIANS = """
 + actors = Actors(agents)
 + scale_rewards(data, return_statistics[k])
 - batch["reference"] = batch["policy"]
-+ log_std = agents[k].actor_log_std.detach().expand_as(batch["policy"])
-+ itself = batch["policy"][None], log_std[None], torch.ones(1)
-+ batch["reference"] = communicators.mix_gaussians(*itself)
++ means = batch["policy"][None]
++ log_stds = agents[k].actor_log_std.detach().expand_as(means)
++ batch["reference"] = communicators.mix_gaussians(means, log_stds, torch.ones(1))
 + agents[k].update_statistics(batch["obs"])  # frozen until now
 - log_probs = compute_public_log_probs(networks, public_states, n, num_actions)
 - usable = log_probs.flatten(1).isfinite().all(1)
@@ -1709,10 +1714,6 @@ LOOP_OF_GAUSSIANS = """
 + new_distances = communicators.measure_gaussians(policies, compared, held)
 - if inputs & {"log_probs", "gains"}:
 + if inputs & {"policies", "gains"}:
-- averages = [compute_average(i, received, C) for i in held]
-- for k, average in enumerate(averages):
-+ for k, i in enumerate(held):
-+ average = compute_average(i, received, C)
 - communicators.unflatten(new, agents[k])
 + replace_parameters(agents[k], new, args.private_heads)
 + agents[k].set_statistics(*average_statistics(i, networks, C))
