@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import hashlib
 import io
-import itertools
 import json
 import math
 import re
@@ -43,6 +42,7 @@ from torch import Tensor
 
 import communicators
 import prpo_llm
+from benchmark import partition
 from communicators import (
     Count,
     Natural,
@@ -70,7 +70,7 @@ from prpo_llm import (
     learn,
     load_base,
     make_communicator,
-    make_optimizer,
+    make_optimizers,
     measure_losses,
     measure_peak_memory,
     measure_sampling_gaps,
@@ -330,7 +330,7 @@ def main(args: Args) -> dict:
     trained[:] = exchange.broadcast_start(trained[0])
     policy = trained[:, : snapshots.shape[1]]
     first_policy = policy[0].clone()
-    optimizer, moments = make_optimizer(args, policy, trained[:, snapshots.shape[1] :])
+    optimizers = make_optimizers(args, policy, trained[:, snapshots.shape[1] :])
 
     # Communication: C, what was sent in the last round, how far policies are from each other
     if exchange.isolated:
@@ -351,7 +351,7 @@ def main(args: Args) -> dict:
         "snapshot": [snapshots[i] for i in held],
         "round_returns": round_returns,
         "record": list(records),
-        **moments,
+        "optimizer": optimizers,
         "row": [C[i] for i in held],
         "distances": [distances[i] for i in held],
     }
@@ -372,8 +372,9 @@ def main(args: Args) -> dict:
 
     for step in run.iterations():
         began = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = compute_learning_rate(args, step)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = compute_learning_rate(args, step)
         kl_coef = compute_kl_coef(args, step)
         clients = draw_clients(args, step)[rows_held]  # who the agents of this process are
 
@@ -409,7 +410,7 @@ def main(args: Args) -> dict:
         learns = []  # bool [agents held]: those that have turns in an optimizer step
         for epoch in range(args.update_epochs):
             for inds in draw_minibatches(args, clients, counts, step, epoch):
-                loss = learn(present, model, trained, optimizer, batch, reference, inds, kl_coef)
+                loss = learn(present, model, trained, optimizers, batch, reference, inds, kl_coef)
                 losses.append(loss)
                 learns.append((inds < max(counts)).any(1).tolist())
         run.tick("update")
@@ -462,8 +463,8 @@ def main(args: Args) -> dict:
                     rows = C[rows_held][averaging]
                     averages, lost[averaging] = average_adapters(args, model, rows, received)
                     trained[averaging] = averages
-                for moment in itertools.chain(*moments.values()):
-                    moment.zero_()
+                for optimizer in optimizers:
+                    optimizer.state.clear()
             del received  # whole adapters: they need not stay in memory
         run.tick("exchange")
 
@@ -1078,7 +1079,6 @@ def deal_tasks(
     in proportion: 1/5 and 2 times the mean number for coverage; 0, half and all of an agent's tasks
     are easy for hardness. iid: sets of one size, without overlap where there are enough tasks.
     """
-    partition = runpy.run_path(str(Path(__file__).parent / "benchmark" / "partition.py"))
     numbers = np.array([*pool])
     K = args.num_agents
     size = args.tasks_per_agent
@@ -1090,22 +1090,22 @@ def deal_tasks(
         if args.partition == "preference":
             names = np.array([*pool.values()])
             pools = [np.flatnonzero(names == name) for name in sorted({*names})]
-            sets = partition["preference_partition"](pools, K, size, strength, rng)
+            sets = partition.preference_partition(pools, K, size, strength, rng)
         elif args.partition == "coverage":
             bounds = (size // 5, size, 2 * size)
             inputs = len(numbers), K, K * size, bounds, strength, rng
-            sets = partition["coverage_partition"](*inputs)
+            sets = partition.coverage_partition(*inputs)
         elif args.partition == "hardness":
             solved = label_tasks(args, make, numbers, model, tokenizer)
             easy = np.flatnonzero(solved)
             hard = np.flatnonzero(~solved)
             bounds = (0, size // 2, min(size, len(easy)))
             inputs = easy, hard, K, size, K * (size // 2), bounds, strength, rng
-            sets = partition["hardness_partition"](*inputs)
+            sets = partition.hardness_partition(*inputs)
         elif size > len(numbers):
             raise ValueError(f"every agent needs {size}")
         else:
-            sets = partition["deal_items"](len(numbers), np.full(K, size), rng)
+            sets = partition.deal_items(len(numbers), np.full(K, size), rng)
     except ValueError as error:
         refuse(args, "partition", f"impossible with {len(numbers)} tasks: {error}")
     for k, items in enumerate(sets):

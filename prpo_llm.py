@@ -293,7 +293,7 @@ COMPARED_RESPONSE = 8
 # where x is the log ratio of another policy to it, so that at most e^-5, 0.7 %, lie beyond
 # (Markov's inequality)
 LARGEST_LOG_RATIO = 5.0
-# The terms of the loss of every token, as their metrics are called
+# What is logged of every token, by metric name
 LOSSES = ("policy_loss", "kl_reference", "kl_anchor", "entropy", "ratio", "approx_kl", "clipfrac")
 
 
@@ -481,22 +481,19 @@ def express_values_in_rewards(args: Args, model, trained: Tensor, statistics: Te
 
 
 @torch.no_grad()
-def start_value_heads(
-    args: Args, model, statistics: Tensor, first: Tensor, hidden: Tensor, batch: dict
-) -> None:
+def start_value_heads(args: Args, model, statistics: Tensor, first: Tensor, batch: dict) -> None:
     """Let the values of agents with their first rewards have the mean of these rewards.
 
     Values that start at 0 turn an offset of the rewards into advantages that grow towards the end
     of a completion: with gamma = 1, ending at once looks good, or bad. A reward model's score head
     scores in units of the reward: it is scaled as the rewards are, unless the first are all equal.
-    first: bool [agents]; hidden: the value models' states.
+    first: bool [agents].
     """
-    model.value_bias[first] = 0.0
     if scales_rewards(args) and args.value_init not in ("base", "adapter"):
         deviation = compute_running_deviation(statistics)
         scaled = first & (deviation > compute_least_deviation(statistics)).to(first.device)
         model.value_head[scaled] /= deviation.to(model.value_head)[scaled, None]
-    values = compute_values(hidden, model.value_head, model.value_bias)
+    values = collect_values(args, model, batch, model.value_head, model.value_bias)
     for k in first.nonzero().flatten().tolist():
         rewards = batch["scaled_rewards"][k]
         counted = rewards.isfinite()
@@ -505,7 +502,7 @@ def start_value_heads(
             counted = learned
         mean_reward = rewards[counted].mean()
         mean_value = values[k][batch["mask"][k]].mean().nan_to_num()
-        model.value_bias[k] = mean_reward - mean_value
+        model.value_bias[k] += mean_reward - mean_value
 
 
 @torch.no_grad()
@@ -523,13 +520,12 @@ def compute_advantages(args: Args, model, batch: dict, statistics: Tensor) -> di
     if args.algorithm == "grpo":
         advantages = compute_group_advantages(rewards, args.loss_type, args.advantage_type)
         return {"advantages": advantages[..., None].expand(mask.shape)}
-    with select_adapters("value"):
-        hidden = collect_value_states(args, model, batch)
     first = (count_before == 0) & (statistics[:, 0] > 0)
-    if first.any():
-        scaled = batch | {"scaled_rewards": rewards}
-        start_value_heads(args, model, statistics, first, hidden, scaled)
-    values = compute_values(hidden, model.value_head, model.value_bias) * mask
+    with select_adapters("value"):
+        if first.any():
+            scaled = batch | {"scaled_rewards": rewards}
+            start_value_heads(args, model, statistics, first, scaled)
+        values = collect_values(args, model, batch, model.value_head, model.value_bias) * mask
     last = batch["lengths"][..., None] - 1
     final_rewards = rewards.nan_to_num()[..., None]
     token_rewards = torch.zeros_like(values).scatter_(-1, last, final_rewards)
@@ -589,7 +585,7 @@ class Reference(NamedTuple):
 
     weights: list[Tensor]  # of each agent's senders
     # One sender of each agent, which pass through the model together; an agent with fewer senders
-    # repeats its last one, which has no weight
+    # repeats its last one, and the repetition is not read
     turns: list[tuple[int, ...]]
     from_policy: list[list[bool]]  # of each turn: whose sender is its own present policy
 
@@ -622,11 +618,10 @@ def compute_gate(
     counted = batch["mask"] & ~batch["rewards"].isnan()[..., None]
     values = []
     for numbers, from_policy in zip(reference.turns, reference.from_policy, strict=True):
-        with select_adapters("value_snapshot", numbers):
-            hidden = collect_value_states(args, model, batch)
         head = model.snapshot_head[list(numbers)]
         bias = model.snapshot_bias[list(numbers)]
-        of_senders = compute_values(hidden, head, bias)
+        with select_adapters("value_snapshot", numbers):
+            of_senders = collect_values(args, model, batch, head, bias)
         if scales_rewards(args):
             of_senders = normalise_rewards(statistics, of_senders)
         of_senders[from_policy] = batch["values"][from_policy]
@@ -748,23 +743,23 @@ def collect_peers(args: Args, model, reference: Reference, mb: dict) -> dict[str
 
 
 @torch.no_grad()
-def compute_token_kl(args: Args, model, reference: Reference, batch: dict) -> dict[str, Tensor]:
+def compute_token_kl(args: Args, model, reference: Reference, batch: dict) -> Tensor:
     """For --reward-kl-coef: log policy - log reference of each token of the completions.
 
-    Returns token_kl and the policy's logprobs, [agents, prompts, group, tokens], 0 outside the
-    mask; token_kl is 0 too where an agent has diverged.
+    Returns [agents, prompts, group, tokens], 0 outside the mask, and where an agent has diverged.
     """
-    logprobs = compute_old_logprobs(args, model, batch)
-    of_reference = torch.zeros_like(logprobs)
+    of_reference = torch.zeros_like(batch["logprobs"])
     for inds, mb in split_prompts(args, batch):
-        peers = collect_peers(args, model, reference, mb)
+        if computes_peers_in_update(args):
+            mb |= collect_peers(args, model, reference, mb)
+        mb["peers"] = mb["peers"].to(model.device)
         of_prompts = torch.zeros(mb["mask"].shape, device=model.device)
         for place in split_tokens(model, mb["mask"]):
-            log_reference = compute_log_reference(args, model, peers, place, reference)
+            log_reference = compute_log_reference(args, model, mb, place, reference)
             of_prompts[place] = gather_log_probs(log_reference, mb["tokens"][place])
         of_reference[:, inds] = of_prompts
-    token_kl = ((logprobs - of_reference) * batch["mask"]).nan_to_num(0.0, 0.0, 0.0)
-    return {"logprobs": logprobs, "token_kl": token_kl}
+    token_kl = (batch["logprobs"] - of_reference) * batch["mask"]
+    return token_kl.nan_to_num(0.0, 0.0, 0.0)
 
 
 def compute_importance(args: Args, batch: dict, logprobs: Tensor) -> Tensor:
@@ -825,9 +820,8 @@ def compute_public_log_probs(args: Args, model, tokenizer, examples: list[dict])
 
     Public states are the first tokens of the reference completions of `examples`.
     """
-    n = args.num_agents
     if not examples:
-        return torch.empty(n, 0, 1)
+        return torch.empty(args.num_agents, 0, 1)
     longest = min(PUBLIC_TOKENS, args.response_length)
     references = []
     for example in examples:
@@ -835,45 +829,35 @@ def compute_public_log_probs(args: Args, model, tokenizer, examples: list[dict])
         references.append(ids[:longest])
     tokens, lengths = (tensor.to(model.device) for tensor in pad(references))
     batch = {
-        "prompts": [example["ids"] for example in examples] * n,
-        "tokens": tokens.expand(n, -1, -1)[:, :, None],
-        "lengths": lengths.expand(n, -1)[:, :, None],
+        "prompts": [example["ids"] for example in examples],
+        "tokens": tokens[None, :, None],
+        "lengths": lengths[None, :, None],
     }
-    with select_adapters("snapshot", tuple(range(n))):
-        hidden = compute_hidden(model, batch)[:, :, 0]  # [agents, examples, tokens, hidden]
-    inside = torch.arange(hidden.shape[2], device=model.device) < lengths[:, None]
-    return compute_log_probs(args, model, hidden[:, inside]).cpu()
+    log_probs = []
+    for j in range(args.num_agents):
+        with select_adapters("snapshot", (j,)):
+            hidden = compute_hidden(model, batch)[0, :, 0]  # [examples, tokens, hidden]
+        inside = torch.arange(hidden.shape[1], device=model.device) < lengths[:, None]
+        log_probs.append(compute_log_probs(args, model, hidden[inside]).cpu())
+    return torch.stack(log_probs)
 
 
 # --- update: one optimizer step of all agents, and the average of adapters ---
 
 
-def make_optimizer(
-    args: Args, policy: Tensor, value: Tensor
-) -> tuple[torch.optim.Optimizer, dict[str, list[Tensor]]]:
-    """AdamW, in which each agent's parameters count their own steps.
+def make_optimizers(args: Args, policy: Tensor, value: Tensor) -> list[torch.optim.Optimizer]:
+    """AdamW of each agent, with the value model in a group of its own.
 
-    policy, value: [agents, numel]. Returns it, and name in checkpoints -> each agent's moment, a
-    view of the optimizer's state.
+    policy, value: [agents, numel].
     """
-    groups = [{"params": [*policy]}]
-    if args.algorithm == "ppo":
-        groups.append({"params": [*value]})
     options = {"weight_decay": args.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(groups, args.learning_rate, **options)
-    moments = {}
-    for group, prefix in zip(optimizer.param_groups, ("", "value_"), strict=False):
-        for row in group["params"]:
-            # As AdamW would make it in its first step
-            moments_of_row = {
-                "step": torch.zeros((), device=row.device),
-                "exp_avg": 0 * row,
-                "exp_avg_sq": 0 * row,
-            }
-            optimizer.state[row] = moments_of_row
-            for name, moment in moments_of_row.items():
-                moments.setdefault(prefix + name, []).append(moment)
-    return optimizer, moments
+    optimizers = []
+    for k in range(len(policy)):
+        groups = [{"params": [policy[k]]}]
+        if args.algorithm == "ppo":
+            groups.append({"params": [value[k]]})
+        optimizers.append(torch.optim.AdamW(groups, args.learning_rate, **options))
+    return optimizers
 
 
 def draw_order(args: Args, step: int, epoch: int) -> Tensor:
@@ -891,8 +875,8 @@ def weigh_tokens(lengths: Tensor, args: Args) -> Tensor:
     """The weight of each token in the loss of an optimizer step whose completions have these
     lengths [..., completions].
 
-    GRPO (eq. 7): completions have equal weight; Dr. GRPO: tokens have, relative to the maximum
-    length; DAPO, PPO: all tokens have. Returns [..., completions].
+    GRPO (eq. 7): 1 / (completions * own length). Dr. GRPO: 1 / (completions * --response-length).
+    DAPO, PPO: 1 / (tokens of all completions). Returns [..., completions].
     """
     lengths = lengths.float()
     number = lengths.shape[-1]
@@ -912,7 +896,7 @@ def compute_learning_rate(args: Args, step: int, highest: float | None = None) -
     falling = {
         "constant": 1.0,
         "linear": 1 - done,
-        "cosine": (1 + np.cos(np.pi * done)) / 2,
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
     }
     return (highest or args.learning_rate) * rising * falling[args.lr_scheduler_type]
 
@@ -1036,7 +1020,7 @@ def learn(
     args: Args,
     model,
     trained: Tensor,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     batch: dict,
     reference: Reference,
     inds: Tensor,
@@ -1053,7 +1037,7 @@ def learn(
     # Metrics are means, also where weights do not sum to 1: Dr. GRPO, masked completions
     totals = (token_weights * lengths).sum((1, 2))
     totals = torch.where(totals > 0, totals, 1.0)
-    names = (*LOSSES, "value_loss", "first_log_ratio", "grad_norm", "value_grad_norm")
+    names = (*LOSSES, "value_loss", "first_log_ratio")
     losses = {name: torch.zeros(len(inds), device=model.device) for name in names}
     trained.grad.zero_()
     micro_batches = inds.split(args.micro_batch_size, dim=1)
@@ -1094,34 +1078,35 @@ def learn(
                 v_loss = compute_value_loss(args, newvalue, mb, mb_weights)
                 (args.vf_coef * v_loss.sum()).backward()
             losses["value_loss"] += v_loss.detach()
-    return losses | step_optimizer(args, trained, optimizer)
+    return losses | step_optimizers(args, trained, optimizers)
 
 
-def step_optimizer(
-    args: Args, trained: Tensor, optimizer: torch.optim.Optimizer
+def step_optimizers(
+    args: Args, trained: Tensor, optimizers: list[torch.optim.Optimizer]
 ) -> dict[str, Tensor]:
     """Clip gradients and make the step. Returns norms, and how many steps were skipped, [agents].
 
     Policy and value model of each agent are clipped by separate norms. There is no step where the
-    norm is 0: an agent without a signal would follow its momentum, if peers are in the same
-    process; nor where it is not finite, which would ruin AdamW's moments for good.
+    norm is 0: AdamW would follow its momentum without a signal; nor where it is not finite, which
+    would ruin its moments for good.
     """
-    skipped_steps = torch.zeros(len(trained), device=trained.device)
-    norms = {}
-    numel = optimizer.param_groups[0]["params"][0].numel()  # of a policy
-    gradients = {"grad_norm": trained.grad[:, :numel], "value_grad_norm": trained.grad[:, numel:]}
-    for group, (name, gradient) in zip(optimizer.param_groups, gradients.items(), strict=False):
-        # In parts, because squares of the whole would add to the peak of memory
-        squares = [columns.square().sum(1) for columns in gradient.split(2**20, dim=1)]
-        norm = sum(squares).sqrt()
-        gradient.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)[:, None])
-        for k, parameters in enumerate(group["params"]):
-            steps = bool(norm[k].isfinite() and norm[k] > 0)
-            parameters.grad = gradient[k] if steps else None
-        norms[name] = norm
-        skipped_steps += ~norm.isfinite()
-    optimizer.step()
-    return norms | {"skipped_steps": skipped_steps}
+    names = ("grad_norm", "value_grad_norm")
+    losses = {name: torch.zeros(len(trained), device=trained.device) for name in names}
+    losses["skipped_steps"] = torch.zeros(len(trained), device=trained.device)
+    for k, optimizer in enumerate(optimizers):
+        start = 0
+        for name, group in zip(names, optimizer.param_groups, strict=False):
+            (parameters,) = group["params"]
+            end = start + parameters.numel()
+            parameters.grad = trained.grad[k, start:end]
+            norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            if not norm.isfinite() or norm == 0:
+                parameters.grad = None
+            losses[name][k] = norm
+            losses["skipped_steps"][k] += ~norm.isfinite()
+            start = end
+        optimizer.step()
+    return losses
 
 
 @torch.no_grad()
@@ -1218,7 +1203,7 @@ def main(args: Args) -> dict:
     numel = sum(side[0].numel() for side in policies if side.requires_grad)
     policy = trained[:, :numel]
     snapshots[:] = trained[0, : snapshots.shape[1]]
-    optimizer, moments = make_optimizer(args, policy, trained[:, numel:])
+    optimizers = make_optimizers(args, policy, trained[:, numel:])
     # Of each agent's rewards: count, mean, sum of squared deviations
     statistics = torch.zeros(len(held), 3, dtype=torch.float64)
 
@@ -1242,7 +1227,7 @@ def main(args: Args) -> dict:
         "snapshot": [snapshots[i] for i in held],
         "round_rewards": round_rewards,
         "record": list(records),
-        **moments,
+        "optimizer": optimizers,
         "statistics": list(statistics),
         "row": [C[i] for i in held],
         "distances": [distances[i] for i in held],
@@ -1265,8 +1250,9 @@ def main(args: Args) -> dict:
     for step in run.iterations():
         began = time.perf_counter()
         highest_rates = (args.learning_rate, args.value_learning_rate)
-        for group, highest in zip(optimizer.param_groups, highest_rates, strict=False):
-            group["lr"] = compute_learning_rate(args, step, highest)
+        for optimizer in optimizers:
+            for group, highest in zip(optimizer.param_groups, highest_rates, strict=False):
+                group["lr"] = compute_learning_rate(args, step, highest)
         kl_coef = compute_kl_coef(args, step)
 
         # Rollout: all agents' prompts are completed together
@@ -1294,26 +1280,26 @@ def main(args: Args) -> dict:
             batch["mask"] &= batch["ends"][..., None]
         run.tick("reward")
 
-        # Advantages
-        reference = choose_reference(args, held, C)  # whom each agent hears in this update
-        if args.reward_kl_coef > 0:
-            batch |= compute_token_kl(args, model, reference, batch)
-        batch |= compute_advantages(args, model, batch, statistics)
-        run.tick("advantages")
-
         # Reference policies, frozen for this update: row i of C applied to the policies
+        reference = choose_reference(args, held, C)  # whom each agent hears in this update
         batch |= compute_references(args, model, reference, batch)
-        if args.gate == "value":
-            batch |= compute_gate(args, model, reference, batch, statistics)
         sampling_gaps = measure_sampling_gaps(batch)  # [agents]
         run.tick("reference")
+
+        # Advantages; --gate value weighs senders by values, which are computed here
+        if args.reward_kl_coef > 0:
+            batch["token_kl"] = compute_token_kl(args, model, reference, batch)
+        batch |= compute_advantages(args, model, batch, statistics)
+        if args.gate == "value":
+            batch |= compute_gate(args, model, reference, batch, statistics)
+        run.tick("advantages")
 
         # Update: epochs over minibatches of prompts in random order; all agents at once
         losses = []
         for epoch in range(args.update_epochs):
             order = draw_order(args, step, epoch).expand(len(held), -1)  # [agents, prompts]
             for inds in order.split(args.minibatch_size or args.batch_size, dim=1):
-                loss = learn(args, model, trained, optimizer, batch, reference, inds, kl_coef)
+                loss = learn(args, model, trained, optimizers, batch, reference, inds, kl_coef)
                 losses.append(loss)
         reward_log.trainer_state.global_step = step
         run.tick("update")
@@ -1583,7 +1569,6 @@ class Decoding:
         self.logprobs = self.results["logprobs"].clone()
         self.lengths = self.results["lengths"].clone()
         self.running = torch.ones_like(self.places, dtype=torch.bool)
-        self.unchecked = self.running.clone()  # those that ran at the last call of `end`
         self.prompt_lengths = prompt_lengths[:, None]
 
         # The prompts
@@ -1633,7 +1618,7 @@ class Decoding:
         """
         if is_stopped is None:
             return
-        for row, g in self.unchecked.nonzero().tolist():
+        for row, g in (self.lengths > self.checked).nonzero().tolist():
             tokens = self.tokens[row, g].tolist()
             last = min(drawn, int(self.lengths[row, g]))
             for length in range(self.checked + 1, last + 1):
@@ -1644,7 +1629,6 @@ class Decoding:
                     self.running[row, g] = False
                     break
         self.checked = drawn
-        self.unchecked = self.running.clone()
 
     def store(self) -> None:
         """Copy the completions in work to the results."""
@@ -1666,7 +1650,7 @@ class Decoding:
         self.groups.keep(rows, columns, size)
         self.prompt_lengths = self.prompt_lengths[rows]
         names = ("tokens", "logprobs", "lengths", "places", "uniforms")
-        for name in (*names, "running", "unchecked", "newest"):
+        for name in (*names, "running", "newest"):
             setattr(self, name, getattr(self, name)[rows[:, None], columns])
 
 
@@ -1735,12 +1719,11 @@ def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def find_stop_test(args: Args, tokenizer) -> Callable[[list[int]], bool] | None:
-    """Whether --stop-strings end a completion, given its tokens: the text of the last ones contains
-    one of them.
+    """A test of a completion's tokens: whether one of --stop-strings ends it. None without any.
 
-    A token stands for at least one byte, so that the last ones suffice; some more, because a
-    decoder may drop a space at the start. A special token may be part of a stop string, as it is of
-    the text. None without them, so that no token has to be copied to the processor and decoded.
+    It decodes the last tokens: each stands for at least one byte, so that they suffice; some more,
+    because a decoder may drop a space at the start. A special token may be part of a stop string,
+    as it is of the text.
     """
     if not args.stop_strings:
         return None
@@ -2001,21 +1984,21 @@ class Server:
         tokens = torch.full(uniforms.shape, ends[0], dtype=torch.long)
         lengths = torch.ones(uniforms.shape[:2], dtype=torch.long)
         logprobs = torch.zeros(uniforms.shape)
+        served = []  # prompts whose agent is finite
+        names = [self.names.get(self.held[selected[n // size]]) for n in range(len(prompts))]
+        for n, name in enumerate(names):
+            if name is None:
+                logprobs[n, :, 0] = torch.nan
+            else:
+                served.append(n)
+
+        def request(n: int) -> list[tuple]:
+            sampling = temperature, top_p, is_stopped
+            return self.request_completions(names[n], prompts[n], uniforms[n], *sampling)
+
         with ThreadPoolExecutor(64) as pool:
-            futures = {}
-            for n, prompt in enumerate(prompts):
-                name = self.names.get(self.held[selected[n // size]])
-                if name is None:
-                    logprobs[n, :, 0] = torch.nan
-                    continue
-                request = name, prompt, uniforms[n], temperature, top_p, is_stopped
-                futures[n] = pool.submit(self.request_completions, *request)
-            try:
-                completed = {n: future.result() for n, future in futures.items()}
-            except ServerError:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        for n, group in completed.items():
+            completed = [*pool.map(request, served)]  # where one fails, the rest is cancelled
+        for n, group in zip(served, completed, strict=True):
             for g, (ids, values) in enumerate(group):
                 tokens[n, g, : len(ids)] = torch.tensor(ids)
                 lengths[n, g] = len(ids)
@@ -2147,7 +2130,7 @@ def serving(server: Server | None, run: Run, model: nn.Module) -> Iterator[Calla
 class Groups:
     """What attention must know of rows [prompt, c_1, ..., c_G], of a prompt and then its group.
 
-    The completions see the prompt and themselves.
+    Each completion sees the prompt and its own tokens, not the other completions.
     """
 
     def __init__(self, prompt_lengths: Tensor, longest: int, group_size: int, response: int):
@@ -2402,18 +2385,16 @@ def split_prompts(args: Args, batch: dict) -> Iterator[tuple[Tensor, dict]]:
 
 
 @torch.no_grad()
-def collect_value_states(args: Args, model, batch: dict) -> Tensor:
-    """`compute_hidden` by the selected value models for the batch, in micro-batches.
+def collect_values(args: Args, model, batch: dict, head: Tensor, bias: Tensor) -> Tensor:
+    """The outputs of the selected value models for the batch, in micro-batches.
 
-    Returns [agents, prompts, group, tokens, hidden], in the precision of the base model, because
-    its head computes in float32.
+    head: [agents, hidden], bias: [agents, 1]. Returns [agents, prompts, group, tokens].
     """
-    shape = (*batch["tokens"].shape, model.get_output_embeddings().in_features)
-    states = model.get_input_embeddings().weight.new_zeros(shape)
+    values = torch.zeros(batch["mask"].shape, device=model.device)
     for inds, mb in split_prompts(args, batch):
         hidden = compute_hidden(model, mb)
-        states[:, inds, :, : hidden.shape[3]] = hidden
-    return states
+        values[:, inds, :, : hidden.shape[3]] = compute_values(hidden, head, bias)
+    return values
 
 
 def select_prompts(batch: dict, inds: Tensor) -> dict:
@@ -2447,8 +2428,8 @@ def split_tokens(model, mask: Tensor) -> list[tuple]:
 
 @functools.cache
 def count_logits(device: torch.device) -> int:
-    """How many logits are computed at a time: the same number in a whole run, so that they round
-    alike.
+    """How many logits are computed at a time: the same number in a whole process, so that they
+    round alike.
 
     On a processor 12 MB, for its cache. On a GPU the largest power of two whose loss, of some
     twenty tensors or 100 bytes per logit, fits into a quarter of the free memory.
@@ -2503,7 +2484,6 @@ class Selection(NamedTuple):
     name: str
     numbers: tuple[int, ...] | None
     casts: dict  # (layer, numbers) -> A, B in the precision of the base
-    merged: dict  # (layer, numbers) -> the base's weight with each of them added
 
 
 @contextlib.contextmanager
@@ -2514,7 +2494,7 @@ def select_adapters(name: str, numbers: tuple[int, ...] | None = None) -> Iterat
     block, so they must not change in it.
     """
     previous = Adapters.selection
-    Adapters.selection = Selection(name, numbers, {}, {})
+    Adapters.selection = Selection(name, numbers, {})
     try:
         yield
     finally:
@@ -2543,37 +2523,6 @@ def count_selected_adapters(model: nn.Module) -> int:
     return len(list_adapter_sides(model)[0][selection.name])
 
 
-# Weights of a layer and all its selected adapters up to which these are merged
-MERGED_WEIGHTS = 2**20
-
-
-def merge_adapters(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """The weight [out, in] with each adapter added: [adapters, out, in]."""
-    return torch.baddbmm(weight.expand(len(A), -1, -1), B, A, alpha=scale)
-
-
-class MergedAdapters(torch.autograd.Function):
-    """x (W + scale B_k A_k)^T for blocks x [adapters, rows, in], with the gradients of x, A and B.
-
-    The weight is frozen, so its gradient, as large as another forward pass, is never computed.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-        merged = merge_adapters(weight, A, B, scale)
-        ctx.save_for_backward(x, A, B, merged)
-        ctx.scale = scale
-        return x @ merged.mT
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        x, A, B, merged = ctx.saved_tensors
-        grad_x = grad @ merged if ctx.needs_input_grad[0] else None
-        grad_A = ctx.scale * ((grad @ B).mT @ x) if ctx.needs_input_grad[2] else None
-        grad_B = ctx.scale * (grad.mT @ (x @ A.mT))
-        return grad_x, None, grad_A, grad_B, None
-
-
 class Adapters(nn.Module):
     """A frozen linear layer with stacked low-rank adapters: y = Wx + (alpha / r) B_k A_k x.
 
@@ -2598,37 +2547,15 @@ class Adapters(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         A, B = self.choose(x.dtype)
+        y = self.base(x)  # before `low`: the order in which gradients are added
+        low = x.reshape(len(A), -1, x.shape[-1]) @ A.mT
+        blocks = y.view(len(A), -1, y.shape[-1])
         scale = self.scale[self.selection.name]
-        if not self.merges(x):
-            y = self.base(x)  # before `low`: the order in which gradients are added
-            low = x.reshape(len(A), -1, x.shape[-1]) @ A.mT
-            blocks = y.view(len(A), -1, y.shape[-1])
-            return torch.baddbmm(blocks, low, B.mT, alpha=scale).view_as(y)
-        blocks = x.reshape(len(A), -1, x.shape[-1])
-        if torch.is_grad_enabled():
-            y = MergedAdapters.apply(blocks, self.base.weight, A, B, scale)
-        else:
-            merged = self.selection.merged
-            key = self, self.selection.numbers
-            if key not in merged:
-                merged[key] = merge_adapters(self.base.weight, A, B, scale)
-            y = blocks @ merged[key].mT
-        if self.base.bias is not None:
-            y = y + self.base.bias
-        return y.view(*x.shape[:-1], -1)
-
-    def merges(self, x: Tensor) -> bool:
-        """Whether each adapter is added to a copy of the weights, which small models have room for.
-
-        Passes then cost no more than those of the base. bfloat16 weights would lose small updates.
-        """
-        number = len(self.selection.numbers or self.A[self.selection.name])
-        small = number * self.base.weight.numel() <= MERGED_WEIGHTS
-        return small and x.dtype == self.base.weight.dtype == torch.float32
+        return torch.baddbmm(blocks, low, B.mT, alpha=scale).view_as(y)
 
     def choose(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and B of the selected adapters in this precision."""
-        name, numbers, casts, _ = self.selection
+        name, numbers, casts = self.selection
         learning = torch.is_grad_enabled()
         if not learning and (self, numbers) in casts:
             return casts[self, numbers]
@@ -2714,14 +2641,13 @@ def find_target_layers(args: Args, model: nn.Module) -> dict[str, nn.Linear]:
     pass, unlike through experts."""
     decoder = {layer for layer in model.get_decoder().modules() if isinstance(layer, nn.Linear)}
     linear = {}
-    targets = {}
     for name, layer in model.named_modules():
         if layer in decoder and ".experts." not in name:
             linear[name] = layer
-            if name.split(".")[-1] in args.lora_targets:
-                targets[name] = layer
-    if not targets or {*args.lora_targets} - {name.split(".")[-1] for name in targets}:
-        names = ", ".join(sorted({name.split(".")[-1] for name in linear}))
+    kinds = {name: name.split(".")[-1] for name in linear}
+    targets = {name: linear[name] for name, kind in kinds.items() if kind in args.lora_targets}
+    if not targets or not {*args.lora_targets} <= {*kinds.values()}:
+        names = ", ".join(sorted({*kinds.values()}))
         refuse(args, "lora_targets", f"must be among the decoder's linear layers, {names}")
     return targets
 
@@ -2740,13 +2666,9 @@ def load_start(args: Args, layers: dict[str, nn.Linear]) -> dict[str, Tensor]:
 def read_adapter(
     args: Args, flag: str, folder: str, layers: dict[str, nn.Linear]
 ) -> dict[str, Tensor]:
-    """The finite weights of a PEFT adapter, or one line; nothing that is too large is read."""
+    """The finite weights of a PEFT adapter, or one line."""
     path = Path(folder, "adapter_model.safetensors")
-    # Of full rank, in float32, with a score head
-    most = 8 * sum(layer.weight.numel() for layer in layers.values()) + MOST_BYTES
     try:
-        if path.stat().st_size > most:
-            raise ValueError(f"is larger than {most} bytes, more than any adapter of this model")
         weights = load_file(path)
         is_finite = all(weight.isfinite().all() for weight in weights.values())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -2794,8 +2716,10 @@ def start_value_model(args: Args, model: nn.Module, layers: dict) -> None:
         adapters = model.get_submodule(name)
         A = weights.pop(f"{prefix}{name}.lora_A.weight", None)
         B = weights.pop(f"{prefix}{name}.lora_B.weight", None)
-        if A is None or B is None:
+        if A is None and B is None:
             continue
+        if A is None or B is None:
+            refuse(args, "value_init", f"has half an adapter of {name}")
         value_A = adapters.A["value"]  # [agents, rank, in]
         value_B = adapters.B["value"]  # [agents, out, rank]
         rank = len(A) if A.dim() else 0
@@ -2997,7 +2921,8 @@ def read_best_reward(folder: Path, last_step: int, prompts: int) -> float:
 
 
 def get_cached_folder(name: str, key: object, write: Callable[[Path], None]) -> Path | None:
-    """The cache's folder that `write(folder)` has filled for this key; None if it is not writable.
+    """The cache's folder that `write(folder)` has filled for this key; None, with a warning, if it
+    cannot be filled.
 
     key: what the content depends on, as JSON, for example versions of packages. The cache is in
     $XDG_CACHE_HOME or ~/.cache. Processes that start together wait for the one that writes.
@@ -3179,10 +3104,7 @@ def load_base(
     tokenizer.ends = list_ends(model, tokenizer)
     if not tokenizer.ends:
         refuse(args, "base_model", "has no token that ends a text")
-    if args.base_model == "smollm2" and "gguf_file" not in where:
-        compare_once(args, model, Path(name))
-    else:
-        compare_with_plain(args, model)
+    compare_with_plain(args, model)
     if args.gradient_checkpointing:
         checkpoint_layers(model)
     return model, tokenizer
@@ -3213,27 +3135,6 @@ def checkpoint_layers(model) -> None:
     for layer in model.modules():
         if isinstance(layer, transformers.modeling_layers.GradientCheckpointingLayer):
             layer.forward = functools.partial(checkpoint, layer.forward, **options)
-
-
-def compare_once(args: Args, model, folder: Path) -> None:
-    """Compare with the plain model, unless that succeeded before.
-
-    The result depends on weights, code, versions, precision, lengths and device.
-    """
-    if model.device.type == "cuda":
-        device = torch.cuda.get_device_name(model.device)
-    else:
-        device = f"{model.device.type} {torch.backends.cpu.get_cpu_capability()}"
-    key = {
-        "weights": folder.name,
-        "lengths": [args.max_prompt_tokens, args.response_length],
-        "precision": args.precision,
-        "code": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-        "versions": [torch.__version__, transformers.__version__],
-        "device": device,
-    }
-    if not get_cached_folder("compared", key, lambda _: compare_with_plain(args, model)):
-        compare_with_plain(args, model)
 
 
 @torch.no_grad()
@@ -3454,6 +3355,8 @@ def read_rows(name: str, default: str = "train") -> list[dict]:
     if not Path(path).exists():
         return [*datasets.load_dataset(path, **options)]
     place = Path(path).resolve()
+    if (place / "state.json").is_file() and split != default:
+        raise ValueError(f"{path} was saved without splits, leave out :{split}")
     for folder in (place, place / split):  # of `Dataset.save_to_disk`, and of a dictionary of these
         if (folder / "state.json").is_file():
             return [*datasets.load_from_disk(str(folder), keep_in_memory=True)]
@@ -3467,10 +3370,13 @@ def read_rows(name: str, default: str = "train") -> list[dict]:
 
 def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> list[dict]:
     """The examples of a data set, see `read_examples`; prints how many prompts are too long."""
+    path = name
     if name == "docstrings":
-        examples, too_long = load_docstrings(args, tokenizer, flag)
-    else:
-        examples, too_long = read_examples(args, tokenizer, name, name, flag)
+        try:
+            path = runpy.run_path(str(DOCSTRINGS))["cached"](get_cached_folder)
+        except (OSError, ValueError) as error:
+            refuse_data(args, flag, name, f"cannot be read: {first_line(error)}")
+    examples, too_long = read_examples(args, tokenizer, name, path, flag)
     if too_long:
         limit = f"--max-prompt-tokens {args.max_prompt_tokens}"
         line = f"--{flag} {name}: {too_long} prompts are left out, longer than {limit}"
@@ -3479,40 +3385,6 @@ def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> li
         show = functools.partial(print, flush=True) if is_own else communicators.announce
         show(line)
     return examples
-
-
-def load_docstrings(args: Args, tokenizer, flag: str) -> tuple[list[dict], int]:
-    """What `read_examples` returns for the docstrings, from the cache, since it takes seconds."""
-    name = "docstrings"
-    try:
-        path = runpy.run_path(str(DOCSTRINGS))["cached"](get_cached_folder)
-        content = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except (OSError, ValueError) as error:
-        refuse_data(args, flag, name, f"cannot be read: {first_line(error)}")
-    read = functools.partial(read_examples, args, tokenizer, name, path, flag)
-    writes_date = "strftime_now" in str(tokenizer.chat_template)
-    if writes_date or not hasattr(tokenizer, "backend_tokenizer"):  # nothing else describes it
-        return read()
-    packages = ("transformers", "tokenizers", "jinja2", "datasets")
-    key = {
-        "content": content,
-        "columns": [args.prompt_column, args.completion_column, args.topic_column],
-        "max_prompt_tokens": args.max_prompt_tokens,
-        "tokenizer": [type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str()],
-        "template": [tokenizer.chat_template, str(tokenizer.special_tokens_map)],
-        "template_kwargs": args.chat_template_kwargs,
-        "versions": {package: importlib.metadata.version(package) for package in packages},
-        "code": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-    }
-
-    def write(folder: Path) -> None:
-        (folder / "examples.json").write_text(json.dumps(read()))
-
-    folder = get_cached_folder("examples", key, write)
-    if folder is None:
-        return read()
-    examples, too_long = json.loads((folder / "examples.json").read_text())
-    return examples, too_long
 
 
 def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> tuple[list[dict], int]:
@@ -3536,9 +3408,7 @@ def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> tup
         except ValueError as error:
             problem = f"row {number + 1}: {first_line(error)}"
             refuse_data(args, flag, name, problem[:300])
-        if len(example["prompt"]) > 12 * args.max_prompt_tokens:  # spares the tokenizer long texts
-            too_long += 1
-        elif isinstance(row[args.prompt_column], list) and tokenizer.chat_template:
+        if isinstance(row[args.prompt_column], list) and tokenizer.chat_template:
             templated.append(example)
         else:
             plain.append(example)
@@ -3574,7 +3444,7 @@ def read_row(args: Args, tokenizer, row: dict) -> dict:
         prompt = to_plain(row[column])
         column = args.completion_column
         completion = row.get(column)
-        if isinstance(completion, list | dict | bytes):
+        if not isinstance(completion, str | int | float | None):  # JSON's dates become datetimes
             completion = to_plain(completion)
     except ValueError as error:
         raise ValueError(f"column {column}: {error}") from error
@@ -3722,10 +3592,6 @@ def check_number(
 # --- rewards ---
 
 
-# Folders of reward files that were put on Python's path
-reward_folders = []
-
-
 class RewardLog:
     """What reward functions get from the run and tell it, by the arguments of TRL: `trainer_state`,
     `log_metric` and `log_extra`."""
@@ -3770,7 +3636,6 @@ def make_reward(
 ) -> dict[str, Callable]:
     """Every --reward by its name: a function with TRL's signature, a number or None for each
     completion."""
-    forget_reward_files()
     reward_log = reward_log or RewardLog(args)
     functions = {}
     for name in args.reward:
@@ -3795,10 +3660,8 @@ def import_file(args: Args, file: str):
     """The module of a reward file, under its own name, as pickle needs it, with its folder on
     Python's path for the modules beside it."""
     path = Path(file).resolve()
-    folder = str(path.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last, so that no installed package is hidden
-        reward_folders.append(folder)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last, so that no installed package is hidden
     importlib.invalidate_caches()
     spec = None
     if "." not in path.stem:
@@ -3807,18 +3670,6 @@ def import_file(args: Args, file: str):
         reason = f"{file} must have another name: Python finds another module under this one"
         refuse(args, "reward", reason)
     return importlib.import_module(path.stem)
-
-
-def forget_reward_files() -> None:
-    """Take the reward files of an earlier run of this process, and what lies beside them, out of
-    Python's modules and path."""
-    for name, module in sys.modules.copy().items():
-        file = getattr(module, "__file__", None)
-        if file and str(Path(file).parent) in reward_folders:
-            del sys.modules[name]
-    for folder in reward_folders:
-        sys.path.remove(folder)
-    reward_folders.clear()
 
 
 def check_reward_inputs(args: Args, functions: dict, lists: list[list[dict]]) -> None:
@@ -3841,7 +3692,7 @@ def check_reward_positions(args: Args, model, tokenizer, prompt: str | list[dict
     inputs = tokenize_texts(model, tokenizer, [prompt], match_form(prompt, [""]))
     tokens = inputs["input_ids"].shape[1]
     check_length(model, tokens)
-    most = count_positions(model.config.get_text_config())
+    most = count_positions(model)
     if most and tokens + args.response_length > most:
         name = f"--reward {model.name_or_path}"
         left = f"a prompt leaves {most - tokens} of its {most} positions for a completion"
@@ -3932,19 +3783,23 @@ def tokenize_texts(model, tokenizer, prompts: list, completions: list):
 
 def check_length(model, tokens: int) -> None:
     """End the run if a text has more tokens than a reward model has positions."""
-    most = count_positions(model.config.get_text_config())
+    most = count_positions(model)
     if most and tokens > most:
         stop_reward_model(model, f"has {most} positions, and a text {tokens} of its tokens")
 
 
-def count_positions(config) -> int | None:
+def count_positions(model) -> int | None:
     """The most tokens of a text that a reward model reads; None: any number."""
+    config = model.config.get_text_config()
     if not getattr(config, "position_biased_input", True):  # DeBERTa
         return None
-    most = getattr(config, "max_position_embeddings", None)
-    if most and "roberta" in config.model_type:  # whose positions begin behind the padding's
-        most -= config.pad_token_id + 1
-    return most
+    most = getattr(config, "max_position_embeddings", None) or 0
+    for name, module in model.named_modules():
+        # RoBERTa and its relatives count from behind the padding's position
+        is_table = name.endswith("position_embeddings")
+        if is_table and getattr(module, "padding_idx", None) is not None:
+            most -= module.padding_idx + 1
+    return most if most > 0 else None  # XLNet has -1
 
 
 def stop_reward_model(model, problem: str) -> NoReturn:
@@ -4081,7 +3936,7 @@ def check_columns(args: Args, name: str, function: Callable, columns: Collection
             column = parameter.name
             if column in ("references", "reference_completions"):
                 column = args.completion_column
-            reason = f"{name} needs a column {column}, which the data lack"
+            reason = f"{name} needs a column {column}, which the data lack, or not in every row"
             refuse(args, "reward", reason, any_rank=True)
 
 
@@ -4163,13 +4018,13 @@ def evaluate(
     tokenizer,
     functions: dict,
     tests: dict[str, list[dict]],
-    server: "Server | None" = None,
+    server: Server | None = None,
 ) -> None:
     """Every agent completes the held-out prompts of every task, greedily; completions.jsonl has all
     completions.
 
-    With --eval-samples it also samples completions, with the same random numbers, or requests to
-    the server, in every evaluation and placement: rows with a `sample`, their number.
+    Each prompt also gets --eval-samples sampled completions, from the same random numbers (with a
+    server: the same seeds) in every evaluation and placement; their rows have `sample`, a number.
     """
     held = run.exchange.agents
     size = choose_evaluation_batch_size(args)
@@ -4239,7 +4094,7 @@ def complete_and_score(
     agents = [i for i in agents for _ in range(number)]
     inputs = args, functions, tokenizer, repeated, agents, tokens, lengths
     texts, ends, scores = score_completions(*inputs)
-    # The most probable token of NaN is the first: no choice of an agent that has diverged
+    # Logits of an agent that has diverged are NaN, and their argmax is token 0
     diverged = find_diverged(model)
     diverged = diverged.repeat_interleave(len(texts) // len(diverged))
     diverged |= ~logprobs.isfinite().all(-1)
@@ -4267,7 +4122,7 @@ def show_completions(
     args: Args, run: Run, tests: dict[str, list[dict]], written: list[dict]
 ) -> None:
     """Print the completions of the first held-out prompt, and show them in TensorBoard; W&B gets
-    all rows written."""
+    all rows of rank 0's agents."""
     first = tests["validation"][0]
     shown = [row for row in written if (row["task"], row["id"]) == ("validation", first["id"])]
     of_agents = run.results["validation"]
@@ -4340,7 +4195,10 @@ class CompletionLog:
             if path.exists():  # what was written behind the last checkpoint is done again
                 lines = re.findall(r'({"step": (\d+), .*}\n)', path.read_text(errors="replace"))
                 kept = "".join(line for line, step in lines if int(step) <= run.iteration)
-                write_file(path, kept.encode())
+                try:
+                    write_file(path, kept.encode())
+                except OSError as error:
+                    communicators.stop_at_file(run.folder, error)
 
     def write(
         self, batch: dict, chosen: list[dict], texts: list[str], scores: dict[str, np.ndarray]
@@ -4368,9 +4226,12 @@ class CompletionLog:
         for k, path in enumerate(self.paths):
             places = range(k * number, k * number + logged)
             rows_of_agent = [{name: column[n] for name, column in columns.items()} for n in places]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows_of_agent)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in rows_of_agent)
+            except OSError as error:
+                communicators.stop_at_file(self.run.folder, error)
             rows += rows_of_agent
         if self.run.chief:
             self.show(rows)
@@ -4566,7 +4427,7 @@ def check_server(args: Args) -> None:
 
 
 def check_training(args: Args) -> None:
-    """Rewards of tokens and the start of the value model are possible."""
+    """--reward-kl-coef suits the algorithm, and --value-init names what can be read."""
     if args.reward_kl_coef > 0 and args.algorithm == "grpo":
         reason = "must be 0 for GRPO, whose tokens have no rewards; see --kl-coef"
         refuse(args, "reward_kl_coef", reason)

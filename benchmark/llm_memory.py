@@ -15,8 +15,6 @@ too small to be used.
 unless --task has others: prpo_llm.py trains it like any other, and logs the memory that it takes.
 """
 
-import csv
-import io
 import json
 import random
 import shlex
@@ -25,6 +23,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 from arguments import read_flags, refuse
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -235,17 +234,14 @@ def main(args: Args) -> None:
         return write_model(args, MODELS[args.sizes[0]])
     with FakeTensorMode(allow_non_fake_inputs=True):
         columns = [estimate(args, MODELS[size]) for size in args.sizes]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["GB", *args.sizes])
-    for name in columns[0]:
-        writer.writerow([name, *(f"{column[name] / 1e9:.1f}" for column in columns)])
-    print(text.getvalue(), end="")
+    table = pd.DataFrame(columns, index=args.sizes).T / 1e9
+    text = table.to_csv(index_label="GB", float_format="%.1f")
+    print(text, end="")
     if args.csv:
         command = f"# python benchmark/llm_memory.py {shlex.join(sys.argv[1:])}\n"
         path = Path(args.csv)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(command + text.getvalue())
+        path.write_text(command + text)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ import pandas as pd
 import torch
 import transformers
 import tyro
-from arguments import read_flags, read_json, read_json_lines, refuse
+from arguments import read_flags, read_json, refuse
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftConfig
 from rouge_score.rouge_scorer import RougeScorer
 from runs import comments_of, read_table, wilson_interval
@@ -117,12 +117,13 @@ def read_rows(
     """
     if name == "docstrings":
         name = docstrings.cached(prpo_llm.get_cached_folder)
-    if Path(name).suffix in (".json", ".jsonl"):
-        rows = read_json_lines(Path(name))
-    elif Path(name).is_file():
-        rows = prpo_llm.read_rows(name)  # which has a single split
-    else:
+    if Path(name).is_file():  # which has a single split
+        split = "train"
+    try:
         rows = prpo_llm.read_rows(name, split)
+    except Exception as error:  # damaged files may raise anything
+        reason = " ".join(str(error.__cause__ or error).split()) or repr(error)
+        refuse(f"{name} cannot be read: {reason[:300]}")
     for row in rows:
         value = row.get(prompt)
         row.pop("messages", None)  # a column of the data with the whole conversation
@@ -198,9 +199,6 @@ def read_examples(tokenizer, max_prompt_tokens: int) -> list[dict]:
     for row in read_rows("docstrings"):
         chat = [{"role": "user", "content": row["prompt"]}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        # A text so much longer need not be tokenized
-        if len(text) > 12 * max_prompt_tokens:
-            continue
         if len(tokenizer(text)["input_ids"]) <= max_prompt_tokens:
             examples.append(row | {"request": row["prompt"], "prompt": text})
     return examples

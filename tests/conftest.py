@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -166,12 +167,38 @@ def use_smooth_adam(monkeypatch):
     smooth_adam(monkeypatch.setattr)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def forget_reward_files():
+    """What takes an earlier run's reward files out of Python's modules and path, so that each run
+    of this process imports its own.
+    """
+    before = list(sys.path)
+
+    def forget():
+        folders = {folder for folder in sys.path if folder not in before}
+        for name, module in sys.modules.copy().items():
+            file = getattr(module, "__file__", None)
+            if file and str(Path(file).parent) in folders:
+                del sys.modules[name]
+        sys.path[:] = before
+
+    prpo_llm = sys.modules.get("prpo_llm")
+    if prpo_llm:
+        make_reward = prpo_llm.make_reward
+
+        def forget_and_make(*inputs):
+            forget()
+            return make_reward(*inputs)
+
+        prpo_llm.make_reward = forget_and_make
+    return forget
+
+
 @pytest.fixture(autouse=True)
-def forgotten_reward_files():
+def forgotten_reward_files(forget_reward_files):
     """What a run in this process has put on Python's path, which child processes inherit."""
     yield
-    if "prpo_llm" in sys.modules:
-        sys.modules["prpo_llm"].forget_reward_files()
+    forget_reward_files()
 
 
 class Crash(BaseException):

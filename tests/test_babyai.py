@@ -643,11 +643,11 @@ def test_a_server_plays_with_the_agents_adapters(tiny, server, tmp_path, monkeyp
     batches = []
     learn = prpo_babyai.learn
 
-    def keep(args, model, trained, optimizer, batch, *inputs):
+    def keep(args, model, trained, optimizers, batch, *inputs):
         if not any(batch is other for other in batches):
             batches.append(batch)
         assert server.loaded == {}
-        return learn(args, model, trained, optimizer, batch, *inputs)
+        return learn(args, model, trained, optimizers, batch, *inputs)
 
     monkeypatch.setattr(prpo_babyai, "learn", keep)
     monkeypatch.setattr(prpo_llm, "compare_with_plain", lambda *_: None)
@@ -682,36 +682,31 @@ def test_a_server_plays_with_the_agents_adapters(tiny, server, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_merged_adapters_compute_what_those_beside_the_weights_do(monkeypatch, bias):
+def test_adapters_are_added_to_the_weights(bias):
     """Outputs, and gradients of inputs, A and B; of all agents and of some, in any order."""
     torch.manual_seed(0)
     base = torch.nn.Linear(6, 5, bias=bias).requires_grad_(False)
     layer = prpo_llm.Adapters(base, {"policy": (3, 2, 8), "snapshot": (4, 2, 8)})
     for parameter in layer.parameters():
         parameter.data.normal_()
-    merged_weights = prpo_llm.MERGED_WEIGHTS
-    results = {}
-    for limit in (0, merged_weights):
-        monkeypatch.setattr(prpo_llm, "MERGED_WEIGHTS", limit)
-        results[limit] = []
-        for name, numbers in (("policy", None), ("snapshot", (3, 1)), ("policy", (2,))):
-            generator = torch.Generator().manual_seed(1)
-            x = torch.randn(6, 4, 6, generator=generator).requires_grad_()
-            with prpo_llm.select_adapters(name, numbers):
-                assert layer.merges(x) == (limit > 0)
-                y = layer(x)
-                with torch.no_grad():
-                    assert torch.allclose(layer(x), y, atol=1e-5)
-                    assert torch.allclose(layer(x), y, atol=1e-5)  # kept for the block
-            y.backward(torch.randn(y.shape, generator=generator))
-            gradients = [layer.A[name].grad, layer.B[name].grad, x.grad]
-            results[limit] += [y.detach(), *[gradient.clone() for gradient in gradients]]
-            layer.zero_grad()
-    for merged, beside in zip(results[merged_weights], results[0], strict=True):
-        torch.testing.assert_close(merged, beside, rtol=1e-4, atol=1e-4)
-    half = torch.randn(3, 1, 6, dtype=torch.bfloat16)
-    with prpo_llm.select_adapters("policy"):
-        assert not layer.merges(half)
+    for name, numbers in (("policy", None), ("snapshot", (3, 1)), ("policy", (2,))):
+        x = torch.randn(6, 4, 6).requires_grad_()
+        chosen = numbers or range(3)
+        parts = []
+        for k, block in zip(chosen, x.chunk(len(chosen)), strict=True):
+            product = layer.B[name][k] @ layer.A[name][k]
+            parts.append(F.linear(block, base.weight + 8 / 2 * product, base.bias))
+        with prpo_llm.select_adapters(name, numbers):
+            y = layer(x)
+            with torch.no_grad():
+                assert torch.equal(layer(x), y)
+                assert torch.equal(layer(x), y)  # from what is kept for the block
+        torch.testing.assert_close(y, torch.cat(parts), rtol=1e-4, atol=1e-4)
+        inputs = x, layer.A[name], layer.B[name]
+        weights = torch.randn(y.shape)
+        gradients = torch.autograd.grad((weights * y).sum(), inputs)
+        expected = torch.autograd.grad((weights * torch.cat(parts)).sum(), inputs)
+        torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_agents_pass_apart_where_their_prompts_differ_in_length(tiny, monkeypatch):
@@ -897,8 +892,9 @@ def test_fedagent_averages_and_starts_each_round_afresh(tiny, tmp_path, monkeypa
 
     def watch_save(self, state):
         copied = {}
-        for name in ("trained", "snapshot", "exp_avg", "exp_avg_sq", "step"):
+        for name in ("trained", "snapshot"):
             copied[name] = torch.stack([tensor.clone() for tensor in state[name]])
+        copied["moments"] = [len(optimizer.state) for optimizer in state["optimizer"]]
         states.append(copied)
         save(self, state)
 
@@ -920,12 +916,11 @@ def test_fedagent_averages_and_starts_each_round_afresh(tiny, tmp_path, monkeypa
         assert sent.shape[0] == 2
         assert not torch.equal(sent[0], sent[1])
         middle = states[2 * number]
-        assert (middle["step"] > 0).any() and (middle["exp_avg"] != 0).any()
+        assert middle["moments"] == [1, 1]
         end = states[2 * number + 1]
         for row in end["trained"]:
             torch.testing.assert_close(row, sent.mean(0), rtol=0, atol=1e-6)
-        for name in ("exp_avg", "exp_avg_sq", "step"):
-            assert (end[name] == 0).all()
+        assert end["moments"] == [0, 0]
         assert torch.equal(end["snapshot"], states[0]["snapshot"])
     assert (states[0]["snapshot"] == 0).all()  # B of the start
     tasks = [{episode.index for episode in row} for rows in played for row in rows]

@@ -36,6 +36,8 @@ from hypothesis import strategies as st
 from language_models import flags, rows_of, tiny, train, weights_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -569,7 +571,9 @@ def test_rows_with_a_prompt_only(files, tmp_path, monkeypatch):
     assert len(distances) and distances.isna().all()
     monkeypatch.setattr(prpo_llm, "load_base", None)
     args = tiny(files, tmp_path / "no", **changes | {"reward": "rouge"})
-    line = "--reward rouge: rouge needs a column completion, which the data lack"
+    line = (
+        "--reward rouge: rouge needs a column completion, which the data lack, or not in every row"
+    )
     assert refusal(prpo_llm.main, args) == line
     args = tiny(files, tmp_path / "no", **changes, communicator="similarity")
     none = "must compare on completions of held-out prompts, and there are none"
@@ -1155,7 +1159,9 @@ def test_columns_of_any_row_are_passed_and_none_takes_the_place_of_what_is_bound
     args = tiny(files, tmp_path, reward=args.reward, base_model=str(files / "model"))
     monkeypatch.setattr(prpo_llm, "load_base", None)
     message = refusal(prpo_llm.main, args)
-    assert message.endswith("own.own needs a column answer, which the data lack")
+    assert message.endswith(
+        "own.own needs a column answer, which the data lack, or not in every row"
+    )
 
 
 def test_penalties_are_taken_from_the_reward_and_not_from_the_score(files, tokenizer, tmp_path):
@@ -1411,6 +1417,31 @@ def test_a_reward_model_without_a_chat_template_reads_messages_as_texts(reward_m
     assert message == "--reward judge: a prompt does not suit its chat template: no assistant"
     tokenizer.chat_template = None
     assert prpo_llm.join_texts(tokenizer, prompts, completions) == (["a\n\nb<eos>"], False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions"),
+    [
+        ("bert", 34),
+        ("gpt2", 34),
+        ("roberta", 32),
+        ("camembert", 32),
+        ("mpnet", 32),
+        ("llama", 34),
+        ("xlnet", None),
+    ],
+)
+def test_positions_of_reward_models_are_those_of_a_text(kind, positions):
+    """RoBERTa and its relatives give two of theirs to the padding; XLNet has no limit."""
+    shape = {"vocab_size": 27, "pad_token_id": 1}
+    if kind == "xlnet":
+        shape |= {"d_model": 16, "n_head": 2, "n_layer": 1, "d_inner": 16}
+    else:
+        shape |= {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+        shape |= {"intermediate_size": 16, "max_position_embeddings": 34}
+    config = AutoConfig.for_model(kind, **shape)
+    model = AutoModelForSequenceClassification.from_config(config)
+    assert prpo_llm.count_positions(model) == positions
 
 
 def test_a_reward_model_with_learned_positions_reads_texts_from_the_left(files, tmp_path, capsys):
@@ -1877,3 +1908,16 @@ def test_a_data_set_saved_by_the_library_is_read(tmp_path, splits):
     assert prpo_llm.read_rows(str(tmp_path / "saved")) == rows
     if splits:
         assert prpo_llm.read_rows(f"{tmp_path / 'saved'}:test") == rows[:1]
+        return
+    for split in ("test", "train[:1]"):
+        with pytest.raises(ValueError, match=r"was saved without splits, leave out :(test|train)"):
+            prpo_llm.read_rows(f"{tmp_path / 'saved'}:{split}")
+
+
+def test_dates_are_no_references(files, tmp_path):
+    """The library makes them of texts: "2020-01-01" would become "2020-01-01 00:00:00"."""
+    path = tmp_path / "dates.jsonl"
+    write_jsonl(path, [{"prompt": f"{k} a", "completion": f"2020-01-0{k}"} for k in range(1, 9)])
+    args = tiny(files, tmp_path, dataset=str(path))
+    message = refusal(prpo_llm.load_examples, args, None, str(path))
+    assert "column completion: neither a text nor messages" in message

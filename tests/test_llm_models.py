@@ -680,18 +680,19 @@ def test_the_count_of_memory_is_what_a_small_model_takes(checkpointing, held):
     batch |= prpo_llm.compute_advantages(run, model, batch, statistics)
     reference = prpo_llm.choose_reference(run, range(held), torch.full((3, 3), 1 / 3))
     references = prpo_llm.compute_references(run, model, reference, batch)
-    optimizer = torch.optim.AdamW([*trained], 1e-3)
-    optimizer.step()
+    optimizers = prpo_llm.make_optimizers(run, trained, trained[:, :0])
     with LiveTensors() as update:
         inds = torch.arange(4).expand(held, -1)
-        prpo_llm.learn(run, model, trained, optimizer, batch | references, reference, inds, 0.1)
+        prpo_llm.learn(run, model, trained, optimizers, batch | references, reference, inds, 0.1)
     kept = parts[
         "update: activations with --gradient-checkpointing"
         if checkpointing
         else "update: activations without"
     ]
     counted = kept + parts["update: logits of a part of the tokens"]
-    assert 0.85 < update.peak / counted < 1.2
+    # Logits, and the activations of a layer that is computed again, do not live at the same time
+    least = 0.6 if checkpointing else 0.85
+    assert least < update.peak / counted < 1.2
     assert references["peers"].nbytes == parts["update: states of references"]
 
 

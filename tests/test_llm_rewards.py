@@ -110,7 +110,9 @@ def test_references_are_the_data_s_own_column_if_there_is_one():
     functions = prpo_llm.make_reward(args, torch.device("cpu"))
     example = chosen[0] | {"ids": [1]}
     line = refusal(prpo_llm.check_reward_inputs, args, functions, [[example]])
-    assert line.endswith("rouge needs a column completion, which the data lack")
+    assert line.endswith(
+        "rouge needs a column completion, which the data lack, or not in every row"
+    )
 
 
 CLIENT = """

@@ -7,6 +7,7 @@ import json
 import math
 import socket
 import urllib.error
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -363,6 +364,20 @@ def test_sampled_evaluation_by_hand(files, tmp_path, monkeypatch):
         assert np.mean([line["reward"] for line in samples]) == pytest.approx(
             float(row["sampled_reward"]), abs=1e-5
         )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_ends_the_log_of_completions_in_one_line(files, tmp_path, monkeypatch):
+    write = prpo_llm.CompletionLog.write
+
+    def write_to_full(self, *inputs):
+        self.paths = [Path("/dev/full")] * len(self.paths)
+        write(self, *inputs)
+
+    monkeypatch.setattr(prpo_llm.CompletionLog, "write", write_to_full)
+    args = tiny(files, tmp_path, log_completions=1, total_steps=1, eval_prompts=0)
+    message = refusal(prpo_llm.main, args, code=1)
+    assert message.startswith(f"{only_run(tmp_path)}: [Errno 28] No space left on device")
 
 
 def test_without_samples_evaluations_are_as_before(files, tmp_path):

