@@ -25,7 +25,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
-from safetensors.torch import save_file
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,6 +208,8 @@ def train_fedhpd(args: Args) -> dict:
     run.restore(state)
     envs = prpo_cartpole.Envs(args, held, run.iteration)
     tables = [prpo_cartpole.PolicyTable(agent) for agent in agents]
+    if args.eval_episodes and run.misses_evaluation():
+        run.log_evaluation(evaluate_agents(args, agents, held))
 
     for iteration in run.iterations():
         remaining = 1.0 - (iteration - 1) / num_iterations
@@ -283,7 +284,7 @@ def train_fedhpd(args: Args) -> dict:
         run.log(rows, C, distances, scalars)
 
         # Evaluation
-        if args.eval_episodes and run.due(args.eval_every) and iteration < num_iterations:
+        if args.eval_episodes and run.evaluates():
             run.log_evaluation(evaluate_agents(args, agents, held))
 
         # Checkpoint. Every run starts its environments anew here, so that a resumed one is the same
@@ -296,7 +297,7 @@ def train_fedhpd(args: Args) -> dict:
     # Weights, and the evaluation of every agent in the official environments
     envs.close()
     for k, i in enumerate(held):
-        save_file(agents[k].state_dict(), run.folder / f"agent_{i}.safetensors")
+        run.save_weights(f"agent_{i}", agents[k])
     if args.eval_episodes and not run.interrupted:
         run.log_evaluation(evaluate_agents(args, agents, held))
     return run.finish(

@@ -53,7 +53,7 @@ def read_run(folder: Path) -> dict:
             last = [*csv.DictReader(file)][-1:]
         for logged in last:
             row["peak_gib"] = logged.get("peak_memory", "")
-            row["speed"] = logged.get("completions_per_second", "")
+            row["speed"] = read_speed(logged)
     for path in folder.glob("*/summary.json"):
         summary = json.loads(path.read_text())
         row["speed"] = f"{read_speed(summary):.5g}"

@@ -1,16 +1,14 @@
-"""Draws runs: learning curves, searches, every agent on every task, and methods under conditions.
+"""Draws runs: learning curves, searches, and every agent on every task.
 
     python benchmark/plot.py --runs runs/minigrid-quick --out minigrid-quick
     python benchmark/plot.py --search --runs runs/skills-tune --out search
     python benchmark/plot.py --search --measure win_rate --runs runs/llm --methods "*-ppo_*"
-    python benchmark/plot.py --conditions "common goals (%)" --runs runs/agreement-results
     python benchmark/plot.py --from-csv --out benchmark/results/sb3  # again, from CSV files
 
 Writes OUT.csv and, from it, OUT.png. A curve is the training return, the mean of the last 100
 episodes, or the reward of a step's completions, averaged over the agents of a run; then runs with
 different seeds give mean and interval. A panel is a task: agents with different tasks have one
-each. OUT_runs.csv has a row per run, which table.py tabulates. With --conditions an --exp-name is a
-method and, behind the last hyphen, a condition, as in pr-surrogate-25; OUT.csv has a row per run.
+each. OUT_runs.csv has a row per run, which table.py tabulates.
 """
 
 import math
@@ -34,7 +32,6 @@ from runs import (
     group_runs,
     has_diverged,
     header,
-    make_conditions,
     make_rows,
     mean_interval,
     read_runs,
@@ -45,7 +42,7 @@ from runs import (
     with_interval,
     write,
 )
-from styles import MARKERS, count_seeds, find_place, name_task, order_conditions, style_methods
+from styles import count_seeds, find_place, name_task, style_methods
 
 plt.switch_backend("Agg")  # of files: there may be no display
 POINTS = 100  # of a curve
@@ -54,8 +51,8 @@ AXES = {
         "environment steps per agent (millions)",
         "training return\n(last 100 episodes, ",
     ),
-    "step": ("steps", "training reward\n(of a step, "),
-    "iteration": ("iterations", "training reward\n(of an iteration, "),
+    "step": ("steps", "training reward or success\n(of a step, "),
+    "iteration": ("iterations", "training return\n(last 100 episodes, "),
     "settings": ("settings tried", "evaluation of the best\n("),
 }
 WIN_RATES = ("win_rate", "sampled_win_rate")
@@ -78,10 +75,6 @@ class Args:
     search: bool = False
     # of --search: the win rates are those of benchmark/judge.py (the paper's figures 2 and 3)
     measure: Literal["evaluation", "win_rate", "sampled_win_rate"] = "evaluation"
-    conditions: str = ""
-    """draw methods under conditions, which are this: the label under the figure"""
-    agents: int = 0
-    """of --conditions: only the first agents of each run count (0: all)"""
     from_csv: bool = False
     """only draw the figures again, from OUT.csv and, where it is, OUT_matrix.csv"""
 
@@ -271,67 +264,9 @@ def draw_cells(axis, values: pd.DataFrame, highest: float) -> None:
     axis.set_yticks(range(len(values)), [f"agent {agent}" for agent in values.index])
 
 
-def draw_conditions(rows: pd.DataFrame, label: str, png_path: Path):
-    """Methods over conditions, over the run and at its end; numbers are drawn to scale. Returns the
-    figure. Fewer than three seeds get no interval.
-    """
-    figure, axes = make_axes(1, 2, 9.2, 4.6, sharey=True)
-    styles = style_methods(rows.method.unique())
-    conditions = order_conditions(rows.condition)
-    places = pd.to_numeric(pd.Series(conditions, index=conditions), errors="coerce")
-    to_scale = places.notna().all()
-    if not to_scale:
-        places = pd.Series(range(len(conditions)), index=conditions)
-    # So that intervals do not cover each other
-    shift = 0.01 * (places.max() - places.min()) if to_scale else 0.75 / len(styles)
-    titles = {"auc": "training return, mean over the run", "final": "training return at the end"}
-    for axis, (measure, title) in zip(axes[0], titles.items(), strict=True):
-        for number, (method, of_method) in enumerate(rows.groupby("method")):
-            style = styles[method]
-            seeds = of_method.pivot(index="condition", columns="seed", values=measure)
-            seeds = seeds.reindex([name for name in conditions if name in seeds.index])
-            counts = seeds.notna().sum(axis=1)
-            few_to_many = " to ".join(map(str, sorted({counts.min(), counts.max()})))
-            intervals = pd.DataFrame([mean_interval(row.dropna()) for _, row in seeds.iterrows()])
-            half = (intervals[2] - intervals[0]).where(counts.to_numpy() > 2)
-            _, _, (bars,) = axis.errorbar(
-                places[seeds.index] + shift * (number - (len(styles) - 1) / 2),
-                intervals[0],
-                yerr=half,
-                color=style.colour,
-                linestyle=style.dashes if to_scale else "none",
-                elinewidth=0.8,
-                capsize=2,
-                marker="o" if to_scale else MARKERS[style.dashes],
-                markersize=4,
-                label=f"{style.label} ({few_to_many} seeds)",
-                zorder=3,
-            )
-            bars.set_zorder(2)
-        axis.set_ylim(0, 1)
-        if to_scale:
-            axis.set_xticks(places, conditions)
-        else:
-            axis.set_xticks(places, conditions, rotation=30, ha="right", rotation_mode="anchor")
-            axis.set_xticks(places[:-1] + 0.5, minor=True)
-            axis.tick_params(axis="x", which="minor", length=0)
-        axis.set_xlabel(label)
-        axis.set_ylabel(title)
-        axis.grid(axis="y", alpha=0.3)
-        axis.grid(axis="x", which="major" if to_scale else "minor", alpha=0.3)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    save(figure, png_path)
-    return figure
-
-
 def draw(csv_path: Path, png_path: Path):
     """OUT.png from OUT.csv; returns the figure."""
-    table = read_table(csv_path, ("method",), dtype={"condition": str})
-    if "condition" in table:
-        label = re.search("^# conditions: (.*)$", comments_of(csv_path), re.MULTILINE)[1]
-        return draw_conditions(table, label, png_path)
-    read_table(csv_path, ("env", "method", "mean", "ci_low", "ci_high", "seeds"))
+    table = read_table(csv_path, ("env", "method", "mean", "ci_low", "ci_high", "seeds"))
     measure = re.search("^# measure: (.*)$", comments_of(csv_path), re.MULTILINE)
     return draw_curves(table, png_path, measure[1] if measure else "evaluation")
 
@@ -342,11 +277,6 @@ def main(args: Args) -> None:
     if args.from_csv:
         if not path.is_file():
             refuse(f"--from-csv: there is no {path}")
-    elif args.conditions:
-        runs = read_runs(args.runs, args.methods, needed=("return_last_100",))
-        of_agents = f"# agents: the first {args.agents}\n" if args.agents else ""
-        comments = f"{header(runs)}{of_agents}# conditions: {args.conditions}\n"
-        write(path, comments, make_conditions(runs, args.agents))
     else:
         runs = read_runs(args.runs, args.methods)
         groups = group_runs(runs, per_task=not args.search, task=args.task)

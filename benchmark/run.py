@@ -93,19 +93,11 @@ class Args:
     template: str = ""
 
 
-def find_index(words: list[str], condition) -> int | None:
-    """The position of the first word that fulfils a condition."""
-    for index, word in enumerate(words):
-        if condition(word):
-            return index
-    return None
-
-
 def find_script(words: list[str]) -> int | None:
     """The position of the script: the first .py, or behind federate.py the next one that is no
     flag's value.
     """
-    script = find_index(words, lambda word: word.endswith(".py"))
+    script = next((k for k, word in enumerate(words) if word.endswith(".py")), None)
     if script is None or Path(words[script]).name != "federate.py":
         return script
     for index in range(script + 1, len(words)):
@@ -239,7 +231,8 @@ class Job:
         """The words with the program that executes them, and this Python for `python`."""
         if self.shell:  # with a trap sh waits for what it has started
             return ["sh", "-c", f"trap 'exit 143' INT TERM\n{self.line}"]
-        program = find_index(words, lambda word: not re.match(r"\w+=", word)) or 0
+        programs = (k for k, word in enumerate(words) if not re.match(r"\w+=", word))
+        program = next(programs, 0)
         if words[program] == "python":
             words = [*words[:program], sys.executable, *words[program + 1 :]]
         return ["env", *words]

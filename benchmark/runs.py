@@ -3,16 +3,16 @@
     from benchmark.runs import load_runs  # every iteration of each agent, for pandas
     load_runs("runs").groupby(["exp_name", "timesteps"]).return_last_100.mean().unstack(0).plot()
 
-The same without this file, but for evaluations and settings; every row names its run:
+The same without this file, but for evaluations and settings:
 
     import pandas as pd; from pathlib import Path
     runs = pd.concat(map(pd.read_csv, Path("runs").rglob("metrics.csv")), ignore_index=True)
 
-A run without summary.json, or cut off, is left out; of repeated runs the newest counts. A seed is
-one sample: agents of a run learn from each other, so a run is averaged over its agents first.
-Intervals are of 95 %, by Student's t. Where a seed either solves its task or fails, the share of
-seeds that solve it has Wilson's interval: with five seeds Student's t covers 41 % if the
-probability of a success is 0.1, and 94 % if it is 0.5.
+These have all runs. The tools leave out a run without summary.json, or cut off (`completed` is
+false), and of repeated runs all but the newest. A seed is one sample: agents of a run learn from
+each other, so a run is averaged over its agents first. Intervals are of 95 %, by Student's t. Where
+a seed either solves its task or fails, the share of seeds that solve it has Wilson's interval: with
+five seeds Student's t covers 41 % if the probability of a success is 0.1, and 94 % if it is 0.5.
 """
 
 import fnmatch
@@ -38,6 +38,7 @@ UNCOMPARED = {"seed", "run_dir", "resume", "timeout", "track", "capture_video"}
 UNCOMPARED |= {"wandb_project_name", "wandb_entity"}
 UNCOMPARED |= {"start_from"}  # of newcomer.py: a run of the same seed
 CHANGED_ON_RESUME = {"device", "save_every", "eval_every"}
+CHANGED_ON_RESUME |= {"generate_with", "save_adapters", "log_completions"}
 HELD = ("communicator_matrix", "reward_matrix")  # what a flag's file held
 # Of metrics.csv the first that there is
 STEPS = ("timesteps", "step", "iteration")
@@ -241,8 +242,10 @@ def read_finished(folder: Path) -> Run | None:
     run = Run(folder, summary, settings, read_metrics(folder), task, evaluation)
     if run.settings.get("exchange"):
         return report(folder, "one process of a federation, with its own agents only, left out")
-    if not run.summary["completed"] or run.curve.empty:
-        return report(folder, "cut off or without a single episode, left out")
+    if not run.summary["completed"]:
+        return report(folder, "cut off, left out")
+    if run.curve.empty:
+        return report(folder, "an agent ended no episode, left out")
     # These raise where it has not what the tools need
     header([run])
     make_rows(group_runs([run]))
@@ -524,8 +527,7 @@ def make_conditions(runs: list[Run], agents: int = 0) -> pd.DataFrame:
         if agents:
             run = replace(run, table=run.table[run.table.agent < agents])
         row = {"method": method, "condition": condition, "seed": run.seed}
-        returns = run.table.groupby("agent").return_last_100
-        row |= {"auc": returns.mean().mean(), "final": returns.last().mean()}
+        row |= {"auc": run.curve.mean(), "final": run.curve.iloc[-1]}
         if has_diverged(run):
             row |= {"auc": np.nan, "final": np.nan}
         rows.append(row)

@@ -26,7 +26,6 @@ OCHRE = "#999933"
 BROWN = "#8C510A"
 
 DASHES = ("-", "--", ":", "-.")
-MARKERS = {"-": "o", "--": "s", ":": "^", "-.": "D"}  # of the dashes, where no line is drawn
 OTHER_COLOURS = ("#44AA99", "#AA4499", "#661100", "#332288")  # of names not listed below
 
 
@@ -84,9 +83,12 @@ STYLES = {
     "fedavg-median": ("FedAvg, coordinate-wise median", WINE, ":"),
     "fedavg-relative-gain": ("FedAvg, relative-gain", BLACK, "--"),
     "pr-relative-gain": ("PR-PPO, relative-gain", BLACK),
-    "gate-easy-times-10": ("PR-PPO, gated by value", BROWN),
-    "gate-hard-times-10": ("PR-PPO, gated by value", BROWN),
+    "gate-equal": ("PR-PPO, gated by value, equal units", BROWN, ":"),
+    "gate-easy-times-10": ("PR-PPO, gated by value, 5x5 times 10", BROWN),
+    "gate-hard-times-10": ("PR-PPO, gated by value, 8x8 times 10", BROWN, "--"),
+    "reward-equal": ("PR-PPO, reward, equal units", GREEN, ":"),
     "reward-easy-times-10": ("PR-PPO, reward", GREEN),
+    "reward-hard-times-10": ("PR-PPO, reward, 8x8 times 10", GREEN, "--"),
     "relative-gain-easy-times-10": ("PR-PPO, relative-gain", BLACK),
     "pr-self0.2": ("PR-PPO, self-preferred 0.2", PURPLE, "--"),
     "pr-self0.6": ("PR-PPO, self-preferred 0.6", PURPLE),
@@ -162,12 +164,10 @@ def find_place(name: str) -> int:
 
 
 def style_methods(names: Iterable[str]) -> dict[str, Method]:
-    """Names and styles of the methods of one figure; those that are not listed get unused ones."""
-    styles = {name: METHODS[name] for name in names if name in METHODS}
+    """Names and styles of the methods of one figure, no two alike while dashes last."""
+    styles = {}
     unused_colours = list(OTHER_COLOURS)
-    for name in names:
-        if name in styles:
-            continue
+    for name in sorted(names, key=find_place):
         method = find_method(name)
         if not method.colour:
             method = method._replace(colour=unused_colours[0])

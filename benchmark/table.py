@@ -5,12 +5,13 @@
     python benchmark/table.py --search --runs runs/doorkey-tune              # settings, best first
     python benchmark/table.py --evp 5 --runs runs/table1                     # the paper's table 1
     python benchmark/table.py --from-csv benchmark/results/doorkey_runs.csv  # rows of plot.py
-    python benchmark/table.py --from-csv benchmark/results/agreement.csv     # under conditions
+    python benchmark/table.py --conditions --runs runs/agreement-results     # methods x conditions
 
-Values are means over seeds with 95 % intervals by Student's t. If all values of the table lie
-between 0 and 1, intervals are cut there; those of differences never are. Where each seed either
-solves the task or fails, the number of seeds that solve it follows the mean, with Wilson's
-interval. In a search an --exp-name is a method and, behind the first underscore, its setting.
+Values are means over seeds with 95 % intervals by Student's t. If all values of a task lie between
+0 and 1, intervals are cut there; those of differences never are. Where each seed either solves the
+task or fails, the number of seeds that solve it follows the mean, with Wilson's interval. In a
+search an --exp-name is a method and, behind the first underscore, its setting. With --conditions it
+is a method and, behind the last hyphen, a condition, as in pr-surrogate-25.
 """
 
 import sys
@@ -28,6 +29,7 @@ from runs import (
     header,
     is_all_or_nothing,
     is_wanted,
+    make_conditions,
     make_rows,
     mean_interval,
     read_runs,
@@ -45,7 +47,7 @@ class Args:
     runs: tuple[str, ...] = ("runs",)
     """folders to search for runs, at any depth"""
     from_csv: str = ""
-    """a file with a row per run, instead: OUT_runs.csv of plot.py, OUT.csv of its --conditions"""
+    """a file with a row per run, instead: OUT_runs.csv of plot.py, or of --csv"""
     methods: tuple[str, ...] = ("*",)
     """only the experiments with these names, in which * stands for anything"""
     # evaluation: after training; auc: training return, mean over the run; final: at its end;
@@ -53,6 +55,10 @@ class Args:
     measure: Literal["evaluation", "auc", "final", "win_rate", "sampled_win_rate"] = "evaluation"
     task: str = ""
     """judge all agents of a run by this task of its evaluations, instead of each by its own"""
+    conditions: bool = False
+    """methods x conditions, which --exp-name ends in, by the training return"""
+    agents: int = 0
+    """of --conditions: only the first agents of each run count (0: all)"""
     minus: str = ""
     """differences from this method, paired by seed, and in how many seeds they are positive"""
     search: bool = False
@@ -73,7 +79,7 @@ def format_mean(values: Any, digits: int = 2, bounded: bool = False) -> str:
         return f"{text} ({count_seeds(len(values))})"
     if bounded:
         limits = np.clip(limits, 0, 1)
-    text += f" [{', '.join(f'{limit:.{digits}f}' for limit in limits)}]"
+    text += f" [{', '.join(f'{round(limit, digits) + 0.0:.{digits}f}' for limit in limits)}]"
     if bounded:  # possible values are integers: 0, not 0.00
         text = text.replace(f"{0:.{digits}f}", "0").replace(f"{1:.{digits}f}", "1")
     return text
@@ -94,19 +100,20 @@ def print_table(rows: list[dict[str, str]]) -> None:
 
 def tabulate_methods(rows: pd.DataFrame, args: Args) -> list[dict]:
     """Methods x tasks, or x conditions."""
-    values = rows[args.measure]
-    form = {"digits": 2 if values.max() <= 1 else 0, "bounded": values.dropna().between(0, 1).all()}
 
-    def format_cell(seeds: pd.DataFrame, others: pd.DataFrame) -> str:
+    def format_cell(task: str, seeds: pd.DataFrame, others: pd.DataFrame) -> str:
+        values = rows[rows.env == task][args.measure].dropna()  # of all methods
+        digits = 2 if values.abs().max() < 20 else 0
         if args.minus:
             gains = (seeds[args.measure] - others[args.measure]).dropna()
             positive = f"{(gains > 0).sum()} of {len(gains)}"
-            return f"{format_mean(gains, form['digits'])}, {positive}" if len(gains) else ""
+            return f"{format_mean(gains, digits)}, {positive}" if len(gains) else ""
         if "evaluation" in seeds and is_all_or_nothing(seeds.evaluation):
             solved = format_share((seeds.evaluation >= SOLVED).sum(), len(seeds))
             mean = seeds[args.measure].mean(skipna=False)
-            return f"{mean:.{form['digits']}f}; solved in {solved}"
-        return format_mean(seeds[args.measure], **form) if len(seeds) else ""
+            return f"{mean:.{digits}f}; solved in {solved}"
+        bounded = values.between(0, 1).all()
+        return format_mean(seeds[args.measure], digits, bounded) if len(seeds) else ""
 
     of_method = {name: table.set_index("seed") for name, table in rows.groupby("method")}
     if args.minus and args.minus not in of_method:
@@ -121,7 +128,7 @@ def tabulate_methods(rows: pd.DataFrame, args: Args) -> list[dict]:
         seeds = of_method[name]
         row = {"": find_method(name).label}
         for task, column in zip(tasks, columns, strict=True):
-            row[column] = format_cell(seeds[seeds.env == task], others[others.env == task])
+            row[column] = format_cell(task, seeds[seeds.env == task], others[others.env == task])
         table.append(row)
     return table
 
@@ -180,12 +187,15 @@ def read_rows(args: Args) -> pd.DataFrame:
         rows = rows[[is_wanted(name, args.methods) for name in rows.method]]
         if not len(rows):
             refuse(f"--from-csv {args.from_csv}: has no run of --methods")
+    elif args.conditions:
+        runs = read_runs(args.runs, args.methods, needed=("return_last_100",))
+        rows = make_conditions(runs, args.agents)
     else:
         runs = read_runs(args.runs, args.methods)
         per_task = not (args.search or args.evp)
         rows = make_rows(group_runs(runs, per_task, args.task))
-        if args.csv:
-            write(Path(args.csv), header(runs), rows)
+    if args.csv:
+        write(Path(args.csv), header(runs), rows)
     rows = rows.rename(columns={"mean_training_return": "auc", "condition": "env"})
     is_search = args.search or args.evp
     if "env" not in rows:

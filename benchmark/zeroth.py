@@ -21,6 +21,7 @@ import pandas as pd
 from arguments import read_flags, refuse
 from plot import make_axes, save
 from runs import (
+    CHANGED_ON_RESUME,
     Run,
     find_difference,
     header,
@@ -80,7 +81,7 @@ def make_rows(runs: list[Run]) -> pd.DataFrame:
     first = {}
     for run in runs:
         other = first.setdefault((run.task, run.settings["algorithm"]), run)
-        values = find_difference(other, run, {*CELL, "exp_name"})
+        values = find_difference(other, run, {*CELL, "exp_name"} | CHANGED_ON_RESUME)
         if values:
             sys.exit(f"{run.task}, {run.settings['algorithm']} has runs with {values}")
     rows = refuse_repeats(pd.DataFrame(map(make_row, runs)), KEY)

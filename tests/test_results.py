@@ -127,6 +127,28 @@ def test_all_runs_are_one_table(tmp_path, monkeypatch):
     assert names["runs"].return_last_100.tolist() == whole[whole.seed == 1].return_last_100.tolist()
 
 
+def test_each_task_of_a_table_has_digits_of_its_own(tmp_path, capsys):
+    """One with large returns takes none away from the others, nor their bounds."""
+    for seed in (1, 2, 3):
+        for name, bonus in (("isolated", 0.0), ("pr-uniform", 0.05)):
+            tasks = {"env_ids": ["Easy", "Hard"], "exp_name": name}
+            folder = control_run(tmp_path, seed, [0.1], 0.2 * seed + bonus, **tasks)
+            evaluations = pd.read_csv(folder / "evaluations.csv")
+            evaluations.loc[evaluations.task == "Hard", "mean_return"] *= 1000
+            evaluations.to_csv(folder / "evaluations.csv", index=False)
+            summary = summary_of(folder)
+            for row in summary["evaluation"]["agents"]:
+                row["Hard"]["mean"] *= 1000
+            (folder / "summary.json").write_text(json.dumps(summary))
+    table.main(table.Args(runs=(str(tmp_path),)))
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[1] for row in rows] == ["0.40 [0, 0.90]", "0.45 [0, 0.95]"]
+    assert re.fullmatch(r"500 \[3, 997\]", rows[0][2].removesuffix(" |"))
+    table.main(table.Args(runs=(str(tmp_path),), minus="isolated"))
+    (line,) = capsys.readouterr().out.splitlines()[2:]
+    assert line == "| PR-PPO, uniform | 0.05 [0.05, 0.05], 3 of 3 | 50 [50, 50], 3 of 3 |"
+
+
 def test_of_repeated_runs_the_newest_counts(tmp_path, capsys):
     """Other settings under one name end with one line, but for --run-dir and what --resume may
     change.
@@ -135,6 +157,7 @@ def test_of_repeated_runs_the_newest_counts(tmp_path, capsys):
     newest = control_run(tmp_path, 1, [0.1], 0.7, stamp=10, start_from="trained/1")
     older = control_run(tmp_path, 1, [0.1], 0.2, stamp=9, kl_coef=5.0)
     free = {"run_dir": "elsewhere", "device": "cuda", "save_every": 7, "start_from": "trained/2"}
+    free |= {"generate_with": "http://elsewhere", "save_adapters": 5, "log_completions": 2}
     control_run(tmp_path, 2, [0.1], **free)
     ((run, _),) = read_groups(tmp_path).values()
     assert run.folder == newest
@@ -154,7 +177,7 @@ def test_what_is_no_whole_run_is_reported_and_left_out(tmp_path, capsys):
     folders = {
         "not finished": control_run(tmp_path, 2, [0.1]),
         "cut off": control_run(tmp_path, 3, [0.1], summary={"completed": False}),
-        "without a single episode": control_run(tmp_path, 4, [np.nan]),
+        "an agent ended no episode": control_run(tmp_path, 4, [np.nan]),
         "one process of a federation": control_run(tmp_path, 5, [0.1], exchange="file:///share"),
         "is no JSON": control_run(tmp_path, 6, [0.1]),
         "'versions'": control_run(tmp_path, 7, [0.1], summary={"versions": None}),
@@ -733,34 +756,26 @@ def test_curves_are_labelled_by_what_runs_are_counted_in(tmp_path):
     assert [*labels.values()] == ["steps"]
 
 
-def test_files_of_former_versions_are_labelled_by_their_commands(tmp_path):
-    """They call the steps of language models timesteps."""
-    results = REPOSITORY / "benchmark" / "results"
-    for name, label in (("llm", "steps"), ("sb3", "environment steps per agent (millions)")):
-        figure = plot.draw(results / f"{name}.csv", tmp_path / "x.png")
-        assert {axis.get_xlabel() for axis in figure.axes} == {label}
-
-
 @pytest.mark.parametrize(("names", "agents"), [((0, 50), 0), ((0, 50), 1), (("none", "lie"), 2)])
-def test_methods_are_compared_under_every_condition(names, agents, tmp_path):
-    """Over the run and at its end, means of the agents that count; drawn again with its label."""
+def test_methods_are_compared_under_every_condition(names, agents, tmp_path, capsys):
+    """Over the run and at its end, means of the agents that count; the same from the CSV file."""
     for name in names:
         for seed in (1, 2, 3):
             curve = [0.1, 0.2 * seed]
             control_run(tmp_path / "runs", seed, curve, exp_name=f"pr-surrogate-{name}")
-    out = tmp_path / "x"
-    options = {"conditions": "what one sends", "agents": agents}
-    plot.main(plot.Args(runs=(str(tmp_path / "runs"),), out=str(out), **options))
-    rows = pd.read_csv(f"{out}.csv", comment="#", dtype={"condition": str})
+    path = str(tmp_path / "x.csv")
+    args = {"conditions": True, "agents": agents, "measure": "final"}
+    table.main(table.Args(runs=(str(tmp_path / "runs"),), csv=path, **args))
+    shown = capsys.readouterr().out
+    bonus = 0 if agents == 1 else 0.01
+    assert f"| PR-PPO, surrogate | {0.4 + bonus:.2f} [" in shown
+    rows = pd.read_csv(path, comment="#", dtype={"condition": str})
     assert list(rows) == ["method", "condition", "seed", "auc", "final"]
     assert set(rows.condition) == set(map(str, names)) and set(rows.method) == {"pr-surrogate"}
-    bonus = 0 if agents == 1 else 0.01
     assert rows.final[:3].tolist() == pytest.approx([0.2 + bonus, 0.4 + bonus, 0.6 + bonus])
     assert rows.auc[0] == pytest.approx(0.15 + bonus)
-    picture = plt.imread(f"{out}.png")
-    shutil.rmtree(tmp_path / "runs")
-    plot.main(plot.Args(runs=("runs",), out=str(out), from_csv=True, **options))
-    assert (plt.imread(f"{out}.png") == picture).all()
+    table.main(table.Args(from_csv=path, measure="final"))
+    assert capsys.readouterr().out == shown
 
 
 def test_conditions_are_in_order():
@@ -769,16 +784,15 @@ def test_conditions_are_in_order():
     assert styles.order_conditions(names) == expected
 
 
-@pytest.mark.parametrize("tool", ["plot", "crowd"])
+@pytest.mark.parametrize("tool", ["table", "crowd"])
 def test_runs_that_a_table_cannot_keep_apart_are_refused(tool, tmp_path):
     """One method and seed on two tasks; a row of both would be of neither. Nor names without a
     condition.
     """
     for stamp, task in enumerate(("Task", "Other")):
         control_run(tmp_path, 1, [0.1], stamp=stamp, exp_name="pr-2", env_id=task)
-    args = {"runs": (str(tmp_path),), "out": str(tmp_path / "out")}
-    if tool == "plot":
-        args["conditions"] = "agents"
+    args = {"runs": (str(tmp_path),)}
+    args |= {"conditions": True} if tool == "table" else {"out": str(tmp_path / "out")}
     module = importlib.import_module(tool)
     assert refusal(module.main, module.Args(**args)).endswith("; give those of one task and length")
     shutil.rmtree(tmp_path)
@@ -797,7 +811,7 @@ def test_runs_on_two_tasks_are_no_two_seeds_on_a_third(tmp_path):
     assert message.endswith("; give those of one task and length")
 
 
-DRAWN_BY_TOOLS = ["sb3", "llm", "trpo_bound"]
+DRAWN_BY_TOOLS = ["sb3", "atari", "trpo_bound"]
 
 
 @pytest.mark.parametrize("name", DRAWN_BY_TOOLS)
