@@ -70,7 +70,7 @@ class TaskArgs(RunArgs):
     eval_env_ids: tuple[str, ...] = ()
     """further tasks, such as unseen levels, that every agent is evaluated on"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
-    """envpool is several times faster; auto takes it where it is installed and knows the task"""
+    """envpool is faster; auto takes it where it is installed and knows the task"""
     num_envs: Count = 4  # parallel environments per agent
     # width of each agent's hidden layer, a multiple of 8, with its convolutions in
     # proportion (default: 128 for all)

@@ -74,7 +74,7 @@ class TaskArgs(RunArgs):
     eval_env_ids: tuple[str, ...] = ()
     """further tasks, such as unseen bodies, that every agent is evaluated on"""
     env_backend: Literal["auto", "envpool", "gymnasium"] = "auto"
-    """envpool is several times faster; auto takes it where it is installed and knows the task"""
+    """envpool is faster; auto takes it where it is installed and knows the task"""
     num_envs: Count = 4  # parallel environments per agent
     # width of each agent's two hidden layers, of the policy and of the value function (default: 64
     # for all)

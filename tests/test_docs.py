@@ -62,6 +62,10 @@ VARIANTS = {
     "fedavg_mujoco": "prpo_mujoco",
     "distral_minigrid": "prpo_minigrid",
 }
+# Flags of PR-PPO that FedAvg and Distral lack, and those that PR-TRPO lacks
+OF_REFERENCES = ("--gate", "--mixture", "--self-reference", "--kl-samples")
+OF_LOSSES = ("--kl-coef", "--kl-schedule", "--kl-direction", "--clip-coef", "--clip-vloss")
+OF_LOSSES += ("--ent-coef", "--vf-coef")
 BENCHMARKS = (
     "federate",
     "gate",
@@ -205,8 +209,12 @@ def test_flags_are_those_of_help(script, read_help):
     rows = read_rows("communicators")
     if script in VARIANTS:
         rows |= read_rows(VARIANTS[script])
-        for flag in ("--gate", "--mixture", "--self-reference", "--kl-samples"):  # as the page says
+        for flag in OF_REFERENCES:  # as the page says
             rows.pop(flag, None)
+    elif script == "prtrpo_minigrid":
+        rows |= read_rows("prpo_minigrid")
+        for flag in OF_LOSSES:
+            del rows[flag]
     rows |= read_rows(script)
     aliases = {"--help", "--agent", "--communication-coef", "--update-every", "--reward-model"}
     negations = {flag for flag in shown.keys() - rows if flag.replace("--no-", "--", 1) in rows}
