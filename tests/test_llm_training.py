@@ -670,8 +670,9 @@ PLAIN = {
         "warmup_steps": 1,
         "total_steps": 3,
     },
-    "FedAvg-PPO, frozen A": {
+    "FedAvg-PPO in one pass, frozen A": {
         "algorithm": "ppo",
+        "update_epochs": 1,
         "batch_size": 8,
         "minibatch_size": 4,
         "prompts_per_agent": 10,
