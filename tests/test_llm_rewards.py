@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import pandas as pd
@@ -29,6 +30,19 @@ def load(folder, code, name="own", function="reward"):
 def call(function):
     """Its rewards for two completions."""
     return prpo_llm.call_reward(prpo_llm.Args(), "own", function, COLUMNS)
+
+
+def test_the_reward_of_the_page_is_one(tmp_path, files):
+    """Of two completions one is longer than its reference; a run trains on it."""
+    page = (REPOSITORY / "docs" / "prpo_llm.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    short = load(tmp_path / "rewards", code, "my_reward", "short")
+    inputs = {"prompts": ["a", "b"], "completions": ["c", "dd"], "completion_ids": [[1], [2]]}
+    assert short(**inputs, references=["e", "f"], level=[3, 4]) == [1, 0]
+    reward = f"{tmp_path / 'rewards' / 'my_reward.py'}:short"
+    folder, _ = train(files, tmp_path / "runs", reward=reward, total_steps=1, eval_prompts=0)
+    scores = [float(row["reward_my_reward.short"]) for row in rows_of(folder)]
+    assert scores and all(0 <= score <= 1 for score in scores)
 
 
 LENGTHS = {
