@@ -742,6 +742,13 @@ def collect_peers(args: Args, model, reference: Reference, mb: dict) -> dict[str
     return collected
 
 
+def fetch_peers(args: Args, model, reference: Reference, mb: dict) -> dict[str, Tensor]:
+    """What `collect_peers` returns for a micro-batch: computed here, or kept before the update."""
+    if computes_peers_in_update(args):
+        return collect_peers(args, model, reference, mb)
+    return {name: mb[name].to(model.device) for name in ("peers", "anchor") if name in mb}
+
+
 @torch.no_grad()
 def compute_token_kl(args: Args, model, reference: Reference, batch: dict) -> Tensor:
     """For --reward-kl-coef: log policy - log reference of each token of the completions.
@@ -750,9 +757,7 @@ def compute_token_kl(args: Args, model, reference: Reference, batch: dict) -> Te
     """
     of_reference = torch.zeros_like(batch["logprobs"])
     for inds, mb in split_prompts(args, batch):
-        if computes_peers_in_update(args):
-            mb |= collect_peers(args, model, reference, mb)
-        mb["peers"] = mb["peers"].to(model.device)
+        mb |= fetch_peers(args, model, reference, mb)
         of_prompts = torch.zeros(mb["mask"].shape, device=model.device)
         for place in split_tokens(model, mb["mask"]):
             log_reference = compute_log_reference(args, model, mb, place, reference)
@@ -1044,11 +1049,7 @@ def learn(
     micro_weights = token_weights.split(args.micro_batch_size, dim=1)
     for micro, mb_weights in zip(micro_batches, micro_weights, strict=True):
         mb = select_prompts(batch, micro)
-        if computes_peers_in_update(args):
-            mb |= collect_peers(args, model, reference, mb)
-        for name in ("peers", "anchor"):
-            if name in mb:
-                mb[name] = mb[name].to(model.device)
+        mb |= fetch_peers(args, model, reference, mb)
 
         # Policy. The backward pass belongs under `select_adapters` too: with
         # --gradient-checkpointing it computes the layers again
@@ -3368,6 +3369,12 @@ def read_rows(name: str, default: str = "train") -> list[dict]:
         return [*datasets.load_dataset(str(place), cache_dir=cache, **options)]
 
 
+def explain_reading(error: Exception) -> str:
+    """What an error of `read_rows` says of the data, in a line of at most 300 characters."""
+    reason = " ".join(str(error.__cause__ or error).split()) or repr(error)
+    return reason[:300]
+
+
 def load_examples(args: Args, tokenizer, name: str, flag: str = "dataset") -> list[dict]:
     """The examples of a data set, see `read_examples`; prints how many prompts are too long."""
     path = name
@@ -3397,8 +3404,7 @@ def read_examples(args: Args, tokenizer, name: str, path: str, flag: str) -> tup
     try:
         rows = read_rows(path)
     except Exception as error:  # damaged files may raise anything
-        reason = " ".join(str(error.__cause__ or error).split()) or repr(error)
-        refuse_data(args, flag, name, f"cannot be read: {reason[:300]}")
+        refuse_data(args, flag, name, f"cannot be read: {explain_reading(error)}")
     plain = []
     templated = []  # those with the chat template, which contains special tokens
     too_long = 0

@@ -207,20 +207,25 @@ def estimate(args: Args, shape: tuple, logits_at_once: int = 2**25) -> dict[str,
         "rollout: keys and values": 2 * cached * keys,
         "rollout: a layer of all prompts": 2 * prompts * args.prompt_tokens * of_layer,
     }
-    states = {"update: states of references": 2 * tokens * hidden * args.agents}
-    update = states | {
-        "update: logits of a part of the tokens": 4 * logits_at_once * (args.agents + 5),
-        "update: activations with --gradient-checkpointing": inputs + whole // layers,
+    states = 2 * tokens * hidden * args.agents
+    logits = 4 * logits_at_once * (args.agents + 5)
+    of_one_layer = whole // layers
+    update = {
+        "update: states of references": states,
+        "update: logits of a part of the tokens": logits,
+        "update: inputs of layers, with --gradient-checkpointing": inputs,
+        "update: a layer's activations, with it": of_one_layer,
+        "update: activations without": whole,
     }
-    without = {"update: activations without": whole}
     common = sum(resident.values())
-    largest = max(sum(rollout.values()), sum(update.values()))
+    # A layer is computed again when the logits are gone
+    checkpointed = states + inputs + max(logits, of_one_layer)
     last = {
-        "**peak with --gradient-checkpointing**": common + largest,
-        "peak without": common + sum(update.values()) - inputs - whole // layers + whole,
+        "**peak with --gradient-checkpointing**": common + max(sum(rollout.values()), checkpointed),
+        "peak without": common + states + logits + whole,
         "a checkpoint on disk": 4 * args.held * trained[0].nbytes,
     }
-    return resident | rollout | update | without | last
+    return resident | rollout | update | last
 
 
 def main(args: Args) -> None:

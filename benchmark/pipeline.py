@@ -122,8 +122,7 @@ def read_rows(
     try:
         rows = prpo_llm.read_rows(name, split)
     except Exception as error:  # damaged files may raise anything
-        reason = " ".join(str(error.__cause__ or error).split()) or repr(error)
-        refuse(f"{name} cannot be read: {reason[:300]}")
+        refuse(f"{name} cannot be read: {prpo_llm.explain_reading(error)}")
     for row in rows:
         value = row.get(prompt)
         row.pop("messages", None)  # a column of the data with the whole conversation
